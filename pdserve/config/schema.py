@@ -1,0 +1,68 @@
+"""The loaded configuration: frozen, complete, with every default filled in. `load.py` makes it from YAML."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class FrontendConfig:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    processes: int = 1
+    """how many frontend processes share the port: the larger of Frontend's and Processor's ServiceArgs.workers"""
+    router: str = "round-robin"
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What decode and prefill workers have in common. `engine_args` are vLLM's own arguments in kebab-case, with the
+    common-configs merged in, checked against vLLM's argument list; those that the graph sets itself are not in it."""
+
+    count: int = 1
+    gpus: int = 0
+    """GPUs per worker"""
+    engine: str = "vllm"
+    """`vllm` or `sim`"""
+    engine_args: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DecodeConfig(WorkerConfig):
+    remote_prefill: bool = False
+    conditional_disagg: bool = True
+    """false: every prompt is prefilled remotely whatever its length, as long as a prefill worker lives"""
+    max_local_prefill_length: int = 512
+    """tokens; a prompt with more than these to compute goes to a prefill worker"""
+    max_prefill_queue_size: int = 10
+    """requests; with these many waiting, prefill locally"""
+
+
+@dataclass(frozen=True)
+class PrefillConfig(WorkerConfig):
+    pass
+
+
+@dataclass(frozen=True)
+class Config:
+    path: Path
+    """the YAML file, for messages"""
+    model: str
+    """path of a model folder (absolute) or a hub id; `demo` was resolved to the bundled model's folder"""
+    served_model_name: str
+    frontend: FrontendConfig | None
+    decode: DecodeConfig | None
+    prefill: PrefillConfig | None
+    namespace: str = "pdserve"
+    """separates several graphs on one etcd and NATS"""
+    nats: str | None = None
+    """URL; None: `serve` starts its own"""
+    etcd: str | None = None
+    """host:port; None: `serve` starts its own"""
+    state_dir: Path = Path("~/.pdserve")
+    request_timeout: float = 600.0
+    """seconds; the deadline of a request that names none"""
+    drain_timeout: float = 30.0
+    """seconds that running requests get to finish after SIGTERM"""
+    notes: tuple[str, ...] = ()
+    """what was read differently from how it was written, one sentence each, to be shown once at start"""

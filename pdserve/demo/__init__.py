@@ -1,0 +1,5 @@
+"""The bundled demo model: a tiny language model that remembers codes, so that a lost KV block shows as a wrong answer."""
+
+from pathlib import Path
+
+MODEL_DIR: Path = Path(__file__).parent / "model"

@@ -1,0 +1,133 @@
+"""The engine seam: what a decode or prefill worker needs of an inference engine.
+
+`vllm` is the real one, `sim` a simulated one with the same contract. Which implementation a worker uses is the
+`engine` key of its YAML section.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from pdserve.messages import KvHandle
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a started engine says of itself."""
+
+    kv_blocks: int
+    block_size: int
+    """tokens in a KV block"""
+    max_model_len: int
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_concurrency: float
+    """requests of max_model_len tokens that fit the KV cache at once"""
+    vllm_version: str
+    supported_tasks: list[str]
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.kv_blocks * self.block_size
+
+
+@dataclass(frozen=True)
+class EngineUsage:
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    """share of the KV blocks held by requests, 0 to 1"""
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """KV transfers that ended since the last step, as the receiving engine counts them."""
+
+    count: int = 0
+    seconds: list[float] = field(default_factory=list)
+    bytes: int = 0
+    failures: int = 0
+
+
+@dataclass
+class Output:
+    """One request's share of an engine step."""
+
+    request_id: str
+    tokens: list[int]
+    finished: bool
+    handle: KvHandle | None = None
+    """on the finishing output of a `prefill`: where its KV lies"""
+    failed: bool = False
+    """finished by an error inside the engine; no more outputs come"""
+    raw: Any = None
+    """the engine's own output, for `pack`"""
+
+
+@dataclass
+class Step:
+    """What one engine step brought; in order for each request."""
+
+    outputs: list[Output]
+    transfers: Transfers | None = None
+
+
+class Engine(ABC):
+    """An inference engine in processes of its own (or simulated in this one). Entering starts it and returns when it
+    can serve; leaving stops all of its processes.
+
+    Every request ends with exactly one finishing Output, unless it was cancelled: then none may come.
+    Any method raises EngineDead when the engine is gone; it does not come back, the worker must exit.
+    A request id is used once in an engine's life; a second use raises ProtocolError and harms nothing.
+    """
+
+    facts: EngineFacts
+    """set on entering"""
+
+    @abstractmethod
+    async def __aenter__(self) -> Self: ...
+
+    @abstractmethod
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    @abstractmethod
+    async def generate(self, request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None) -> None:
+        """Start generating. With `kv`, the prompt's KV is pulled from there first; where that fails the engine
+        recomputes it, and the caller sees no difference. Raises ProtocolError for a handle that does not fit (other
+        block size, too few blocks, past its lease less a margin): the request was then not started."""
+
+    @abstractmethod
+    async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
+        """Run the prompt for one token and keep its KV blocks for the lease; the finishing output has the handle."""
+
+    @abstractmethod
+    async def reject(self, request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle) -> None:
+        """Tell the prefill engine that holds `kv` that nobody will pull it, so that it frees the blocks now."""
+
+    @abstractmethod
+    async def cancel(self, request_ids: list[str]) -> None:
+        """Stop these and free their blocks; unknown and finished ids are ignored."""
+
+    @abstractmethod
+    async def step(self) -> Step:
+        """Wait for the next outputs. One caller at a time."""
+
+    @abstractmethod
+    def pack(self, outputs: list[Output]) -> list[bytes]:
+        """These outputs of one step, in vLLM's encoding of EngineCoreOutputs, for one frontend."""
+
+    @abstractmethod
+    def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int:
+        """How many leading tokens of the prompt have their KV in this engine's prefix cache. A guess: it may be
+        stale, and 0 is always allowed."""
+
+    @property
+    @abstractmethod
+    def usage(self) -> EngineUsage: ...
+
+    @abstractmethod
+    async def all_blocks_free(self) -> bool:
+        """True when no request holds a KV block (a leak probe; it empties the prefix cache)."""

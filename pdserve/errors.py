@@ -1,0 +1,74 @@
+"""Every error that pdserve raises on purpose.
+
+    PdserveError
+    ├── ConfigError             the YAML, a flag or the machine cannot do what was asked; exit code 2
+    ├── Unavailable             a peer is not there now; the caller falls back, waits or answers 503
+    │   ├── QueueUnavailable        NATS is not connected: prefill locally
+    │   ├── RegistryUnavailable     etcd is not connected: keep the last known topology
+    │   └── PeerGone                the process at the other end of a stream is gone
+    ├── Overloaded              a bound is reached; 429 with Retry-After
+    ├── EngineDead              the engine core is gone; the worker process must exit
+    └── ProtocolError           a peer sent something that does not fit its contract
+"""
+
+from dataclasses import dataclass
+
+
+class PdserveError(Exception):
+    """Base of the tree above; `status` is the HTTP status where the error reaches a client."""
+
+    status = 500
+
+
+@dataclass
+class ConfigError(PdserveError):
+    """Something in the configuration is wrong: `problems` holds one complete sentence for each finding,
+    naming file, line and key where they are known, and what to do."""
+
+    problems: list[str]
+    status = 400
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+class Unavailable(PdserveError):
+    status = 503
+
+
+class QueueUnavailable(Unavailable):
+    pass
+
+
+class RegistryUnavailable(Unavailable):
+    pass
+
+
+@dataclass
+class PeerGone(Unavailable):
+    """The process that `peer` names (an instance or frontend id) cannot be reached any more."""
+
+    peer: str
+
+    def __str__(self) -> str:
+        return f"{self.peer} is gone"
+
+
+@dataclass
+class Overloaded(PdserveError):
+    """A bound was reached; `retry_after` is in seconds."""
+
+    what: str
+    retry_after: float = 1.0
+    status = 429
+
+    def __str__(self) -> str:
+        return f"{self.what}; try again in {self.retry_after:g} s"
+
+
+class EngineDead(PdserveError):
+    status = 503
+
+
+class ProtocolError(PdserveError):
+    pass

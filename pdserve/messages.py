@@ -1,0 +1,233 @@
+"""Every message that crosses a process boundary, one section for each receiver.
+
+All are frozen msgspec structs. A new field gets a default, unknown fields are ignored, so that neighbouring versions
+understand each other. Times named `deadline` are Unix seconds, durations are seconds. Nothing is ever pickled.
+"""
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+
+class Role(StrEnum):
+    FRONTEND = "frontend"
+    DECODE = "decode"
+    PREFILL = "prefill"
+
+
+# ── the registry (etcd): what a process says of itself ────────────────────────────────────────────────────────────
+
+
+class Load(Struct, frozen=True):
+    """What an instance is doing; written again every second or so while it changes."""
+
+    running: int = 0
+    """requests inside the engine's batch"""
+    waiting: int = 0
+    """requests admitted but not yet running, those out for remote prefill included"""
+    kv_usage: float = 0.0
+    """share of the KV blocks in use, 0 to 1"""
+    queue_depth: int = 0
+    """prefill requests not yet pulled, as this instance sees the queue"""
+
+
+class Instance(Struct, frozen=True):
+    """A live process. It exists in the registry exactly as long as its lease."""
+
+    id: str
+    """`<role>-<index>-<boot id>`: a restarted process is a new instance"""
+    role: Role
+    model: str = ""
+    """served model name; empty for a frontend, which serves every model that has a card"""
+    address: str = ""
+    """where its stream listens, a ZeroMQ endpoint (decode), or its URL (frontend)"""
+    metrics: str = ""
+    """URL of its own Prometheus page"""
+    host: str = ""
+    pid: int = 0
+    gpus: list[int] = []
+    kv_blocks: int = 0
+    block_size: int = 0
+    """tokens in a KV block"""
+    kv_tokens: int = 0
+    max_model_len: int = 0
+    max_concurrency: float = 0.0
+    """how many requests of max_model_len tokens fit the KV cache at once"""
+    vllm_version: str = ""
+    draining: bool = False
+    """true: finishes what it has and takes nothing new"""
+    load: Load = Load()
+
+
+class ModelCard(Struct, frozen=True):
+    """What a frontend needs to serve a model; each decode worker writes one under its own lease."""
+
+    name: str
+    """the served model name"""
+    model: str
+    """path or hub id, as the worker loaded it"""
+    engine_args: dict[str, object] = {}
+    """the vLLM arguments (kebab-case) that tokenizing, templates, parsers and limits depend on"""
+    max_model_len: int = 0
+    block_size: int = 0
+    vllm_version: str = ""
+    blob: str = ""
+    """name of the archive with config, tokenizer and chat template in NATS' object store; empty: not uploaded"""
+    supported_tasks: list[str] = ["generate"]
+    created: int = 0
+    """Unix seconds"""
+
+
+# ── decode worker, from a frontend ────────────────────────────────────────────────────────────────────────────────
+
+
+class Submit(Struct, frozen=True, tag=True):
+    """Generate. Answered by `Placed`, then `Outputs` until one of them finishes the request, or by `Failed`."""
+
+    request_id: str
+    """unique per attempt, for ever: a migrated or retried request comes with a new one"""
+    prompt: list[int]
+    """token ids; never empty"""
+    max_tokens: int
+    deadline: float
+    body: list[bytes]
+    """vLLM's EngineCoreRequest without its prompt, in vLLM's own encoding; opaque to all but engines"""
+
+
+class Cancel(Struct, frozen=True, tag=True):
+    """Stop these; unknown ids are ignored, and nothing is answered."""
+
+    request_ids: list[str]
+
+
+class Hello(Struct, frozen=True, tag=True):
+    """First message of a frontend on a connection; a worker of another vLLM version answers `Refused`."""
+
+    vllm_version: str
+
+
+ToDecode = Submit | Cancel | Hello
+
+
+# ── frontend, from a decode worker ────────────────────────────────────────────────────────────────────────────────
+
+
+class Placed(Struct, frozen=True, tag=True):
+    """How the prompt gets its KV, sent before the request's first output."""
+
+    request_id: str
+    prefill: str
+    """`local` or `remote`"""
+    reason: str
+
+
+class Outputs(Struct, frozen=True, tag=True):
+    """One engine step's outputs for the receiving frontend, in vLLM's own encoding of EngineCoreOutputs."""
+
+    body: list[bytes]
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """This request ends here. `retry` is true where another worker may well succeed."""
+
+    request_id: str
+    message: str
+    retry: bool = False
+
+
+class Refused(Struct, frozen=True, tag=True):
+    """The worker will not work with this frontend (other vLLM version, or draining)."""
+
+    message: str
+
+
+ToFrontend = Placed | Outputs | Failed | Refused
+
+
+# ── prefill worker, from a decode worker, through the queue ───────────────────────────────────────────────────────
+
+
+class PrefillRequest(Struct, frozen=True, tag=True):
+    """Compute the KV of `prompt` and keep it until it is pulled."""
+
+    request_id: str
+    """unique per attempt"""
+    decode: str
+    """instance id of the decode worker to answer"""
+    prompt: list[int]
+    deadline: float
+    block_size: int
+    """the decode side's tokens per KV block; must equal the prefill side's"""
+    body: list[bytes]
+
+
+class PrefillCancel(Struct, frozen=True, tag=True):
+    """The decode worker no longer wants these: drop them where queued, abort them where running."""
+
+    request_ids: list[str]
+
+
+class QueueState(Struct, frozen=True, tag=True):
+    """Sent by a prefill worker with each pull, so that deciders know the queue's depth without asking the server."""
+
+    delivered_seq: int
+    """highest stream sequence delivered so far"""
+    pending: int
+    """messages behind it, not yet delivered"""
+
+
+# ── decode worker, from a prefill worker ──────────────────────────────────────────────────────────────────────────
+
+
+class KvHandle(Struct, frozen=True):
+    """Where finished KV blocks lie. Valid until `computed_at + lease` on the prefill worker, no longer."""
+
+    engine_id: str
+    """the prefill instance id: it names the boot, so blocks of an earlier life are never read"""
+    request_id: str
+    """the id under which the prefill engine holds the blocks"""
+    host: str
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    block_ids: list[list[int]]
+    """per KV cache group, in prompt order"""
+    num_tokens: int
+    """prompt tokens whose KV is in the blocks"""
+    block_size: int
+    tp_size: int = 1
+    lease: float = 30.0
+    """seconds that the blocks are kept, counted from the answer"""
+    extra: dict[str, object] = {}
+    """further fields of the connector's own handle, passed on as they are"""
+
+
+class PrefillDone(Struct, frozen=True, tag=True):
+    request_id: str
+    handle: KvHandle
+    compute_seconds: float = 0.0
+    queue_seconds: float = 0.0
+
+
+class PrefillFailed(Struct, frozen=True, tag=True):
+    """The decode worker must prefill locally; `reason` is a short word for the metric's label."""
+
+    request_id: str
+    reason: str
+    message: str = ""
+
+
+PrefillAnswer = PrefillDone | PrefillFailed
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_decode = msgspec.msgpack.Decoder(ToDecode).decode
+decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode
+decode_prefill_request = msgspec.msgpack.Decoder(PrefillRequest).decode
+decode_prefill_cancel = msgspec.msgpack.Decoder(PrefillCancel).decode
+decode_prefill_answer = msgspec.msgpack.Decoder(PrefillAnswer).decode
+decode_queue_state = msgspec.msgpack.Decoder(QueueState).decode
+encode_record = msgspec.json.Encoder().encode
+"""registry values are JSON, so that `etcdctl get --prefix` can be read"""
+decode_instance = msgspec.json.Decoder(Instance).decode
+decode_card = msgspec.json.Decoder(ModelCard).decode

@@ -1,0 +1,95 @@
+"""The prefill queue seam: prefill requests out, answers and cancellations back, model archives beside them.
+
+One queue per model. A request is delivered to one prefill worker at a time and at least once in all: it is delivered
+again when its worker neither acks nor reports progress for `ack_wait` seconds. Answers and cancellations are at most
+once and reach only who listens: whoever waits for one needs a timeout of its own.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+
+from pdserve.messages import PrefillAnswer, PrefillCancel, PrefillRequest
+
+
+class Delivery(ABC):
+    """A prefill request in this worker's hands, until `ack`."""
+
+    request: PrefillRequest
+    redelivered: bool
+    """true when a worker had it before and did not ack"""
+    queued: float
+    """seconds it waited in the queue"""
+
+    @abstractmethod
+    async def ack(self) -> None:
+        """Done, whatever came of it: never deliver again."""
+
+    @abstractmethod
+    async def in_progress(self) -> None:
+        """Still at it: starts `ack_wait` anew."""
+
+    @abstractmethod
+    async def give_back(self) -> None:
+        """Deliver to somebody else at once."""
+
+
+class PrefillQueue(ABC):
+    """One process's side of one model's queue. Every method raises QueueUnavailable while the server is away;
+    iterators stay open and go on when it is back. Reconnecting is the queue's own business."""
+
+    @abstractmethod
+    async def __aenter__(self) -> Self:
+        """Does not fail when the server is away: it goes on trying in the background."""
+
+    @abstractmethod
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    @property
+    @abstractmethod
+    def connected(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Requests queued but not yet delivered, from what this process has seen: no server round trip."""
+
+    # decode side
+
+    @abstractmethod
+    async def publish(self, request: PrefillRequest) -> None:
+        """Returns when the server has stored the request."""
+
+    @abstractmethod
+    def answers(self, instance: str) -> AsyncIterator[PrefillAnswer]:
+        """Answers to the requests of decode worker `instance`; undecodable ones are logged and skipped."""
+
+    @abstractmethod
+    async def cancel(self, request_ids: list[str]) -> None: ...
+
+    # prefill side
+
+    @abstractmethod
+    async def pull(self, limit: int, wait: float) -> list[Delivery]:
+        """Up to `limit` requests; empty after `wait` seconds without any. Requests past their deadline, and those
+        cancelled since this process listens, are acked and left out. Tells the deciders the new queue state."""
+
+    @abstractmethod
+    async def answer(self, instance: str, answer: PrefillAnswer) -> None: ...
+
+    @abstractmethod
+    def cancellations(self) -> AsyncIterator[PrefillCancel]: ...
+
+
+class BlobStore(ABC):
+    """Small archives by name (a model's config, tokenizer and chat template), for frontends on other hosts."""
+
+    @abstractmethod
+    async def put(self, name: str, data: bytes) -> None: ...
+
+    @abstractmethod
+    async def get(self, name: str) -> bytes:
+        """Raises KeyError where there is none."""

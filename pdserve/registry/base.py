@@ -1,0 +1,61 @@
+"""The registry seam: who is there, which models are served, and the live settings.
+
+Keys are paths relative to the namespace: `instances/<role>/<id>`, `models/<name>/<instance id>`, `settings/<key>`.
+Values are bytes (JSON by convention). Everything put with `leased=True` vanishes when this process does.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key's new value; `value` is None where the key is gone."""
+
+    key: str
+    value: bytes | None
+
+
+class Registry(ABC):
+    """One process's connection. Entering it takes the lease, leaving it revokes the lease.
+
+    Outages: while the server is away, `put` and `delete` of leased keys are remembered and carried out when it is
+    back (the last one for a key wins), and watches stay open and silent: the last known state stands. After an
+    outage the lease is taken anew, all leased keys are written again, and every watch yields what differs, deletions
+    included. Nothing restarts and nobody has to notice, but `connected` tells.
+    """
+
+    @abstractmethod
+    async def __aenter__(self) -> Self:
+        """Raises RegistryUnavailable when no server answers within a few seconds."""
+
+    @abstractmethod
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    @property
+    @abstractmethod
+    def connected(self) -> bool: ...
+
+    @abstractmethod
+    async def put(self, key: str, value: bytes, *, leased: bool = True) -> None:
+        """Write a key. Unleased keys (settings) raise RegistryUnavailable during an outage."""
+
+    @abstractmethod
+    async def delete(self, key: str) -> None:
+        """Remove a key; absent is fine."""
+
+    @abstractmethod
+    async def read(self, prefix: str) -> dict[str, bytes]:
+        """All keys below `prefix` as the server has them now; raises RegistryUnavailable during an outage."""
+
+    @abstractmethod
+    def watch(self, prefix: str) -> AsyncIterator[list[Change]]:
+        """First one list with all present keys (maybe empty), then lists of changes in the server's order.
+
+        Never ends by itself; a change is never lost, but several changes of one key may be yielded as the last one.
+        """
