@@ -75,7 +75,7 @@ class ModelCard(Struct, frozen=True):
     vllm_version: str = ""
     blob: str = ""
     """name of the archive with config, tokenizer and chat template in NATS' object store; empty: not uploaded"""
-    supported_tasks: list[str] = ["generate"]
+    supported_tasks: list[str] = msgspec.field(default_factory=lambda: ["generate"])
     created: int = 0
     """Unix seconds"""
 

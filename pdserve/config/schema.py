@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pdserve.messages import Role
+
 
 @dataclass(frozen=True)
 class FrontendConfig:
@@ -59,6 +61,10 @@ class Config:
     """URL; None: `serve` starts its own"""
     etcd: str | None = None
     """host:port; None: `serve` starts its own"""
+    host: str = "127.0.0.1"
+    """address under which the workers of this machine are reached by the others"""
+    kv_port: int = 5600
+    """first of the ports on which workers hand out their KV handles (NIXL side channel), one per worker and TP rank"""
     state_dir: Path = Path("~/.pdserve")
     request_timeout: float = 600.0
     """seconds; the deadline of a request that names none"""
@@ -66,3 +72,20 @@ class Config:
     """seconds that running requests get to finish after SIGTERM"""
     notes: tuple[str, ...] = ()
     """what was read differently from how it was written, one sentence each, to be shown once at start"""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One process's place on this machine, decided by the plan before anything starts."""
+
+    role: Role
+    index: int
+    gpus: tuple[int, ...] = ()
+    kv_port: int = 0
+    """workers only"""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """environment the process must be started with (CUDA_VISIBLE_DEVICES, KV cache space, threads, …)"""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role.value}-{self.index}"

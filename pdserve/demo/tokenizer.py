@@ -63,7 +63,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json, the template inside the latter, where every reader looks."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": "TokenizersBackend",
         "eos_token": IM_END,
         "pad_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,

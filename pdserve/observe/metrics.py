@@ -1,0 +1,28 @@
+"""The metric names that monitoring relies on, all in one place (DESIGN §7). Seconds and bytes, as Prometheus wants."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+# frontend
+REQUESTS = Counter("pdserve_requests_total", "HTTP requests answered", ["model", "code"])
+TTFT = Histogram("pdserve_ttft_seconds", "Request in to first token out", ["model"], buckets=_SECONDS)
+ITL = Histogram("pdserve_itl_seconds", "Time between a stream's tokens", ["model"], buckets=_SECONDS)
+E2E = Histogram("pdserve_e2e_seconds", "Request in to last token out", ["model"], buckets=_SECONDS)
+MIGRATIONS = Counter("pdserve_migrations_total", "Requests moved to another decode worker", ["model"])
+ROUTER_DECISIONS = Counter(
+    "pdserve_router_decisions_total", "Requests sent to a decode worker", ["policy", "instance"]
+)
+INSTANCES = Gauge("pdserve_instances", "Live instances, as this frontend sees the registry", ["role"])
+
+# decode worker
+PREFILL = Counter("pdserve_prefill_total", "Where prompts were prefilled, and why", ["mode", "reason"])
+REMOTE_PREFILL_FAILURES = Counter(
+    "pdserve_remote_prefill_failures_total", "Remote prefills that were done again locally", ["reason"]
+)
+QUEUE_DEPTH = Gauge("pdserve_prefill_queue_depth", "Prefill requests not yet pulled")
+KV_TRANSFER_SECONDS = Histogram("pdserve_kv_transfer_seconds", "One request's KV pull", buckets=_SECONDS)
+KV_TRANSFER_BYTES = Counter("pdserve_kv_transfer_bytes_total", "KV bytes pulled")
+
+# prefill worker
+QUEUE_WAIT = Histogram("pdserve_prefill_queue_wait_seconds", "Enqueued to pulled", buckets=_SECONDS)
