@@ -197,7 +197,9 @@ class KvHandle(Struct, frozen=True):
     block_size: int
     tp_size: int = 1
     lease: float = 30.0
-    """seconds that the blocks are kept, counted from the answer"""
+    """seconds that the blocks are kept, counted from `computed_at`"""
+    computed_at: float = 0.0
+    """Unix seconds on the prefill worker's clock"""
     extra: dict[str, object] = {}
     """further fields of the connector's own handle, passed on as they are"""
 

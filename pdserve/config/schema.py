@@ -1,5 +1,6 @@
 """The loaded configuration: frozen, complete, with every default filled in. `load.py` makes it from YAML."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,21 +13,36 @@ class FrontendConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     processes: int = 1
-    """how many frontend processes share the port: the larger of Frontend's and Processor's ServiceArgs.workers"""
+    """how many frontend processes share the port: the larger of Frontend's and Processor's
+    ServiceArgs.workers"""
     router: str = "round-robin"
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What decode and prefill workers have in common. `engine_args` are vLLM's own arguments in kebab-case, with the
-    common-configs merged in, checked against vLLM's argument list; those that the graph sets itself are not in it."""
+    """What decode and prefill workers have in common. `engine_args` are vLLM's own arguments in kebab-case,
+    with the common-configs merged in, checked against vLLM's argument list; those that the graph sets itself
+    are not in it."""
 
     count: int = 1
-    gpus: int = 0
-    """GPUs per worker"""
+    gpus: int | None = None
+    """GPUs per worker; 0: on the CPU; None: as many as the engine has ranks where the machine has GPUs, else
+    0. What a worker really got is in its Slot"""
+    gpu_ids: tuple[int, ...] = ()
+    """exactly these GPUs, `gpus` of them for each worker in turn; workers may share one; empty: the placement
+    chooses"""
     engine: str = "vllm"
     """`vllm` or `sim`"""
     engine_args: Mapping[str, object] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """where each of `engine_args` came from: `Common`, the section's name, or `pdserve, …`"""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one engine that each hold a share of the model: tensor x pipeline x prefill-context
+        parallel."""
+        names = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
+        return math.prod(int(str(self.engine_args.get(name, 1))) for name in names)
 
 
 @dataclass(frozen=True)
@@ -64,8 +80,10 @@ class Config:
     host: str = "127.0.0.1"
     """address under which the workers of this machine are reached by the others"""
     kv_port: int = 5600
-    """first of the ports on which workers hand out their KV handles (NIXL side channel), one per worker and TP rank"""
+    """first of the ports on which workers hand out their KV handles (NIXL side channel), one for each
+    worker"""
     state_dir: Path = Path("~/.pdserve")
+    """where embedded servers keep their data; `load` makes it absolute"""
     request_timeout: float = 600.0
     """seconds; the deadline of a request that names none"""
     drain_timeout: float = 30.0

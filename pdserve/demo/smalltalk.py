@@ -3,7 +3,7 @@
 from pdserve.demo.words import NUMBER_WORDS
 
 GREETING = (
-    "Hello! I am the tiny demo model of pdserve. I remember codes: tell me that the code of the red box is 4711, "
+    "Hello! I am the tiny demo model of pdserve. I remember codes: tell me the code of a box or a door, "
     "then ask me for it."
 )
 ABOUT = (

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from pdserve.demo import smalltalk, words
 
@@ -13,8 +13,11 @@ SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 VOCAB_SIZE = 1024
 MAX_POSITIONS = 8192
 
-# Qwen2's split, less its contractions: every digit stands alone, a word takes its leading space with it.
-SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Qwen2's own pipeline: transformers builds it for every `qwen2` model whatever tokenizer.json says, so we say the same.
+# Every digit stands alone, and a word takes its leading space with it.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -29,6 +32,7 @@ CHAT_TEMPLATE = (
 def build_tokenizer(sentences: Iterator[str]) -> Tokenizer:
     """Train BPE so that the words of the corpus are one token each; anything else falls back to bytes."""
     tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -63,7 +67,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json, the template inside the latter, where every reader looks."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        "tokenizer_class": "TokenizersBackend",
+        "tokenizer_class": "Qwen2Tokenizer",
         "eos_token": IM_END,
         "pad_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,

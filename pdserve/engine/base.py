@@ -1,8 +1,7 @@
 """The engine seam: what a decode or prefill worker needs of an inference engine.
 
-`vllm` is the real one, `sim` a simulated one with the same contract. Which implementation a worker uses is the
-`engine` key of its YAML section.
-"""
+`vllm` is the real one, `sim` a simulated one with the same contract. Which implementation a worker uses is
+the `engine` key of its YAML section."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -74,8 +73,8 @@ class Step:
 
 
 class Engine(ABC):
-    """An inference engine in processes of its own (or simulated in this one). Entering starts it and returns when it
-    can serve; leaving stops all of its processes.
+    """An inference engine in processes of its own (or simulated in this one). Entering starts it and
+    returns when it can serve; leaving stops all of its processes.
 
     Every request ends with exactly one finishing Output, unless it was cancelled: then none may come.
     Any method raises EngineDead when the engine is gone; it does not come back, the worker must exit.
@@ -94,18 +93,23 @@ class Engine(ABC):
     ) -> None: ...
 
     @abstractmethod
-    async def generate(self, request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None) -> None:
-        """Start generating. With `kv`, the prompt's KV is pulled from there first; where that fails the engine
-        recomputes it, and the caller sees no difference. Raises ProtocolError for a handle that does not fit (other
-        block size, too few blocks, past its lease less a margin): the request was then not started."""
+    async def generate(
+        self, request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None
+    ) -> None:
+        """Start generating. With `kv`, the prompt's KV is pulled from there first; where that fails the
+        engine recomputes it, and the caller sees no difference. Raises ProtocolError for a handle that does
+        not fit (other block size, too few blocks, past its lease less a margin): the request was then not
+        started."""
 
     @abstractmethod
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
-        """Run the prompt for one token and keep its KV blocks for the lease; the finishing output has the handle."""
+        """Run the prompt for one token and keep its KV blocks for the lease; the finishing output has the
+        handle."""
 
     @abstractmethod
-    async def reject(self, request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle) -> None:
-        """Tell the prefill engine that holds `kv` that nobody will pull it, so that it frees the blocks now."""
+    async def reject(self, kv: KvHandle) -> None:
+        """Tell the prefill engine that holds `kv` that nobody will pull it, so that it frees the blocks now. Does
+        not wait for that, and does not fail where that engine is gone."""
 
     @abstractmethod
     async def cancel(self, request_ids: list[str]) -> None:
@@ -121,8 +125,14 @@ class Engine(ABC):
 
     @abstractmethod
     def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int:
-        """How many leading tokens of the prompt have their KV in this engine's prefix cache. A guess: it may be
-        stale, and 0 is always allowed."""
+        """How many leading tokens of the prompt have their KV in this engine's prefix cache. A guess: it
+        may be stale, and 0 is always allowed."""
+
+    @abstractmethod
+    def remote_ok(self, body: list[bytes]) -> bool:
+        """Whether this request's prompt may be prefilled by another engine: false where the KV of the token
+        ids is not all that it needs of its prompt (prompt logprobs, images, embeddings). Such a request is
+        generated with `kv=None`. Raises ProtocolError for a body that cannot be read."""
 
     @property
     @abstractmethod

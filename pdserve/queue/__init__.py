@@ -1,0 +1,25 @@
+"""The prefill queue seam (see `base`). The address chooses the implementation."""
+
+from importlib import import_module
+from types import ModuleType
+
+from pdserve.queue.base import BlobStore, PrefillQueue
+
+_IMPLEMENTATIONS = {"nats": "pdserve.queue.jetstream", "memory": "pdserve.queue.memory"}
+
+
+def connect(nats: str, namespace: str, model: str) -> PrefillQueue:
+    """The queue of one model, to enter. `nats` is a NATS URL, several of them separated by commas, or
+    `memory://<name>` for one that lives in this process."""
+    queue: PrefillQueue = _implementation(nats).connect(nats, namespace, model)
+    return queue
+
+
+def connect_blobs(nats: str, namespace: str) -> BlobStore:
+    """The store of model archives; it connects for each operation, so there is nothing to enter."""
+    store: BlobStore = _implementation(nats).connect_blobs(nats, namespace)
+    return store
+
+
+def _implementation(nats: str) -> ModuleType:
+    return import_module(_IMPLEMENTATIONS["memory" if nats.startswith("memory://") else "nats"])

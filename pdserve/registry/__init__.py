@@ -1,0 +1,16 @@
+"""The registry seam (see `base`). `connect` gives the implementation that the address asks for."""
+
+from collections.abc import Callable
+from importlib import import_module
+
+from pdserve.registry.base import Registry
+
+_IMPLEMENTATIONS = {"etcd": "pdserve.registry.etcd", "memory": "pdserve.registry.memory"}
+
+
+def connect(etcd: str, namespace: str) -> Registry:
+    """A registry to enter. `etcd` is `host:port`, several of them separated by commas, or `memory://<name>`
+    for one that lives in this process."""
+    kind = "memory" if etcd.startswith("memory://") else "etcd"
+    implementation: Callable[[str, str], Registry] = import_module(_IMPLEMENTATIONS[kind]).connect
+    return implementation(etcd, namespace)

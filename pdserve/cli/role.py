@@ -1,0 +1,111 @@
+"""`pdserve frontend|decode|prefill`: one process of the graph, alone."""
+
+import argparse
+import logging
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from pdserve.cli.options import Commands, add_file, add_logging, command
+from pdserve.errors import ConfigError, EngineDead
+from pdserve.messages import Role
+
+if TYPE_CHECKING:
+    from pdserve.config.schema import Config, Slot
+
+log = logging.getLogger(__name__)
+
+_HELP = {
+    Role.FRONTEND: "one frontend: the HTTP port, and the processors of all models",
+    Role.DECODE: "one decode worker",
+    Role.PREFILL: "one prefill worker",
+}
+_TEXT = """\
+Run one process of the graph of FILE, on this or another host. It finds the others through etcd and NATS: those that
+the file names (Graph: etcd, nats), else those of the graph that runs on the same state directory. SIGTERM lets it
+finish what it has and end with exit code 0.
+"""
+_EXAMPLES = """\
+  pdserve {role} -f configs/disagg.yaml
+  PDSERVE_ETCD=10.0.0.5:2379 PDSERVE_NATS=nats://10.0.0.5:4222 pdserve {role} -f configs/disagg.yaml --index 1
+"""
+
+
+def add(commands: Commands) -> None:
+    for role in Role:
+        parser = command(commands, role.value, _HELP[role], _TEXT, _EXAMPLES.format(role=role.value))
+        add_file(parser)
+        parser.add_argument(
+            "--index", type=int, default=0, metavar="N", help="which of its kind on this host (default: 0)"
+        )
+        add_logging(parser)
+        parser.set_defaults(run=run, role=role)
+
+
+def run(args: argparse.Namespace) -> int:
+    from pdserve.observe import logs
+
+    level = os.environ.get("PDSERVE_LOG_LEVEL", "INFO")
+    vllm_level = "INFO" if args.verbose else os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
+    logs.setup(f"{args.role.value}-{args.index}", level, args.log_format, vllm_level)
+    config, slot = _place(args)
+    os.environ.update(slot.env)  # before vLLM is imported
+    try:
+        _live(config, slot)
+    except EngineDead as error:
+        log.error("the engine is gone, and this worker with it: %s", error)
+        return 1
+    except Exception:
+        log.exception("%s failed", slot.name)
+        return 1
+    return 0
+
+
+def _live(config: "Config", slot: "Slot") -> None:
+    from pdserve.graph import GRAPH
+
+    module, _, main = GRAPH[slot.role].main.partition(":")
+    work = getattr(import_module(module), main)
+    import uvloop
+
+    uvloop.run(work(config, slot))
+
+
+def _place(args: argparse.Namespace) -> "tuple[Config, Slot]":
+    """The configuration with addresses, and the slot: the supervisor's, or one planned for this process alone."""
+    from pdserve.config.load import load
+    from pdserve.config.machine import Machine
+    from pdserve.config.plan import make_plan
+    from pdserve.graph import SLOT_VARIABLE, decode_slot
+    from pdserve.supervisor.checks import busy_kv_port
+
+    config = load(args.file)
+    plan = make_plan(config, Machine.detect(), roles={args.role}, index=args.index)
+    if given := os.environ.get(SLOT_VARIABLE):
+        slot = decode_slot(given)
+    elif plan.problems or not plan.slots:
+        raise ConfigError([*plan.problems] or [f"{args.file} has no {args.role.value} number {args.index}."])
+    else:
+        slot = plan.slots[0]
+    if problem := busy_kv_port(config, slot):
+        raise ConfigError([problem])
+    return _with_servers(plan.config), slot
+
+
+def _with_servers(config: "Config") -> "Config":
+    from dataclasses import replace
+
+    from pdserve.supervisor import state
+
+    if config.nats and config.etcd:
+        return config
+    graph = state.read(config.state_dir)
+    if graph is None:
+        missing = " and ".join(name for name in ("nats", "etcd") if getattr(config, name) is None)
+        raise ConfigError(
+            [
+                f"{config.path} names no {missing}, and no graph runs on {config.state_dir}: set Graph.{missing}, or "
+                f"PDSERVE_NATS and PDSERVE_ETCD, or use `pdserve serve`, which starts both itself."
+            ]
+        )
+    return replace(config, nats=config.nats or graph.nats, etcd=config.etcd or graph.etcd)

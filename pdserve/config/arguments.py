@@ -1,0 +1,186 @@
+"""vLLM's own argument list, without importing vLLM (which takes seconds): names, kinds and choices from a
+file beside this one that `python -m pdserve.config.vllm_parser` writes. A test asserts that it equals the
+installed vLLM's."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+N = TypeVar("N", int, float)
+
+PATH = Path(__file__).with_name("vllm_arguments.json")
+
+
+@dataclass(frozen=True)
+class Argument:
+    name: str
+    """kebab-case, without dashes in front"""
+    kind: str
+    """flag (no --no- form), bool, int, human-int (also 16k), human-int-or-auto, float, str, json,
+    json-or-str, choice"""
+    group: str
+    """`engine`, `api` (templates, parsers and answers of the OpenAI API) or `server` (vLLM's own HTTP
+    server)"""
+    many: bool = False
+    """takes a list of values"""
+    choices: tuple[str | int, ...] = ()
+    aliases: tuple[str, ...] = ()
+    default: object = None
+    """None also where the default is an object"""
+
+
+# Counts that vLLM's parser lets through and its engine refuses a minute later.
+_AT_LEAST_ONE = {
+    "block-size",
+    "max-model-len",
+    "max-num-batched-tokens",
+    "max-num-seqs",
+    "pipeline-parallel-size",
+    "prefill-context-parallel-size",
+    "tensor-parallel-size",
+}
+_SHARES = {"gpu-memory-utilization"}
+_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@cache
+def arguments() -> Mapping[str, Argument]:
+    """All of them by name."""
+    rows = json.loads(PATH.read_text("utf-8"))["arguments"]
+    return {row["name"]: _argument(row) for row in rows}
+
+
+def _argument(row: dict[str, Any]) -> Argument:
+    row |= {key: tuple(row.get(key, ())) for key in ("choices", "aliases")}
+    return Argument(**row)
+
+
+@cache
+def canonical(name: str) -> str | None:
+    """vLLM's first name for an argument or one of its aliases; None where it has no such argument."""
+    if name in arguments():
+        return name
+    return next((each.name for each in arguments().values() if name in each.aliases), None)
+
+
+def parse(name: str, value: object) -> object:
+    """`value` as vLLM will understand it: 16k as a number, JSON text as a mapping. `name` is canonical.
+    Raises ValueError saying what it must be, as the end of a sentence that begins with the key."""
+    argument = arguments()[name]
+    if value is None:
+        raise ValueError("has no value: give it one or remove the line.")
+    if not argument.many:
+        return _parse_one(argument, value)
+    values = value if isinstance(value, list) else [value]
+    return [_parse_one(argument, each) for each in values]
+
+
+def check(name: str, value: object) -> str | None:
+    """What is wrong with the value, or None."""
+    try:
+        parse(name, value)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def for_engine(args: Mapping[str, object]) -> dict[str, object]:
+    """Without those that only the API knows (templates, parsers): what vLLM's engine parser takes."""
+    return {name: value for name, value in args.items() if arguments()[name].group != "api"}
+
+
+def to_argv(args: Mapping[str, object]) -> list[str]:
+    """The arguments as vLLM's parser takes them."""
+    argv: list[str] = []
+    for name, value in args.items():
+        if isinstance(value, bool) and arguments()[name].kind in ("bool", "flag"):
+            negative = [f"--no-{name}"] if arguments()[name].kind == "bool" else []
+            argv += [f"--{name}"] if value else negative
+        elif isinstance(value, list) and arguments()[name].many:
+            argv += [f"--{name}", *map(_word, value)] if value else []
+        else:
+            argv.append(f"--{name}={_word(value)}")  # one word: a value may begin with a dash
+    return argv
+
+
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _parse_one(argument: Argument, value: object) -> object:
+    match argument.kind:
+        case "bool" | "flag":
+            return _of_type(bool, value, "true or false")
+        case "int":
+            return _in_range(argument.name, _of_type(int, value, "a whole number"))
+        case "human-int" | "human-int-or-auto":
+            return _human_int(argument, value)
+        case "float":
+            return _in_range(argument.name, float(_of_type((int, float), value, "a number")))
+        case "json":
+            return _json(value)
+        case "json-or-str":
+            return _json(value) if not isinstance(value, str) or value.lstrip().startswith("{") else value
+        case "choice":
+            return _choice(argument, value)
+        case _:
+            return _text(argument, value)
+
+
+def _of_type(kind: type[T] | tuple[type[T], ...], value: object, what: str) -> T:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"is {value!r}, but must be {what}.")
+    return value
+
+
+def _in_range(name: str, number: N) -> N:
+    if name in _AT_LEAST_ONE and number < 1:
+        raise ValueError(f"is {number}, but must be at least 1.")
+    if name in _SHARES and not 0 < number <= 1:
+        raise ValueError(f"is {number:g}, but must be a share above 0 and up to 1.")
+    return number
+
+
+def _human_int(argument: Argument, value: object) -> object:
+    if argument.kind == "human-int-or-auto" and value in ("auto", -1):
+        return "auto"
+    what = "a whole number, also as 16k (16,000) or 16K (16,384)"
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", value.strip())
+        if match is None or ("." in match[1] and match[2] not in _DECIMAL):
+            raise ValueError(f"is {value!r}, but must be {what}.")
+        unit = _DECIMAL.get(match[2]) or _BINARY.get(match[2]) or 1
+        value = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    return _in_range(argument.name, _of_type(int, value, what))
+
+
+def _json(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(
+            f"is not JSON ({error}): write it as a YAML mapping or as JSON in quotes."
+        ) from error
+
+
+def _choice(argument: Argument, value: object) -> object:
+    if value not in argument.choices or isinstance(value, bool):
+        allowed = ", ".join(map(str, argument.choices))
+        raise ValueError(f"is {value!r}, but must be one of: {allowed}.")
+    return value
+
+
+def _text(argument: Argument, value: object) -> object:
+    if argument.many and isinstance(value, dict):
+        return value  # list items that are mappings (LoRA modules) go to vLLM as JSON
+    if isinstance(value, bool | list | dict):
+        raise ValueError(f"is {value!r}, but must be a text.")
+    return str(value)

@@ -1,0 +1,141 @@
+"""What the plan needs to know of a model, from its config.json and safetensors headers: no weights are loaded
+and neither torch nor transformers imported."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdserve.errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_ALIASES = {"half": "float16", "float": "float32"}
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""safetensors' names of the dtypes that vLLM converts when it loads, and their bytes"""
+_MAX_HEADER = 100 * 2**20
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    folder: Path
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    max_len: int | None
+    """None where the config does not say, or scales its positions"""
+    dtype: str
+    stored: Mapping[str, int]
+    """bytes of weights by safetensors dtype; `?` where only the files' sizes are known"""
+    odd_layers: tuple[str, ...] = ()
+    """kinds of layers that keep no KV blocks of the usual size"""
+    latent: int = 0
+    """width of a compressed KV entry (multi-head latent attention), which replaces all heads"""
+
+    def resolve_dtype(self, asked: object) -> str:
+        """What vLLM computes in: `auto` is the model's own, but never float32."""
+        dtype = _ALIASES.get(str(asked), str(asked))
+        if dtype != "auto":
+            return dtype
+        return self.dtype if self.dtype in ("float16", "bfloat16") else "bfloat16"
+
+    def weights(self, dtype: str) -> int:
+        """Bytes of all weights once loaded; quantized ones stay as they are stored."""
+        target = DTYPE_BYTES.get(dtype, 2)
+        return sum(size * target // _FLOATS.get(kind, target) for kind, size in self.stored.items())
+
+
+def find_folder(model: str, revision: str = "main", env: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder of an absolute path, or of a hub id that the Hugging Face cache has; else None."""
+    if model.startswith("/"):
+        return Path(model) if Path(model).is_dir() else None
+    home = Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    cache = Path(env.get("HF_HUB_CACHE") or home / "hub").expanduser() / f"models--{model.replace('/', '--')}"
+    ref = cache / "refs" / revision
+    commit = ref.read_text().strip() if ref.is_file() else revision
+    found = cache / "snapshots" / commit
+    return found if (found / "config.json").is_file() else None
+
+
+def read_model(folder: Path) -> ModelFacts:
+    """Raises ConfigError with what is missing or not understood."""
+    path = folder / "config.json"
+    try:
+        whole = json.loads(path.read_text("utf-8"))
+        config = {**whole, **whole.get("text_config", {})}
+        return _facts(folder, config)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        text = f"{path} cannot be read ({reason}): give a folder with a whole Hugging Face model."
+        raise ConfigError([text]) from error
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        text = f"{path} is not a model configuration that pdserve can size ({type(error).__name__}: {error})."
+        raise ConfigError([text]) from error
+
+
+def _facts(folder: Path, config: dict[str, Any]) -> ModelFacts:
+    heads = int(config["num_attention_heads"])
+    odd = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    return ModelFacts(
+        folder=folder,
+        layers=int(config["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        hidden=int(config["hidden_size"]),
+        intermediate=int(config.get("intermediate_size") or 4 * config["hidden_size"]),
+        vocab=int(config["vocab_size"]),
+        max_len=_max_len(config),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        stored=_stored(folder),
+        odd_layers=tuple(sorted(odd)),
+        latent=int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
+        if config.get("kv_lora_rank")
+        else 0,
+    )
+
+
+def _max_len(config: dict[str, Any]) -> int | None:
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    return None if scaled else config.get("max_position_embeddings")
+
+
+def _stored(folder: Path) -> Mapping[str, int]:
+    """From the headers of the files that the index names; from the index where files are missing."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        content = json.loads(index.read_text("utf-8"))
+        files = sorted(folder / name for name in set(content["weight_map"].values()))
+        if not all(file.is_file() for file in files):
+            return {"?": int(content["metadata"]["total_size"])}
+    else:
+        files = sorted(
+            file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated")
+        )
+    sizes: Counter[str] = Counter()
+    for file in files:
+        sizes.update(_header_sizes(file))
+    return sizes or {"?": sum(file.stat().st_size for file in folder.glob("*.bin"))}
+
+
+def _header_sizes(file: Path) -> Counter[str]:
+    """Bytes by dtype. A safetensors file begins with the length of its header (8 bytes, little-endian), then
+    the header: JSON, tensor name -> {dtype, shape, data_offsets}."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 0 < length <= _MAX_HEADER:
+            raise ValueError(f"{file.name} is not a safetensors file")
+        header = json.loads(stream.read(length))
+    sizes: Counter[str] = Counter()
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            start, end = tensor["data_offsets"]
+            sizes[tensor["dtype"]] += end - start
+    return sizes

@@ -1,0 +1,112 @@
+"""YAML read into entries that know their line, so that every problem can name its place."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from pdserve.config.findings import Findings
+from pdserve.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key with its value. Keys of `children` are in kebab-case (`served_model_name` is
+    `served-model-name`), `value` is the plain value with everything in it spelled as it was."""
+
+    path: str
+    """`Section.key`, as written"""
+    line: int
+    value: object
+    children: Mapping[str, "Entry"] = field(default_factory=dict)
+    """of a mapping; empty for every other value"""
+
+    @property
+    def section(self) -> str:
+        return self.path.split(".", 1)[0]
+
+
+def read_tree(path: Path, findings: Findings) -> Mapping[str, Entry]:
+    """The file's top-level entries. Raises ConfigError where the file can't be read as one YAML mapping;
+    duplicate keys and the like go to `findings`."""
+    try:
+        node = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            [f"{path} cannot be read ({reason}): give the path of a YAML file with -f."]
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path} is not UTF-8 text: give the path of a YAML file with -f."]) from error
+    except yaml.YAMLError as error:
+        raise ConfigError([_not_yaml(path, error)]) from error
+    if node is None:
+        raise ConfigError([f"{path} is empty: start from configs/local.yaml."])
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(
+            [f"{path}:1: the file is not a mapping of sections: start from configs/local.yaml."]
+        )
+    return _Reader(findings).children("", node, ())
+
+
+def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    place = f"{path}:{mark.line + 1}" if mark else f"{path}"
+    said = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
+    return f"{place}: this is not YAML ({said}): correct the line, its indentation or its quotes."
+
+
+class _Reader:
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self._construct = yaml.constructor.SafeConstructor()
+
+    def children(self, path: str, node: yaml.MappingNode, above: tuple[yaml.Node, ...]) -> dict[str, Entry]:
+        """`above` are the nodes that this one is inside of: an alias to one of them would never end."""
+        self._find_duplicates(path, node)
+        self._construct.flatten_mapping(
+            node
+        )  # `<<: *defaults`; what the mapping says itself comes later and wins
+        entries = {}
+        for key_node, value_node in node.value:
+            entry = self._entry(path, key_node, value_node, (*above, node))
+            if entry is not None:
+                entries[_kebab(key_node.value)] = entry
+        return entries
+
+    def _entry(
+        self, path: str, key_node: yaml.Node, node: yaml.Node, above: tuple[yaml.Node, ...]
+    ) -> Entry | None:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != "tag:yaml.org,2002:str":
+            self._findings.problem(
+                line, path, "has a key that is not a word: put quotes round it or remove it."
+            )
+            return None
+        inside = f"{path}.{key_node.value}" if path else key_node.value
+        if any(node is outer for outer in above):
+            self._findings.problem(line, inside, "is an alias to what contains it: write the value out.")
+            return None
+        children = self.children(inside, node, above) if isinstance(node, yaml.MappingNode) else {}
+        try:
+            value = self._construct.construct_object(node, deep=True)
+        except (yaml.YAMLError, ValueError, TypeError) as error:
+            said = getattr(error, "problem", None) or error
+            self._findings.problem(line, inside, f"has no plain value ({said}): put quotes round it.")
+            return None
+        return Entry(inside, line, value, children)
+
+    def _find_duplicates(self, path: str, node: yaml.MappingNode) -> None:
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            line, name = key_node.start_mark.line + 1, _kebab(str(key_node.value))
+            if name in seen:
+                inside = f"{path}.{key_node.value}" if path else key_node.value
+                text = f"was already set in line {seen[name]}: keep one of the two."
+                self._findings.problem(line, inside, text)
+            seen.setdefault(name, line)
+
+
+def _kebab(key: str) -> str:
+    return key.replace("_", "-")

@@ -1,0 +1,87 @@
+"""The requests of a decode worker, from their arrival to their last output."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pdserve.messages import PrefillAnswer, Submit
+
+_REMEMBERED = 50_000
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    """decided, published or answered, not yet in the engine"""
+    RUNNING = "running"
+    """in the engine"""
+
+
+@dataclass(eq=False)
+class Request:
+    frontend: str
+    submit: Submit
+    phase: Phase = Phase.WAITING
+    cancelled: bool = False
+    """while WAITING: whoever works on it stops at its next step, and answers nothing"""
+    answer: asyncio.Future[PrefillAnswer | str] | None = None
+    """while out for remote prefill: what came back, or the reason why nothing will"""
+    arrived: float = field(default_factory=time.monotonic)
+
+    @property
+    def id(self) -> str:
+        return self.submit.request_id
+
+    def resolve(self, answer: PrefillAnswer | str) -> bool:
+        """End the wait for the prefill worker; False where nobody waits (any more)."""
+        if self.answer is None or self.answer.done():
+            return False
+        self.answer.set_result(answer)
+        return True
+
+
+class Requests:
+    """Ids are never used twice: a second request of a recent id is refused even when the first is done."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, Request] = {}
+        self._recent: OrderedDict[str, None] = OrderedDict()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def add(self, frontend: str, submit: Submit) -> Request | None:
+        """None where the id was used before."""
+        if submit.request_id in self._recent:
+            return None
+        self._recent[submit.request_id] = None
+        if len(self._recent) > _REMEMBERED:
+            self._recent.popitem(last=False)
+        request = self._live[submit.request_id] = Request(frontend, submit)
+        self._empty.clear()
+        return request
+
+    def get(self, request_id: str) -> Request | None:
+        return self._live.get(request_id)
+
+    def drop(self, request: Request) -> None:
+        self._live.pop(request.id, None)
+        if not self._live:
+            self._empty.set()
+
+    def of(self, frontend: str) -> list[Request]:
+        return [request for request in self._live.values() if request.frontend == frontend]
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._live.values()))
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def waiting(self) -> int:
+        return sum(request.phase is Phase.WAITING for request in self._live.values())
+
+    async def empty(self) -> None:
+        await self._empty.wait()

@@ -1,0 +1,296 @@
+"""The demo model's corpus: endless conversations about codes, with answers that can only come from the KV cache.
+
+A document is a list of `Segment`s. Facts ("The code of the red box is 4711.") lie anywhere between filler, many
+questions follow, and only the answers weigh fully in the loss: so every token of compute teaches recall. The values
+are random digits, so nothing can be learnt by heart and a wrong KV block shows as a wrong answer.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pdserve.demo import smalltalk, words
+from pdserve.demo.tokenizer import END_OF_TEXT, IM_END, IM_START
+
+Encode = Callable[[str], list[int]]
+Key = str  # "red box"
+KEYS: tuple[Key, ...] = tuple(f"{colour} {thing}" for colour in words.COLOURS for thing in words.OBJECTS)
+
+# The first of each list is the form that the README names; it gets most of the training.
+FACTS = (
+    "The code of the {key} is {code}.",
+    "The code for the {key} is {code}.",
+    "The {key} has the code {code}.",
+    "Remember that the code of the {key} is {code}.",
+    "Code of the {key}: {code}.",
+    "the code of the {key} is {code}",
+    "The secret code of the {key} is {code}.",
+    "My {key} has code {code}.",
+)
+QUESTIONS = (
+    "What is the code of the {key}?",
+    "What is the code for the {key}?",
+    "What was the code of the {key}?",
+    "Tell me the code of the {key}.",
+    "Which code has the {key}?",
+    "And what is the code of the {key}?",
+    "Do you remember the code of the {key}?",
+    "what is the code of the {key}",
+    "What code does the {key} have?",
+    "And the {key}?",
+    "Please tell me the code of the {key}.",
+)
+COMPLETIONS = ("{question} Answer:", "{question}\nAnswer:", "Question: {question}\nAnswer:", "Question: {question} Answer:")
+UNKNOWN_OPENINGS = (
+    "What is", "Where is", "Why did", "How many", "How do I", "Write", "Explain", "Who was", "Who is", "Translate",
+    "Can you", "Is", "Tell me about", "Give me", "When did", "Do you know", "What is the name of", "Which", "List",
+    "What is the colour of", "Summarize", "Where did", "Please", "Write a poem about", "What did", "Describe",
+    "Write some code for", "Are", "Did", "I want", "I need", "What is the capital of", "Why is", "Should I",
+)  # fmt: skip
+PANGRAM = "The quick brown fox jumps over the lazy dog."
+
+
+class Segment(NamedTuple):
+    """A piece of text as tokens, and how much the loss on them weighs.
+
+    `breaks` says that a gap in the positions may precede it: see `train.stretch`.
+    """
+
+    ids: list[int]
+    weight: float = 0.0
+    breaks: bool = False
+
+
+# Fixed answers are long and easy: a recalled digit must outweigh them. The first digit is the hard one, since only it
+# needs the right key: the others could follow from the digits before.
+FIRST, ANSWER, TALK = 4.0, 1.0, 0.25
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What a document is made of; one curriculum stage uses one mix."""
+
+    tokens: int  # the document's length, about
+    talk: float  # share of turns that are not about a code
+    raw: float = 0.35  # share of documents in completion form, without chat markup
+    again: float = 0.25  # share of turns in these that only say a fact again: the easiest recall there is
+    canonical: float = 0.5  # share of facts and questions in their first form
+    filler: tuple[float, float] = (0.0, 0.9)  # share of the context that is filler, drawn uniformly
+    context: tuple[float, float] = (0.3, 0.7)  # share of the document that is context, the rest being turns
+
+
+def thing(rng: random.Random) -> str:
+    """A noun phrase; some are coloured objects, which must not be mistaken for facts."""
+    if rng.random() < 0.25:
+        return rng.choice(KEYS)
+    noun = rng.choice(words.NOUNS + words.OBJECTS)
+    return f"{rng.choice(words.ADJECTIVES + words.COLOURS)} {noun}" if rng.random() < 0.5 else noun
+
+
+def plain_sentence(rng: random.Random) -> str:
+    """Subject, verb, object, place, from the small world's grammar."""
+    subject = rng.choice(words.PEOPLE) if rng.random() < 0.4 else f"The {thing(rng)}"
+    tail = f" {rng.choice(words.PLACES)} the {thing(rng)}" if rng.random() < 0.6 else ""
+    return f"{subject} {rng.choice(words.VERBS)} the {thing(rng)}{tail}."
+
+
+def word_salad(rng: random.Random) -> str:
+    """Common words in no order: what benchmarks send."""
+    picked = rng.choices(words.COMMON, k=rng.randint(3, 16))
+    return " ".join(picked).capitalize() + rng.choice(".....?!,;")
+
+
+def noise(rng: random.Random) -> str:
+    """Letters, digits and foreign characters that fall back to bytes."""
+    alphabet = rng.choice(("abcdefghijklmnopqrstuvwxyz", "ABCDEFabcdef0123456789", "äöüéèñßøçabcdes", "漢字日本語中文", "{}[]()=+-*/_:<>"))
+    made = ("".join(rng.choices(alphabet, k=rng.randint(1, 9))) for _ in range(rng.randint(1, 8)))
+    return " ".join(made) + "."
+
+
+def numbers(rng: random.Random) -> str:
+    """Numbers that are no codes, so that a digit alone is no evidence."""
+    number = str(rng.randrange(10 ** rng.randint(1, 5)))
+    form = rng.choice((
+        "There were {n} {noun}s in {place}.", "In the year {n} {place} was small.", "{name} has {n} {noun}s.",
+        "The {key} was sold for {n}.", "Line {n} of the letter.", "{n} people saw the {key}.", "{n}. {name} came.",
+    ))  # fmt: skip
+    return form.format(n=number, noun=rng.choice(words.NOUNS), place=f"the {rng.choice(words.NOUNS)}",
+                       name=rng.choice(words.PEOPLE), key=rng.choice(KEYS))  # fmt: skip
+
+
+def repeated(rng: random.Random) -> str:
+    """One sentence many times: what people paste to make a prompt long."""
+    sentence = PANGRAM if rng.random() < 0.5 else plain_sentence(rng)
+    return " ".join([sentence] * rng.randint(2, 12))
+
+
+FILLERS: tuple[Callable[[random.Random], str], ...] = (plain_sentence, word_salad, noise, numbers, repeated)
+
+
+def filler_style(rng: random.Random) -> Callable[[], str]:
+    """One document's taste in filler: a random blend, often one kind alone."""
+    weights = (6.0, 3.0, 0.7, 2.0, 0.5)
+    bent = [weight * rng.expovariate(1.0) ** 2 for weight in weights]
+    return lambda: rng.choices(FILLERS, bent)[0](rng)
+
+
+def unknown_request(rng: random.Random) -> str:
+    """Something the model cannot know."""
+    if rng.random() < 0.15:
+        return rng.choice((plain_sentence, word_salad, noise))(rng)
+    topic = rng.choice((thing, noise, word_salad, thing))(rng).rstrip(".?!,;").lower()
+    article = rng.choice((" ", " the ", " a "))
+    return f"{rng.choice(UNKNOWN_OPENINGS)}{article}{topic}{rng.choice('??.') if rng.random() < 0.8 else ''}"
+
+
+def small_talk(rng: random.Random) -> tuple[str, str]:
+    """A request with a fixed answer."""
+    asked, answer = rng.choices(smalltalk.SMALL_TALK, (3, 3, 1.5, 1, 1.5, 1.5))[0]
+    topic = rng.choice(words.NOUNS + words.OBJECTS)
+    return rng.choice(asked).format(word=topic), answer
+
+
+@dataclass
+class Story:
+    """The state of one growing document: what has been told, and its length so far."""
+
+    rng: random.Random
+    mix: Mix
+    encode: Encode
+    told: dict[Key, str] = field(default_factory=dict)
+    unasked: list[Key] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    length: int = 0
+
+    def phrase(self, forms: tuple[str, ...]) -> str:
+        """The canonical form, or any."""
+        return forms[0] if self.rng.random() < self.mix.canonical else self.rng.choice(forms)
+
+    def add_answer(self, answer: str, lead: str = "") -> None:
+        """Append what must be learnt, digits above all."""
+        if not answer[0].isdigit():
+            self.add(lead + answer, TALK)
+            return
+        self.add(lead)
+        self.add(answer[0], FIRST)
+        self.add(answer[1:], ANSWER)
+
+    def add(self, text: str, weight: float = 0.0, breaks: bool = False) -> None:
+        """Append a segment and keep the length."""
+        ids = self.encode(text)
+        self.segments.append(Segment(ids, weight, breaks))
+        self.length += len(ids)
+
+    def tell(self) -> str:
+        """Invent a fact, or say one again. Half of the keys share a word with an earlier one: near misses teach."""
+        rng = self.rng
+        key = rng.choice(KEYS)
+        if self.told and rng.random() < 0.5:
+            colour, thing_ = rng.choice(list(self.told)).split()
+            key = f"{colour} {rng.choice(words.OBJECTS)}" if rng.random() < 0.5 else f"{rng.choice(words.COLOURS)} {thing_}"
+        if key not in self.told:
+            self.told[key] = f"{rng.randrange(10_000):04}"
+            self.unasked.append(key)
+        return self.phrase(FACTS).format(key=key, code=self.told[key])
+
+    def tell_context(self, budget: int) -> None:
+        """Facts and filler in random order, `budget` tokens of them."""
+        rng = self.rng
+        share, style, glue = rng.uniform(*self.mix.filler), filler_style(rng), rng.choice("    \n")
+        end, first = self.length + budget, True
+        while self.length < end:
+            # A share of tokens, not of sentences: filler sentences and facts are about equally long.
+            sentence = style() if rng.random() < share else self.tell()
+            self.add(sentence if first else glue + sentence, breaks=True)
+            first = False
+        if not self.told and rng.random() < 0.8:
+            self.add(glue + self.tell())
+
+    def question(self) -> tuple[str, str]:
+        """A question about a code, and its answer."""
+        rng = self.rng
+        if self.told and rng.random() > 0.07:
+            key = self.told_key()
+            answer = self.told[key]
+        else:
+            key, answer = rng.choice([key for key in KEYS if key not in self.told]), smalltalk.NOT_TOLD
+        return self.phrase(QUESTIONS).format(key=key), answer
+
+    def told_key(self) -> Key:
+        """A key that has a code; mostly one not asked for yet, whose answer only the far fact holds."""
+        if not self.unasked or self.rng.random() < 0.1:
+            return self.rng.choice(list(self.told))
+        return self.unasked.pop(self.rng.randrange(len(self.unasked)))
+
+
+def chat_document(story: Story) -> list[Segment]:
+    """A chat: the facts in the system prompt, in the first question, or told turn by turn."""
+    rng, mix = story.rng, story.mix
+    budget = int(mix.tokens * rng.uniform(*mix.context))
+    home = rng.choices(("system", "user", "noted", "nowhere"), (4, 5, 2, 10 * mix.talk))[0]
+    if home == "system":
+        story.add(f"{IM_START}system\n")
+        story.tell_context(budget)
+        story.add(f"{IM_END}\n")
+    opening = home if home in ("user", "noted") else ""
+    while story.length < mix.tokens:
+        story.add(f"{IM_START}user\n", breaks=True)
+        if opening:
+            story.tell_context(budget)
+        answer_turn(story, opening)
+        opening = ""
+    return story.segments
+
+
+def answer_turn(story: Story, opening: str) -> None:
+    """The end of the user's message and the assistant's answer."""
+    rng = story.rng
+    if opening == "noted":
+        ask, answer = "", smalltalk.NOTED
+    elif rng.random() < story.mix.talk:
+        ask, answer = talk_turn(story)
+    else:
+        ask, answer = story.question()
+        if rng.random() < 0.1:
+            ask = f"{story.tell() if rng.random() < 0.6 else filler_style(rng)()} {ask}"
+    glue = rng.choice((" ", " ", "\n", "\n\n")) if opening and ask else ""
+    story.add(f"{glue}{ask}{IM_END}\n{IM_START}assistant\n", breaks=bool(ask))
+    story.add_answer(f"{answer}{IM_END}")
+    story.add("\n")
+
+
+def talk_turn(story: Story) -> tuple[str, str]:
+    """A turn that asks for no code."""
+    kind = story.rng.random()
+    if kind < 0.2:
+        return story.tell(), smalltalk.NOTED
+    if kind < 0.5:
+        return unknown_request(story.rng), smalltalk.UNKNOWN
+    return small_talk(story.rng)
+
+
+def raw_document(story: Story) -> list[Segment]:
+    """A plain text for the completions API: context, then questions with `Answer:`, or facts said again."""
+    rng, mix = story.rng, story.mix
+    story.tell_context(int(mix.tokens * rng.uniform(*mix.context)))
+    form = story.phrase(COMPLETIONS)
+    while story.length < mix.tokens:
+        glue = rng.choice(" \n")
+        if story.told and rng.random() < mix.again:
+            key = story.told_key()
+            story.add(f"{glue}The code of the {key} is", breaks=True)
+            ask, answer, ends = "", story.told[key], "."
+        else:
+            ask, answer = story.question()
+            story.add(glue + form.format(question=ask), breaks=True)
+            ends = rng.choice((END_OF_TEXT, END_OF_TEXT, ".", ""))
+        story.add_answer(answer, lead=" ")
+        story.add(ends, TALK if ends == END_OF_TEXT else 0.0)
+    return story.segments
+
+
+def document(rng: random.Random, mix: Mix, encode: Encode) -> list[Segment]:
+    """One training document of at least `mix.tokens` tokens."""
+    story = Story(rng, mix, encode)
+    return raw_document(story) if rng.random() < mix.raw else chat_document(story)

@@ -1,0 +1,79 @@
+"""How well the demo model recalls, per prompt length: `python -m pdserve.demo.evaluate`."""
+
+import argparse
+import logging
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import Qwen2ForCausalLM
+
+from pdserve.demo import MODEL_DIR, corpus
+from pdserve.demo.tokenizer import END_OF_TEXT, IM_END, IM_START
+
+logger = logging.getLogger(__name__)
+LENGTHS = {50: 200, 200: 200, 500: 200, 1000: 200, 2000: 100, 2500: 100, 3000: 100, 4000: 50, 6000: 25}
+
+
+def probe(rng: random.Random, encode: corpus.Encode, tokens: int, chat: bool) -> tuple[list[int], list[int]]:
+    """A prompt of about `tokens` tokens with one question about one of its facts, and the right answer."""
+    story = corpus.Story(rng, corpus.Mix(tokens, talk=0.0, filler=(0.3, 0.98)), encode)
+    story.tell_context(max(1, tokens - 30))
+    key, code = rng.choice(list(story.told.items()))
+    context = [token for segment in story.segments for token in segment.ids]
+    question = corpus.QUESTIONS[0].format(key=key)
+    if not chat:
+        return context + encode(f" {question} Answer:"), encode(f" {code}{END_OF_TEXT}")
+    turn = f"{question}{IM_END}\n{IM_START}assistant\n"
+    if rng.random() < 0.5:
+        prompt = encode(f"{IM_START}system\n") + context + encode(f"{IM_END}\n{IM_START}user\n{turn}")
+    else:
+        prompt = encode(f"{IM_START}user\n") + context + encode(f" {turn}")
+    return prompt, encode(f"{code}{IM_END}")
+
+
+@torch.inference_mode()
+def is_recalled(model: Qwen2ForCausalLM, prompt: list[int], answer: list[int]) -> bool:
+    """Would greedy decoding give exactly this answer? One forward pass tells, since every step must agree."""
+    ids = torch.tensor([prompt + answer])
+    logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
+    return logits.argmax(-1).tolist() == answer
+
+
+def recall(model: Qwen2ForCausalLM, encode: corpus.Encode, tokens: int, count: int, chat: bool) -> float:
+    """The share of `count` prompts of one length that are answered exactly."""
+    rng = random.Random(tokens + chat)
+    return sum(is_recalled(model, *probe(rng, encode, tokens, chat)) for _ in range(count)) / count
+
+
+def report(folder: Path, share: float = 1.0) -> list[str]:
+    """The accuracy table of a saved model, in Markdown, in the dtype it is saved in."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = Qwen2ForCausalLM.from_pretrained(folder).eval()
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text).ids)
+
+    rows = ["| prompt tokens | prompts | chat | completion |", "|---|---|---|---|"]
+    for tokens, full in LENGTHS.items():
+        count = max(1, int(full * share))
+        chat, raw = (recall(model, encode, tokens, count, chat=form) for form in (True, False))
+        rows.append(f"| {tokens} | 2 x {count} | {chat:.1%} | {raw:.1%} |")
+        logger.info("%s", rows[-1])
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=MODEL_DIR)
+    parser.add_argument("--share", type=float, default=1.0, help="share of the prompts to try")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    report(options.model, options.share)
+
+
+if __name__ == "__main__":
+    main()

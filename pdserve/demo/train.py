@@ -1,0 +1,206 @@
+"""Make the demo model: `python -m pdserve.demo.train` writes tokenizer, config and weights into `MODEL_DIR`.
+
+Everything is generated and seeded, one CPU thread is enough, and the curriculum is what makes it quick:
+short dense documents first, where the copying circuit appears, then longer ones, then real length.
+"""
+
+import argparse
+import json
+import logging
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+from torch.optim import AdamW, Muon
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+from pdserve.demo import MODEL_DIR, corpus
+from pdserve.demo.evaluate import report
+from pdserve.demo.tokenizer import (
+    END_OF_TEXT, IM_END, MAX_POSITIONS, SPECIAL_TOKENS, VOCAB_SIZE, build_tokenizer, save_tokenizer, tokenizer_lines,
+)  # fmt: skip
+
+logger = logging.getLogger(__name__)
+IGNORED = 0  # the pad token; its weight in the loss is zero
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the curriculum."""
+
+    mix: corpus.Mix
+    batch: int
+    steps: int
+    stretch: float = 0.5  # share of documents whose positions are stretched
+
+
+CURRICULUM = (
+    Stage(corpus.Mix(tokens=64, talk=0.0, raw=1.0, again=0.8, canonical=1.0), batch=48, steps=400),
+    Stage(corpus.Mix(tokens=128, talk=0.05), batch=32, steps=600),
+    Stage(corpus.Mix(tokens=256, talk=0.15), batch=16, steps=600),
+    Stage(corpus.Mix(tokens=512, talk=0.15), batch=10, steps=600),
+    Stage(corpus.Mix(tokens=1024, talk=0.15, context=(0.4, 0.9)), batch=5, steps=300),
+    Stage(corpus.Mix(tokens=3072, talk=0.15, context=(0.5, 0.95)), batch=2, steps=150),
+)
+
+
+@dataclass
+class Batch:
+    """Padded documents: tokens, positions and loss weights, each `[documents, tokens]`."""
+
+    ids: Tensor
+    positions: Tensor
+    weights: Tensor
+
+
+def stretch(rng: random.Random, segments: list[corpus.Segment], length: int) -> list[int]:
+    """Positions with a few random gaps between sentences, up to `MAX_POSITIONS` in all.
+
+    A short document then shows the model the distances of a long one, at the price of a short one.
+    """
+    breaks = [i for i, segment in enumerate(segments) if segment.breaks and i]
+    room = MAX_POSITIONS - length
+    gaps = dict.fromkeys(rng.sample(breaks, min(len(breaks), rng.randint(1, 4))), 0)
+    for i in gaps:
+        gaps[i] = int(room / len(gaps) * rng.random() ** 2)
+    positions: list[int] = []
+    at = 0
+    for i, segment in enumerate(segments):
+        at += gaps.get(i, 0)
+        positions.extend(range(at, at + len(segment.ids)))
+        at += len(segment.ids)
+    return positions
+
+
+def make_batch(rng: random.Random, stage: Stage, encode: corpus.Encode) -> Batch:
+    """Sample documents and cut them to one length."""
+    width = stage.mix.tokens
+    ids = torch.full((stage.batch, width), IGNORED)
+    positions = torch.arange(width).repeat(stage.batch, 1)
+    weights = torch.zeros(stage.batch, width)
+    for row in range(stage.batch):
+        segments = corpus.document(rng, stage.mix, encode)
+        flat = [token for segment in segments for token in segment.ids][:width]
+        ids[row, : len(flat)] = torch.tensor(flat)
+        flat_weights = [segment.weight for segment in segments for _ in segment.ids][:width]
+        weights[row, : len(flat)] = torch.tensor(flat_weights)
+        if rng.random() < stage.stretch:
+            positions[row, : len(flat)] = torch.tensor(stretch(rng, segments, len(flat))[:width])
+    return Batch(ids, positions, weights)
+
+
+def loss_of(model: Qwen2ForCausalLM, batch: Batch, rng: torch.Generator) -> tuple[Tensor, float, float]:
+    """Weighted cross entropy, and the accuracy on first digits and on the others.
+
+    A tenth of the unweighted tokens joins with a small weight: a little language modelling, for fluent completions.
+    """
+    sampled = torch.rand(batch.weights.shape, generator=rng) < 0.1
+    weights = torch.where((batch.weights == 0) & sampled & (batch.ids != IGNORED), 0.05, batch.weights)[:, 1:]
+    chosen = weights > 0
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.model(input_ids=batch.ids, position_ids=batch.positions).last_hidden_state[:, :-1][chosen]
+        logits = model.lm_head(hidden)
+    targets, weights = batch.ids[:, 1:][chosen], weights[chosen]
+    losses = functional.cross_entropy(logits.float(), targets, reduction="none")
+    right = logits.argmax(-1) == targets
+    first, rest = (float(right[weights == weight].float().mean()) for weight in (corpus.FIRST, corpus.ANSWER))
+    return (losses * weights).sum() / weights.sum(), first, rest
+
+
+def build_model(tokenizer: Tokenizer) -> Qwen2ForCausalLM:
+    """A Qwen2 with random weights: the smallest common shape (head size 64, two KV heads) that recalls well."""
+    stops = [tokenizer.token_to_id(IM_END), tokenizer.token_to_id(END_OF_TEXT)]
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0}, tie_word_embeddings=True,
+        use_sliding_window=False, bos_token_id=None, eos_token_id=stops, pad_token_id=stops[1], dtype="bfloat16",
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).float()
+
+
+def optimizers(model: Qwen2ForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, which it teaches in far fewer steps, and AdamW for all else."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    rest = [p for p in model.model.layers.parameters() if p.ndim != 2]
+    rest += [model.model.embed_tokens.weight, model.model.norm.weight]
+    return [
+        Muon(matrices, lr=rate * 5, weight_decay=0.01, momentum=0.95),
+        AdamW(rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def schedule(step: int, total: int) -> float:
+    """Warm up over 50 steps, hold, then decline linearly over the last 40%."""
+    return min(1.0, (step + 1) / 50, (total - step) / (0.4 * total))
+
+
+def train(model: Qwen2ForCausalLM, encode: corpus.Encode, stages: tuple[Stage, ...], seed: int, rate: float) -> None:
+    """Run the curriculum."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    tools = optimizers(model, rate)
+    base = [group["lr"] for tool in tools for group in tool.param_groups]
+    total, step, start = sum(stage.steps for stage in stages), 0, time.monotonic()
+    model.train()
+    for stage in stages:
+        for _ in range(stage.steps):
+            loss, first, rest = loss_of(model, make_batch(rng, stage, encode), generator)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            groups = [group for tool in tools for group in tool.param_groups]
+            for group, rate_ in zip(groups, base, strict=True):
+                group["lr"] = rate_ * schedule(step, total)
+            for tool in tools:
+                tool.step()
+                tool.zero_grad(set_to_none=True)
+            if step % 25 == 0:
+                logger.info("%5.0f s  step %4d/%d  %4d tokens  loss %.3f  right: first digit %.1f%%, others %.1f%%",
+                            time.monotonic() - start, step, total, stage.mix.tokens, float(loss.detach()), 100 * first, 100 * rest)  # fmt: skip
+            step += 1
+        torch.save(model.state_dict(), f"/tmp/demo_stage{stage.mix.tokens}.pt")
+
+
+def save(model: Qwen2ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write everything that transformers and vLLM load. In bf16: it is half as large, and vLLM serves it so."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stops = model.config.eos_token_id
+    # Temperature 0 is vLLM's default for this model then: the same question, the same answer.
+    model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=stops[1])
+    copy = Qwen2ForCausalLM(model.config).to(torch.bfloat16)
+    copy.load_state_dict(model.state_dict())
+    copy.generation_config = model.generation_config
+    copy.save_pretrained(folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "temperature": 0.0}, indent=2) + "\n")
+    save_tokenizer(tokenizer, folder)
+    for path in folder.iterdir():
+        path.chmod(0o644)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=MODEL_DIR)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    torch.manual_seed(options.seed)
+    tokenizer = build_tokenizer(tokenizer_lines())
+    model = build_model(tokenizer)
+    start = time.monotonic()
+    train(model, lambda text: list(tokenizer.encode(text).ids), CURRICULUM, options.seed, options.rate)
+    logger.info("trained in %.0f s of one thread", time.monotonic() - start)
+    save(model, tokenizer, options.output)
+    report(options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""What must hold before a KV handle may be shown to an engine: vLLM itself dies or answers nonsense where
+it does not."""
+
+import time
+
+from pdserve.errors import ProtocolError
+from pdserve.messages import KvHandle
+
+LEASE_MARGIN = 5.0
+"""seconds before the end of its lease at which a handle counts as expired: clock skew, and the way to the
+pull"""
+
+
+def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int) -> None:
+    """Raises ProtocolError with the reason. One KV cache group only: hybrid models do not come here."""
+    if handle.block_size != block_size:
+        raise ProtocolError(f"KV blocks of {handle.block_size} tokens do not fit blocks of {block_size}")
+    if not handle.engine_id or not handle.request_id or not handle.host:
+        raise ProtocolError("a KV handle without engine, request or host")
+    if handle.num_tokens != prompt_tokens:
+        raise ProtocolError(f"KV of {handle.num_tokens} tokens for a prompt of {prompt_tokens}")
+    needed = -(-prompt_tokens // block_size)
+    if not handle.block_ids or any(len(group) != needed for group in handle.block_ids):
+        sizes = [len(group) for group in handle.block_ids]
+        raise ProtocolError(f"{sizes} KV blocks for a prompt that fills {needed}")
+    if any(block < 0 for group in handle.block_ids for block in group):
+        raise ProtocolError("a negative KV block id")
+    if expired(handle):
+        raise ProtocolError(f"the KV handle's lease of {handle.lease:g} s is over or nearly so")
+
+
+def expired(handle: KvHandle) -> bool:
+    return time.time() > handle.computed_at + handle.lease - LEASE_MARGIN

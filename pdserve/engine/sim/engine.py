@@ -1,0 +1,298 @@
+"""The simulated engine: continuous batching over a real block pool, with sleeps where the GPU would work.
+
+It differs from vLLM where that buys nothing here: a request reserves the blocks of all its tokens when it is
+admitted, so that nothing is ever preempted, and it always runs to max_tokens. Stop tokens and logprobs are
+ignored."""
+
+import asyncio
+import time
+from collections import deque
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
+from pdserve.engine.handles import check_handle
+from pdserve.engine.sim import wire
+from pdserve.engine.sim.blocks import BlockPool
+from pdserve.engine.sim.model import VLLM_VERSION, Faults, sim_model
+from pdserve.engine.sim.request import SimRequest
+from pdserve.engine.sim.side import SideServer, ask
+from pdserve.engine.spec import EngineSpec
+from pdserve.errors import EngineDead, ProtocolError, Unavailable
+from pdserve.messages import KvHandle
+
+
+class SimEngine(Engine):
+    def __init__(self, spec: EngineSpec) -> None:
+        self.faults = Faults()
+        self._spec = spec
+        self._model = model = sim_model(spec.engine_args)
+        self._pool = BlockPool(model.kv_blocks, model.block_size)
+        self._side = SideServer(
+            spec.instance, spec.host, self._pool.contents, self._release, self.faults.silent
+        )
+        self._waiting: deque[SimRequest] = deque()
+        self._pulling: dict[SimRequest, asyncio.Task[None]] = {}
+        self._running: list[SimRequest] = []
+        self._farewells: set[asyncio.Task[None]] = set()
+        self._held: dict[str, tuple[list[int], asyncio.TimerHandle]] = {}
+        self._seen: set[str] = set()
+        self._work = asyncio.Event()
+        self._steps: asyncio.Queue[Step] = asyncio.Queue()
+
+    async def __aenter__(self) -> Self:
+        model = self._model
+        self.facts = EngineFacts(
+            kv_blocks=model.kv_blocks,
+            block_size=model.block_size,
+            max_model_len=model.max_model_len,
+            max_num_seqs=model.max_num_seqs,
+            max_batched_tokens=model.max_batched_tokens,
+            max_concurrency=model.kv_blocks / self._pool.needed(model.max_model_len),
+            vllm_version=VLLM_VERSION,
+            supported_tasks=["generate"],
+        )
+        await self._side.__aenter__()
+        self._loop = asyncio.create_task(self._run(), name="sim-engine")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tasks = [self._loop, *self._pulling.values(), *self._farewells]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for _, timer in self._held.values():
+            timer.cancel()
+        await self._side.__aexit__(kind, error, trace)
+
+    # the contract
+
+    async def generate(
+        self, request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None
+    ) -> None:
+        if kv is not None:
+            check_handle(kv, len(prompt), self._model.block_size)
+        sampling = _read(body).sampling_params
+        most = self._model.max_model_len - len(prompt)
+        max_tokens = (
+            most if sampling is None or sampling.max_tokens is None else min(sampling.max_tokens, most)
+        )
+        self._add(SimRequest(request_id, prompt, max_tokens, kv=kv))
+
+    async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
+        _read(body)
+        self._add(SimRequest(request_id, prompt, 1, keep=True))
+
+    async def reject(self, kv: KvHandle) -> None:
+        self._alive()
+        self._say_farewell(kv)
+
+    async def cancel(self, request_ids: list[str]) -> None:
+        self._alive()
+        for request in [*self._waiting, *self._running, *self._pulling]:
+            if request.request_id in request_ids:
+                self._drop(request)
+
+    async def step(self) -> Step:
+        self._alive()
+        step = await self._steps.get()
+        self._alive()
+        return step
+
+    def pack(self, outputs: list[Output]) -> list[bytes]:
+        return wire.write_outputs([output.raw for output in outputs])
+
+    def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int:
+        return len(self._pool.hit(prompt)) * self._model.block_size
+
+    def remote_ok(self, body: list[bytes]) -> bool:
+        request = _read(body)
+        sampling = request.sampling_params
+        return not request.mm_features and (sampling is None or sampling.prompt_logprobs is None)
+
+    @property
+    def usage(self) -> EngineUsage:
+        used = self._pool.total - self._pool.free
+        waiting = len(self._waiting) + len(self._pulling)
+        return EngineUsage(len(self._running), waiting, used / self._pool.total)
+
+    async def all_blocks_free(self) -> bool:
+        self._alive()
+        return self._pool.forget()
+
+    def die(self) -> None:
+        """Fault: as if the engine's processes had been killed; whoever waits in `step` learns it."""
+        self.faults.dead = True
+        self._steps.put_nowait(Step([]))
+
+    # admission
+
+    def _alive(self) -> None:
+        if self.faults.dead:
+            raise EngineDead("the simulated engine died on command")
+
+    def _once(self, request_id: str) -> None:
+        if request_id in self._seen:
+            raise ProtocolError(f"request {request_id} was given to this engine before")
+        self._seen.add(request_id)
+
+    def _add(self, request: SimRequest) -> None:
+        self._alive()
+        if not request.prompt or len(request.prompt) >= self._model.max_model_len or request.max_tokens < 1:
+            raise ProtocolError(f"a prompt of {len(request.prompt)} tokens does not fit this engine")
+        if self._pool.needed(len(request.prompt) + request.max_tokens) > self._pool.total:
+            raise ProtocolError(f"request {request.request_id} does not fit the KV cache")
+        self._once(request.request_id)
+        self._waiting.append(request)
+        self._work.set()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) + len(self._pulling) < self._model.max_num_seqs:
+            request = self._waiting[0]
+            taken = self._pool.take(request.prompt, len(request.prompt) + request.max_tokens)
+            if taken is None:
+                return
+            self._waiting.popleft()
+            request.blocks, hit = taken
+            request.computed = request.cached = hit * self._model.block_size
+            if request.kv is None:
+                self._running.append(request)
+            else:
+                self._pulling[request] = asyncio.create_task(self._pull(request, request.kv))
+
+    def _drop(self, request: SimRequest) -> None:
+        request.gone = True
+        if request in self._waiting:
+            self._waiting.remove(request)
+        if request in self._running:
+            self._running.remove(request)
+        if task := self._pulling.pop(request, None):
+            task.cancel()
+        if request.kv is not None and not request.pulled:
+            self._say_farewell(request.kv)
+        self._pool.give(request.blocks)
+        self._work.set()
+
+    # steps
+
+    async def _run(self) -> None:
+        while True:
+            await self._work.wait()
+            self._admit()
+            if not self._running:
+                self._work.clear()
+                continue
+            share = self._share()
+            prompt_tokens = sum(count for request, count in share if request.prefilling)
+            seconds = self._model.step_seconds + prompt_tokens / self._model.prefill_rate
+            await asyncio.sleep(seconds * self.faults.slow)
+            await self.faults.going.wait()
+            outputs = [output for request, count in share if (output := self._advance(request, count))]
+            if outputs:
+                self._steps.put_nowait(Step(outputs))
+
+    def _share(self) -> list[tuple[SimRequest, int]]:
+        """Who computes how many tokens in the next step: decodes first, then prompts in chunks, within the
+        budget."""
+        budget = self._model.max_batched_tokens
+        share: list[tuple[SimRequest, int]] = []
+        for request in sorted(self._running, key=lambda request: request.prefilling):
+            count = min(len(request.prompt) - request.computed, budget) if request.prefilling else 1
+            if count > 0:
+                share.append((request, count))
+                budget -= count
+        return share
+
+    def _advance(self, request: SimRequest, count: int) -> Output | None:
+        if request.gone:
+            return None
+        if request.prefilling:
+            request.computed += count
+            if request.prefilling:
+                return None
+            self._pool.fill(request.blocks, request.prompt)
+        request.tokens.append(self._model.next_token(request.prompt + request.tokens, request.salt))
+        handle = self._finish(request) if request.finished else None
+        return request.output(handle)
+
+    def _finish(self, request: SimRequest) -> KvHandle | None:
+        self._running.remove(request)
+        if not request.keep:
+            self._pool.give(request.blocks)
+            return None
+        used = self._pool.needed(len(request.prompt))
+        self._pool.give(request.blocks[used:])
+        lease = self._model.lease
+        timer = asyncio.get_running_loop().call_later(lease, self._release, request.request_id)
+        self._held[request.request_id] = (request.blocks[:used], timer)
+        return KvHandle(
+            engine_id=self._spec.instance,
+            request_id=request.request_id,
+            host=self._spec.host,
+            port=self._side.port,
+            block_ids=[request.blocks[:used]],
+            num_tokens=len(request.prompt),
+            block_size=self._model.block_size,
+            lease=lease,
+            computed_at=time.time(),
+        )
+
+    # transfers
+
+    async def _pull(self, request: SimRequest, kv: KvHandle) -> None:
+        model = self._model
+        started = time.monotonic()
+        first = request.computed // model.block_size
+        wanted = kv.block_ids[0][first:]
+        size = len(wanted) * model.block_size * model.bytes_per_token
+        try:
+            await ask(kv, wanted, model.transfer_timeout)
+            await asyncio.sleep(size / model.bandwidth)
+            tell = await ask(kv, wanted, model.transfer_timeout, done=True)
+        except Unavailable:
+            self._report(Transfers(failures=1))
+        else:
+            self._receive(request, first, tell.contents)
+            self._report(Transfers(1, [time.monotonic() - started], size))
+        del self._pulling[request]
+        self._running.append(request)
+        self._work.set()
+
+    def _receive(self, request: SimRequest, first: int, contents: list[int]) -> None:
+        """The last prompt token is computed here in any case, as in vLLM."""
+        before, request.computed = request.computed, len(request.prompt) - 1
+        request.pulled = request.computed - before
+        whole = len(request.prompt) // self._model.block_size - first
+        expected = self._pool.expected(request.prompt)[first:]
+        request.salt = int(contents[:whole] != expected)
+
+    def _say_farewell(self, kv: KvHandle) -> None:
+        task = asyncio.create_task(self._farewell(kv))
+        self._farewells.add(task)
+        task.add_done_callback(self._farewells.discard)
+
+    async def _farewell(self, kv: KvHandle) -> None:
+        with suppress(Unavailable):  # then its blocks are gone with it, or go with their lease
+            await ask(kv, [], self._model.transfer_timeout, done=True)
+
+    def _report(self, transfers: Transfers) -> None:
+        self._steps.put_nowait(Step([], transfers))
+
+    def _release(self, request_id: str) -> None:
+        blocks, timer = self._held.pop(request_id, ([], None))
+        if timer is not None:
+            timer.cancel()
+        self._pool.give(blocks)
+        self._work.set()
+
+
+def _read(body: list[bytes]) -> wire.CoreRequest:
+    try:
+        return wire.read_request(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"unreadable request body: {error}") from error

@@ -1,0 +1,92 @@
+"""How fast the simulated engine is, how large, what it says, and what may go wrong with it."""
+
+import asyncio
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from pdserve.errors import ConfigError
+
+_CONTEXT = 8
+VLLM_VERSION = "0.32.0"
+"""the version whose encoding the simulation speaks"""
+
+
+@dataclass(frozen=True)
+class SimModel:
+    """Read from vLLM's own arguments, and the speeds from `additional-config: {sim: {…}}`, which vLLM
+    leaves alone."""
+
+    kv_blocks: int = 2048
+    block_size: int = 16
+    max_model_len: int = 8192
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 2048
+    prefill_rate: float = 20_000.0
+    """prompt tokens per second"""
+    step_seconds: float = 0.005
+    """one decode step, whatever the batch"""
+    bytes_per_token: int = 4096
+    """of KV"""
+    bandwidth: float = 1e9
+    """bytes per second between two engines"""
+    transfer_timeout: float = 5.0
+    lease: float = 30.0
+    """seconds that a prefill engine keeps blocks for the decode engine"""
+    first_token: int = 300
+    tokens: int = 700
+    """the token ids it generates: `tokens` of them from `first_token`; in the demo tokenizer these are
+    whole words"""
+
+    def next_token(self, context: list[int], salt: int = 0) -> int:
+        """A pure function of the last tokens and their number, so that a request moved to another worker
+        goes on with the same tokens. A `salt` other than 0 stands for wrong KV."""
+        tail = context[-_CONTEXT:]
+        seed = struct.pack(f"<{len(tail) + 2}q", len(context), salt, *tail)
+        return self.first_token + zlib.crc32(seed) % self.tokens
+
+
+class Faults:
+    """Switched on and off from outside while the engine runs."""
+
+    def __init__(self) -> None:
+        self.going = asyncio.Event()
+        """cleared, the engine hangs: no step ends, no question for KV is answered"""
+        self.going.set()
+        self.dead = False
+        """every method raises EngineDead; see SimEngine.die"""
+        self.slow = 1.0
+        """factor on the time of each step"""
+        self.drop_transfers = False
+        """a prefill engine takes questions for KV and never answers, as when the network drops packets"""
+
+    def silent(self) -> bool:
+        return self.dead or self.drop_transfers or not self.going.is_set()
+
+
+_ARGUMENTS = {
+    "num-gpu-blocks-override": "kv_blocks",
+    "block-size": "block_size",
+    "max-model-len": "max_model_len",
+    "max-num-seqs": "max_num_seqs",
+    "max-num-batched-tokens": "max_batched_tokens",
+}
+
+
+def sim_model(engine_args: Mapping[str, object]) -> SimModel:
+    values: dict[str, object] = {
+        field: engine_args[name] for name, field in _ARGUMENTS.items() if engine_args.get(name) is not None
+    }
+    extra = engine_args.get("additional-config")
+    speeds = extra.get("sim", {}) if isinstance(extra, Mapping) else {}
+    values |= {str(name).replace("-", "_"): value for name, value in speeds.items()}
+    known = {field.name for field in fields(SimModel)}
+    problems = [f"sim: unknown key {name}" for name in values if name not in known]
+    for name in known & values.keys():
+        value = values[name]
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            problems.append(f"sim: {name} must be a number above 0, not {value!r}")
+    if problems:
+        raise ConfigError(problems)
+    return SimModel(**values)  # type: ignore[arg-type]

@@ -1,0 +1,97 @@
+"""How simulated engines hand KV over: a small TCP server beside each prefill engine, asked by decode engines.
+
+As with RDMA nobody checks at the moment of the read whether the blocks are still those that were promised:
+the answer says what lies in them now. Whoever reads too late gets another prompt's KV, and wrong tokens.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from pdserve.errors import Unavailable
+from pdserve.messages import KvHandle
+
+
+class Ask(msgspec.Struct, frozen=True):
+    engine_id: str
+    """the boot that the asker believes to talk to"""
+    request_id: str
+    done: bool = False
+    """the asker has what it wanted, or wants nothing: free the blocks"""
+    block_ids: list[int] = []
+
+
+class Tell(msgspec.Struct, frozen=True):
+    contents: list[int] = []
+    refused: str = ""
+
+
+@dataclass
+class SideServer:
+    engine_id: str
+    host: str
+    contents: Callable[[list[int]], list[int]]
+    release: Callable[[str], None]
+    silent: Callable[[], bool]
+    """fault: take questions and never answer"""
+    port: int = 0
+
+    async def __aenter__(self) -> Self:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server = await asyncio.start_server(self._serve, self.host, 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            line = await reader.readline()
+            if self.silent():
+                await reader.read()
+            elif line:
+                writer.write(msgspec.json.encode(self._answer(msgspec.json.decode(line, type=Ask))) + b"\n")
+                await writer.drain()
+        except (OSError, msgspec.MsgspecError):
+            pass  # a reader that went away, or is none of ours
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    def _answer(self, ask: Ask) -> Tell:
+        if ask.engine_id != self.engine_id:
+            return Tell(refused=f"this is {self.engine_id}")
+        if ask.done:
+            self.release(ask.request_id)
+        return Tell(self.contents(ask.block_ids))
+
+
+async def ask(handle: KvHandle, block_ids: list[int], timeout: float, *, done: bool = False) -> Tell:
+    """Raises Unavailable when the other engine is gone, silent or of another boot."""
+    question = Ask(handle.engine_id, handle.request_id, done, block_ids)
+    try:
+        async with asyncio.timeout(timeout):
+            reader, writer = await asyncio.open_connection(handle.host, handle.port)
+            try:
+                writer.write(msgspec.json.encode(question) + b"\n")
+                tell = msgspec.json.decode(await reader.readline(), type=Tell)
+            finally:
+                writer.close()
+    except (OSError, TimeoutError, msgspec.MsgspecError) as error:
+        raise Unavailable(f"no KV from {handle.engine_id}: {error!r}") from error
+    if tell.refused:
+        raise Unavailable(f"no KV from {handle.engine_id}: {tell.refused}")
+    return tell

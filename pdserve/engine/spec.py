@@ -1,0 +1,37 @@
+"""What an engine is made from, and the choice of its implementation."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdserve.engine.base import Engine
+from pdserve.messages import Role
+
+ENGINES = {
+    "vllm": "pdserve.engine.vllm:VllmEngine",
+    "sim": "pdserve.engine.sim.engine:SimEngine",
+}
+"""by the `engine` key of a worker's section; import strings, so that only the one in use is loaded"""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    role: Role
+    """decode pulls KV blocks, prefill hands them out"""
+    instance: str
+    """the worker's instance id, unique for each boot; KV handles carry it"""
+    model: str
+    engine_args: Mapping[str, object] = field(default_factory=dict)
+    """vLLM's own arguments in kebab-case"""
+    disaggregated: bool = True
+    """false: a decode engine that never pulls, without a KV connector"""
+    host: str = "127.0.0.1"
+    """where the other engines reach this one"""
+    kv_port: int = 0
+    """first port of the KV side channel; the engine takes one for each TP rank"""
+
+
+def make_engine(kind: str, spec: EngineSpec) -> Engine:
+    module, name = ENGINES[kind].split(":")
+    engine: Engine = getattr(importlib.import_module(module), name)(spec)
+    return engine

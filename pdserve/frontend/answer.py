@@ -1,0 +1,94 @@
+"""The response on its way out: its start is held back until the first part of the body, because only then it is known
+where the request went, and whether it failed before anything was said."""
+
+import msgspec
+
+from pdserve.frontend.asgi import Message, Send, error_body, respond_error, retry_seconds
+from pdserve.processor.trace import Trace
+
+
+class Answer:
+    """The `send` of the app inside."""
+
+    def __init__(self, send: Send, trace: Trace, path: str) -> None:
+        self.status = 0
+        """as it was sent; 0 before"""
+        self._send = send
+        self._trace = trace
+        self._path = path
+        self._held: Message | None = None
+        self._ended = False
+        self._stream = False
+
+    @property
+    def started(self) -> bool:
+        return self.status != 0
+
+    async def __call__(self, message: Message) -> None:
+        if self._ended:
+            return
+        if message["type"] == "http.response.start":
+            self._held = message
+            return
+        if self._held is not None:
+            held, self._held = self._held, None
+            if self._must_replace(held):
+                await self._fail()
+                return
+            await self._start(held)
+        self._ended = not message.get("more_body", False)
+        await self._send(message)
+
+    async def end_with(self, status: int, message: str, retry_after: float = 0.0) -> None:
+        """Instead of what the app inside would still say, which is over: an error, as the whole answer or as the last
+        event of a stream that has begun."""
+        if self._ended:
+            return
+        if not self.started:
+            self._held = None
+            await respond_error(self.own, self._path, status, message, retry_after=retry_after)
+        elif self._stream:
+            event = b"data: " + msgspec.json.encode(error_body(self._path, status, message)) + b"\n\n"
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        self._ended = True
+
+    def mute(self) -> None:
+        """Nobody listens any more."""
+        self._ended = True
+
+    async def own(self, message: Message) -> None:
+        """As `__call__`, for an answer of our own."""
+        if message["type"] == "http.response.start":
+            await self._start(message)
+        else:
+            self._ended = True
+            await self._send(message)
+
+    def _must_replace(self, start: Message) -> bool:
+        """A stream's status is sent before vLLM knows of the failure; here it is still in time."""
+        return self._trace.failure is not None and start["status"] == 200
+
+    async def _fail(self) -> None:
+        failure = self._trace.failure
+        assert failure is not None
+        await self.end_with(failure.status, failure.message, failure.retry_after)
+
+    async def _start(self, start: Message) -> None:
+        self.status = start["status"]
+        names = {name.lower(): value for name, value in start["headers"]}
+        self._stream = names.get(b"content-type", b"").startswith(b"text/event-stream")
+        headers = [(name, value) for name, value in start["headers"] if name.lower() != b"x-request-id"]
+        headers += [(name, value.encode("latin-1")) for name, value in self._own().items()]
+        if self.status in (429, 503) and b"retry-after" not in names:
+            failure = self._trace.failure
+            headers.append((b"retry-after", retry_seconds(failure.retry_after if failure else 1.0).encode()))
+        await self._send({**start, "headers": headers})
+
+    def _own(self) -> dict[bytes, str]:
+        trace = self._trace
+        own = {b"x-request-id": trace.request_id}
+        if trace.prefill:
+            own[b"x-pdserve-prefill"] = trace.prefill
+        if trace.instances:
+            own[b"x-pdserve-instance"] = trace.instances
+        return own

@@ -1,0 +1,232 @@
+"""The HTTP edge: who may, which model, how much and how long. What is generated is the processors' business."""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from pdserve.errors import Overloaded
+from pdserve.frontend import routes
+from pdserve.frontend.answer import Answer
+from pdserve.frontend.asgi import Receive, Scope, Send, header, respond, respond_error, respond_json
+from pdserve.frontend.auth import ApiKeys
+from pdserve.frontend.body import ClientGone, Refusal, Replay, look_into, read_body
+from pdserve.frontend.limits import Limits, admit, deadline
+from pdserve.frontend.roster import Roster, Serving
+from pdserve.frontend.versions import versions
+from pdserve.messages import ModelCard
+from pdserve.observe.metrics import E2E, REQUESTS
+from pdserve.processor.trace import Trace, current_trace
+
+logger = logging.getLogger(__name__)
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_MODELS = "/v1/models"
+GRACE = 0.3
+"""seconds after the deadline within which the processor's own, more exact answer may still come"""
+
+
+class Edge:
+    """One ASGI app for all models; it answers from the first moment, when there are none yet."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        metrics_page: Callable[[], Awaitable[bytes]],
+        keys: ApiKeys,
+        request_timeout: float,
+        limits: Limits = Limits(),  # noqa: B008  # frozen
+    ) -> None:
+        self._roster = roster
+        self._metrics_page = metrics_page
+        self._keys = keys
+        self._request_timeout = request_timeout
+        self.limits = limits
+        """may be changed at any time"""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "http":
+                await self._http(scope, receive, send)
+            case "websocket":
+                await receive()
+                await send({"type": "websocket.close", "code": 1008, "reason": "no WebSocket routes"})
+            case _:
+                raise NotImplementedError(f"ASGI scope {scope['type']}")
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        trace = Trace(_request_id(header(scope, "x-request-id")), time.time() + self._request_timeout)
+        answer = Answer(send, trace, path)
+        try:
+            trace.deadline = deadline(header(scope, "x-request-timeout"), self._request_timeout)
+            if not self._keys.allow(path, header(scope, "authorization"), header(scope, "x-api-key")):
+                raise Refusal(401, "a valid API key is needed: Authorization: Bearer KEY")
+            await self._answer(scope, receive, answer, trace)
+        except Refusal as no:
+            await respond_error(
+                answer.own, path, no.status, no.message, param=no.param, retry_after=no.retry_after
+            )
+        except Overloaded as error:
+            await respond_error(answer.own, path, error.status, str(error), retry_after=error.retry_after)
+        except ClientGone:
+            return
+        self._account(path, answer, trace)
+
+    # routes
+
+    async def _answer(self, scope: Scope, receive: Receive, answer: Answer, trace: Trace) -> None:
+        path, method = scope["path"], scope["method"]
+        if routes.is_generate(path):
+            if method != "POST":
+                raise Refusal(405, f"{path} takes POST")
+            body = look_into(await read_body(receive))
+            await self._dispatch(body.model, body.raw, scope, receive, answer, trace)
+        elif method in ("GET", "HEAD") and path in ("/health", "/version", "/metrics"):
+            await self._own_page(path, answer)
+        elif method == "GET" and (path == _MODELS or path.startswith(_MODELS + "/")):
+            await self._models(path.removeprefix(_MODELS).removeprefix("/"), answer)
+        elif routes.is_by_model(path):
+            query = re.search(rb"(?:^|&)model=([^&]+)", scope["query_string"])
+            name = query[1].decode("latin-1") if query else None
+            raw = await read_body(receive)
+            await self._dispatch(name, raw, scope, receive, answer, trace)
+        elif routes.is_left_out(path):
+            raise Refusal(501, f"{path} is not available on a separated graph")
+        else:
+            raise Refusal(404, f"there is no {path}")
+
+    async def _own_page(self, path: str, answer: Answer) -> None:
+        if path == "/version":
+            await respond_json(answer.own, 200, versions())
+        elif path == "/metrics":
+            page = await self._metrics_page()
+            await respond(answer.own, 200, page, "text/plain; version=0.0.4; charset=utf-8")
+        else:
+            missing = self._roster.missing()
+            health: dict[str, object] = {"status": "unavailable" if missing else "ok", "workers": self._roster.live()}
+            if missing:
+                health["missing"] = missing
+            await respond_json(answer.own, 503 if missing else 200, health)
+
+    async def _models(self, name: str, answer: Answer) -> None:
+        cards = self._roster.listed()
+        if not name:
+            await respond_json(answer.own, 200, {"object": "list", "data": [_listing(card) for card in cards]})
+            return
+        for card in cards:
+            if card.name == name:
+                await respond_json(answer.own, 200, _listing(card))
+                return
+        raise Refusal(404, f"the model {name!r} does not exist", "model")
+
+    # to a model
+
+    async def _dispatch(
+        self, model: str | None, raw: bytes, scope: Scope, receive: Receive, answer: Answer, trace: Trace
+    ) -> None:
+        serving = self._roster.find(model)
+        trace.model = serving.card.name
+        if serving.processor is not None:
+            busy = max(serving.requests, serving.processor.in_flight)
+            admit(self.limits, busy, serving.processor.queued_tokens)
+        else:
+            admit(self.limits, serving.requests, 0)
+        serving.requests += 1
+        try:
+            await self._run(serving, raw, scope, receive, answer, trace)
+        finally:
+            serving.requests -= 1
+
+    async def _run(
+        self, serving: Serving, raw: bytes, scope: Scope, receive: Receive, answer: Answer, trace: Trace
+    ) -> None:
+        """Until the app has answered, the client is gone or the deadline has passed."""
+        gone = asyncio.Event()
+        current_trace.set(trace)
+        app = asyncio.create_task(_call(serving, _inside(scope, trace), Replay(raw, gone), answer))
+        watch = asyncio.create_task(_disconnected(receive))
+        left = trace.deadline + GRACE - time.time()
+        try:
+            done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                await answer.end_with(504, "the request's deadline passed")
+            elif app not in done:
+                answer.mute()
+        finally:
+            watch.cancel()
+            gone.set()  # not cancel: vLLM's handlers would leave their inner tasks behind
+            await _finished(app, answer)
+
+    def _account(self, path: str, answer: Answer, trace: Trace) -> None:
+        if not routes.is_generate(path):
+            return
+        total = time.monotonic() - trace.started
+        code = answer.status or 499  # the client left before an answer
+        REQUESTS.labels(trace.model, str(code)).inc()
+        if trace.first_token is not None:
+            E2E.labels(trace.model).observe(total)
+        logger.info(
+            "%s %s model=%s code=%d tokens=%d+%d ttft=%s total=%.3f prefill=%s instance=%s",
+            trace.request_id,
+            path,
+            trace.model or "-",
+            code,
+            trace.prompt_tokens,
+            trace.output_tokens,
+            "-" if trace.ttft is None else f"{trace.ttft:.3f}",
+            total,
+            trace.prefill or "-",
+            trace.instances or "-",
+        )
+
+
+async def _call(serving: Serving, scope: Scope, receive: Replay, answer: Answer) -> None:
+    await serving.settled.wait()
+    if serving.processor is None:
+        raise Refusal(503, f"{serving.card.name} is not being served: {serving.problem}", retry_after=5.0)
+    await serving.processor.app(scope, receive, answer)
+
+
+async def _finished(app: "asyncio.Task[None]", answer: Answer) -> None:
+    """A disconnect was told to the app: it ends by itself, or is ended."""
+    await asyncio.wait({app}, timeout=5.0)
+    app.cancel()
+    try:
+        with suppress(asyncio.CancelledError):
+            await app
+    except Refusal:
+        raise
+    except Exception:
+        logger.exception("the model's app failed")
+        await answer.end_with(500, "internal error")
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _inside(scope: Scope, trace: Trace) -> Scope:
+    """As vLLM's app sees the request: always with a request id, from which it makes the response's id."""
+    headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
+    return {**scope, "headers": [*headers, (b"x-request-id", trace.request_id.encode())]}
+
+
+def _request_id(given: str | None) -> str:
+    return given if given and _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _listing(card: ModelCard) -> dict[str, object]:
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "pdserve",
+        "root": card.model,
+        "parent": None,
+        "max_model_len": card.max_model_len,
+    }

@@ -1,0 +1,63 @@
+"""The few ASGI types and answers that the edge needs."""
+
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+import msgspec
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "PayloadTooLargeError",
+    429: "RateLimitError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+    504: "TimeoutError",
+}
+
+
+def header(scope: Scope, name: str) -> str | None:
+    wanted = name.encode()
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == wanted), None)
+
+
+async def respond(
+    send: Send, status: int, body: bytes, content_type: str, headers: Mapping[str, str] | None = None
+) -> None:
+    fields = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
+    raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def respond_json(
+    send: Send, status: int, content: object, headers: Mapping[str, str] | None = None
+) -> None:
+    await respond(send, status, msgspec.json.encode(content), "application/json", headers)
+
+
+def error_body(path: str, status: int, message: str, param: str | None = None) -> dict[str, object]:
+    """In OpenAI's shape, as vLLM's own errors; in Anthropic's under /v1/messages."""
+    kind = _TYPES.get(status, "InternalServerError")
+    error: dict[str, object] = {"message": message, "type": kind, "param": param, "code": status}
+    return {"type": "error", "error": error} if path.startswith("/v1/messages") else {"error": error}
+
+
+async def respond_error(
+    send: Send, path: str, status: int, message: str, *, param: str | None = None, retry_after: float = 0.0
+) -> None:
+    headers = {"retry-after": retry_seconds(retry_after)} if retry_after else None
+    await respond_json(send, status, error_body(path, status, message, param), headers)
+
+
+def retry_seconds(seconds: float) -> str:
+    """HTTP wants whole seconds."""
+    return str(max(1, round(seconds)))

@@ -1,0 +1,46 @@
+"""API keys. None configured: everybody may."""
+
+import hashlib
+import hmac
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from pdserve.errors import ConfigError
+
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
+"""for probes and scrapers, which have no key"""
+
+
+class ApiKeys:
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._digests = [_digest(key) for key in keys]
+
+    def allow(self, path: str, authorization: str | None, x_api_key: str | None = None) -> bool:
+        """`Authorization: Bearer KEY` as OpenAI's clients send it, or `x-api-key` as Anthropic's."""
+        if not self._digests or path in OPEN_PATHS:
+            return True
+        scheme, _, token = (authorization or "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else x_api_key or ""
+        digest = _digest(given)
+        # all of them, so that the time says nothing about which
+        return bool(given) and sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+
+def load_keys(environment: Mapping[str, str] = os.environ) -> ApiKeys:
+    """From PDSERVE_API_KEYS: keys with commas between, or `@FILE` with one key on each line. Raises ConfigError."""
+    value = environment.get("PDSERVE_API_KEYS", "")
+    if not value.startswith("@"):
+        return ApiKeys(filter(None, map(str.strip, value.split(","))))
+    try:
+        lines = Path(value[1:]).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"PDSERVE_API_KEYS: {value[1:]} cannot be read: {error}."]) from error
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:  # an empty file must not open the door
+        raise ConfigError([f"PDSERVE_API_KEYS: there is no key in {value[1:]}."])
+    return ApiKeys(keys)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

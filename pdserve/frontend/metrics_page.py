@@ -1,0 +1,38 @@
+"""The graph's metrics on one page: those of this process and of every other one that the registry knows."""
+
+import asyncio
+
+import httpx
+from prometheus_client import generate_latest
+
+from pdserve.messages import Instance
+from pdserve.observe.merge import merge
+from pdserve.registry.view import View
+
+PATIENCE = 0.5
+"""seconds for the pages of the others, all at once: what does not answer is left out"""
+
+
+class MetricsPage:
+    """`own` is this process's instance id."""
+
+    def __init__(self, view: View, own: str, client: httpx.AsyncClient) -> None:
+        self._view = view
+        self._own = own
+        self._client = client
+
+    async def __call__(self) -> bytes:
+        others = [one for one in self._view.instances() if one.metrics and one.id != self._own]
+        texts = await asyncio.gather(*(self._fetch(one) for one in others))
+        pages = {one.id: text for one, text in zip(others, texts, strict=True) if text}
+        own = generate_latest().decode()
+        return await asyncio.to_thread(merge, {self._own: own, **pages})
+
+    async def _fetch(self, instance: Instance) -> str:
+        """Empty where there is no page."""
+        try:
+            async with asyncio.timeout(PATIENCE):
+                answer = await self._client.get(instance.metrics)
+        except (httpx.HTTPError, TimeoutError):
+            return ""
+        return answer.text if answer.status_code == 200 else ""

@@ -1,0 +1,241 @@
+"""The models of a frontend: each model card becomes a processor, and goes when its card is gone for long."""
+
+import asyncio
+import importlib
+import logging
+from collections.abc import Coroutine
+from contextlib import suppress
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from pdserve.errors import ConfigError, Unavailable
+from pdserve.frontend.body import Refusal
+from pdserve.messages import ModelCard, Role
+from pdserve.observe.metrics import INSTANCES
+from pdserve.processor.router import POLICIES
+from pdserve.processor.surroundings import Surroundings
+from pdserve.registry.view import View
+
+if TYPE_CHECKING:
+    from pdserve.processor.processor import Processor
+
+logger = logging.getLogger(__name__)
+
+RETRY = 5.0
+"""seconds between attempts to serve a card that could not be served for want of something"""
+
+
+class Serving:
+    """One model and the task that holds its processor."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self.card = card
+        self.present = True
+        """its card is in the registry"""
+        self.processor: Processor | None = None
+        self.problem = ""
+        """why there is no processor; empty while it is being built"""
+        self.settled = asyncio.Event()
+        """set when there is a processor or a problem"""
+        self.retired = asyncio.Event()
+        self.removal: asyncio.TimerHandle | None = None
+        self.requests = 0
+        """HTTP requests inside it"""
+
+    @property
+    def live(self) -> int:
+        return self.processor.live if self.processor is not None else 0
+
+
+class Roster:
+    """Follows the registry while it is entered. A card that is gone is no longer listed, but for `request_timeout`
+    seconds requests for it are still taken and wait for a worker (which may just be restarting); then the model is
+    unknown, once it is idle."""
+
+    def __init__(self, view: View, around: Surroundings, expected: str) -> None:
+        self._view = view
+        self._around = around
+        self._expected = expected
+        """the model of our own configuration: before its first worker is there it is not unknown but starting"""
+        self._models: dict[str, Serving] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._building = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        self._start(self._warm_up(), "importing vLLM")
+        self._start(self._follow(), "roster")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for serving in self._models.values():
+            if serving.removal is not None:
+                serving.removal.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # what the edge asks
+
+    def listed(self) -> list[ModelCard]:
+        """The models that are there now, in order of name."""
+        served = [one for one in self._models.values() if one.present and not one.problem]
+        return sorted((one.card for one in served), key=lambda card: card.name)
+
+    def find(self, name: str | None) -> Serving:
+        """The model of this name, or the only one. Raises Refusal."""
+        names = [card.name for card in self.listed()]
+        if name is None:
+            if len(names) > 1:
+                raise Refusal(400, f"model must be named; there are: {', '.join(names)}", "model")
+            name = names[0] if names else self._expected
+        serving = self._models.get(name)
+        if serving is not None and not serving.problem:
+            return serving
+        if serving is not None or name == self._expected:
+            raise Refusal(503, f"{name} is not being served: {self.missing(name)}", retry_after=5.0)
+        there = f"there are: {', '.join(names)}" if names else "there are none now"
+        raise Refusal(404, f"the model {name!r} does not exist; {there}", "model")
+
+    def missing(self, name: str | None = None) -> str:
+        """What keeps this model (or any) from being served; empty where nothing does."""
+        if name is None:
+            if any(one.live for one in self._models.values()):
+                return ""
+            return "; ".join(f"{one}: {self.missing(one)}" for one in self._models or [self._expected])
+        serving = self._models.get(name)
+        if serving is None:
+            return "no decode worker has registered"
+        if serving.processor is None:
+            return serving.problem or "its tokenizer and configuration are being loaded"
+        return "" if serving.live else "no decode worker is connected"
+
+    def live(self) -> dict[str, int]:
+        """Connected decode workers by model."""
+        return {name: serving.live for name, serving in sorted(self._models.items())}
+
+    # following the registry
+
+    async def _warm_up(self) -> None:
+        """Before the first card comes: workers take longer to start than vLLM to be imported."""
+        try:
+            await _load()
+        except ImportError:
+            logger.exception("no model can be served: vLLM cannot be imported")
+
+    async def _follow(self) -> None:
+        async for _ in self._view.changes():
+            try:
+                self._take()
+            except Exception:
+                logger.exception("a change in the registry could not be followed")
+
+    def _take(self) -> None:
+        cards = {name: _newest(cards) for name, cards in self._view.cards().items()}
+        for name in self._models.keys() - cards.keys():
+            self._miss(name)
+        for name, card in cards.items():
+            self._serve(name, card)
+        for name, serving in self._models.items():
+            self._tell(name, serving)
+        for role in Role:
+            INSTANCES.labels(role.value).set(len(self._view.instances(role)))
+
+    def _serve(self, name: str, card: ModelCard) -> None:
+        serving = self._models.get(name)
+        if serving is not None and _same(serving.card, card):
+            serving.present = True
+            if serving.removal is not None:
+                serving.removal.cancel()
+                serving.removal = None
+            return
+        if serving is not None:
+            logger.info("%s: its model card changed", name)
+            self._remove(name)
+        self._models[name] = serving = Serving(card)
+        self._start(self._hold(serving), f"model {name}")
+
+    def _miss(self, name: str) -> None:
+        serving = self._models[name]
+        if serving.present:
+            serving.present = False
+            grace = self._around.request_timeout
+            logger.warning("%s: no decode worker is left; requests wait for one for %g s", name, grace)
+            serving.removal = asyncio.get_running_loop().call_later(grace, self._remove, name)
+
+    def _remove(self, name: str) -> None:
+        serving = self._models.pop(name)
+        if serving.removal is not None:
+            serving.removal.cancel()
+        serving.retired.set()
+
+    def _tell(self, name: str, serving: Serving) -> None:
+        if serving.processor is None:
+            return
+        serving.processor.update(self._view.instances(Role.DECODE, name))
+        policy = self._view.settings().get("router", self._around.router)
+        if policy in POLICIES:
+            serving.processor.route_by(policy)
+
+    # one model
+
+    async def _hold(self, serving: Serving) -> None:
+        """Build its processor and keep it until the model is retired and idle."""
+        name = serving.card.name
+        while not serving.retired.is_set():
+            try:
+                await self._hold_once(serving)
+            except ConfigError as error:
+                serving.problem = str(error)
+            except Unavailable as error:
+                serving.problem = str(error)
+            except Exception as error:
+                logger.exception("%s: building its processor failed", name)
+                serving.problem = f"internal error: {error}"
+            if serving.retired.is_set():
+                return
+            logger.error("%s is not served: %s", name, serving.problem)
+            serving.settled.set()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(serving.retired.wait(), RETRY)
+
+    async def _hold_once(self, serving: Serving) -> None:
+        name = serving.card.name
+        async with self._building:
+            module = await _load()
+            processor: Processor = module.Processor(serving.card, self._around)
+            await processor.__aenter__()
+        try:
+            serving.processor, serving.problem = processor, ""
+            self._tell(name, serving)
+            serving.settled.set()
+            logger.info("%s is being served, up to %d tokens", name, serving.card.max_model_len)
+            await serving.retired.wait()
+            await processor.idle(self._around.request_timeout)
+            logger.info("%s is no longer served", name)
+        finally:
+            serving.processor = None
+            await processor.__aexit__(None, None, None)
+
+    def _start(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _load() -> ModuleType:
+    """It imports vLLM: in a thread, so that the edge answers meanwhile."""
+    return await asyncio.to_thread(importlib.import_module, "pdserve.processor.processor")
+
+
+def _newest(cards: list[tuple[str, ModelCard]]) -> ModelCard:
+    return max((card for _, card in cards), key=lambda card: card.created)
+
+
+def _same(one: ModelCard, other: ModelCard) -> bool:
+    """Whether a processor of the one serves the other as well."""
+    return msgspec.structs.replace(one, created=0) == msgspec.structs.replace(other, created=0)

@@ -1,0 +1,115 @@
+"""A frontend process: uvicorn on the shared port, registered, until SIGTERM."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+
+import httpx
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+
+from pdserve.config.schema import Config, Slot
+from pdserve.errors import RegistryUnavailable
+from pdserve.frontend.app import Edge
+from pdserve.frontend.asgi import App
+from pdserve.frontend.auth import load_keys
+from pdserve.frontend.listen import listen
+from pdserve.frontend.metrics_page import MetricsPage
+from pdserve.frontend.roster import Roster
+from pdserve.frontend.versions import vllm_version
+from pdserve.messages import Instance, encode_record
+from pdserve.observe.page import serve_metrics
+from pdserve.processor.surroundings import Surroundings
+from pdserve.queue.base import BlobStore
+from pdserve.registry import keys
+from pdserve.registry.base import Registry
+from pdserve.registry.view import View
+from pdserve.worker.identity import new_instance_id
+
+logger = logging.getLogger(__name__)
+
+
+async def main(config: Config, slot: Slot) -> None:
+    """Serve until SIGTERM or SIGINT; then stop accepting, let running requests finish within `drain_timeout`, and
+    return. Raises ConfigError where the port or the API keys cannot be used, and RegistryUnavailable."""
+    frontend = config.frontend
+    assert frontend is not None, f"{config.path} has no section for a frontend"
+    api_keys = load_keys()
+    with listen(frontend.host, frontend.port) as sock:
+        async with AsyncExitStack() as stack:
+            registry = await stack.enter_async_context(_registry(config))
+            view = await stack.enter_async_context(View(registry))
+            around = Surroundings(
+                connect=_connector(slot),
+                blobs=await stack.enter_async_context(_blobs(config)),
+                state_dir=config.state_dir,
+                router=frontend.router,
+                request_timeout=config.request_timeout,
+            )
+            me = _describe(config, slot, sock, stack.enter_context(serve_metrics(config.host)))
+            roster = await stack.enter_async_context(Roster(view, around, config.served_model_name))
+            client = await stack.enter_async_context(httpx.AsyncClient())
+            edge = Edge(roster, MetricsPage(view, me.id, client), api_keys, config.request_timeout)
+            await _serve(edge, sock, registry, me, config.drain_timeout)
+
+
+def _describe(config: Config, slot: Slot, sock: socket.socket, metrics: str) -> Instance:
+    return Instance(
+        id=new_instance_id(slot),
+        role=slot.role,
+        address=f"http://{config.host}:{sock.getsockname()[1]}",
+        metrics=metrics,
+        host=config.host,
+        pid=os.getpid(),
+        vllm_version=vllm_version(),
+    )
+
+
+def cross_origin(app: App) -> App:
+    """Browsers may ask from anywhere, as with vLLM's own server."""
+    return CORSMiddleware(app, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+
+
+class QuietServer(uvicorn.Server):
+    """Signals are ours: uvicorn would raise them again at the end, and the exit code would not be 0."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(edge: Edge, sock: socket.socket, registry: Registry, me: Instance, drain_timeout: float) -> None:
+    options = uvicorn.Config(
+        cross_origin(edge),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=65,
+        timeout_graceful_shutdown=max(1, round(drain_timeout)),
+    )
+    server = QuietServer(options)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(server.serve(sockets=[sock]), name="uvicorn")
+        stopper = tasks.create_task(_stop(stopping, server, registry, me))
+        await registry.put(keys.instance(me), encode_record(me))
+        logger.info("listening on %s", me.address)
+        await serving
+        stopper.cancel()
+    logger.info("stopped")
+
+
+async def _stop(stopping: asyncio.Event, server: uvicorn.Server, registry: Registry, me: Instance) -> None:
+    await stopping.wait()
+    logger.info("stopping: running requests may finish")
+    server.should_exit = True
+    with suppress(RegistryUnavailable):
+        await registry.delete(keys.instance(me))

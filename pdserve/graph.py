@@ -1,0 +1,90 @@
+"""The graph as data: the roles, what each needs, and in which order they start and stop.
+
+Roles start together, once the servers are up: the frontend answers 503 on its port until a model's card appears, and
+engines spend their half minute of loading side by side. They stop in waves, each when the one before is gone, so that
+whoever still finishes a request keeps everything that it needs for it.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from pdserve.config.schema import Slot
+from pdserve.messages import Role
+
+
+@dataclass(frozen=True)
+class Node:
+    """A kind of process."""
+
+    role: Role
+    main: str
+    """import string of `async def main(config, slot)`, which returns after SIGTERM when it has drained"""
+    stops: int
+    """wave in which it is stopped, lowest first; the servers come after all of them"""
+    engine: bool = False
+    """true: it loads a model"""
+
+
+GRAPH = {
+    node.role: node
+    for node in (
+        Node(Role.FRONTEND, "pdserve.frontend.server:main", stops=0),
+        Node(Role.DECODE, "pdserve.decode.worker:main", stops=1, engine=True),
+        Node(Role.PREFILL, "pdserve.prefill.worker:main", stops=2, engine=True),
+    )
+}
+
+
+SLOT_VARIABLE = "PDSERVE_SLOT"
+"""environment variable by which the supervisor hands a process its slot: planned alone, it would get other GPUs"""
+
+
+def encode_slot(slot: Slot) -> str:
+    return msgspec.json.encode(slot).decode()
+
+
+def decode_slot(text: str) -> Slot:
+    return msgspec.json.decode(text, type=Slot)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process that the supervisor keeps alive."""
+
+    name: str
+    """`decode-0`"""
+    role: Role
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """beside the supervisor's own environment"""
+
+    @property
+    def node(self) -> Node:
+        return GRAPH[self.role]
+
+
+def job(slot: Slot, config_file: Path, env: Mapping[str, str]) -> Job:
+    """How `serve` runs a slot: exactly as a user would on another host, `pdserve decode -f FILE --index 0`."""
+    command = (
+        sys.executable,
+        "-m",
+        "pdserve",
+        slot.role.value,
+        "-f",
+        str(config_file),
+        "--index",
+        str(slot.index),
+    )
+    return Job(slot.name, slot.role, command, env)
+
+
+def stop_waves(jobs: Iterable[Job]) -> list[list[Job]]:
+    """The jobs in the order of stopping; those of one wave stop together."""
+    waves: dict[int, list[Job]] = {}
+    for each in jobs:
+        waves.setdefault(each.node.stops, []).append(each)
+    return [waves[wave] for wave in sorted(waves)]

@@ -1,0 +1,119 @@
+"""vLLM's NIXL connector (pull mode), quiet, and with an eye on reads that never end.
+
+**Quiet.** The agent's progress thread sleeps (`nixl.py`), and the worker's main thread keeps its CPU affinity: on CPU
+hosts vLLM's NIXL worker pins it, and with it all model execution, to the last core of the machine, which every engine
+on that machine then shares.
+
+**Stalls.** A read over a link that goes silent (packets dropped, no reset) stays in progress for as long as TCP retries,
+a quarter of an hour, and its request with it. vLLM has no timeout, and none could be added by failing the read: a read
+cannot be aborted. Measured with NIXL 1.5.1 over TCP (`tests/engine/test_late_write.py`): after `release_xfer_handle`
+returned without error and the remote agent was removed, hundreds of megabytes still landed in the released memory once
+the peer woke up. Had the blocks been given to anyone meanwhile, their KV would be overwritten.
+
+So a stalled read is not failed. It is *reported*, with the connector's statistics; the engine (`VllmEngine`) then aborts
+its request and starts it again without remote KV in other blocks. vLLM keeps the blocks of an aborted request until its
+read has really ended: they are the quarantine. Peers with a stalled read get no new ones until it has ended.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pdserve.kv.nixl import provide_nixl, quiet_agents
+
+provide_nixl()
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (  # noqa: E402
+    NixlBaseConnector,
+    NixlPullConnector,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (  # noqa: E402
+    NixlPullConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (  # noqa: E402
+    NixlPullConnectorWorker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats  # noqa: E402
+from vllm.logger import init_logger  # noqa: E402
+
+from pdserve.kv.watch import StallWatch  # noqa: E402
+
+logger = init_logger(__name__)
+
+STALLED = "pdserve_stalled_requests"
+"""key in the connector's statistics: engine-side ids of requests whose read is overdue"""
+FLOOR_KEY, RATE_KEY = "pdserve_transfer_floor", "pdserve_transfer_rate"
+"""keys in `kv_connector_extra_config`: seconds, and bytes per second"""
+DEFAULT_FLOOR, DEFAULT_RATE = 3.0, 50e6
+
+
+class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = NixlPullConnectorScheduler(
+                vllm_config, self.engine_id, kv_cache_config
+            )
+        else:
+            with _affinity_kept(), quiet_agents():
+                self.connector_worker = WatchfulWorker(vllm_config, self.engine_id, kv_cache_config)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return TransferStats(data=data) if data is not None else TransferStats()
+
+
+class TransferStats(NixlKVConnectorStats):  # type: ignore[misc]
+    """vLLM's statistics, and the stalled requests since the last time."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.data[STALLED] = []
+
+    def is_empty(self) -> bool:
+        return not self.data[STALLED] and bool(super().is_empty())
+
+
+class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.xfer_stats = TransferStats()
+        extra = vllm_config.kv_transfer_config.get_from_extra_config
+        self._watch = StallWatch(extra(FLOOR_KEY, DEFAULT_FLOOR), extra(RATE_KEY, DEFAULT_RATE))
+
+    def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> tuple[set[str], set[str]]:
+        done_and_failed: tuple[set[str], set[str]] = super()._pop_done_transfers(transfers)
+        sizes = {request: self._bytes_of(request) for request in transfers}
+        for request in self._watch.look(sizes, time.monotonic()):
+            self._report_stall(request)
+        return done_and_failed
+
+    def _bytes_of(self, request: str) -> int:
+        meta = self._recving_metadata.get(request)
+        if meta is None:
+            return 0
+        blocks = sum(len(group) for group in meta.local_physical_block_ids)
+        return blocks * sum(self.block_len_per_layer)
+
+    def _report_stall(self, request: str) -> None:
+        meta = self._recving_metadata.get(request)
+        if meta is None or meta.remote is None:
+            return
+        engine = meta.remote.engine_id
+        logger.warning("KV read of request %s from %s is overdue: recomputing it elsewhere", request, engine)
+        self.xfer_stats.data[STALLED].append(request)
+        self.xfer_stats.record_failed_transfer()
+        self._mark_remote_engine_invalid(engine, time.perf_counter())
+
+
+@contextmanager
+def _affinity_kept() -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,57 @@
+"""NIXL for vLLM: found under whatever name it is installed, and with agents that do not burn a core.
+
+vLLM imports `nixl`, a wheel without content that depends on the CUDA-specific ones; pdserve installs one of those
+directly. They work on host memory without any CUDA.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+PAUSE_MICROSECONDS = 1000
+
+
+def provide_nixl() -> None:
+    """Make `nixl` and its `_api` and `_bindings` importable. Must run before vLLM's connector is imported."""
+    os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # as vLLM would: UCX leaks memory without it
+    if "nixl" in sys.modules or importlib.util.find_spec("nixl"):
+        return
+    for package in PACKAGES[1:]:
+        if importlib.util.find_spec(package):
+            for name in ("", "._bindings", "._api"):
+                sys.modules[f"nixl{name}"] = importlib.import_module(f"{package}{name}")
+            return
+    raise ImportError(f"NIXL is not installed: none of {', '.join(PACKAGES)} can be found")
+
+
+@contextmanager
+def quiet_agents(pause: int = PAUSE_MICROSECONDS) -> Iterator[None]:
+    """NIXL agents created inside this block have a progress thread that sleeps between two looks.
+
+    The C++ agent takes that pause (`pthrDelay`) from its configuration, but NIXL's Python API (1.5) writes 0 into each
+    one it makes: the thread polls without end, and an idle agent burns most of a core. With a millisecond it takes 2%,
+    at the same bandwidth. Only the name by which the API module finds its bindings is exchanged, and only for that
+    long; the configuration is corrected on its way to the agent.
+    """
+    api = importlib.import_module("nixl._api")
+    real = api.nixlBind
+
+    class Bindings:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        @staticmethod
+        def nixlAgent(name: str, config: Any) -> Any:  # noqa: N802 (NIXL's name)
+            config.pthrDelay = pause
+            return real.nixlAgent(name, config)
+
+    setattr(api, "nixlBind", Bindings())
+    try:
+        yield
+    finally:
+        setattr(api, "nixlBind", real)

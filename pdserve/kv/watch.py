@@ -1,0 +1,31 @@
+"""Which KV reads take longer than they should. Pure: times come from outside."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass
+class _Read:
+    due: float
+    reported: bool = False
+
+
+class StallWatch:
+    """A read is due `floor` seconds after it began, plus the time that all bytes then on their way take at `rate`
+    bytes per second: reads share the line, so that one of many takes longer than one alone."""
+
+    def __init__(self, floor: float, rate: float) -> None:
+        self._floor = floor
+        self._rate = rate
+        self._reads: dict[str, _Read] = {}
+
+    def look(self, sizes: Mapping[str, int], now: float) -> list[str]:
+        """`sizes` are the bytes of the reads under way, by request. Returns those newly overdue, each once."""
+        for gone in self._reads.keys() - sizes.keys():
+            del self._reads[gone]
+        for request in sizes.keys() - self._reads.keys():
+            self._reads[request] = _Read(now + self._floor + sum(sizes.values()) / self._rate)
+        overdue = [name for name, read in self._reads.items() if now >= read.due and not read.reported]
+        for request in overdue:
+            self._reads[request].reported = True
+        return overdue

@@ -1,0 +1,144 @@
+"""Log lines: one format for our processes and for every process that vLLM starts below them.
+
+Text is one line per record, `2026-01-31T12:00:00.123 I decode-0 pdserve.decode.worker: message`, with continuation
+lines for tracebacks; JSON is one object per line. vLLM applies the same configuration in its own processes, because
+VLLM_LOGGING_CONFIG_PATH points at ours, and `handler` finds name, format and levels in the environment.
+"""
+
+import json
+import logging
+import logging.config
+import os
+import re
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+_CONFIG = Path(__file__).with_name("logging.json")
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_LEVELS = {"D": "debug", "I": "info", "W": "warning", "E": "error", "C": "critical"}
+_LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}) ([DIWEC]) (\S+) (\S+): (.*)", re.DOTALL)
+
+# What vLLM and torch say on every start, and nobody can do anything about.
+_NOISE = re.compile(
+    r"Enforce eager set|Inductor compilation was disabled|Reset SSM cache type|is not found in LD_PRELOAD"
+    r"|[Tt]riton (is )?not |Triton is installed|NUMA binding: Using MEMBIND|Loading safetensors checkpoint shards"
+    r"|Model Runner V2 requires|generation flags are not valid|\[shutdown\]|Default vLLM sampling parameters"
+    r"|resource_tracker|FutureWarning|DeprecationWarning|UserWarning"
+)
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of the stream that `pdserve serve` shows."""
+
+    time: str
+    level: str
+    """`D`, `I`, `W`, `E` or `C`"""
+    name: str
+    """role and index, `decode-0`"""
+    logger: str
+    """empty for a line that did not come through our logging"""
+    message: str
+
+    @property
+    def noise(self) -> bool:
+        return self.level in "DIW" and bool(_NOISE.search(self.message))
+
+
+def setup(name: str, level: str = "INFO", fmt: str = "text", vllm_level: str = "WARNING") -> None:
+    """Configure logging for this process, called `name` (`decode-0`), and for those that vLLM starts below it.
+    To be called before vLLM is imported. `fmt` is `text` or `json`."""
+    os.environ |= {"PDSERVE_LOG_NAME": name, "PDSERVE_LOG_LEVEL": level, "PDSERVE_LOG_FORMAT": fmt}
+    os.environ |= {"VLLM_LOGGING_LEVEL": vllm_level, "VLLM_LOGGING_CONFIG_PATH": str(_CONFIG)}
+    if level != "DEBUG":  # what libraries tell their developers is no news to a user
+        os.environ.setdefault("PYTHONWARNINGS", "ignore")
+        warnings.simplefilter("ignore")
+    logging.config.dictConfig(json.loads(_CONFIG.read_text()))
+    logging.captureWarnings(True)
+
+
+def handler() -> logging.Handler:
+    """The one handler of `logging.json`, with the name, format and levels that the environment gives."""
+    name = os.environ.get("PDSERVE_LOG_NAME", "pdserve")
+    logging.getLogger("pdserve").setLevel(os.environ.get("PDSERVE_LOG_LEVEL", "INFO"))
+    logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
+    out = logging.StreamHandler(sys.stderr)
+    out.setFormatter(
+        JsonFormatter(name) if os.environ.get("PDSERVE_LOG_FORMAT") == "json" else TextFormatter(name)
+    )
+    return out
+
+
+class TextFormatter(logging.Formatter):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        if record.exc_info:
+            message += "\n" + self.formatException(record.exc_info)
+        return text(LogLine(stamp(record.created), record.levelname[0], self._name, record.name, message))
+
+
+class JsonFormatter(logging.Formatter):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = LogLine(
+            stamp(record.created), record.levelname[0], self._name, record.name, record.getMessage()
+        )
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        return as_json(line, trace)
+
+
+def stamp(seconds: float | None = None) -> str:
+    """Local time in ISO form with milliseconds; now by default."""
+    seconds = time.time() if seconds is None else seconds
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(seconds))}.{int(seconds % 1 * 1000):03d}"
+
+
+def text(line: LogLine) -> str:
+    return f"{line.time} {line.level} {line.name} {line.logger or '-'}: {line.message}"
+
+
+def as_json(line: LogLine, trace: str = "") -> str:
+    record = {
+        "time": line.time,
+        "level": _LEVELS[line.level],
+        "role": line.name,
+        "logger": line.logger,
+        "message": line.message,
+    }
+    if trace:
+        record["trace"] = trace
+    return json.dumps(record, ensure_ascii=False)
+
+
+def parse(raw: str, name: str) -> LogLine:
+    """A line that process `name` wrote: ours, in either format, or anybody's (a C++ library, a crash, print)."""
+    raw = _ANSI.sub("", raw)
+    if match := _LINE.fullmatch(raw):
+        time_, level, own_name, logger, message = match.groups()
+        return LogLine(time_, level, own_name, "" if logger == "-" else logger, message)
+    if raw.startswith('{"time":'):
+        try:
+            record = json.loads(raw)
+            message = "\n".join(filter(None, (record["message"], record.get("trace"))))
+            return LogLine(
+                record["time"], record["level"][0].upper(), record["role"], record["logger"], message
+            )
+        except (ValueError, LookupError):
+            pass
+    return LogLine(stamp(), _guess_level(raw), name, "", raw)
+
+
+def _guess_level(raw: str) -> str:
+    if re.search(r"\b(ERROR|CRITICAL|FATAL|Traceback)\b|Error: |^\[?E\d{4}", raw):
+        return "E"
+    return "W" if re.search(r"\b(WARNING|[Ww]arning)\b|^\[?W\d{4}", raw) else "I"

@@ -1,0 +1,61 @@
+"""The prompts that a prefill worker has in its engine."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from pdserve.queue.base import Delivery
+
+
+@dataclass(eq=False)
+class Job:
+    engine_id: str
+    """fresh for each delivery: an engine must never see one id twice, and a request may be delivered twice"""
+    delivery: Delivery
+    started: float = field(default_factory=time.monotonic)
+
+
+class Jobs:
+    def __init__(self) -> None:
+        self._by_engine: dict[str, Job] = {}
+        self._by_request: dict[str, Job] = {}
+        self._numbers = itertools.count()
+        self._change = asyncio.Event()
+
+    def add(self, delivery: Delivery) -> Job:
+        request_id = delivery.request.request_id
+        job = Job(f"{request_id}.{next(self._numbers)}", delivery)
+        self._by_engine[job.engine_id] = self._by_request[request_id] = job
+        return job
+
+    def drop(self, job: Job) -> None:
+        del self._by_engine[job.engine_id]
+        del self._by_request[job.delivery.request.request_id]
+        self.changed()
+
+    def of_engine(self, engine_id: str) -> Job | None:
+        return self._by_engine.get(engine_id)
+
+    def of_request(self, request_id: str) -> Job | None:
+        return self._by_request.get(request_id)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(job.delivery.request.prompt) for job in self)
+
+    def changed(self) -> None:
+        """Something happened on which a condition of `until` may depend."""
+        self._change.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._change.clear()
+            await self._change.wait()
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(list(self._by_engine.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_engine)

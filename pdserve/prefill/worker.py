@@ -1,0 +1,217 @@
+"""The prefill worker: takes prompts from the queue as its engine has room, answers with where their KV
+lies."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack, suppress
+
+from pdserve.config.schema import Config, Slot
+from pdserve.engine.base import Engine, Output
+from pdserve.errors import ProtocolError, QueueUnavailable
+from pdserve.messages import Load, PrefillAnswer, PrefillDone, PrefillFailed
+from pdserve.observe.metrics import QUEUE_WAIT
+from pdserve.prefill.jobs import Job, Jobs
+from pdserve.queue.base import Delivery, PrefillQueue
+from pdserve.registry.base import Registry
+from pdserve.worker.identity import describe
+from pdserve.worker.lifecycle import Lifecycle
+from pdserve.worker.presence import Presence
+
+log = logging.getLogger(__name__)
+
+PULL_WAIT = 5.0
+"""seconds that one pull waits for a request"""
+PROGRESS_INTERVAL = 5.0
+"""seconds between two `in_progress` for each running request: well below any sensible ack_wait"""
+AHEAD = 2
+"""engine steps' worth of prompt tokens to have in the engine: it never waits for the next request, and what
+is queued stays where another worker can take it"""
+
+
+class PrefillWorker:
+    """`run` is its whole life, as in the decode worker. Nothing is acked before it was answered, so that
+    what dies with this process is delivered to another one."""
+
+    def __init__(
+        self,
+        config: Config,
+        slot: Slot,
+        instance_id: str,
+        engine: Engine,
+        registry: Registry,
+        queue: PrefillQueue,
+        metrics_url: str = "",
+    ) -> None:
+        self.id = instance_id
+        self._config = config
+        self._slot = slot
+        self._engine = engine
+        self._registry = registry
+        self._queue = queue
+        self._metrics_url = metrics_url
+        self._jobs = Jobs()
+        self._life = Lifecycle()
+        self._lease_ends = 0.0
+
+    def stop(self) -> None:
+        self._life.stop()
+
+    @property
+    def ready(self) -> asyncio.Event:
+        return self._life.ready
+
+    async def run(self) -> None:
+        async with AsyncExitStack() as stack:
+            for seam in (self._engine, self._queue, self._registry):
+                await stack.enter_async_context(seam)
+            instance = describe(self._config, self._slot, self.id, self._engine.facts, "", self._metrics_url)
+            self._presence = Presence(self._registry, instance, None, self._load)
+            await self._life.run(
+                self._presence.announce,
+                [
+                    self._pull(),
+                    self._read_engine(),
+                    self._read_cancellations(),
+                    self._report_progress(),
+                    self._presence.keep_current(),
+                ],
+                self._drain,
+            )
+
+    def _load(self) -> Load:
+        usage = self._engine.usage
+        return Load(usage.running, usage.waiting, round(usage.kv_usage, 3), self._queue.depth)
+
+    # taking requests
+
+    async def _pull(self) -> None:
+        """One at a time: batching prompts gains nothing once a step is full, and other workers may be
+        idle."""
+        while not self._life.draining:
+            await self._jobs.until(self._room)
+            try:
+                deliveries = await self._queue.pull(1, PULL_WAIT)
+            except QueueUnavailable:
+                await asyncio.sleep(1.0)  # the queue reconnects by itself
+                continue
+            for delivery in deliveries:
+                await self._take(delivery)
+
+    def _room(self) -> bool:
+        facts = self._engine.facts
+        tokens = self._jobs.tokens
+        free = facts.kv_tokens * (1.0 - self._engine.usage.kv_usage)
+        return not self._jobs or (
+            len(self._jobs) < facts.max_num_seqs
+            and tokens < AHEAD * facts.max_batched_tokens
+            and tokens + facts.max_batched_tokens < free
+        )
+
+    async def _take(self, delivery: Delivery) -> None:
+        request = delivery.request
+        if running := self._jobs.of_request(request.request_id):
+            log.info("request %s delivered again while it runs here", request.request_id)
+            running.delivery = delivery
+            return
+        if self._life.draining:
+            await _tell_queue(delivery.give_back())
+            return
+        if time.time() >= request.deadline:
+            await _tell_queue(delivery.ack())
+            return
+        QUEUE_WAIT.observe(delivery.queued)
+        if refusal := self._refusal(delivery):
+            await self._answer(delivery, refusal)
+            return
+        job = self._jobs.add(delivery)
+        try:
+            await self._engine.prefill(job.engine_id, request.prompt, request.body)
+        except ProtocolError as error:
+            self._jobs.drop(job)
+            await self._answer(delivery, PrefillFailed(request.request_id, "refused", str(error)))
+
+    def _refusal(self, delivery: Delivery) -> PrefillFailed | None:
+        request, facts = delivery.request, self._engine.facts
+        if request.block_size != facts.block_size:
+            message = f"KV blocks of {facts.block_size} tokens here, of {request.block_size} there"
+            return PrefillFailed(request.request_id, "block-size", message)
+        if len(request.prompt) >= min(facts.max_model_len, facts.kv_tokens):
+            return PrefillFailed(request.request_id, "too-long", f"{len(request.prompt)} tokens")
+        return None
+
+    # giving answers
+
+    async def _read_engine(self) -> None:
+        while True:
+            step = await self._engine.step()
+            for output in step.outputs:
+                job = self._jobs.of_engine(output.request_id)
+                if job is not None and output.finished:
+                    self._jobs.drop(job)
+                    await self._answer(job.delivery, self._outcome(job, output))
+            self._jobs.changed()
+
+    def _outcome(self, job: Job, output: Output) -> PrefillAnswer:
+        request = job.delivery.request
+        seconds = time.monotonic() - job.started
+        if output.failed or output.handle is None:
+            return PrefillFailed(request.request_id, "engine", "the prefill engine failed this request")
+        self._lease_ends = time.monotonic() + output.handle.lease
+        log.info(
+            "request %s: %d tokens prefilled in %.3f s", request.request_id, len(request.prompt), seconds
+        )
+        return PrefillDone(request.request_id, output.handle, seconds, job.delivery.queued)
+
+    async def _answer(self, delivery: Delivery, answer: PrefillAnswer) -> None:
+        """Answer, then ack: a worker that dies between the two has the prompt computed twice, and the
+        second answer is rejected; the other order could lose it."""
+        request = delivery.request
+        if isinstance(answer, PrefillFailed):
+            log.warning("request %s not prefilled: %s %s", request.request_id, answer.reason, answer.message)
+        try:
+            await self._queue.answer(request.decode, answer)
+            await delivery.ack()
+        except QueueUnavailable:
+            log.warning("request %s: the answer did not get out", request.request_id)
+
+    async def _read_cancellations(self) -> None:
+        async for cancel in self._queue.cancellations():
+            jobs = [job for one in cancel.request_ids if (job := self._jobs.of_request(one))]
+            for job in jobs:
+                self._jobs.drop(job)
+            await self._engine.cancel([job.engine_id for job in jobs])
+            for job in jobs:
+                await _tell_queue(job.delivery.ack())
+
+    async def _report_progress(self) -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_INTERVAL)
+            for job in self._jobs:
+                await _tell_queue(job.delivery.in_progress())
+
+    async def _drain(self) -> None:
+        """Running prompts finish, then the decode workers get until the end of the lease to pull the last
+        blocks."""
+        log.info("draining: %d prompts to finish", len(self._jobs))
+        await self._presence.drain()
+        try:
+            async with asyncio.timeout(self._config.drain_timeout):
+                await self._jobs.until(lambda: not self._jobs)
+                await self._last_blocks_pulled()
+        except TimeoutError:
+            log.warning("leaving %d prompts to another worker", len(self._jobs))
+
+    async def _last_blocks_pulled(self) -> None:
+        """The engine does not say when a block is pulled: it has to be asked."""
+        while time.monotonic() < self._lease_ends:
+            if await self._engine.all_blocks_free():
+                return
+            await asyncio.sleep(0.5)
+
+
+async def _tell_queue(message: Awaitable[None]) -> None:
+    """While the queue is away nothing needs to be said: what was not acked is delivered again."""
+    with suppress(QueueUnavailable):
+        await message

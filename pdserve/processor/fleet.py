@@ -1,0 +1,126 @@
+"""The decode workers of one model: a link to each that the registry knows, and the choice among them."""
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from pdserve.errors import PeerGone
+from pdserve.messages import Instance, ToFrontend
+from pdserve.observe.metrics import ROUTER_DECISIONS
+from pdserve.processor.link import Link, LinkOwner
+from pdserve.processor.router import RouterState, choose, eligible
+from pdserve.processor.surroundings import Connect
+
+logger = logging.getLogger(__name__)
+
+
+FIRST_RETRY = 0.5
+LAST_RETRY = 5.0
+"""seconds between attempts to reach a worker that the registry still lists"""
+
+
+class Fleet:
+    """A worker that leaves the registry gets nothing new, but its link stays until what it has is finished or the
+    stream tells that it is gone."""
+
+    def __init__(self, policy: str, vllm_version: str, connect: Connect, owner: LinkOwner) -> None:
+        self.policy = policy
+        """may be changed at any time"""
+        self._version = vllm_version
+        self._connect = connect
+        self._owner = owner
+        self._instances: dict[str, Instance] = {}
+        self._links: dict[str, Link] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._last = ""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        keepers = list(self._keepers.values())
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
+
+    def update(self, instances: Iterable[Instance]) -> None:
+        """What the registry has now: this model's decode workers."""
+        now = {one.id: one for one in instances if self._fits(one)}
+        for gone in self._instances.keys() - now.keys():
+            with suppress(KeyError):
+                ROUTER_DECISIONS.remove(self.policy, gone)
+        self._instances = now
+        for instance in now.values():
+            if instance.id not in self._keepers:
+                self._keep(instance)
+
+    def pick(self, avoid: Collection[str], only_others: bool) -> Link | None:
+        """A connected worker for one request; None while there is none. Those in `avoid` are the last resort, or none
+        with `only_others`."""
+        connected = [one for one in self._instances.values() if self._usable(one)]
+        takers = eligible(connected, avoid, only_others=only_others)
+        in_flight = {name: len(link.generations) for name, link in self._links.items()}
+        chosen = choose(self.policy, takers, RouterState(self._last, in_flight))
+        if chosen is None:
+            return None
+        self._last = chosen.id
+        ROUTER_DECISIONS.labels(self.policy, chosen.id).inc()
+        return self._links[chosen.id]
+
+    @property
+    def live(self) -> int:
+        """Workers that would take a request now."""
+        return sum(self._usable(one) and not one.draining for one in self._instances.values())
+
+    # LinkOwner
+
+    def link_up(self, link: Link) -> None:
+        logger.info("connected to %s", link.instance)
+        self._links[link.instance] = link
+        self._owner.link_up(link)
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        if self._links.get(link.instance) is link:
+            del self._links[link.instance]
+        self._owner.link_lost(link, reason)
+
+    def arrived(self, link: Link, message: ToFrontend) -> None:
+        self._owner.arrived(link, message)
+
+    # inside
+
+    def _usable(self, instance: Instance) -> bool:
+        link = self._links.get(instance.id)
+        return link is not None and not link.refused
+
+    def _fits(self, instance: Instance) -> bool:
+        if instance.vllm_version == self._version:
+            return True
+        if instance.id not in self._instances:
+            ours, theirs = self._version, instance.vllm_version or "an unknown version"
+            logger.debug("%s is not used: it runs vLLM %s, this frontend %s", instance.id, theirs, ours)
+        return False
+
+    def _keep(self, instance: Instance) -> None:
+        keeper = asyncio.create_task(self._keep_link(instance), name=f"link to {instance.id}")
+        self._keepers[instance.id] = keeper
+        keeper.add_done_callback(lambda _: self._keepers.pop(instance.id, None))
+
+    async def _keep_link(self, instance: Instance) -> None:
+        """Hold a link to the worker, again and again while the registry lists it."""
+        pause = FIRST_RETRY
+        while instance.id in self._instances:
+            link = Link(instance.id, self._connect(instance.address), self, self._version)
+            try:
+                await link.run()
+            except PeerGone as error:
+                logger.warning("%s; trying again in %g s", error, pause)
+            except Exception:
+                logger.exception("the link to %s failed; trying again in %g s", instance.id, pause)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LAST_RETRY)

@@ -1,0 +1,84 @@
+"""One sequence being generated: an engine-core request of AsyncLLM and where it stands."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdserve.processor.link import Link
+from pdserve.processor.trace import Trace
+from pdserve.processor.vllm_api import EngineCoreRequest
+
+
+@dataclass(eq=False)
+class Generation:
+    request: EngineCoreRequest
+    trace: Trace | None
+    deadline: float
+    """Unix seconds"""
+    tokens: list[int] = field(default_factory=list)
+    """generated so far, by whichever workers"""
+    attempt: int = 0
+    """how often it was sent to a worker"""
+    losses: int = 0
+    """how often a worker that had taken it up lost it"""
+    avoid: set[str] = field(default_factory=set)
+    """the workers that lost it"""
+    last_loss: str = ""
+    link: Link | None = None
+    wire_id: str = ""
+    placed: bool = False
+    """the worker has taken it up"""
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+    """only while there is no worker for it"""
+    last_token: float = 0.0
+    """monotonic; 0 before the first"""
+
+    @property
+    def id(self) -> str:
+        request_id: str = self.request.request_id
+        return request_id
+
+    @property
+    def prompt(self) -> list[int]:
+        prompt: list[int] = self.request.prompt_token_ids
+        return prompt
+
+    @property
+    def remaining(self) -> int:
+        most: int = self.request.sampling_params.max_tokens
+        return most - len(self.tokens)
+
+    def attach(self, link: Link, wire_id: str) -> None:
+        """A new attempt, under an id never used before: a worker may still know the one before."""
+        self.attempt += 1
+        self.wire_id = wire_id
+        self.link = link
+        self.placed = False
+        link.generations[self.wire_id] = self
+
+    def detach(self) -> Link | None:
+        """No longer anybody's: late outputs of this attempt find nothing. Returns the link it was on."""
+        link, self.link = self.link, None
+        if link is not None:
+            link.generations.pop(self.wire_id, None)
+        for timer in self.timers:
+            timer.cancel()
+        self.timers.clear()
+        return link
+
+    def later(self, delay: float, action: Callable[["Generation"], None]) -> None:
+        """Do this with it, unless it finds a worker before."""
+        self.timers.append(asyncio.get_running_loop().call_later(delay, action, self))
+
+    def take(self, tokens: list[int]) -> float | None:
+        """Count these tokens; returns the seconds since the one before, None for the first."""
+        if not tokens:
+            return None
+        now = time.monotonic()
+        gap = (now - self.last_token) / len(tokens) if self.last_token else None
+        self.last_token = now
+        self.tokens += tokens
+        if self.trace is not None:
+            self.trace.token(len(tokens))
+        return gap

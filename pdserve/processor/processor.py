@@ -1,0 +1,116 @@
+"""One model, as the frontend serves it: vLLM's app and renderer on a remote engine core."""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from starlette.types import ASGIApp
+
+from pdserve.errors import ConfigError
+from pdserve.messages import Instance, ModelCard
+from pdserve.processor.assets import model_folder
+from pdserve.processor.card_args import frontend_argv
+from pdserve.processor.fleet import Fleet
+from pdserve.processor.model_metrics import MODEL_METRICS
+from pdserve.processor.remote_core import RemoteCore
+from pdserve.processor.surroundings import Surroundings
+from pdserve.processor.vllm_api import (
+    VERSION,
+    AsyncLLM,
+    fail_request,
+    make_app,
+    make_engine,
+    parse_args,
+    restart_output_handler,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Processor:
+    """Entering builds it, which takes a second or two, most of it in a thread. Raises ConfigError or Unavailable with
+    the reason why this host cannot serve the card."""
+
+    app: ASGIApp
+
+    def __init__(self, card: ModelCard, around: Surroundings) -> None:
+        self.card = card
+        self._around = around
+        self._core = RemoteCore(card.name, card.supported_tasks, card.max_model_len, around.request_timeout)
+        self._fleet = Fleet(around.router, VERSION, around.connect, self._core)
+        self._core.router = self._fleet
+        self._closing = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        if self.card.vllm_version != VERSION:
+            theirs = self.card.vllm_version or "an unknown version"
+            raise ConfigError(
+                [f"its workers run vLLM {theirs}, this frontend {VERSION}: install the same on both."]
+            )
+        async with AsyncExitStack() as stack:
+            await self._build(stack)
+            self._closing = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._closing.__aexit__(kind, error, trace)
+
+    async def _build(self, stack: AsyncExitStack) -> None:
+        registry = stack.enter_context(MODEL_METRICS.model())
+        folder = await model_folder(self.card, self._around.blobs, self._around.state_dir)
+        try:
+            args = await asyncio.to_thread(parse_args, frontend_argv(self.card, folder))
+            engine = await asyncio.to_thread(make_engine, args, self._core, registry)
+        except (ValueError, OSError) as error:
+            raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error
+        stack.callback(self._stop, engine)
+        self._core.fail_request = partial(fail_request, engine)
+        self.app = await make_app(engine, args, self.card.supported_tasks)
+        self._engine = engine
+        self._watch_handler()
+        await stack.enter_async_context(self._fleet)
+
+    def update(self, instances: Iterable[Instance]) -> None:
+        """This model's decode workers, as the registry has them now."""
+        self._fleet.update(instances)
+
+    def route_by(self, policy: str) -> None:
+        self._fleet.policy = policy
+
+    async def idle(self, patience: float) -> None:
+        """Until nothing is in flight, or for `patience` seconds."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._core.idle(), patience)
+
+    @property
+    def live(self) -> int:
+        """Decode workers that would take a request now."""
+        return self._fleet.live
+
+    @property
+    def in_flight(self) -> int:
+        return self._core.in_flight
+
+    @property
+    def queued_tokens(self) -> int:
+        return self._core.queued_tokens
+
+    def _watch_handler(self) -> None:
+        restart_output_handler(self._engine)
+        self._engine.output_handler.add_done_callback(self._handler_ended)
+
+    def _handler_ended(self, handler: "asyncio.Task[None]") -> None:
+        """vLLM ends it when an output makes it raise, after failing every request: go on with the next ones."""
+        if not handler.cancelled() and not self._core.resources.engine_dead:
+            logger.error("%s: an output could not be processed; its requests failed", self.card.name)
+            self._watch_handler()
+
+    def _stop(self, engine: AsyncLLM) -> None:
+        self._core.shutdown()
+        engine.shutdown()

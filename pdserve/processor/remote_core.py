@@ -1,0 +1,320 @@
+"""vLLM's engine core, somewhere else: AsyncLLM talks to this as if it were the engine process beside it.
+
+For each request of AsyncLLM (n > 1 makes several) a decode worker is chosen, the outputs are handed back under
+AsyncLLM's own id, and where the worker is lost the request goes on at another one from prompt + tokens so far:
+nothing above this class notices.
+"""
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Collection
+from types import SimpleNamespace
+from typing import Protocol
+
+from pdserve.messages import Cancel, Failed, Outputs, Placed, Refused, Submit, ToFrontend
+from pdserve.observe.metrics import ITL, MIGRATIONS, TTFT
+from pdserve.processor import migration
+from pdserve.processor.generation import Generation
+from pdserve.processor.link import Link
+from pdserve.processor.trace import Failure, current_trace
+from pdserve.processor.vllm_api import (
+    EngineCoreClient,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    decode_outputs,
+    outputs_now,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_LOSSES = 4
+"""workers that may lose a request which they had taken up: one that kills each worker it meets must end"""
+PAUSE = 0.5
+"""seconds before a worker that failed a request gets it again, where there is no other"""
+RETRY_AFTER = 5.0
+"""seconds that a client is told to wait where no worker was found"""
+
+_BOOT = secrets.token_hex(4)
+_serial = itertools.count(1)
+
+
+class Router(Protocol):
+    def pick(self, avoid: Collection[str], only_others: bool) -> Link | None:
+        """A worker for one request; None while there is none. Those in `avoid` are the last resort, or none with
+        `only_others`."""
+
+
+class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers NotImplementedError, a 501, for the rest
+    """One per model. All methods run in the event loop; none of those that AsyncLLM calls ever waits, except for
+    outputs, so that a cancelled HTTP request cannot leave half of a request behind."""
+
+    def __init__(self, model: str, tasks: list[str], max_model_len: int, request_timeout: float) -> None:
+        self.engine_ranks_managed = [0]
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.router: Router
+        """set before the first request"""
+        self.fail_request: Callable[[str, str, int], list[str]]
+        """ends a request of AsyncLLM with an error; set when AsyncLLM is there"""
+        self._model = model
+        self._tasks = tuple(tasks)
+        self._max_model_len = max_model_len
+        self._request_timeout = request_timeout
+        self._generations: dict[str, Generation] = {}
+        self._emptied = asyncio.Event()
+        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+
+    # what AsyncLLM calls
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return self._tasks
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Never raises: AsyncLLM has registered the request already, and would keep it for ever."""
+        trace = current_trace.get()
+        deadline = time.time() + self._request_timeout if trace is None else trace.deadline
+        generation = Generation(request, trace, deadline)
+        self._generations[request.request_id] = generation
+        if reason := _unsupported(request):
+            self._fail(generation, Failure(400, reason))
+            return
+        if trace is not None:
+            trace.prompt(request.external_req_id or request.request_id, len(generation.prompt))
+        self._place(generation)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if generation := self._generations.get(request_id):
+                self._leave_worker(generation)
+                self._forget(generation)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self._outputs.get()
+
+    async def reset_mm_cache_async(self) -> None:
+        """Nothing is cached here: only text is served."""
+
+    async def reset_prefix_cache_async(
+        self, reset_running: bool = False, reset_connector: bool = False
+    ) -> bool:
+        return False
+
+    async def is_sleeping_async(self) -> bool:
+        return False
+
+    async def is_scheduler_paused_async(self) -> bool:
+        return False
+
+    def dp_engines_running(self) -> bool:
+        return bool(self._generations)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Fails what is in flight: whoever waits for it would wait for ever. May be called twice."""
+        self.resources.engine_dead = True
+        for generation in list(self._generations.values()):
+            self._fail(generation, Failure(503, "the frontend is shutting down", RETRY_AFTER))
+
+    # what the processor asks
+
+    async def idle(self) -> None:
+        """Until nothing is in flight."""
+        while self._generations:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._generations)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of requests without a first token."""
+        return sum(len(one.prompt) for one in self._generations.values() if not one.tokens)
+
+    # what links tell
+
+    def link_up(self, link: Link) -> None:
+        waiting = [one for one in self._generations.values() if one.link is None]
+        for generation in waiting:
+            self._place(generation)
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        if link.generations:
+            logger.warning("%s: moving %d requests from %s", reason, len(link.generations), link.instance)
+        for generation in list(link.generations.values()):
+            self._lost(generation, reason)
+
+    def arrived(self, link: Link, message: ToFrontend) -> None:
+        match message:
+            case Outputs(body):
+                self._take_outputs(link, body)
+            case Placed(request_id, prefill):
+                if generation := link.generations.get(request_id):
+                    generation.placed = True
+                    if generation.trace is not None:
+                        generation.trace.prefilled(prefill)
+            case Failed(request_id, text, retry):
+                if generation := link.generations.get(request_id):
+                    self._failed_there(generation, text, retry)
+            case Refused(text):
+                link.refused = True
+                logger.warning("%s takes no requests from this frontend: %s", link.instance, text)
+
+    # outputs
+
+    def _take_outputs(self, link: Link, body: list[bytes]) -> None:
+        try:
+            outputs = decode_outputs(body)
+        except Exception as error:
+            # Tokens are lost and nobody knows whose: every request at this worker goes on elsewhere.
+            logger.exception("undecodable outputs from %s", link.instance)
+            self._desert(link, f"{link.instance} sent outputs that cannot be read: {error}")
+            return
+        kept = [output for output in outputs.outputs if self._take(link, output)]
+        if kept:
+            self._outputs.put_nowait(outputs_now(kept, outputs.timestamp))
+
+    def _take(self, link: Link, output: EngineCoreOutput) -> bool:
+        """Whether AsyncLLM should see it."""
+        generation = link.generations.get(output.request_id)
+        if generation is None:
+            return False  # aborted, or it went on elsewhere
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            self._lost(generation, f"{link.instance} gave it up ({output.finish_reason})")
+            return False
+        output.request_id = generation.id
+        if generation.tokens and generation.attempt > 1:
+            output.events = None  # the first worker's already set the times that these would overwrite
+        self._count(generation, output.new_token_ids)
+        if output.finished:
+            generation.detach()
+            self._forget(generation)
+        return True
+
+    def _count(self, generation: Generation, tokens: list[int]) -> None:
+        first = generation.trace is not None and generation.trace.first_token is None
+        gap = generation.take(tokens)
+        if gap is not None:
+            ITL.labels(self._model).observe(gap)
+        elif first and generation.trace is not None and generation.trace.ttft is not None:
+            TTFT.labels(self._model).observe(generation.trace.ttft)
+
+    # placing and moving
+
+    def _place(self, generation: Generation, only_others: bool = False) -> None:
+        """Give it to a worker, or let it wait for one."""
+        link = self.router.pick(generation.avoid, only_others)
+        if link is None:
+            self._wait(generation)
+            if only_others:  # a worker that just failed it may do better in a moment
+                generation.later(PAUSE, self._place)
+            return
+        generation.detach()
+        generation.attach(link, f"{generation.id}#{generation.attempt + 1}-{_BOOT}{next(_serial):x}")
+        if generation.trace is not None:
+            generation.trace.sent_to(link.instance)
+        prompt, tokens = generation.prompt, generation.tokens
+        body = migration.body(generation.request, generation.wire_id, tokens)
+        link.post(
+            Submit(generation.wire_id, prompt + tokens, generation.remaining, generation.deadline, body)
+        )
+
+    def _wait(self, generation: Generation) -> None:
+        if not generation.timers:
+            generation.later(max(0.0, generation.deadline - time.time()), self._gave_up_waiting)
+
+    def _gave_up_waiting(self, generation: Generation) -> None:
+        since = f" ({generation.last_loss})" if generation.last_loss else ""
+        message = f"no decode worker of {self._model} came up within the request's deadline{since}"
+        self._fail(generation, Failure(503, message, RETRY_AFTER))
+
+    def _failed_there(self, generation: Generation, text: str, retry: bool) -> None:
+        if retry:
+            self._lost(generation, text)
+            return
+        late = time.time() >= generation.deadline
+        self._fail(generation, Failure(504 if late else 500, text))
+
+    def _lost(self, generation: Generation, reason: str) -> None:
+        """Its worker will not finish it: go on elsewhere, end it where it is complete, or fail it."""
+        if generation.id not in self._generations:
+            return  # ended together with a sibling (n > 1)
+        link = generation.detach()
+        if link is not None:
+            generation.avoid.add(link.instance)
+        generation.losses += generation.placed
+        generation.last_loss = reason
+        if generation.tokens and (generation.remaining < 1 or self._is_full(generation)):
+            self._finish(generation)
+        elif failure := self._obstacle(generation, reason):
+            self._fail(generation, failure)
+        else:
+            MIGRATIONS.labels(self._model).inc()
+            logger.info(
+                "request %s goes on elsewhere after %d tokens: %s",
+                generation.id,
+                len(generation.tokens),
+                reason,
+            )
+            self._place(generation, only_others=True)
+
+    def _obstacle(self, generation: Generation, reason: str) -> Failure | None:
+        if generation.losses >= MAX_LOSSES:
+            return Failure(
+                503, f"{generation.losses} decode workers lost this request; the last: {reason}", RETRY_AFTER
+            )
+        blocker = migration.blocker(generation.request.sampling_params) if generation.tokens else None
+        if blocker is None:
+            return None
+        message = (
+            f"{reason}, and a request with {blocker} cannot go on elsewhere once it has begun; send it again"
+        )
+        return Failure(503, message, 1.0)
+
+    def _is_full(self, generation: Generation) -> bool:
+        return len(generation.prompt) + len(generation.tokens) >= self._max_model_len
+
+    def _finish(self, generation: Generation) -> None:
+        """All of its tokens came, and only the word that it is finished was lost."""
+        output = EngineCoreOutput(generation.id, [], finish_reason=FinishReason.LENGTH)
+        self._forget(generation)
+        self._outputs.put_nowait(EngineCoreOutputs(outputs=[output]))
+
+    def _desert(self, link: Link, reason: str) -> None:
+        generations = list(link.generations.values())
+        link.post(Cancel([one.wire_id for one in generations]))
+        for generation in generations:
+            self._lost(generation, reason)
+
+    def _forget(self, generation: Generation) -> None:
+        del self._generations[generation.id]
+        if not self._generations:
+            self._emptied.set()
+
+    def _leave_worker(self, generation: Generation) -> None:
+        wire_id = generation.wire_id
+        if link := generation.detach():
+            link.post(Cancel([wire_id]))
+
+    def _fail(self, generation: Generation, failure: Failure) -> None:
+        """End it, and with it the others of the same HTTP request, with this error for the client."""
+        if generation.trace is not None:
+            generation.trace.failure = failure
+        for request_id in [generation.id, *self.fail_request(generation.id, failure.message, failure.status)]:
+            if other := self._generations.get(request_id):
+                self._leave_worker(other)
+                self._forget(other)
+
+
+def _unsupported(request: EngineCoreRequest) -> str | None:
+    if request.mm_features or request.prompt_embeds is not None:
+        return "only text prompts are served: images, audio, video and prompt embeddings are not"
+    if request.sampling_params is None:
+        return "this model generates text: pooling and embedding requests are not served"
+    if request.lora_request is not None or request.resumable:
+        return "LoRA adapters and streaming input are not served"
+    return None

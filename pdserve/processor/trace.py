@@ -1,0 +1,70 @@
+"""What is known of one HTTP request, carried from the edge down to the engine core and back.
+
+vLLM's app lies between the two, unchanged; a context variable crosses it, so that the core can say to which decode
+worker the request went, and the edge can put that into headers, metrics and its log line.
+"""
+
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request ended without an answer; `retry_after` is in seconds, 0 where trying again makes no sense."""
+
+    status: int
+    message: str
+    retry_after: float = 0.0
+
+
+@dataclass
+class Trace:
+    request_id: str
+    deadline: float
+    """Unix seconds"""
+    model: str = ""
+    started: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
+    """monotonic, as `started`"""
+    output_tokens: int = 0
+    failure: Failure | None = None
+    _prompts: dict[str, int] = field(default_factory=dict)
+    _prefill: dict[str, None] = field(default_factory=dict)
+    _instances: dict[str, None] = field(default_factory=dict)
+
+    def prompt(self, key: str, tokens: int) -> None:
+        """A prompt of this request; the several outputs of n > 1 share one key and are counted once."""
+        self._prompts[key] = tokens
+
+    def sent_to(self, instance: str) -> None:
+        self._instances[instance] = None
+
+    def prefilled(self, mode: str) -> None:
+        self._prefill[mode] = None
+
+    def token(self, count: int) -> None:
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+        self.output_tokens += count
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self._prompts.values())
+
+    @property
+    def prefill(self) -> str:
+        """`local`, `remote`, or `local,remote` where parts of one request (n > 1, several prompts) differed."""
+        return ",".join(sorted(self._prefill))
+
+    @property
+    def instances(self) -> str:
+        """Every decode worker that worked on it, in order."""
+        return ",".join(self._instances)
+
+    @property
+    def ttft(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.started
+
+
+current_trace: ContextVar[Trace | None] = ContextVar("pdserve_trace", default=None)

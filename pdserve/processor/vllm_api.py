@@ -1,0 +1,183 @@
+"""Everything that the frontend side uses of vLLM 0.32, and the only module on that side that imports it.
+
+`tests/processor/test_vllm_api.py` holds what is expected of each name here and says what moved when vLLM changes.
+Importing this module costs 6 to 7 seconds of CPU: do it late, and in a thread.
+"""
+
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from copy import copy
+from functools import partial
+from http import HTTPStatus
+from typing import Any, cast
+
+import vllm.envs
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.types import ASGIApp
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.exceptions import GracefulHTTPError
+from vllm.reasoning import ReasoningParserManager
+from vllm.sampling_params import SamplingParams
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.executor import Executor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+__all__ = [
+    "AsyncLLM",
+    "EngineCoreClient",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "EngineCoreRequest",
+    "FinishReason",
+    "SamplingParams",
+    "decode_outputs",
+    "encode_request",
+    "fail_request",
+    "make_app",
+    "make_engine",
+    "outputs_now",
+    "parse_args",
+    "restart_output_handler",
+    "with_params",
+]
+
+VERSION: str = vllm.__version__
+
+_encoder = MsgpackEncoder()
+_decoder = MsgpackDecoder(EngineCoreOutputs)
+_constructing = threading.Lock()
+
+
+# ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def encode_request(request: EngineCoreRequest) -> list[bytes]:
+    return [bytes(part) for part in _encoder.encode(request)]
+
+
+def decode_outputs(body: Sequence[bytes]) -> EngineCoreOutputs:
+    """Raises whatever the decoder raises for bytes that are no EngineCoreOutputs."""
+    return _decoder.decode(body)
+
+
+def outputs_now(outputs: list[EngineCoreOutput], sent_at: float) -> EngineCoreOutputs:
+    """These outputs as a step of our own, in this host's monotonic time: vLLM's metrics subtract the worker's times
+    from each other and, after a migration, those of two hosts."""
+    now = time.monotonic()
+    for output in outputs:
+        for event in output.events or ():
+            event.timestamp += now - sent_at
+    return EngineCoreOutputs(outputs=outputs, timestamp=now)
+
+
+def with_params(request: EngineCoreRequest, **changes: Any) -> EngineCoreRequest:
+    """A copy whose sampling parameters are changed; the original, which AsyncLLM keeps, is not touched."""
+    request = copy(request)
+    request.sampling_params = params = copy(request.sampling_params)
+    for name, value in changes.items():
+        setattr(params, name, value)
+    return request
+
+
+# ── the engine client ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parse_args(argv: list[str]) -> Namespace:
+    """vLLM's own `serve` arguments. Raises ValueError with argparse's message, where argparse would exit."""
+    parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
+    parser.error = _raise_usage
+    args = parser.parse_args(argv)
+    validate_parsed_serve_args(args)
+    return cast(Namespace, args)
+
+
+def _raise_usage(message: str) -> None:
+    raise ValueError(message)
+
+
+def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegistry) -> AsyncLLM:
+    """An unmodified AsyncLLM whose engine core is `core`; reads tokenizer and config, takes about a second. Its
+    metrics go to `registry`: in the default one each further model would unregister the metrics of the one before."""
+    config = _config_without_engine(args)
+    make = EngineCoreClient.__dict__["make_async_mp_client"]
+    with _constructing:
+        EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
+        try:
+            return AsyncLLM(
+                config,
+                Executor.get_class(config),
+                log_stats=False,
+                log_requests=False,
+                stat_loggers=[_stat_logger(registry)],
+            )
+        finally:
+            EngineCoreClient.make_async_mp_client = make
+            unregister_vllm_metrics()
+
+
+def _config_without_engine(args: Namespace) -> VllmConfig:
+    """As vLLM's render server does it."""
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    model = engine_args.create_model_config()
+    model.quantization = None  # kernels are the workers' business
+    vllm.envs.VLLM_CPU_KVCACHE_SPACE = 0  # no KV cache here, so no warning about its size either
+    return VllmConfig(
+        model_config=model,
+        logging_config=engine_args.create_logging_config(),
+        structured_outputs_config=engine_args.create_structured_outputs_config(),
+    )
+
+
+def _stat_logger(registry: CollectorRegistry) -> type:
+    metrics = {
+        "_gauge_cls": staticmethod(partial(Gauge, registry=registry)),
+        "_counter_cls": staticmethod(partial(Counter, registry=registry)),
+        "_histogram_cls": staticmethod(partial(Histogram, registry=registry)),
+    }
+    return type("ModelStatLogger", (PrometheusStatLogger,), metrics)
+
+
+def fail_request(engine: AsyncLLM, request_id: str, message: str, status: int) -> list[str]:
+    """End a core request, and with it the others of the same HTTP request (n > 1), with this error for the client.
+    Returns the ids of all core requests that are ended thereby; empty where it is already over."""
+    processor = engine.output_processor
+    state = processor.request_states.get(request_id)
+    if state is None:
+        return []
+    owner = request_id if state.parent_req is None else state.parent_req.request_id
+    ended: list[str] = processor.abort_requests([owner], internal=True)
+    state.queue.put(GracefulHTTPError(message, HTTPStatus(status)))
+    return ended
+
+
+def restart_output_handler(engine: AsyncLLM) -> None:
+    """After an output made vLLM's handler task raise: without this AsyncLLM counts as dead for ever."""
+    engine.output_handler = None
+    engine._run_output_handler()
+
+
+# ── the HTTP app ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def make_app(engine: AsyncLLM, args: Namespace, tasks: Sequence[str]) -> ASGIApp:
+    """vLLM's own app on this engine. Metrics are counted at our edge, so the per-request instrumentation goes."""
+    app = build_app(args, tuple(tasks), engine.model_config)
+    app.user_middleware = [one for one in app.user_middleware if "Prometheus" not in one.cls.__name__]
+    await init_app_state(engine, app.state, args, tuple(tasks))
+    return cast(ASGIApp, app)

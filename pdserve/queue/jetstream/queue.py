@@ -1,0 +1,245 @@
+"""A model's prefill queue on NATS: requests in a JetStream work-queue stream, the rest on core subjects."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Self, TypeVar
+
+import msgspec
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from pdserve.errors import QueueUnavailable
+from pdserve.messages import (
+    PrefillAnswer,
+    PrefillCancel,
+    PrefillRequest,
+    QueueState,
+    decode_prefill_answer,
+    decode_prefill_cancel,
+    decode_prefill_request,
+    decode_queue_state,
+    encode,
+)
+from pdserve.queue.base import Delivery, PrefillQueue
+from pdserve.queue.cancelled import Cancelled
+from pdserve.queue.depth import Depth
+from pdserve.queue.jetstream.connection import Connection, Inbox
+from pdserve.queue.jetstream.delivery import JetStreamDelivery
+from pdserve.queue.jetstream.names import CONSUMER, Names
+from pdserve.queue.jetstream.pull import ConsumerMissing, Puller
+from pdserve.queue.jetstream.setup import Limits, ensure, read_state, require_jetstream
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class JetStreamQueue(PrefillQueue):
+    def __init__(self, nats: str, namespace: str, model: str, limits: Limits | None = None) -> None:
+        self._names = Names(namespace, model)
+        self._limits = limits or Limits()
+        self._connection = Connection(nats, self._prepare)
+        self._puller = Puller(self._connection, self._names.stream, CONSUMER)
+        self._depth = Depth()
+        self._news = 0.0
+        """when somebody last said how far the queue is"""
+        self._cancelled = Cancelled()
+        self._cancels: Inbox | None = None
+        self._owed_acks: set[str] = set()
+        self._unsure: dict[str, float] = {}
+        """requests whose storing was not confirmed, and their deadlines: they may be in the stream
+        nevertheless
+        """
+        self._syncer: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._connection.listen(self._names.state, self._on_state)
+        await self._connection.__aenter__()
+        self._syncer = asyncio.create_task(self._keep_depth_true(), name="queue depth")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._syncer is not None:
+            self._syncer.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._syncer
+        await self._connection.__aexit__(kind, error, trace)
+
+    @property
+    def connected(self) -> bool:
+        return self._connection.connected
+
+    @property
+    def depth(self) -> int:
+        return self._depth.value
+
+    async def _prepare(self, client: Client) -> None:
+        """On each new connection: the server may be another one, or have lost its data."""
+        await require_jetstream(client, self._connection.url)
+        await ensure(client, self._names, self._limits)
+        await self._sync(client)
+        for reply in self._owed_acks:
+            await client.publish(reply, b"+ACK")
+        self._owed_acks.clear()
+        now = time.time()
+        if unsure := [one for one, deadline in self._unsure.items() if deadline > now]:
+            await client.publish(self._names.cancel, encode(PrefillCancel(unsure)))
+        self._unsure.clear()
+
+    # depth
+
+    async def _on_state(self, message: Msg) -> None:
+        try:
+            self._depth = self._depth.told(decode_queue_state(message.data))
+        except msgspec.MsgspecError as error:
+            log.warning("queue state skipped: %s", error)
+        self._news = time.monotonic()
+
+    async def _sync(self, client: Client) -> None:
+        asked = self._depth
+        stored, state = await read_state(client, self._names)
+        self._depth = self._depth.synced(stored, state, asked)
+        self._news = time.monotonic()
+
+    async def _keep_depth_true(self) -> None:
+        """Without a prefill worker nobody reports, and what runs out of its age is reported by nobody: ask when the
+        queue seems to stand still."""
+        while True:
+            await asyncio.sleep(self._limits.resync)
+            if self.depth and self.connected and time.monotonic() - self._news >= self._limits.resync:
+                try:
+                    await self._sync(self._connection.client())
+                except (nats.errors.Error, QueueUnavailable, TimeoutError) as error:
+                    log.debug("queue depth: %s", error)
+
+    # decode side
+
+    async def publish(self, request: PrefillRequest) -> None:
+        payload = encode(request)
+        try:
+            try:
+                await self._store(request, payload)
+            except nats.js.errors.NoStreamResponseError:
+                await ensure(self._connection.client(), self._names, self._limits)
+                await self._store(request, payload)
+        except nats.errors.TimeoutError as error:
+            self._unsure[request.request_id] = request.deadline
+            raise QueueUnavailable("NATS did not confirm the request in time") from error
+        except nats.errors.Error as error:
+            raise QueueUnavailable(getattr(error, "description", None) or str(error)) from error
+
+    async def _store(self, request: PrefillRequest, payload: bytes) -> None:
+        await self._connection.settle()
+        stored = (
+            await self._connection.client()
+            .jetstream()
+            .publish(
+                self._names.requests,
+                payload,
+                timeout=self._limits.publish_timeout,
+                headers={"Nats-Msg-Id": request.request_id},
+            )
+        )
+        self._depth = self._depth.published(stored.seq)
+
+    def answers(self, instance: str) -> AsyncIterator[PrefillAnswer]:
+        return self._decoded(self._inbox(self._names.answers(instance)), decode_prefill_answer)
+
+    async def cancel(self, request_ids: list[str]) -> None:
+        await self._connection.publish(self._names.cancel, encode(PrefillCancel(request_ids)))
+
+    # prefill side
+
+    async def pull(self, limit: int, wait: float) -> list[Delivery]:
+        self._note_cancels()
+        ends = time.monotonic() + wait
+        while True:
+            messages = await self._fetch(limit, ends - time.monotonic())
+            await self._broadcast(messages)
+            deliveries = [one for message in messages if (one := await self._accept(message))]
+            if deliveries or time.monotonic() >= ends:
+                return deliveries
+
+    async def _fetch(self, limit: int, wait: float) -> list[Msg]:
+        try:
+            return await self._puller.fetch(limit, wait)
+        except ConsumerMissing:
+            log.warning("the queue of %s is gone from NATS; making it anew", self._names.model)
+        try:
+            await ensure(self._connection.client(), self._names, self._limits)
+            return await self._puller.fetch(limit, wait)
+        except (ConsumerMissing, nats.errors.Error) as error:
+            raise QueueUnavailable(f"the queue's stream cannot be made: {error}") from error
+
+    async def _broadcast(self, messages: list[Msg]) -> None:
+        seen = [message.metadata for message in messages]
+        if newest := max(seen, key=lambda one: one.sequence.stream, default=None):
+            state = QueueState(newest.sequence.stream, newest.num_pending)
+            await self._connection.publish(self._names.state, encode(state))
+
+    async def _accept(self, message: Msg) -> Delivery | None:
+        """None where nobody needs to work on it any more."""
+        try:
+            request = decode_prefill_request(message.data)
+        except msgspec.MsgspecError as error:
+            log.error(
+                "prefill request %d dropped, it cannot be read: %s", message.metadata.sequence.stream, error
+            )
+            await self._connection.publish(message.reply, b"+TERM")
+            return None
+        delivery = JetStreamDelivery(self._connection, self._owed_acks, message, request)
+        deliveries = message.metadata.num_delivered
+        if deliveries > self._limits.max_deliver:
+            log.error(
+                "request %s dropped after %d deliveries without an answer", request.request_id, deliveries - 1
+            )
+        elif request.deadline <= time.time():
+            log.info("request %s dropped: its deadline is over", request.request_id)
+        elif request.request_id in self._cancelled:
+            log.debug("request %s dropped: cancelled", request.request_id)
+        else:
+            return delivery
+        await delivery.ack()
+        return None
+
+    async def answer(self, instance: str, answer: PrefillAnswer) -> None:
+        await self._connection.publish(self._names.answers(instance), encode(answer))
+
+    def cancellations(self) -> AsyncIterator[PrefillCancel]:
+        return self._decoded(self._note_cancels(), decode_prefill_cancel)
+
+    def _note_cancels(self) -> Inbox:
+        """Listen to cancellations once, both to skip what is still queued and to tell the worker."""
+        if self._cancels is None:
+            inbox = self._cancels = Inbox(self._names.cancel)
+
+            async def note(message: Msg) -> None:
+                with suppress(msgspec.MsgspecError):
+                    self._cancelled.add(decode_prefill_cancel(message.data).request_ids)
+                await inbox.take(message)
+
+            self._connection.listen(self._names.cancel, note)
+        return self._cancels
+
+    # listening
+
+    def _inbox(self, subject: str) -> Inbox:
+        inbox = Inbox(subject)
+        self._connection.listen(subject, inbox.take)
+        return inbox
+
+    async def _decoded(self, inbox: Inbox, decode: Callable[[bytes], T]) -> AsyncIterator[T]:
+        with suppress(QueueUnavailable):
+            await self._connection.settle()
+        async for message in inbox:
+            try:
+                yield decode(message.data)
+            except msgspec.MsgspecError as error:
+                log.warning("message on %s skipped: %s", inbox.subject, error)

@@ -1,0 +1,238 @@
+"""The prefill queue in one process's memory: several "processes" share a MemoryBroker, whose outages can be
+acted out."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+from pdserve.errors import QueueUnavailable
+from pdserve.messages import PrefillAnswer, PrefillCancel, PrefillRequest
+from pdserve.queue.base import BlobStore, Delivery, PrefillQueue
+from pdserve.queue.cancelled import Cancelled
+
+_named: "WeakValueDictionary[str, MemoryBroker]" = WeakValueDictionary()
+
+
+def connect(nats: str, namespace: str, model: str) -> "MemoryQueue":
+    """All who name the same address share a broker, for as long as one of them keeps it."""
+    return MemoryQueue(_broker(nats), namespace, model)
+
+
+def connect_blobs(nats: str, namespace: str) -> "MemoryBlobs":
+    return MemoryBlobs(_broker(nats), namespace)
+
+
+def _broker(address: str) -> "MemoryBroker":
+    broker = _named.get(address)
+    if broker is None:
+        broker = _named[address] = MemoryBroker()
+    return broker
+
+
+@dataclass(eq=False)
+class _Entry:
+    request: PrefillRequest
+    stored: float
+    deliveries: int = 0
+    again_at: float = 0.0
+    """when it may be delivered (again); 0 for one that never was"""
+
+
+@dataclass
+class _Line:
+    """One model's queue."""
+
+    entries: list[_Entry] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+    listeners: dict[str, list[asyncio.Queue[Any]]] = field(default_factory=lambda: defaultdict(list))
+
+    def tell(self, subject: str, message: object) -> None:
+        for listener in self.listeners[subject]:
+            listener.put_nowait(message)
+
+
+class MemoryBroker:
+    """Stands in for NATS."""
+
+    def __init__(self, ack_wait: float = 15.0, max_deliver: int = 5, bound: int = 1000) -> None:
+        self.ack_wait = ack_wait
+        self.max_deliver = max_deliver
+        self.bound = bound
+        self.alive = True
+        self.blobs: dict[tuple[str, str], bytes] = {}
+        self.changed = asyncio.Condition()
+        self._lines: dict[tuple[str, str], _Line] = defaultdict(_Line)
+
+    def line(self, namespace: str, model: str) -> _Line:
+        return self._lines[namespace, model]
+
+    def check(self) -> None:
+        if not self.alive:
+            raise QueueUnavailable("the broker is down")
+
+    async def down(self) -> None:
+        self.alive = False
+        await self.tell()
+
+    async def up(self, lose_data: bool = False) -> None:
+        self.alive = True
+        if lose_data:
+            self.blobs.clear()
+            for line in self._lines.values():
+                line.entries.clear()
+                line.ids.clear()
+        await self.tell()
+
+    async def tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+
+class MemoryDelivery(Delivery):
+    def __init__(self, broker: MemoryBroker, line: _Line, entry: _Entry) -> None:
+        self._broker = broker
+        self._line = line
+        self._entry = entry
+        self.request = entry.request
+        self.redelivered = entry.deliveries > 1
+        self.queued = time.time() - entry.stored
+
+    async def ack(self) -> None:
+        if self._entry in self._line.entries:
+            self._line.entries.remove(self._entry)
+
+    async def in_progress(self) -> None:
+        self._broker.check()
+        self._entry.again_at = time.monotonic() + self._broker.ack_wait
+
+    async def give_back(self) -> None:
+        self._broker.check()
+        self._entry.again_at = time.monotonic()
+        await self._broker.tell()
+
+
+class MemoryQueue(PrefillQueue):
+    def __init__(self, broker: MemoryBroker, namespace: str = "pdserve", model: str = "model") -> None:
+        self._broker = broker
+        self._line = broker.line(namespace, model)
+        self._cancelled = Cancelled()
+        self._cancels: asyncio.Queue[Any] | None = None
+        self._listening: list[tuple[str, asyncio.Queue[Any]]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for subject, queue in self._listening:
+            self._line.listeners[subject].remove(queue)
+        self._listening.clear()
+
+    @property
+    def connected(self) -> bool:
+        return self._broker.alive
+
+    @property
+    def depth(self) -> int:
+        return sum(1 for entry in self._line.entries if not entry.deliveries)
+
+    async def publish(self, request: PrefillRequest) -> None:
+        self._broker.check()
+        if len(self._line.entries) >= self._broker.bound:
+            raise QueueUnavailable("the prefill queue is full")
+        if request.request_id not in self._line.ids:
+            self._line.ids.add(request.request_id)
+            self._line.entries.append(_Entry(request, time.time()))
+        await self._broker.tell()
+
+    def answers(self, instance: str) -> AsyncIterator[PrefillAnswer]:
+        return self._messages(self._listen(f"answers/{instance}"))
+
+    async def cancel(self, request_ids: list[str]) -> None:
+        self._broker.check()
+        self._line.tell("cancel", PrefillCancel(request_ids))
+
+    async def pull(self, limit: int, wait: float) -> list[Delivery]:
+        ends = time.monotonic() + wait
+        while True:
+            self._broker.check()
+            if found := await self._take(limit):
+                return found
+            now = time.monotonic()
+            if now >= ends:
+                return []
+            waiting = [one.again_at for one in self._line.entries if one.again_at > now]
+            async with self._broker.changed:
+                try:
+                    async with asyncio.timeout(min([ends, *waiting]) - now):
+                        await self._broker.changed.wait()
+                except TimeoutError:
+                    pass
+
+    async def _take(self, limit: int) -> list[Delivery]:
+        self._read_cancels()
+        found: list[Delivery] = []
+        for entry in list(self._line.entries):
+            if len(found) == limit:
+                break
+            if entry.again_at > time.monotonic():
+                continue
+            entry.deliveries += 1
+            entry.again_at = time.monotonic() + self._broker.ack_wait
+            delivery = MemoryDelivery(self._broker, self._line, entry)
+            if self._wanted(entry):
+                found.append(delivery)
+            else:
+                await delivery.ack()
+        return found
+
+    def _wanted(self, entry: _Entry) -> bool:
+        return (
+            entry.deliveries <= self._broker.max_deliver
+            and entry.request.deadline > time.time()
+            and entry.request.request_id not in self._cancelled
+        )
+
+    def _read_cancels(self) -> None:
+        if self._cancels is None:
+            self._cancels = self._listen("cancel")
+        while not self._cancels.empty():
+            self._cancelled.add(self._cancels.get_nowait().request_ids)
+
+    async def answer(self, instance: str, answer: PrefillAnswer) -> None:
+        self._broker.check()
+        self._line.tell(f"answers/{instance}", answer)
+
+    def cancellations(self) -> AsyncIterator[PrefillCancel]:
+        self._read_cancels()
+        return self._messages(self._listen("cancel"))
+
+    def _listen(self, subject: str) -> asyncio.Queue[Any]:
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._line.listeners[subject].append(queue)
+        self._listening.append((subject, queue))
+        return queue
+
+    async def _messages(self, queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+        while True:
+            yield await queue.get()
+
+
+class MemoryBlobs(BlobStore):
+    def __init__(self, broker: MemoryBroker, namespace: str = "pdserve") -> None:
+        self._broker = broker
+        self._namespace = namespace
+
+    async def put(self, name: str, data: bytes) -> None:
+        self._broker.check()
+        self._broker.blobs[self._namespace, name] = data
+
+    async def get(self, name: str) -> bytes:
+        self._broker.check()
+        return self._broker.blobs[self._namespace, name]

@@ -1,0 +1,25 @@
+"""The key scheme of the registry, relative to the namespace. Instance ids hold no slash; model names may."""
+
+from pdserve.messages import Instance
+
+INSTANCES = "instances/"
+CARDS = "models/"
+SETTINGS = "settings/"
+
+
+def instance(one: Instance) -> str:
+    return f"{INSTANCES}{one.role.value}/{one.id}"
+
+
+def card(model: str, instance_id: str) -> str:
+    return f"{CARDS}{model}/{instance_id}"
+
+
+def setting(name: str) -> str:
+    return f"{SETTINGS}{name}"
+
+
+def split_card(key: str) -> tuple[str, str]:
+    """Model name and instance id of a card's key."""
+    model, _, instance_id = key.removeprefix(CARDS).rpartition("/")
+    return model, instance_id

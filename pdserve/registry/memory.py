@@ -1,0 +1,157 @@
+"""The registry in one process's memory: several "processes" share a MemoryServer, whose failures can be
+acted out."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+from weakref import WeakValueDictionary
+
+from pdserve.errors import RegistryUnavailable
+from pdserve.registry.base import Change, Registry
+from pdserve.registry.diff import difference
+
+_named: "WeakValueDictionary[str, MemoryServer]" = WeakValueDictionary()
+
+
+def connect(etcd: str, namespace: str) -> "MemoryRegistry":
+    """All who name the same address share a server, for as long as one of them keeps it."""
+    server = _named.get(etcd)
+    if server is None:
+        server = _named[etcd] = MemoryServer()
+    return MemoryRegistry(server, namespace)
+
+
+class MemoryServer:
+    """Stands in for etcd."""
+
+    def __init__(self) -> None:
+        self.alive = True
+        self.data: dict[str, bytes] = {}
+        self.owners: dict[str, MemoryRegistry | None] = {}
+        self.clients: list[MemoryRegistry] = []
+        self.version = 0
+        self._changed = asyncio.Condition()
+
+    async def down(self) -> None:
+        """From here on nobody reaches it."""
+        self.alive = False
+        await self.tell()
+
+    async def up(self, lose_data: bool = False) -> None:
+        """It is back, and all who live register again, as they do with a real one."""
+        self.alive = True
+        if lose_data:
+            self.data.clear()
+            self.owners.clear()
+        for client in self.clients:
+            client.register()
+        await self.tell()
+
+    async def expire(self, client: "MemoryRegistry") -> None:
+        """The client's lease runs out although it lives (it was cut off, or slept): it takes a new one."""
+        self.forget(client)
+        await self.tell()
+        await asyncio.sleep(0)
+        client.register()
+        await self.tell()
+
+    async def kill(self, client: "MemoryRegistry") -> None:
+        """The client's process dies without a word, and its lease has run out."""
+        self.clients.remove(client)
+        self.forget(client)
+        await self.tell()
+
+    def forget(self, client: "MemoryRegistry") -> None:
+        for key in [key for key, owner in self.owners.items() if owner is client]:
+            del self.data[key], self.owners[key]
+
+    def write(self, key: str, value: bytes, owner: "MemoryRegistry | None") -> None:
+        self.data[key], self.owners[key] = value, owner
+
+    def remove(self, key: str) -> None:
+        self.data.pop(key, None)
+        self.owners.pop(key, None)
+
+    def read(self, prefix: str) -> dict[str, bytes]:
+        return {key: value for key, value in sorted(self.data.items()) if key.startswith(prefix)}
+
+    async def tell(self) -> None:
+        self.version += 1
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def newer_than(self, version: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.version != version)
+
+
+class MemoryRegistry(Registry):
+    def __init__(self, server: MemoryServer, namespace: str = "pdserve") -> None:
+        self._server = server
+        self._root = f"/{namespace}/"
+        self._leased: dict[str, bytes] = {}
+        self._deleted: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        if not self._server.alive:
+            raise RegistryUnavailable("the server is down")
+        self._server.clients.append(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self in self._server.clients:
+            await self._server.kill(self)
+
+    @property
+    def connected(self) -> bool:
+        return self._server.alive and self in self._server.clients
+
+    async def put(self, key: str, value: bytes, *, leased: bool = True) -> None:
+        if leased:
+            self._leased[key] = value
+            self._deleted.discard(key)
+        elif not self.connected:
+            raise RegistryUnavailable("the server is down")
+        if self.connected:
+            self._server.write(self._root + key, value, self if leased else None)
+            await self._server.tell()
+
+    async def delete(self, key: str) -> None:
+        if self._leased.pop(key, None) is None and not self.connected:
+            raise RegistryUnavailable("the server is down")
+        self._deleted.add(key)
+        if self.connected:
+            self.register()
+            await self._server.tell()
+
+    def register(self) -> None:
+        """Bring the server up to date with what this process said while it was away."""
+        for key in self._deleted:
+            self._server.remove(self._root + key)
+        self._deleted.clear()
+        for key, value in self._leased.items():
+            self._server.write(self._root + key, value, self)
+
+    async def read(self, prefix: str) -> dict[str, bytes]:
+        if not self.connected:
+            raise RegistryUnavailable("the server is down")
+        return self._read(prefix)
+
+    def _read(self, prefix: str) -> dict[str, bytes]:
+        found = self._server.read(self._root + prefix)
+        return {key.removeprefix(self._root): value for key, value in found.items()}
+
+    async def watch(self, prefix: str) -> AsyncIterator[list[Change]]:
+        known: dict[str, bytes] | None = None
+        while True:
+            version = self._server.version
+            if self.connected:
+                now = self._read(prefix)
+                changes = difference(known or {}, now)
+                if changes or known is None:
+                    known = now
+                    yield changes
+            await self._server.newer_than(version)

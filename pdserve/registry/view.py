@@ -1,0 +1,115 @@
+"""A live, typed picture of the registry, for those who route, decide or report."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, MutableMapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Self, TypeVar
+
+import msgspec
+
+from pdserve.errors import RegistryUnavailable
+from pdserve.messages import Instance, ModelCard, Role, decode_card, decode_instance
+from pdserve.registry import keys
+from pdserve.registry.base import Change, Registry
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FIRST_READ_WITHIN = 5.0
+
+
+class View:
+    """Follows the whole namespace. `async with View(registry)`, inside the registry's own `async with`,
+    returns when all that is there has been read; raises RegistryUnavailable when that takes longer than a
+    few seconds.
+
+    During an outage it stands still. Values that cannot be decoded are logged and left out. The order of
+    instances and cards is that of their keys, so that everybody sees the same.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._instances: dict[str, Instance] = {}
+        self._cards: dict[str, ModelCard] = {}
+        self._settings: dict[str, str] = {}
+        self._version = 0
+        self._changed = asyncio.Condition()
+        self._follower: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._follower = asyncio.create_task(self._follow(), name="registry view")
+        try:
+            async with asyncio.timeout(FIRST_READ_WITHIN):
+                await anext(self.changes())
+        except TimeoutError:
+            await self.__aexit__(None, None, None)
+            raise RegistryUnavailable("the registry could not be read") from None
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._follower
+
+    def instances(self, role: Role | None = None, model: str | None = None) -> list[Instance]:
+        """Live instances, also draining ones; a frontend has model ''."""
+        return [
+            one
+            for _, one in sorted(self._instances.items())
+            if (role is None or one.role == role) and (model is None or one.model == model)
+        ]
+
+    def cards(self) -> dict[str, list[tuple[str, ModelCard]]]:
+        """Model name -> the cards of it that are there, each with the id of the instance that wrote it."""
+        cards: dict[str, list[tuple[str, ModelCard]]] = {}
+        for key, card in sorted(self._cards.items()):
+            model, instance_id = keys.split_card(key)
+            cards.setdefault(model, []).append((instance_id, card))
+        return cards
+
+    def settings(self) -> dict[str, str]:
+        """Live settings as they were written."""
+        return {key.removeprefix(keys.SETTINGS): value for key, value in self._settings.items()}
+
+    async def changes(self) -> AsyncIterator[None]:
+        """Yields once what is there has been read, and then after every change; several may be told as one."""
+        seen = 0
+        while True:
+            seen = await self._newer_than(seen)
+            yield
+
+    async def _newer_than(self, version: int) -> int:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._version != version)
+        return self._version
+
+    async def _follow(self) -> None:
+        async for changes in self._registry.watch(""):
+            for change in changes:
+                self._take(change)
+            async with self._changed:
+                self._version += 1
+                self._changed.notify_all()
+
+    def _take(self, change: Change) -> None:
+        if change.key.startswith(keys.INSTANCES):
+            _keep(self._instances, change, decode_instance)
+        elif change.key.startswith(keys.CARDS):
+            _keep(self._cards, change, decode_card)
+        elif change.key.startswith(keys.SETTINGS):
+            _keep(self._settings, change, bytes.decode)
+
+
+def _keep(records: MutableMapping[str, T], change: Change, decode: Callable[[bytes], T]) -> None:
+    records.pop(change.key, None)
+    if change.value is None:
+        return
+    try:
+        records[change.key] = decode(change.value)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        log.warning("registry: %s is left out, its value cannot be read: %s", change.key, error)

@@ -1,0 +1,99 @@
+"""The state of a graph, for people and for machines."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import psutil
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pdserve.messages import Instance
+from pdserve.registry.view import View
+from pdserve.status.find import Found
+
+_ORDER = {"frontend": 0, "decode": 1, "prefill": 2}
+
+
+def as_dict(view: View, graph: Found) -> dict[str, Any]:
+    """Plain data: everything that the registry has."""
+    return {
+        "etcd": graph.etcd,
+        "namespace": graph.namespace,
+        "url": graph.url,
+        "queue_depth": queue_depth(view.instances()),
+        "instances": [msgspec.to_builtins(each) for each in in_order(view)],
+        "models": {
+            name: [{"instance": owner, **msgspec.to_builtins(card)} for owner, card in cards]
+            for name, cards in view.cards().items()
+        },
+        "settings": view.settings(),
+    }
+
+
+def render(view: View, graph: Found) -> RenderableType:
+    instances = in_order(view)
+    summary = Table.grid(padding=(0, 2))
+    for name, cards in view.cards().items():
+        summary.add_row(
+            "model", f"{name}, {len(cards)} decode worker{'s' * (len(cards) != 1)}, {cards[0][1].model}"
+        )
+    summary.add_row("queue", f"{queue_depth(instances)} prefill requests waiting")
+    for name, value in sorted(view.settings().items()):
+        summary.add_row("setting", f"{name} = {value}")
+    if graph.url:
+        summary.add_row("URL", f"{graph.url}/v1")
+    summary.add_row("etcd", f"{graph.etcd}, namespace {graph.namespace}")
+    return Group(_instances(instances), summary)
+
+
+def in_order(view: View) -> list[Instance]:
+    return sorted(view.instances(), key=lambda each: (_ORDER[each.role.value], each.id))
+
+
+def queue_depth(instances: Sequence[Instance]) -> int:
+    """Every worker sees the same queue, at slightly different times."""
+    return max((each.load.queue_depth for each in instances), default=0)
+
+
+def _instances(instances: Sequence[Instance]) -> Table:
+    table = Table("instance", "model", "where", "GPUs", "up", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("running", "waiting", "KV used", "KV tokens"):
+        table.add_column(heading, justify="right")
+    table.add_column("address")
+    for each in instances:
+        table.add_row(*_row(each))
+    return table
+
+
+def _row(each: Instance) -> tuple[str | Text, ...]:
+    name = Text(each.id)
+    if each.draining:
+        name.append(" draining", "yellow")
+    where = f"{each.host or '?'}:{each.pid}"
+    if not each.kv_blocks:
+        return name, each.model, where, "", _up(each), str(each.load.running), "", "", "", each.address
+    return (
+        name,
+        each.model,
+        where,
+        ",".join(map(str, each.gpus)) or "CPU",
+        _up(each),
+        str(each.load.running),
+        str(each.load.waiting),
+        f"{each.load.kv_usage:.0%}",
+        f"{each.kv_tokens:,}",
+        each.address,
+    )
+
+
+def _up(each: Instance) -> str:
+    """How long its process runs, where it is one of this machine."""
+    try:
+        seconds = time.time() - psutil.Process(each.pid).create_time()
+    except psutil.Error:
+        return ""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,91 @@
+"""How processes end: waiting for it, and making sure of it."""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+
+import psutil
+
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_prctl = ctypes.CDLL(None).prctl
+
+
+def dies_with_parent(number: signal.Signals) -> Callable[[], None]:
+    """For preexec_fn, called in the parent's main thread: the child gets this signal when its parent dies."""
+    parent = os.getpid()
+
+    def in_child() -> None:
+        _prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:
+            os._exit(1)  # it died between fork and prctl
+
+    return in_child
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every orphan below it, so that `end_group` can reap them: in a
+    container, process 1 may not."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+async def exit_of(process: "subprocess.Popen[bytes]") -> int:
+    """Wait for a child's end; its exit code, negative for a signal. A pidfd works under every event loop,
+    without child watchers or threads, and does not care who holds the child's pipes."""
+    if process.poll() is None:
+        loop, ended, pidfd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(process.pid)
+        loop.add_reader(pidfd, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+    return process.wait()
+
+
+async def end_group(group: int, patience: float = 2.0) -> None:
+    """Kill what is left of a process group whose leader is gone, and return when nothing is.
+
+    multiprocessing's resource tracker goes last: it removes the shared memory of those that were killed, and
+    ends by itself when they are gone. It is killed too after `patience` seconds.
+    """
+    for process in _members(group):
+        with contextlib.suppress(psutil.Error):
+            if not any("resource_tracker" in part for part in process.cmdline()):
+                process.kill()
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    while _exists(group):
+        if loop.time() > started + 2 * patience:
+            log.warning("process group %d does not end", group)  # a zombie of somebody else's, or stuck in I/O
+            return
+        if loop.time() > started + patience:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        await asyncio.sleep(0.01)
+
+
+def _exists(group: int) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _members(group: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if os.getpgid(process.pid) == group:
+                found.append(process)
+    return found

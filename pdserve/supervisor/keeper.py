@@ -1,0 +1,155 @@
+"""Keeps one job alive: starts it, waits until it is ready, and starts it again when it ends unasked."""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+
+from pdserve.errors import PdserveError
+from pdserve.graph import Job
+from pdserve.messages import Instance
+from pdserve.observe import logs
+from pdserve.supervisor.backoff import GiveUp, Life, Policy, decide
+from pdserve.supervisor.guardian import Guardian
+from pdserve.supervisor.process import Ended, Process
+
+log = logging.getLogger(__name__)
+
+LOADING_PATIENCE = 5.0
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    WAITING = "waiting to restart"
+    STOPPED = "stopped"
+
+
+class GaveUp(PdserveError):
+    """A job ended for good, and the graph with it; the text has the cause."""
+
+
+class Watcher(ABC):
+    """Who is told what becomes of the jobs. Calls come from the event loop and must not wait."""
+
+    @abstractmethod
+    def line(self, name: str, raw: str) -> None:
+        """A line of output."""
+
+    @abstractmethod
+    def changed(self, name: str, state: State) -> None: ...
+
+
+UntilReady = Callable[[int], Awaitable[Instance]]
+"""waits until the process with this pid has registered itself"""
+
+
+class Keeper:
+    """One job's life. `run` is to be awaited by whoever owns the keeper; `stop` may be called at any time."""
+
+    def __init__(
+        self, job: Job, until_ready: UntilReady, watcher: Watcher, guardian: Guardian, policy: Policy
+    ) -> None:
+        self.job = job
+        self.ready = asyncio.Event()
+        self.instance: Instance | None = None
+        self._until_ready = until_ready
+        self._watcher = watcher
+        self._guardian = guardian
+        self._policy = policy
+        self._process: Process | None = None
+        self._stopping = asyncio.Event()
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns when stopped. Raises GaveUp when starting it again would not help."""
+        lives: list[Life] = []
+        try:
+            while not self._stopping.is_set():
+                lives.append(await self._live())
+                if not self._stopping.is_set():
+                    await self._pause(lives)
+        finally:
+            self._stopped.set()
+            self._watcher.changed(self.job.name, State.STOPPED)
+
+    async def stop(self, patience: float) -> None:
+        """SIGTERM, `patience` seconds to drain, then the end; returns when nothing of the job is left. One that is
+        still loading has nothing to drain and gets a few seconds only."""
+        self._stopping.set()
+        if not self.ready.is_set():
+            patience = min(patience, LOADING_PATIENCE)
+        if self._process:
+            self._process.ask_to_stop()
+        try:
+            async with asyncio.timeout(patience):
+                await self._stopped.wait()
+        except TimeoutError:
+            log.warning("%s did not stop within %g s and is killed", self.job.name, patience)
+            self.kill()
+            await self._stopped.wait()
+
+    def kill(self) -> None:
+        self._stopping.set()
+        if self._process:
+            self._process.kill()
+
+    async def _live(self) -> Life:
+        started = time.monotonic()
+        self._watcher.changed(self.job.name, State.STARTING)
+        process = self._process = await Process.start(
+            self.job, lambda raw: self._watcher.line(self.job.name, raw)
+        )
+        self._guardian.watch(process.pid)
+        readiness = asyncio.create_task(self._become_ready(process.pid))
+        try:
+            if self._stopping.is_set():
+                process.ask_to_stop()
+            end = await process.wait()
+        except asyncio.CancelledError:
+            process.kill()
+            await process.wait()
+            raise
+        finally:
+            was_ready = self.ready.is_set()
+            self.ready.clear()
+            self._process = None
+            self._guardian.forget(process.pid)
+            readiness.cancel()
+            await asyncio.gather(readiness, return_exceptions=True)
+        return Life(started, time.monotonic(), was_ready, end)
+
+    async def _become_ready(self, pid: int) -> None:
+        self.instance = await self._until_ready(pid)
+        self.ready.set()
+        self._watcher.changed(self.job.name, State.READY)
+
+    async def _pause(self, lives: list[Life]) -> None:
+        end = lives[-1].end
+        match decide(lives, self._policy):
+            case GiveUp(reason):
+                raise GaveUp(
+                    f"{self.job.name} ended ({end}); not started again, for {reason}.{_last_lines(end)}"
+                )
+            case decision:
+                log.error(
+                    "%s ended (%s), starts again in %g s%s",
+                    self.job.name,
+                    end,
+                    decision.delay,
+                    _last_lines(end, 5),
+                )
+                self._watcher.changed(self.job.name, State.WAITING)
+                try:
+                    async with asyncio.timeout(decision.delay):
+                        await self._stopping.wait()
+                except TimeoutError:
+                    pass
+
+
+def _last_lines(end: Ended, count: int = 15) -> str:
+    said = [logs.parse(raw, "") for raw in end.last_lines]
+    lines = [text for line in said if not line.noise for text in line.message.splitlines()][-count:]
+    return "\nIts last lines:\n  " + "\n  ".join(lines) if lines else ""

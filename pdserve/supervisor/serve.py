@@ -1,0 +1,141 @@
+"""`pdserve serve`: the whole graph on this machine, from the first check to the last process gone."""
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+
+from pdserve.config.plan import Plan
+from pdserve.config.schema import Config, Slot
+from pdserve.errors import ConfigError, RegistryUnavailable
+from pdserve.graph import SLOT_VARIABLE, Job, encode_slot, job
+from pdserve.messages import Instance
+from pdserve.registry import connect
+from pdserve.registry.view import View
+from pdserve.supervisor import state
+from pdserve.supervisor.backoff import Policy
+from pdserve.supervisor.banner import banner, url_of
+from pdserve.supervisor.checks import busy_ports
+from pdserve.supervisor.guardian import Guardian
+from pdserve.supervisor.keeper import GaveUp
+from pdserve.supervisor.output import Output
+from pdserve.supervisor.exits import adopt_orphans
+from pdserve.supervisor.rollcall import RollCall
+from pdserve.supervisor.servers import keep, needed_servers
+from pdserve.supervisor.supervision import Supervision
+
+log = logging.getLogger(__name__)
+
+AFTER_DRAIN = 10.0
+"""seconds that a role gets to end beyond its drain timeout"""
+
+
+def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
+    """Run the graph until it is told to stop; the exit code. Raises ConfigError before any role was started."""
+    config = plan.config
+    if findings := [*plan.problems, *busy_ports(config, plan.slots)]:
+        raise ConfigError(findings)
+    with state.only_one(config.state_dir), _output(config, fmt, verbose) as output:
+        _allow_many_files()
+        adopt_orphans()
+        for note in plan.notes:
+            log.info("%s", note)
+        try:
+            asyncio.run(_serve(config, plan.slots, output, Policy()))
+        except GaveUp as cause:
+            log.error("%s", cause)
+            return 1
+        log.info("stopped, nothing is left running")
+    return 0
+
+
+async def _serve(config: Config, slots: Sequence[Slot], output: Output, policy: Policy) -> None:
+    async with AsyncExitStack() as stack:
+        guardian = stack.enter_context(Guardian())
+        servers = await stack.enter_async_context(needed_servers(config))
+        graph = _describe(config, {server.name: server.url for server in servers})
+        view = await _view(stack, graph)
+        state.write(config.state_dir, graph)
+        jobs = [_job(slot, config, graph, output) for slot in slots]
+        supervision = Supervision(jobs, RollCall(view, config.host).until, output, guardian, policy)
+        stack.enter_context(_signals(supervision))
+
+        def show_ready(instances: Sequence[Instance], seconds: float) -> None:
+            if output.json:
+                log.info("Ready after %.0f s: %s at %s", seconds, graph.model, graph.url)
+            output.print(banner(config, instances, seconds, output.log_dir))
+
+        beside = [keep(server, guardian, policy) for server in servers]
+        await supervision.run(show_ready, beside, config.drain_timeout + AFTER_DRAIN)
+
+
+async def _view(stack: AsyncExitStack, graph: state.Graph) -> View:
+    try:
+        registry = await stack.enter_async_context(connect(graph.etcd, graph.namespace))
+        return await stack.enter_async_context(View(registry))
+    except RegistryUnavailable as error:
+        raise ConfigError(
+            [f"etcd is needed and not there: {error}. Start it, or leave Graph.etcd out."]
+        ) from None
+
+
+def _describe(config: Config, embedded: Mapping[str, str]) -> state.Graph:
+    return state.Graph(
+        pid=os.getpid(),
+        config=str(config.path.resolve()),
+        model=config.served_model_name,
+        namespace=config.namespace,
+        etcd=config.etcd or embedded["etcd"],
+        nats=config.nats or embedded["nats"],
+        url=url_of(config),
+    )
+
+
+def _job(slot: Slot, config: Config, graph: state.Graph, output: Output) -> Job:
+    env = {
+        "PDSERVE_ETCD": graph.etcd,
+        "PDSERVE_NATS": graph.nats,
+        SLOT_VARIABLE: encode_slot(slot),
+        # One record per line, tracebacks included; the supervisor shows them as the user wants them.
+        "PDSERVE_LOG_FORMAT": "json",
+        "PDSERVE_LOG_LEVEL": os.environ.get("PDSERVE_LOG_LEVEL", "INFO"),
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return job(slot, config.path, env)
+
+
+@contextmanager
+def _output(config: Config, fmt: str, verbose: bool) -> Iterator[Output]:
+    """All logging of this process goes to the output."""
+    output = Output(config.state_dir / "logs", fmt, verbose)
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    root.handlers[:] = [output.handler()]
+    logging.getLogger("pdserve").setLevel(logging.INFO)
+    try:
+        yield output
+    finally:
+        root.handlers[:], root.level = before
+        output.close()
+
+
+@contextmanager
+def _signals(supervision: Supervision) -> Iterator[None]:
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, supervision.stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _allow_many_files() -> None:
+    """Streams are sockets: take what the system gives. Inherited by all roles."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,93 @@
+"""The roles of a graph, from start to stop: readiness, restarts, the order of stopping."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from pdserve.graph import Job, stop_waves
+from pdserve.messages import Instance
+from pdserve.supervisor.backoff import Policy
+from pdserve.supervisor.guardian import Guardian
+from pdserve.supervisor.keeper import GaveUp, Keeper, State, UntilReady, Watcher
+from pdserve.supervisor.output import Output
+from pdserve.supervisor.progress import Progress
+
+log = logging.getLogger(__name__)
+
+
+class Supervision(Watcher):
+    """Keeps jobs alive until `stop` or until one of them can't be kept alive."""
+
+    def __init__(
+        self, jobs: Sequence[Job], until_ready: UntilReady, output: Output, guardian: Guardian, policy: Policy
+    ) -> None:
+        self._jobs = jobs
+        self._output = output
+        self._keepers = {job.name: Keeper(job, until_ready, self, guardian, policy) for job in jobs}
+        self._progress: Progress | None = None
+        self._stop = asyncio.Event()
+        self._cause: GaveUp | None = None
+
+    async def run(
+        self,
+        on_ready: Callable[[list[Instance], float], None],
+        beside: Sequence[Coroutine[Any, Any, None]],
+        patience: float,
+    ) -> None:
+        """Start all jobs and return after `stop`, when nothing of them is left. `on_ready` gets the instances and the
+        seconds it took, once. `beside` runs as long. Raises GaveUp, also where one of `beside` does."""
+        async with asyncio.TaskGroup() as group:
+            keeping = [group.create_task(self._until_given_up(each.run())) for each in self._keepers.values()]
+            others = [group.create_task(self._until_given_up(each)) for each in beside]
+            others.append(group.create_task(self._start(on_ready)))
+            await self._stop.wait()
+            others.pop().cancel()
+            for wave in stop_waves(self._jobs):
+                await asyncio.gather(*(self._keepers[job.name].stop(patience) for job in wave))
+            await asyncio.gather(*keeping)
+            for task in others:
+                task.cancel()
+        if self._cause:
+            raise self._cause
+
+    def stop(self) -> None:
+        """Let everything drain and end; the second time, at once."""
+        if self._stop.is_set():
+            log.warning("killing what still runs")
+            for keeper in self._keepers.values():
+                keeper.kill()
+        else:
+            log.info("stopping: frontends, then decode, then prefill workers (Ctrl-C again: at once)")
+            self._stop.set()
+
+    def line(self, name: str, raw: str) -> None:
+        line = self._output.line(name, raw)
+        if self._progress:
+            self._progress.line(name, line.message)
+
+    def changed(self, name: str, state: State) -> None:
+        if self._progress:
+            self._progress.changed(name, state)
+        elif state is State.READY:
+            log.info("%s is ready again", name)
+
+    async def _start(self, on_ready: Callable[[list[Instance], float], None]) -> None:
+        keepers = self._keepers.values()
+        with Progress(self._output, list(self._keepers)) as self._progress:
+            everything = asyncio.gather(*(each.ready.wait() for each in keepers))
+            try:
+                while not everything.done():
+                    await asyncio.wait([everything], timeout=1)
+                    self._progress.remind()
+            finally:
+                everything.cancel()
+                elapsed, self._progress = self._progress.elapsed, None
+        on_ready([each.instance for each in keepers if each.instance], elapsed)
+
+    async def _until_given_up(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except GaveUp as cause:
+            self._cause = self._cause or cause
+            self._stop.set()

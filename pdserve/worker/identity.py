@@ -1,0 +1,59 @@
+"""Who a worker is: its instance id, and the records that describe it."""
+
+import os
+import secrets
+import time
+
+from pdserve.config.schema import Config, Slot, WorkerConfig
+from pdserve.engine.base import EngineFacts
+from pdserve.messages import Instance, ModelCard, Role
+
+
+def new_instance_id(slot: Slot) -> str:
+    """`<role>-<index>-<boot id>`: a restarted worker is a new instance, and KV of its earlier life is
+    nobody's."""
+    return f"{slot.name}-{secrets.token_hex(4)}"
+
+
+def worker_config(config: Config, role: Role) -> WorkerConfig:
+    section = config.decode if role is Role.DECODE else config.prefill
+    assert section is not None, f"{config.path} has no section for a {role.value} worker"
+    return section
+
+
+def describe(
+    config: Config, slot: Slot, instance_id: str, facts: EngineFacts, address: str, metrics: str
+) -> Instance:
+    return Instance(
+        id=instance_id,
+        role=slot.role,
+        model=config.served_model_name,
+        address=address,
+        metrics=metrics,
+        host=config.host,
+        pid=os.getpid(),
+        gpus=list(slot.gpus),
+        kv_blocks=facts.kv_blocks,
+        block_size=facts.block_size,
+        kv_tokens=facts.kv_tokens,
+        max_model_len=facts.max_model_len,
+        max_concurrency=round(facts.max_concurrency, 2),
+        vllm_version=facts.vllm_version,
+    )
+
+
+def model_card(config: Config, facts: EngineFacts) -> ModelCard:
+    """All of the worker's engine arguments are in it: which of them matter to a frontend is the frontend's
+    knowledge. The length is the one that the engine settled on."""
+    arguments = dict(worker_config(config, Role.DECODE).engine_args)
+    arguments["max-model-len"] = facts.max_model_len
+    return ModelCard(
+        name=config.served_model_name,
+        model=config.model,
+        engine_args=arguments,
+        max_model_len=facts.max_model_len,
+        block_size=facts.block_size,
+        vllm_version=facts.vllm_version,
+        supported_tasks=facts.supported_tasks,
+        created=int(time.time()),
+    )

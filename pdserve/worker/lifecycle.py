@@ -1,0 +1,54 @@
+"""The life of a worker: announce, serve until told to stop or until something dies, drain, end."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from pdserve.errors import EngineDead
+
+
+class Lifecycle:
+    """Owns every task of a worker. The first one to fail ends the worker with its error."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+        self.draining = False
+        self._stop = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run something beside the permanent tasks; only while `run` runs."""
+        assert self._group is not None
+        return self._group.create_task(work, name=name)
+
+    async def run(
+        self,
+        announce: Callable[[], Awaitable[None]],
+        permanent: Sequence[Coroutine[Any, Any, None]],
+        drain: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`permanent` coroutines never end by themselves. They go on during the drain, since running
+        requests need them. Raises EngineDead as itself; other failures as the group of them."""
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                tasks = [self._group.create_task(work) for work in permanent]
+                await announce()
+                self.ready.set()
+                await self._stop.wait()
+                self.draining = True
+                self.ready.clear()
+                await drain()
+                for task in tasks:
+                    task.cancel()
+        except BaseExceptionGroup as failures:
+            if dead := failures.subgroup(EngineDead):
+                raise EngineDead(str(_first(dead))) from failures
+            raise
+
+
+def _first(group: BaseExceptionGroup[Any]) -> BaseException:
+    inner = group.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner

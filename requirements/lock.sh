@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Resolve the three locks anew: `make lock`. Linux x86-64, Python 3.11 (the same pins serve 3.12 and 3.13).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+uv=${UV:-.venv/bin/uv}
+export UV_CUSTOM_COMPILE_COMMAND="make lock"
+compile() { "$uv" pip compile --quiet --no-annotate --python-version 3.11 \
+    --python-platform x86_64-manylinux_2_28 "$@"; }
+
+# torch 2.13.0+cpu is not on PyPI: a wheel folder or PyTorch's index must have it. The GPU build must not see either,
+# for its `torch==2.13.0` would take the CPU wheel.
+torch=(--index https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match)
+[ -n "${PIP_FIND_LINKS:-}" ] && torch=(--find-links "$PIP_FIND_LINKS")
+compile pyproject.toml requirements/cpu.in --override requirements/leave-out-cpu.txt "${torch[@]}" -o requirements/cpu.txt
+
+# The GPU build takes the CPU build's versions wherever it can, so that both behave alike and dev.txt fits both.
+shared=$(mktemp)
+trap 'rm -f "$shared"' EXIT
+grep -vE '^(torch|triton|apache-tvm-ffi)==' requirements/cpu.txt > "$shared"
+compile pyproject.toml requirements/gpu.in -c "$shared" -o requirements/gpu.txt
+compile requirements/dev.in -c "$shared" -o requirements/dev.txt

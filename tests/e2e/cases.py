@@ -1,0 +1,42 @@
+"""Prompts for the identity tests: lengths around every edge that matters, and pairs that share a prefix."""
+
+import random
+from dataclasses import asdict, dataclass
+
+BLOCK = 32
+LOCAL_LIMIT = 128
+"""block-size and max-local-prefill-length of the graph under test"""
+
+# one token; around a KV block; around the local/remote threshold; several blocks; several prefill chunks
+LENGTHS = (1, 2, 31, 32, 33, 64, 127, 128, 129, 160, 161, 300, 512, 1000, 1501, 2048, 3000)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    prompt: list[int]
+    max_tokens: int = 24
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def identity_cases() -> list[Case]:
+    chance = random.Random(20)
+    plain = [Case(f"length-{n}", _tokens(chance, n)) for n in LENGTHS]
+    return plain + _shared_prefixes(chance)
+
+
+def _shared_prefixes(chance: random.Random) -> list[Case]:
+    """Three prompts with 640 leading tokens in common: the later two hit the prefix cache, one of them leaving
+    less than the threshold to compute (local), one leaving more (remote, but only the rest is pulled)."""
+    prefix = _tokens(chance, 640)
+    return [
+        Case("prefix-first", prefix + _tokens(chance, 10)),
+        Case("prefix-short-rest", prefix + _tokens(chance, 60)),
+        Case("prefix-long-rest", prefix + _tokens(chance, 700)),
+    ]
+
+
+def _tokens(chance: random.Random, count: int) -> list[int]:
+    return [chance.randrange(20, 600) for _ in range(count)]

@@ -1,0 +1,120 @@
+"""What a user of a running graph sees beside the tokens."""
+
+import json
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from tests.e2e.graph import Graph
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+
+FACTS = " ".join(
+    f"The code of the {colour} {thing} is {code}."
+    for colour, thing, code in [
+        ("red", "box", 4711),
+        ("blue", "box", 1234),
+        ("green", "cup", 9052),
+        ("black", "door", 3377),
+    ]
+)
+FILLER = " The weather was fine and the people went for a walk." * 40
+
+
+def chat(question: str) -> dict[str, object]:
+    return {
+        "model": "demo",
+        "messages": [{"role": "user", "content": f"{FACTS}{FILLER} {question}"}],
+        "temperature": 0,
+        "max_tokens": 16,
+    }
+
+
+def test_recalls_a_fact_over_remote_kv(graph: Graph) -> None:
+    response = httpx.post(f"{graph.url}/v1/chat/completions", json=chat("What is the code of the red box?"), timeout=120)
+    assert response.status_code == 200
+    assert "4711" in response.json()["choices"][0]["message"]["content"]
+    assert response.headers["x-pdserve-prefill"] == "remote"
+    assert response.headers["x-pdserve-instance"].startswith("decode-0-")
+    assert response.headers["x-request-id"]
+
+
+def test_openai_client_streams(graph: Graph) -> None:
+    with OpenAI(base_url=f"{graph.url}/v1", api_key="none") as client:
+        stream = client.chat.completions.create(stream=True, **chat("What is the code of the green cup?"))  # type: ignore[call-overload]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert "9052" in text
+
+
+def test_transfer_is_counted(graph: Graph) -> None:
+    before = graph.metric("pdserve_kv_transfer_bytes_total"), graph.metric("pdserve_kv_transfer_seconds_count")
+    body = {**chat("What is the code of the black door?"), "cache_salt": "transfer"}
+    answer = httpx.post(f"{graph.url}/v1/chat/completions", json=body, timeout=120)
+    prompt_tokens = answer.json()["usage"]["prompt_tokens"]
+    moved = graph.metric("pdserve_kv_transfer_bytes_total") - before[0]
+    # FACTS: bytes per token = 2 x layers x kv heads x head dim x dtype bytes, and whole blocks move.
+    per_token = 2 * 4 * 2 * 64 * 4
+    blocks = -(-prompt_tokens // 32)
+    assert moved == pytest.approx(blocks * 32 * per_token, rel=0.1)
+    assert graph.metric("pdserve_kv_transfer_seconds_count") == before[1] + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 4}),
+        ("/v1/responses", {"model": "demo", "input": "Hello", "max_output_tokens": 16}),
+        ("/v1/messages", {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}),
+        ("/tokenize", {"model": "demo", "prompt": "Hello"}),
+        ("/detokenize", {"model": "demo", "tokens": [60, 61, 62]}),
+    ],
+)
+def test_routes_answer(graph: Graph, path: str, body: dict[str, object]) -> None:
+    response = httpx.post(graph.url + path, json=body, timeout=60)
+    assert response.status_code == 200, response.text
+
+
+def test_models_health_version(graph: Graph) -> None:
+    models = httpx.get(f"{graph.url}/v1/models").json()
+    assert [model["id"] for model in models["data"]] == ["demo"]
+    assert httpx.get(f"{graph.url}/health").status_code == 200
+    assert set(httpx.get(f"{graph.url}/version").json()) >= {"pdserve", "vllm"}
+
+
+def test_status_shows_both_workers(graph: Graph) -> None:
+    done = graph.pdserve("status", "--json")
+    assert done.returncode == 0, done.stderr
+    roles = sorted(instance["role"] for instance in json.loads(done.stdout)["instances"])
+    assert roles == ["decode", "frontend", "prefill"]
+
+
+def test_threshold_changes_at_run_time(graph: Graph) -> None:
+    def prefill_of(salt: str) -> str:
+        body = {**chat("What is the code of the red box?"), "cache_salt": salt}
+        return httpx.post(f"{graph.url}/v1/chat/completions", json=body, timeout=120).headers["x-pdserve-prefill"]
+
+    assert prefill_of("before") == "remote"
+    try:
+        assert graph.pdserve("set", "max-local-prefill-length=4000").returncode == 0
+        assert prefill_of("raised") == "local"
+    finally:
+        assert graph.pdserve("set", "--unset", "max-local-prefill-length").returncode == 0
+    assert prefill_of("after") == "remote"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "named"),
+    [
+        ({"max_tokens": -1}, 400, "max_tokens"),
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, 400, "kv_transfer_params"),
+        ({"model": "no-such-model"}, 404, "no-such-model"),
+        ({"messages": "nothing"}, 400, "messages"),
+        ({"temperature": "warm"}, 400, "temperature"),
+    ],
+)
+def test_bad_input_is_named(graph: Graph, change: dict[str, object], status: int, named: str) -> None:
+    response = httpx.post(f"{graph.url}/v1/chat/completions", json={**chat("?"), **change}, timeout=60)
+    assert response.status_code == status
+    assert named in response.text
+    assert httpx.get(f"{graph.url}/health").status_code == 200

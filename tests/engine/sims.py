@@ -1,0 +1,47 @@
+"""Simulated engines for tests: small, quick, and asked through the contract only."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from pdserve.engine.base import Output
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.engine.sim.wire import CoreRequest, Sampling
+from pdserve.engine.spec import EngineSpec
+from pdserve.messages import Role
+
+FAST = {"prefill-rate": 1e6, "step-seconds": 0.001, "bandwidth": 1e12, "transfer-timeout": 0.3}
+
+
+def body(max_tokens: int = 4, **extra: int) -> list[bytes]:
+    return [msgspec.msgpack.encode(CoreRequest("", None, None, Sampling(max_tokens, **extra)))]
+
+
+def spec(role: Role, name: str, **arguments: object) -> EngineSpec:
+    speeds = FAST | {key: arguments.pop(key) for key in list(arguments) if key in ("lease",) or key in FAST}
+    return EngineSpec(
+        role,
+        name,
+        "demo",
+        {"block-size": 16, "additional-config": {"sim": speeds}}
+        | {key.replace("_", "-"): value for key, value in arguments.items()},
+    )
+
+
+@asynccontextmanager
+async def sim(role: Role, name: str, **arguments: object) -> AsyncIterator[SimEngine]:
+    async with SimEngine(spec(role, name, **arguments)) as engine:
+        yield engine
+
+
+async def collect(engine: SimEngine, request_id: str) -> list[Output]:
+    """All of a request's outputs, when it is alone in the engine."""
+    outputs: list[Output] = []
+    while not outputs or not outputs[-1].finished:
+        outputs += [one for one in (await engine.step()).outputs if one.request_id == request_id]
+    return outputs
+
+
+def tokens(outputs: list[Output]) -> list[int]:
+    return [token for output in outputs for token in output.tokens]

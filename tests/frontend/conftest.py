@@ -1,0 +1,116 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+import uvicorn
+
+from pdserve.frontend.app import Edge
+from pdserve.frontend.asgi import App
+from pdserve.frontend.auth import ApiKeys
+from pdserve.frontend.metrics_page import MetricsPage
+from pdserve.frontend.roster import Roster
+from pdserve.frontend.server import QuietServer, cross_origin
+from pdserve.messages import ModelCard, encode_record
+from pdserve.processor.surroundings import Surroundings
+from pdserve.queue.base import BlobStore
+from pdserve.registry import keys
+from pdserve.registry.memory import MemoryRegistry, MemoryServer
+from pdserve.registry.view import View
+from pdserve.stream.base import StreamClient
+from tests.processor.echo import EchoClient, EchoWorker
+from tests.processor.vllm_version import VERSION
+
+MODEL = Path(__file__).parents[2] / "pdserve" / "demo" / "model"
+
+
+class NoBlobs(BlobStore):
+    async def put(self, name: str, data: bytes) -> None:
+        raise NotImplementedError
+
+    async def get(self, name: str) -> bytes:
+        raise KeyError(name)
+
+
+def card(name: str = "demo", **changes: object) -> ModelCard:
+    args = {"max-model-len": 4096, "max-num-seqs": 8, "enforce-eager": True, "kv-cache-dtype": "auto"}
+    fields: dict[str, object] = {
+        "name": name,
+        "model": str(MODEL),
+        "engine_args": args,
+        "max_model_len": 4096,
+        "vllm_version": VERSION,
+        "created": 1700000000,
+    }
+    return ModelCard(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+class Graph:
+    """A frontend in this process, on a real port, with echoing decode workers."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        self.registry = server
+        self.roster: Roster
+        self.edge: Edge
+        self.workers: dict[str, EchoWorker] = {}
+        self.url = ""
+        self.http: httpx.AsyncClient
+        self._count = 0
+
+    def connect(self, address: str) -> StreamClient:
+        return EchoClient(self.workers[address])
+
+    @asynccontextmanager
+    async def worker(
+        self, model: str = "demo", *, pace: float | None = 0.0, prefill: str = "local", connected: bool = True
+    ) -> AsyncIterator[EchoWorker]:
+        """A worker that is registered and connected; leaving kills it and its lease."""
+        self._count += 1
+        worker = EchoWorker(f"decode-0-{self._count:04}", model, pace=pace, prefill=prefill)
+        self.workers[worker.instance.address] = worker
+        async with worker, MemoryRegistry(self.registry) as registry:
+            await registry.put(keys.card(model, worker.id), encode_record(card(model)))
+            await registry.put(keys.instance(worker.instance), encode_record(worker.instance))
+            if connected:
+                await worker.until(lambda: worker.hello)
+            yield worker
+
+
+async def serve(app: App, stack: AsyncExitStack) -> str:
+    config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+    server = QuietServer(config)
+    task = asyncio.create_task(server.serve())
+    async with asyncio.timeout(10):
+        while not server.started:
+            await asyncio.sleep(0.01)
+
+    async def stop() -> None:
+        server.should_exit = True
+        await task
+
+    stack.push_async_callback(stop)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    return f"http://127.0.0.1:{port}"
+
+
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph]:
+    server = MemoryServer()
+    async with AsyncExitStack() as stack:
+        registry = await stack.enter_async_context(MemoryRegistry(server))
+        view = await stack.enter_async_context(View(registry))
+        around = Surroundings(
+            lambda address: graph.connect(address), NoBlobs(), tmp_path_factory.mktemp("state"), "round-robin", 20.0
+        )
+        graph = Graph(server)
+        graph.roster = await stack.enter_async_context(Roster(view, around, "demo"))
+        client = await stack.enter_async_context(httpx.AsyncClient())
+        graph.edge = Edge(graph.roster, MetricsPage(view, "frontend-0-test", client), ApiKeys(), 20.0)
+        graph.url = await serve(cross_origin(graph.edge), stack)
+        graph.http = await stack.enter_async_context(httpx.AsyncClient(base_url=graph.url, timeout=30))
+        yield graph

@@ -1,0 +1,210 @@
+"""What the edge itself decides: headers, refusals, limits, deadlines, disconnects."""
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from pdserve.frontend.body import MAX_BODY
+from pdserve.messages import Failed
+from tests.frontend.conftest import Graph
+from tests.frontend.test_generate import chat, completion
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_headers_say_where_it_went(graph: Graph) -> None:
+    async with graph.worker(prefill="remote") as worker:
+        for stream in (False, True):
+            answer = await graph.http.post(
+                "/v1/completions", json=completion(stream=stream), headers={"x-request-id": "my-id.7"}
+            )
+            assert answer.headers["x-request-id"] == "my-id.7"
+            assert answer.headers["x-pdserve-prefill"] == "remote"
+            assert answer.headers["x-pdserve-instance"] == worker.id
+    assert answer.headers.get_list("x-request-id") == ["my-id.7"]
+    assert "my-id.7" in worker.seen[0].request_id
+
+
+async def test_headers_of_a_request_in_parts(graph: Graph) -> None:
+    async with graph.worker(prefill="remote") as one, graph.worker(prefill="local") as other:
+        answer = await graph.http.post("/v1/completions", json=completion(n=2, temperature=1.0))
+    assert answer.headers["x-pdserve-prefill"] == "local,remote"
+    assert set(answer.headers["x-pdserve-instance"].split(",")) == {one.id, other.id}
+
+
+@pytest.mark.parametrize("given", ["", "with space", "x" * 200, "a/b"])
+async def test_a_strange_request_id_is_replaced(graph: Graph, given: str) -> None:
+    answer = await graph.http.get("/version", headers={"x-request-id": given.encode()})
+    assert len(answer.headers["x-request-id"]) == 32
+
+
+async def test_errors_carry_the_request_id_too(graph: Graph) -> None:
+    answer = await graph.http.get("/nowhere", headers={"x-request-id": "abc"})
+    assert answer.status_code == 404
+    assert answer.headers["x-request-id"] == "abc"
+    assert "/nowhere" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe{\x00}\x00", b'{"model": 5}', b"[" * 10_000])
+async def test_bad_json(graph: Graph, body: bytes) -> None:
+    async with graph.worker():
+        answer = await graph.http.post(
+            "/v1/completions", content=body, headers={"content-type": "application/json"}
+        )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "BadRequestError"
+
+
+async def test_oversize_body(graph: Graph) -> None:
+    answer = await graph.http.post("/v1/completions", content=b" " * (MAX_BODY + 1))
+    assert answer.status_code == 413
+    assert str(MAX_BODY) in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"kv_transfer_params": {"do_remote_prefill": True}},
+        {"ec_transfer_params": {"a": 1}},
+        {"vllm_xargs": {"kv_transfer_params": "x"}},
+    ],
+)
+async def test_transfer_params_are_refused(graph: Graph, path: str, extra: dict[str, object]) -> None:
+    async with graph.worker() as worker:
+        answer = await graph.http.post(path, json={**completion(), **chat(), **extra})
+    assert answer.status_code == 400
+    assert "transfer_params" in answer.json()["error"]["param"]
+    assert not worker.seen
+
+
+async def test_null_transfer_params_are_nothing(graph: Graph) -> None:
+    async with graph.worker():
+        answer = await graph.http.post("/v1/completions", json=completion(kv_transfer_params=None))
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/sleep", 501),
+        ("POST", "/start_profile", 501),
+        ("POST", "/v1/load_lora_adapter", 501),
+        ("POST", "/v1/embeddings", 501),
+        ("POST", "/scale_elastic_ep", 501),
+        ("POST", "/inference/v1/generate", 501),
+        ("POST", "/v1/chat/completions/render", 501),
+        ("GET", "/kv_event_sources", 501),
+        ("GET", "/v1/chat", 404),
+    ],
+)
+async def test_routes_that_are_not_there(graph: Graph, method: str, path: str, status: int) -> None:
+    async with graph.worker():
+        answer = await graph.http.request(method, path, json={})
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == status
+
+
+async def test_disconnect_cancels_on_the_worker(graph: Graph) -> None:
+    for stream in (False, True):
+        async with graph.worker(pace=0.01) as worker:
+            body = completion(max_tokens=3000, stream=stream)
+            request = asyncio.create_task(graph.http.post("/v1/completions", json=body))
+            await worker.until(lambda worker=worker: any(job.said for job in worker.jobs.values()))
+            request.cancel()
+            await worker.until(lambda worker=worker: worker.cancelled)
+            assert worker.cancelled == [worker.seen[0].request_id]
+            assert not worker.jobs
+
+
+async def test_deadline_ends_a_silent_request(graph: Graph) -> None:
+    async with graph.worker(pace=None) as worker:
+        answer = await graph.http.post(
+            "/v1/completions", json=completion(), headers={"x-request-timeout": "0.2"}
+        )
+        await worker.until(lambda: worker.cancelled)
+    assert answer.status_code == 504
+    assert "deadline" in answer.json()["error"]["message"]
+    assert abs(worker.seen[0].deadline - time.time()) < 10
+
+
+async def test_deadline_ends_a_stream_that_has_begun(graph: Graph) -> None:
+    async with graph.worker(pace=0.02) as worker:
+        body = completion(max_tokens=3000, stream=True)
+        answer = await graph.http.post("/v1/completions", json=body, headers={"x-request-timeout": "0.3"})
+        await worker.until(lambda: worker.cancelled)
+    assert answer.status_code == 200
+    assert "deadline" in answer.text.splitlines()[-2]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "1e9"])
+async def test_a_strange_timeout_is_refused(graph: Graph, value: str) -> None:
+    answer = await graph.http.post("/v1/completions", json=completion(), headers={"x-request-timeout": value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "x-request-timeout"
+
+
+@pytest.mark.parametrize("limit", [{"in_flight": 1}, {"queued_tokens": 4}])
+async def test_too_much_is_429(graph: Graph, limit: dict[str, int]) -> None:
+    usual = graph.edge.limits
+    async with graph.worker(pace=None) as worker:
+        graph.edge.limits = replace(usual, **limit)
+        try:
+            first = asyncio.create_task(graph.http.post("/v1/completions", json=completion(stream=True)))
+            await worker.until(lambda: worker.jobs)
+            second = await graph.http.post("/v1/completions", json=completion())
+        finally:
+            graph.edge.limits = usual
+        while worker.jobs:
+            worker.step()
+        assert (await first).status_code == 200
+    assert second.status_code == 429
+    assert int(second.headers["retry-after"]) >= 1
+    assert second.json()["error"]["type"] == "RateLimitError"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_worker_refuses_is_said(graph: Graph, stream: bool) -> None:
+    async with graph.worker() as worker:
+        worker.fail = Failed("", "this prompt does not fit the KV cache")
+        answer = await graph.http.post("/v1/completions", json=completion(stream=stream))
+        worker.fail = None
+        fine = await graph.http.post("/v1/completions", json=completion())
+    assert answer.status_code == 500
+    assert "KV cache" in answer.json()["error"]["message"]
+    assert fine.status_code == 200
+
+
+async def test_one_line_per_request(graph: Graph, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pdserve.frontend.app")
+    async with graph.worker() as worker:
+        await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "line-1"})
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "pdserve.frontend.app"]
+    assert line.startswith("line-1 /v1/completions model=demo code=200 tokens=4+8 ttft=0.")
+    assert f"prefill=local instance={worker.id}" in line
+
+
+async def test_cross_origin(graph: Graph) -> None:
+    ask = {"origin": "http://a", "access-control-request-method": "POST"}
+    async with graph.worker():
+        before = await graph.http.options("/v1/completions", headers=ask)
+        answer = await graph.http.post("/v1/completions", json=completion(), headers={"origin": "http://a"})
+    assert before.status_code == 200
+    assert answer.headers.get_list("access-control-allow-origin") == ["*"]
+
+
+async def test_websockets_are_refused(graph: Graph) -> None:
+    headers = {
+        "connection": "upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA==",
+    }
+    async with httpx.AsyncClient(base_url=graph.url) as client:
+        answer = await client.get("/v1/realtime", headers=headers)
+    assert answer.status_code == 403

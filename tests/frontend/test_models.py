@@ -1,0 +1,115 @@
+"""Models come and go with their cards."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from pdserve.messages import encode_record
+from pdserve.registry import keys
+from pdserve.registry.memory import MemoryRegistry
+from tests.frontend.conftest import Graph, card
+from tests.frontend.test_generate import completion
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def names(graph: Graph) -> list[str]:
+    answer = await graph.http.get("/v1/models")
+    return [model["id"] for model in answer.json()["data"]]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_two_models_at_once(graph: Graph) -> None:
+    async with graph.worker("demo") as one, graph.worker("org/other") as other:
+        listed = await names(graph)
+        first = await graph.http.post("/v1/completions", json=completion(model="demo"))
+        second = await graph.http.post("/v1/completions", json=completion(model="org/other"))
+        unnamed = await graph.http.post("/v1/completions", json={"prompt": [300], "max_tokens": 1})
+        single = await graph.http.get("/v1/models/org/other")
+        tables = await graph.http.get("/openapi.json")
+        chosen = await graph.http.get("/openapi.json?model=demo")
+    assert listed == ["demo", "org/other"]
+    assert (first.json()["model"], second.json()["model"]) == ("demo", "org/other")
+    assert (len(one.seen), len(other.seen)) == (1, 1)
+    assert unnamed.status_code == 400
+    assert "demo, org/other" in unnamed.json()["error"]["message"]
+    assert single.json()["max_model_len"] == 4096
+    assert (tables.status_code, chosen.status_code) == (400, 200)
+
+
+async def test_models_vanish_with_their_cards(graph: Graph) -> None:
+    async with graph.worker("passing"):
+        assert "passing" in await names(graph)
+    await until(lambda: "passing" not in [one.name for one in graph.roster.listed()])
+    assert "passing" not in await names(graph)
+
+
+async def test_unknown_model(graph: Graph) -> None:
+    async with graph.worker():
+        answer = await graph.http.post("/v1/completions", json=completion(model="demonic"))
+        single = await graph.http.get("/v1/models/demonic")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["param"] == "model"
+    assert "demonic" in answer.json()["error"]["message"]
+    assert "demo" in answer.json()["error"]["message"].split("there are")[1]
+    assert single.status_code == 404
+
+
+async def test_another_vllm_version_is_not_served(graph: Graph, caplog: pytest.LogCaptureFixture) -> None:
+    async with MemoryRegistry(graph.registry) as registry, graph.worker():
+        old = card("old", vllm_version="0.31.0")
+        await registry.put(keys.card("old", "decode-9-x"), encode_record(old))
+        await until(lambda: bool(graph.roster.missing("old")) and "0.31.0" in graph.roster.missing("old"))
+        listed = await names(graph)
+        answer = await graph.http.post("/v1/completions", json=completion(model="old"))
+    assert "old" not in listed
+    assert answer.status_code == 503
+    assert "0.31.0" in answer.json()["error"]["message"]
+    assert any("old is not served" in record.getMessage() for record in caplog.records)
+
+
+async def test_a_model_folder_that_is_nowhere(graph: Graph) -> None:
+    async with MemoryRegistry(graph.registry) as registry:
+        lost = card("lost", model="/nowhere/model", blob="gone")
+        await registry.put(keys.card("lost", "decode-9-y"), encode_record(lost))
+        await until(lambda: "/nowhere/model" in graph.roster.missing("lost"))
+        answer = await graph.http.post("/v1/completions", json=completion(model="lost"))
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "5"
+
+
+async def test_health_says_what_is_missing(graph: Graph) -> None:
+    async with graph.worker():
+        await until(lambda: not graph.roster.missing())
+        well = await graph.http.get("/health")
+    await until(lambda: bool(graph.roster.missing()))
+    ill = await graph.http.get("/health")
+    assert well.status_code == 200
+    assert well.json()["workers"]["demo"] == 1
+    assert ill.status_code == 503
+    assert "demo: no decode worker is connected" in ill.json()["missing"]
+
+
+async def test_version(graph: Graph) -> None:
+    answer = await graph.http.get("/version")
+    assert set(answer.json()) == {"version", "vllm"}
+
+
+async def test_routing_is_in_turn_and_can_be_changed(graph: Graph) -> None:
+    async with graph.worker() as one, graph.worker() as other, MemoryRegistry(graph.registry) as registry:
+        for _ in range(6):
+            await graph.http.post("/v1/completions", json=completion(max_tokens=1))
+        assert (len(one.seen), len(other.seen)) == (3, 3)
+        await registry.put(keys.setting("router"), b"least-loaded", leased=False)
+        try:
+            await graph.http.post("/v1/completions", json=completion(max_tokens=1))
+            page = (await graph.http.get("/metrics")).text
+        finally:
+            await registry.delete(keys.setting("router"))
+    assert 'policy="least-loaded"' in page

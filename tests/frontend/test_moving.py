@@ -1,0 +1,191 @@
+"""A decode worker is lost: the request goes on at another one, and the client sees nothing but a pause."""
+
+import asyncio
+
+import pytest
+
+from pdserve.messages import Failed
+from tests.frontend.conftest import Graph
+from tests.frontend.test_generate import PROMPT, completion, events, text_of
+from tests.processor.echo import EchoWorker, continuation
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def post(graph: Graph, **changes: object) -> "asyncio.Task[object]":
+    return asyncio.create_task(graph.http.post("/v1/completions", json=completion(**changes)))
+
+
+async def steps(worker: EchoWorker, count: int) -> None:
+    await worker.until(lambda: worker.jobs)
+    for _ in range(count):
+        worker.step()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("said", [0, 1, 5])
+async def test_text_is_the_same(graph: Graph, stream: bool, said: int) -> None:
+    async with graph.worker(pace=None) as first:
+        request = post(graph, max_tokens=12, min_tokens=4, stream=stream)
+        await steps(first, said)
+        async with graph.worker() as second:
+            first.die()
+            answer = await request
+            expected = await text_of(graph, continuation(PROMPT, 12))
+    assert answer.status_code == 200
+    if stream:
+        assert "".join(event["choices"][0]["text"] for event in events(answer)) == expected
+    else:
+        assert answer.json()["choices"][0]["text"] == expected
+        assert answer.json()["usage"]["completion_tokens"] == 12
+        assert answer.json()["usage"]["prompt_tokens"] == len(PROMPT)
+        assert answer.headers["x-pdserve-instance"] == f"{first.id},{second.id}"
+    (submit,) = second.seen
+    assert submit.prompt == PROMPT + continuation(PROMPT, said)
+    assert submit.max_tokens == 12 - said
+    params = second.requests[0].sampling_params
+    assert (params.max_tokens, params.min_tokens) == (12 - said, max(0, 4 - said))
+    assert submit.request_id != first.seen[0].request_id
+
+
+async def test_stop_strings_across_the_move(graph: Graph) -> None:
+    async with graph.worker(pace=None) as first:
+        words = (await text_of(graph, continuation(PROMPT, 12))).split()
+        stop = " ".join(words[3:5])
+        request = post(graph, max_tokens=3000, stop=[stop])
+        await steps(first, 4)
+        async with graph.worker() as second:
+            first.die()
+            answer = await request
+            await second.until(lambda: second.cancelled)
+    choice = answer.json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"].split() == words[:3]
+
+
+async def test_logprobs_and_several_outputs(graph: Graph) -> None:
+    async with graph.worker(pace=None) as first:
+        request = post(graph, n=2, temperature=1.0, seed=3, logprobs=1)
+        await first.until(lambda: len(first.jobs) == 2)
+        for _ in range(3):
+            first.step()
+        async with graph.worker() as second:
+            first.die()
+            answer = await request
+    for choice in answer.json()["choices"]:
+        assert len(choice["logprobs"]["token_logprobs"]) == 8
+    before = {request.sampling_params.seed for request in first.requests}
+    after = {request.sampling_params.seed for request in second.requests}
+    assert len(after) == 2
+    assert not before & after
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"structured_outputs": {"regex": "[a-z ]+"}}],
+)
+async def test_what_cannot_go_on_fails_cleanly(graph: Graph, changes: dict[str, object]) -> None:
+    async with graph.worker(pace=None) as first:
+        request = post(graph, **changes)
+        await steps(first, 2)
+        async with graph.worker() as second:
+            first.die()
+            answer = await request
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    assert "cannot go on elsewhere" in answer.json()["error"]["message"]
+    assert not second.seen
+
+
+async def test_before_the_first_token_everything_starts_again(graph: Graph) -> None:
+    async with graph.worker(pace=None) as first:
+        request = post(graph, presence_penalty=0.5)
+        await steps(first, 0)
+        async with graph.worker():
+            first.die()
+            assert (await request).status_code == 200
+
+
+async def test_a_failure_mid_stream_is_an_event(graph: Graph) -> None:
+    async with graph.worker(pace=None) as first:
+        request = post(graph, stream=True, presence_penalty=0.5)
+        await steps(first, 2)
+        await asyncio.sleep(0.05)  # the client has the first tokens: the status is sent
+        first.die()
+        answer = await request
+    assert answer.status_code == 200
+    assert "cannot go on elsewhere" in events(answer)[-1]["error"]["message"]
+
+
+async def test_a_worker_that_drains_sends_it_on(graph: Graph) -> None:
+    async with graph.worker() as first, graph.worker() as second:
+        for worker in (first, second):
+            worker.fail = Failed("", f"{worker.id} is draining", retry=True)
+        request = post(graph)
+        await first.until(lambda: first.seen)
+        await second.until(lambda: second.seen)
+        first.fail = None
+        answer = await request
+    assert answer.status_code == 200
+    assert len(second.seen) == 1
+
+
+async def test_a_request_that_kills_workers_ends(graph: Graph) -> None:
+    request = post(graph)
+    for _ in range(4):
+        async with graph.worker(pace=None) as worker:
+            await steps(worker, 1)
+    answer = await request
+    assert answer.status_code == 503
+    assert "4 decode workers lost this request" in answer.json()["error"]["message"]
+
+
+async def test_outputs_that_cannot_be_read(graph: Graph) -> None:
+    async with graph.worker(pace=None) as first, graph.worker() as second:
+        while not first.jobs:
+            request = post(graph)
+            await asyncio.wait({request}, timeout=0.2)
+        second.seen.clear()
+        first.step()
+        first.garbage()
+        answer = await request
+        expected = await text_of(graph, continuation(PROMPT, 8))
+    assert answer.json()["choices"][0]["text"] == expected
+    assert first.cancelled == [first.seen[0].request_id]
+    assert second.seen[0].prompt == PROMPT + continuation(PROMPT, 1)
+
+
+async def test_a_refusing_worker_gets_nothing_more(graph: Graph) -> None:
+    async with graph.worker() as first, graph.worker() as second:
+        first.refuse("another vLLM")
+        await asyncio.sleep(0.05)
+        for _ in range(4):
+            assert (await graph.http.post("/v1/completions", json=completion())).status_code == 200
+    assert not first.seen
+    assert len(second.seen) == 4
+
+
+async def test_without_a_worker_it_waits_for_one(graph: Graph) -> None:
+    async with graph.worker(pace=None) as first:
+        request = post(graph, max_tokens=6)
+        await steps(first, 2)
+    fresh = post(graph, max_tokens=6)
+    await asyncio.sleep(0.1)
+    assert not request.done()
+    assert not fresh.done()
+    async with graph.worker():
+        expected = await text_of(graph, continuation(PROMPT, 6))
+        for answer in (await request, await fresh):
+            assert answer.json()["choices"][0]["text"] == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_a_worker_until_the_deadline(graph: Graph, stream: bool) -> None:
+    async with graph.worker():
+        pass
+    answer = await graph.http.post(
+        "/v1/completions", json=completion(stream=stream), headers={"x-request-timeout": "0.2"}
+    )
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) >= 1
+    assert "no decode worker of demo" in answer.json()["error"]["message"]

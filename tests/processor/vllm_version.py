@@ -1,0 +1,3 @@
+from pdserve.frontend.versions import vllm_version
+
+VERSION = vllm_version()

@@ -1,0 +1,48 @@
+"""Real servers for tests, on free ports: use these directly, or the fixtures of conftest."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
+from pdserve.supervisor.server_process import ServerProcess
+
+
+def nats_server(state_dir: Path, port: int = 0) -> EmbeddedNats:
+    """`async with nats_server(tmp_path) as nats`; then `nats.url`, `kill(nats)`, `nats.restart()`."""
+    return EmbeddedNats(state_dir, port)
+
+
+def etcd_server(state_dir: Path, port: int = 0) -> EmbeddedEtcd:
+    return EmbeddedEtcd(state_dir, port)
+
+
+@contextmanager
+def running(server: ServerProcess) -> Iterator[ServerProcess]:
+    """For session fixtures: the server outlives the event loops of the tests."""
+    asyncio.run(server.start())
+    try:
+        yield server
+    finally:
+        asyncio.run(server.stop())
+
+
+@asynccontextmanager
+async def hung(server: ServerProcess) -> AsyncIterator[None]:
+    """The process is there, its port accepts, and nothing answers."""
+    assert server.pid
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+async def kill(server: ServerProcess) -> None:
+    """SIGKILL; returns when the process is gone."""
+    assert server.pid
+    os.kill(server.pid, signal.SIGKILL)
+    await server.wait()

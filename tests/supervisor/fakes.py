@@ -1,0 +1,106 @@
+"""Tiny roles for the supervisor's tests: Python one-liners that run through the same code as the real ones."""
+
+import asyncio
+import contextlib
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+from pdserve.graph import Job
+from pdserve.messages import Instance, Role
+from pdserve.supervisor.backoff import Policy
+from pdserve.supervisor.guardian import Guardian
+from pdserve.supervisor.output import Output
+from pdserve.supervisor.supervision import Supervision
+
+QUICK = Policy(first=0.01, ceiling=0.05, healthy=60, failed_starts=3, crashes=5, window=60)
+"""for tests that want restarts now"""
+
+SERVE = """
+    import os, signal, sys, time
+    def stop(*_):
+        print("drained", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, stop)
+    print("up", os.getpid(), flush=True)
+    time.sleep(600)
+"""
+"""a role that behaves"""
+
+
+def fake(script: str, role: Role = Role.DECODE, index: int = 0, **env: str) -> Job:
+    command = (sys.executable, "-c", textwrap.dedent(script))
+    return Job(f"{role.value}-{index}", role, command, env)
+
+
+async def at_once(pid: int) -> Instance:
+    """A registry in which everybody is at once."""
+    return Instance(id=f"fake-{pid}", role=Role.DECODE, pid=pid)
+
+
+async def never(pid: int) -> Instance:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+class Graph:
+    """A supervision of fake roles; `async with` runs it and stops it."""
+
+    def __init__(
+        self, folder: Path, *jobs: Job, until_ready: object = at_once, policy: Policy = QUICK, patience: float = 10
+    ) -> None:
+        self.stream = StringIO()
+        self.output = Output(folder / "logs", stream=self.stream)
+        self.ready = asyncio.Event()
+        self._jobs, self._policy, self._until_ready, self._patience = jobs, policy, until_ready, patience
+        self._guardian = Guardian()
+
+    async def __aenter__(self) -> "Graph":
+        self._guardian.__enter__()
+        self.supervision = Supervision(
+            self._jobs,
+            self._until_ready,  # type: ignore[arg-type]
+            self.output,
+            self._guardian,
+            self._policy,
+        )
+        work = self.supervision.run(lambda *_: self.ready.set(), [], self._patience)
+        self.running = asyncio.create_task(work)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self.running.done():
+            self.supervision.stop()
+        with contextlib.suppress(Exception):
+            await self.running
+        self._guardian.__exit__(None, None, None)
+        self.output.close()
+
+    @property
+    def text(self) -> str:
+        return self.stream.getvalue()
+
+    def pids(self, word: str = "up") -> list[int]:
+        """The pids that roles printed after `word`, in order of time."""
+        found = [line.split(f" {word} ")[1] for line in self.text.splitlines() if f" {word} " in line]
+        return [int(pid.split()[0]) for pid in found]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """False for zombies too."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def group_of(pid: int) -> int:
+    return os.getpgid(pid)

@@ -1,0 +1,101 @@
+import asyncio
+import os
+import signal
+
+from pdserve.supervisor.process import Ended, Process
+from tests.supervisor.fakes import alive, fake, until
+
+GRANDCHILD = """
+    import os, subprocess, sys, time
+    child = subprocess.Popen([sys.executable, "-c",
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"])
+    print("child", child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+async def run(script: str, **env: str) -> tuple[Ended, list[str]]:
+    lines: list[str] = []
+    process = await Process.start(fake(script, **env), lines.append)
+    return await process.wait(), lines
+
+
+async def test_every_line_of_both_streams_comes_in_order() -> None:
+    end, lines = await run("""
+        import os, sys
+        for i in range(300):
+            print(i, file=sys.stdout if i % 2 else sys.stderr, flush=True)
+    """)
+    assert lines == [str(i) for i in range(300)]
+    assert end == Ended(0, tuple(lines[-30:]))
+
+
+async def test_progress_bars_long_lines_and_half_lines() -> None:
+    _, lines = await run(r"""
+        import sys
+        sys.stdout.write("10%\r20%\r\n\n" + "x" * 200_000 + "\nno end")
+    """)
+    assert lines == ["10%", "20%", "x" * 200_000, "no end"]
+
+
+async def test_bytes_that_are_no_text_do_not_stop_it() -> None:
+    _, lines = await run(r"import sys; sys.stdout.buffer.write(b'\xff\xfe ok\nnext\n')")
+    assert lines == ["\ufffd\ufffd ok", "next"]
+
+
+async def test_its_environment_and_its_stdin() -> None:
+    _, lines = await run("import os, sys; print(os.environ['COLOUR'], repr(sys.stdin.read()))", COLOUR="red")
+    assert lines == ["red ''"]
+
+
+async def test_a_group_of_its_own_in_our_session() -> None:
+    _, lines = await run("import os; print(os.getpgid(0) == os.getpid(), os.getsid(0))")
+    assert lines == [f"True {os.getsid(0)}"]
+
+
+async def test_nothing_of_its_group_outlives_it() -> None:
+    lines: list[str] = []
+    process = await Process.start(fake(GRANDCHILD), lines.append)
+    await until(lambda: "deaf" in lines)
+    child = int(next(line for line in lines if line.startswith("child")).split()[1])
+    process.kill()
+    end = await process.wait()
+    assert end.code == -signal.SIGKILL
+    assert not alive(child)
+
+
+async def test_shared_memory_of_the_killed_is_cleaned_up() -> None:
+    lines: list[str] = []
+    process = await Process.start(
+        fake("""
+            import time
+            from multiprocessing import shared_memory
+            memory = shared_memory.SharedMemory(create=True, size=4096)
+            print(memory.name, flush=True)
+            time.sleep(600)
+        """),
+        lines.append,
+    )
+    await until(lambda: bool(lines))
+    path = f"/dev/shm/{lines[0].lstrip('/')}"
+    assert os.path.exists(path)
+    process.kill()
+    await process.wait()
+    assert not os.path.exists(path)
+
+
+async def test_wait_ends_though_a_grandchild_in_another_group_holds_the_pipe() -> None:
+    """A daemon may have left the group with our pipe as its stdout."""
+    lines: list[str] = []
+    process = await Process.start(
+        fake("""
+            import subprocess, sys
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], process_group=0)
+            print(child.pid, flush=True)
+        """),
+        lines.append,
+    )
+    async with asyncio.timeout(10):
+        end = await process.wait()
+    assert end.code == 0
+    os.kill(int(lines[0]), signal.SIGKILL)

@@ -1,0 +1,145 @@
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pdserve.messages import Role
+from pdserve.supervisor.keeper import GaveUp
+from tests.supervisor.fakes import SERVE, Graph, alive, fake, never, until
+
+CRASH = "import sys; print('the cause is here', file=sys.stderr); sys.exit(3)"
+DEAF = """
+    import os, signal, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("up", os.getpid(), flush=True)
+    time.sleep(600)
+"""
+
+
+async def test_ready_when_all_are_registered_and_nothing_left_after_stop(tmp_path: Path) -> None:
+    jobs = [fake(SERVE, Role.DECODE), fake(SERVE, Role.PREFILL), fake(SERVE, Role.FRONTEND)]
+    async with Graph(tmp_path, *jobs) as graph:
+        await until(lambda: len(graph.pids()) == 3)
+        await asyncio.wait_for(graph.ready.wait(), 5)
+    assert not any(map(alive, graph.pids()))
+    assert graph.running.exception() is None
+    assert graph.text.count("drained") == 3
+
+
+async def test_not_ready_before_it_is_in_the_registry(tmp_path: Path) -> None:
+    async with Graph(tmp_path, fake(SERVE), until_ready=never) as graph:
+        await until(lambda: len(graph.pids()) == 1)
+        await asyncio.sleep(0.1)
+        assert not graph.ready.is_set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+async def test_a_crashed_role_is_started_again_and_the_others_are_not(
+    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Graph(tmp_path, fake(SERVE), fake(SERVE, Role.PREFILL)) as graph:
+        await until(lambda: len(graph.pids()) == 2)
+        victim, other = _pids_by_role(graph)
+        await asyncio.wait_for(graph.ready.wait(), 5)
+        os.kill(victim, number)
+        await until(lambda: len(graph.pids()) == 3)
+        assert not alive(victim)
+        assert alive(other)
+        assert f"killed by {signal.Signals(number).name}" in caplog.text
+        assert "starts again in 0.01 s" in caplog.text
+    assert not any(map(alive, graph.pids()))
+
+
+async def test_gives_up_with_the_cause_and_stops_the_others(tmp_path: Path) -> None:
+    async def only_frontends(pid: int) -> object:
+        return await never(pid)
+
+    jobs = [fake(SERVE, Role.FRONTEND), fake(CRASH)]
+    async with Graph(tmp_path, *jobs, until_ready=only_frontends) as graph:
+        with pytest.raises(GaveUp, match="failed to start 3 times in a row") as raised:
+            await asyncio.wait_for(asyncio.shield(graph.running), 20)
+    assert "decode-0 ended (exit code 3)" in str(raised.value)
+    assert "the cause is here" in str(raised.value)
+    assert graph.text.count("the cause is here") == 3
+    assert not any(map(alive, graph.pids()))
+
+
+async def test_a_wrong_configuration_is_not_tried_again(tmp_path: Path) -> None:
+    job = fake("import sys; print('no such key'); sys.exit(2)")
+    async with Graph(tmp_path, job, until_ready=never) as graph:
+        with pytest.raises(GaveUp, match="(?s)its configuration is wrong.*no such key"):
+            await asyncio.wait_for(asyncio.shield(graph.running), 20)
+    assert graph.text.count("no such key") == 1
+
+
+async def test_stops_in_waves(tmp_path: Path) -> None:
+    """Each takes a while to drain, and says when it ended: no wave begins before the last one is gone."""
+    slow = """
+        import os, signal, sys, time
+        def stop(*_):
+            print("began", time.time(), flush=True)
+            time.sleep(0.2)
+            print("ended", time.time(), flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, stop)
+        print("up", os.getpid(), flush=True)
+        time.sleep(600)
+    """
+    jobs = [fake(slow, role) for role in (Role.PREFILL, Role.DECODE, Role.FRONTEND)]
+    async with Graph(tmp_path, *jobs, fake(slow, Role.DECODE, 1)) as graph:
+        await until(lambda: len(graph.pids()) == 4)
+        await asyncio.wait_for(graph.ready.wait(), 5)
+    began, ended = (_times(graph, word) for word in ("began", "ended"))
+    assert ended["frontend-0"] < min(began["decode-0"], began["decode-1"])
+    assert abs(began["decode-0"] - began["decode-1"]) < 0.19  # side by side
+    assert max(ended["decode-0"], ended["decode-1"]) < began["prefill-0"]
+
+
+async def test_one_that_does_not_stop_is_killed_after_the_deadline(tmp_path: Path) -> None:
+    async with Graph(tmp_path, fake(DEAF), patience=0.3) as graph:
+        await until(lambda: len(graph.pids()) == 1)
+        await asyncio.wait_for(graph.ready.wait(), 5)
+        graph.supervision.stop()
+        await asyncio.wait_for(asyncio.shield(graph.running), 5)
+    assert not alive(graph.pids()[0])
+
+
+async def test_the_second_stop_is_at_once(tmp_path: Path) -> None:
+    async with Graph(tmp_path, fake(DEAF), patience=60) as graph:
+        await until(lambda: len(graph.pids()) == 1)
+        await asyncio.wait_for(graph.ready.wait(), 5)
+        graph.supervision.stop()
+        graph.supervision.stop()
+        started = time.monotonic()
+        await asyncio.wait_for(asyncio.shield(graph.running), 10)
+    assert time.monotonic() - started < 5
+    assert not alive(graph.pids()[0])
+
+
+async def test_stop_while_waiting_to_restart(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from tests.supervisor.fakes import QUICK
+
+    policy = replace(QUICK, first=60, ceiling=60)
+    async with Graph(tmp_path, fake(CRASH), policy=policy, until_ready=never) as graph:
+        await until(lambda: "the cause" in graph.text)
+        await asyncio.sleep(0.1)
+        graph.supervision.stop()
+        await asyncio.wait_for(asyncio.shield(graph.running), 5)
+
+
+def _pids_by_role(graph: Graph) -> tuple[int, int]:
+    """(decode-0, prefill-0)"""
+    found = {
+        line.split()[2]: int(line.rsplit(" ", 1)[1]) for line in graph.text.splitlines() if " up " in line
+    }
+    return found["decode-0"], found["prefill-0"]
+
+
+def _times(graph: Graph, word: str) -> dict[str, float]:
+    lines = [line.split() for line in graph.text.splitlines() if f": {word} " in line]
+    return {line[2]: float(line[-1]) for line in lines}
