@@ -62,7 +62,9 @@ install_packages() {
         sources+=("--extra-index-url=$torch_index")
     fi
     # --no-deps: the locks are complete, and on CPU four packages are left out on purpose (requirements/leave-out-cpu.txt)
-    install --no-deps "${sources[@]}" "${locks[@]/#/--requirements=}"
+    # Bytecode now, on all cores: else nine processes compile the same thousands of files at the first start, and at
+    # every start where PYTHONDONTWRITEBYTECODE is set, as in many containers.
+    install --no-deps --compile-bytecode "${sources[@]}" "${locks[@]/#/--requirements=}"
     install --no-deps --no-build-isolation --quiet --editable .
 }
 

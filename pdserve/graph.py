@@ -1,8 +1,8 @@
 """The graph as data: the roles, what each needs, and in which order they start and stop.
 
-Roles start together, once the servers are up: the frontend answers 503 on its port until a model's card appears, and
-engines spend their half minute of loading side by side. They stop in waves, each when the one before is gone, so that
-whoever still finishes a request keeps everything that it needs for it.
+Roles start together, once the servers are up: the frontend answers 503 on its port until a model's card
+appears, and engines spend their half minute of loading side by side. They stop in waves, each when the one
+before is gone, so that whoever still finishes a request keeps everything that it needs for it.
 """
 
 import sys
@@ -40,7 +40,8 @@ GRAPH = {
 
 
 SLOT_VARIABLE = "PDSERVE_SLOT"
-"""environment variable by which the supervisor hands a process its slot: planned alone, it would get other GPUs"""
+"""environment variable by which the supervisor hands a process its slot: planned alone, it would get other
+GPUs"""
 
 
 def encode_slot(slot: Slot) -> str:
@@ -68,7 +69,8 @@ class Job:
 
 
 def job(slot: Slot, config_file: Path, env: Mapping[str, str]) -> Job:
-    """How `serve` runs a slot: exactly as a user would on another host, `pdserve decode -f FILE --index 0`."""
+    """How `serve` runs a slot: exactly as a user would on another host, `pdserve decode -f FILE --index
+    0`."""
     command = (
         sys.executable,
         "-m",

@@ -35,10 +35,20 @@ async def hung(server: ServerProcess) -> AsyncIterator[None]:
     """The process is there, its port accepts, and nothing answers."""
     assert server.pid
     os.kill(server.pid, signal.SIGSTOP)
+    while not _stopped(server.pid):
+        await asyncio.sleep(0.001)
     try:
         yield
     finally:
         os.kill(server.pid, signal.SIGCONT)
+
+
+def _stopped(pid: int) -> bool:
+    """All of its threads: the signal needs a moment to reach them."""
+    states = [
+        path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")
+    ]
+    return all(state in "Tt" for state in states)
 
 
 async def kill(server: ServerProcess) -> None:

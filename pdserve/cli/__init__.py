@@ -1,5 +1,6 @@
-"""The command line. Each command is a module with `add(commands)`, which describes it, and `run(args)`, which imports
-what it needs and returns the exit code: 0 for done, 1 for failed, 2 for a wrong configuration or command line."""
+"""The command line. Each command is a module with `add(commands)`, which describes it, and `run(args)`, which
+imports what it needs and returns the exit code: 0 for done, 1 for failed, 2 for a wrong configuration or
+command line."""
 
 import argparse
 import os
@@ -7,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from pdserve import __version__
-from pdserve.cli import plan, role, serve, settings, status
+from pdserve.cli import doctor, plan, role, serve, settings, status
 from pdserve.errors import ConfigError, PdserveError
 
 COMMANDS = (serve, role, plan, status, settings, doctor)

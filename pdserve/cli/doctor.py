@@ -5,9 +5,9 @@ import argparse
 from pdserve.cli.options import Commands, command
 
 _TEXT = """\
-Check whether this machine is fit: Python and vLLM versions, GPUs, memory and limits, ports, NATS with JetStream, etcd,
-and KV transfer, whose speed between two processes is measured. Each line is ok, warn or fail, and says what to do. Exit
-code 1 where something failed.
+Check whether this machine is fit: Python and vLLM versions, GPUs, memory and limits, ports, NATS with
+JetStream, etcd, and KV transfer, whose speed between two processes is measured. Each line is ok, warn or
+fail, and says what to do. Exit code 1 where something failed.
 """
 _EXAMPLES = """\
   pdserve doctor                            the defaults, with servers of its own

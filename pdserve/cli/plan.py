@@ -5,9 +5,9 @@ import argparse
 from pdserve.cli.options import Commands, add_file, command, show
 
 _TEXT = """\
-Show what would run where on this machine: GPUs, memory, KV capacity, the most requests at once, ports, every vLLM
-argument and where it came from. Reads the model's config.json and safetensors index; loads no weights, starts nothing.
-Exit code 0 where the graph fits, else 2 with the reasons.
+Show what would run where on this machine: GPUs, memory, KV capacity, the most requests at once, ports, every
+vLLM argument and where it came from. Reads the model's config.json and safetensors index; loads no weights,
+starts nothing. Exit code 0 where the graph fits, else 2 with the reasons.
 """
 _EXAMPLES = """\
   pdserve plan -f configs/disagg.yaml

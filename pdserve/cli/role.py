@@ -21,9 +21,9 @@ _HELP = {
     Role.PREFILL: "one prefill worker",
 }
 _TEXT = """\
-Run one process of the graph of FILE, on this or another host. It finds the others through etcd and NATS: those that
-the file names (Graph: etcd, nats), else those of the graph that runs on the same state directory. SIGTERM lets it
-finish what it has and end with exit code 0.
+Run one process of the graph of FILE, on this or another host. It finds the others through etcd and NATS:
+those that the file names (Graph: etcd, nats), else those of the graph that runs on the same state directory.
+SIGTERM lets it finish what it has and end with exit code 0.
 """
 _EXAMPLES = """\
   pdserve {role} -f configs/disagg.yaml
@@ -72,7 +72,8 @@ def _live(config: "Config", slot: "Slot") -> None:
 
 
 def _place(args: argparse.Namespace) -> "tuple[Config, Slot]":
-    """The configuration with addresses, and the slot: the supervisor's, or one planned for this process alone."""
+    """The configuration with addresses, and the slot: the supervisor's, or one planned for this process
+    alone."""
     from pdserve.config.load import load
     from pdserve.config.machine import Machine
     from pdserve.config.plan import make_plan
@@ -104,8 +105,8 @@ def _with_servers(config: "Config") -> "Config":
         missing = " and ".join(name for name in ("nats", "etcd") if getattr(config, name) is None)
         raise ConfigError(
             [
-                f"{config.path} names no {missing}, and no graph runs on {config.state_dir}: set Graph.{missing}, or "
-                f"PDSERVE_NATS and PDSERVE_ETCD, or use `pdserve serve`, which starts both itself."
+                f"{config.path} names no {missing}, and no graph runs on {config.state_dir}: set them in "
+                "Graph, or PDSERVE_NATS and PDSERVE_ETCD, or use `pdserve serve`, which starts both itself."
             ]
         )
     return replace(config, nats=config.nats or graph.nats, etcd=config.etcd or graph.etcd)

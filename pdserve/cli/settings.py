@@ -5,8 +5,8 @@ import argparse
 from pdserve.cli.options import Commands, add_graph, command
 
 _TEXT = """\
-Change settings of a running graph, at once and without a restart. They are kept in etcd and win over the file until
-unset. Without arguments: show them.
+Change settings of a running graph, at once and without a restart. They are kept in etcd and win over the file
+until unset. Without arguments: show them.
 """
 _EXAMPLES = """\
   pdserve set                                   what can be set, and what is

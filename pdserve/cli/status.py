@@ -5,8 +5,8 @@ import argparse
 from pdserve.cli.options import Commands, add_graph, command
 
 _TEXT = """\
-Show the processes of a running graph, as etcd knows them: one row for each living lease, with its load, KV usage and
-address, the models, the prefill queue and the live settings. Exit code 1 where nothing runs.
+Show the processes of a running graph, as etcd knows them: one row for each living lease, with its load, KV
+usage and address, the models, the prefill queue and the live settings. Exit code 1 where nothing runs.
 """
 _EXAMPLES = """\
   pdserve status                         the graph that runs on this machine

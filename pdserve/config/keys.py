@@ -1,6 +1,7 @@
 """Reads one mapping's own keys with their types; what nobody asked for is left over and is either an engine
 argument or unknown."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -82,13 +83,10 @@ class Keys:
         if entry is None:
             return default
         value = entry.value
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not (value > 0 or (zero and value == 0))
-        ):
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value < 0 or (value == 0 and not zero):  # type: ignore[operator]
             return float(self._wrong(entry, "must be a number of seconds above 0", default))
-        return float(value)
+        return float(value)  # type: ignore[arg-type]
 
     def flag(self, name: str, default: bool) -> bool:
         entry = self.take(name)

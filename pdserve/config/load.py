@@ -144,7 +144,10 @@ def _check_split(
         at = tree["VllmWorker"].children["remote-prefill"]
         text = "is true, but there is no PrefillWorker section: add one, or set it to false."
         findings.problem(at.line, at.path, text)
-    if decode is not None and not decode.remote_prefill and prefill is not None:
+    if decode is not None and prefill is not None and not decode.remote_prefill:
+        said = tree["VllmWorker"].children.get("remote-prefill")
+        if said is not None and said.value is not False:
+            return  # it is a problem of its own already
         at = tree["PrefillWorker"]
         text = "would never get work: set remote-prefill: true in VllmWorker, or remove this section."
         findings.problem(at.line, at.path, text)

@@ -75,7 +75,9 @@ def read_model(folder: Path) -> ModelFacts:
         text = f"{path} cannot be read ({reason}): give a folder with a whole Hugging Face model."
         raise ConfigError([text]) from error
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        text = f"{path} is not a model configuration that pdserve can size ({type(error).__name__}: {error})."
+        text = (
+            f"{folder} is not a model that pdserve understands ({type(error).__name__}: {error}): correct it."
+        )
         raise ConfigError([text]) from error
 
 
@@ -138,4 +140,6 @@ def _header_sizes(file: Path) -> Counter[str]:
         if name != "__metadata__":
             start, end = tensor["data_offsets"]
             sizes[tensor["dtype"]] += end - start
+    if file.stat().st_size < 8 + length + sizes.total():
+        raise ValueError(f"{file.name} is cut short: download it again")
     return sizes

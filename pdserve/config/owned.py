@@ -2,6 +2,7 @@
 change that nobody sees."""
 
 from pdserve.config.arguments import arguments
+from pdserve.messages import Role
 
 _SERVER = "is about vLLM's own HTTP server, which a worker does not have; remove it."
 _REASONS = {
@@ -25,6 +26,16 @@ _REASONS = {
     "skip-tokenizer-init": "would leave the frontends without a tokenizer; remove it.",
     "enable-elastic-ep": "changes the ranks while running, which KV transfer cannot follow; remove it.",
 }
+
+
+def set_by_graph(role: Role, split: bool) -> dict[str, str]:
+    """What `engine/vllm.py` sets beside the model and its name, in words, for the plan. `split`: KV moves
+    between workers."""
+    found = {"kv-events-config": "own socket, for prefix hits"} if role is Role.DECODE else {}
+    if split:
+        kv_role = "kv_producer" if role is Role.PREFILL else "kv_consumer"
+        found["kv-transfer-config"] = f"NIXL, {kv_role}, recompute"
+    return found
 
 
 def reason(name: str) -> str | None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from pdserve.config.machine import GIB
 from pdserve.config.memory import Memory
+from pdserve.config.owned import set_by_graph
 from pdserve.config.plan import Plan, PlannedWorker
 from pdserve.messages import Role
 
@@ -43,11 +44,11 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "state_dir": str(config.state_dir),
         "machine": dataclasses.asdict(plan.machine),
         "frontends": [slot.name for slot in plan.frontends],
-        "workers": [_worker_as_dict(worker) for worker in plan.workers],
+        "workers": [_worker_as_dict(worker, plan) for worker in plan.workers],
     }
 
 
-def _worker_as_dict(worker: PlannedWorker) -> dict[str, Any]:
+def _worker_as_dict(worker: PlannedWorker, plan: Plan) -> dict[str, Any]:
     slot, memory = worker.slot, worker.memory
     return {
         "name": slot.name,
@@ -56,7 +57,9 @@ def _worker_as_dict(worker: PlannedWorker) -> dict[str, Any]:
         "gpus": list(slot.gpus),
         "kv_port": slot.kv_port,
         "env": dict(slot.env),
-        "arguments": {name: {"value": value, "from": origin} for name, value, origin in _rows(worker)},
+        "arguments": {
+            name: {"value": value, "from": origin} for name, value, origin in _rows(worker, _split(plan))
+        },
         "memory": memory and {**dataclasses.asdict(memory), **_derived(memory)},
     }
 
@@ -182,21 +185,29 @@ def _arguments(plan: Plan) -> Table:
     for worker in plan.workers:
         if worker.slot.index != min(each.slot.index for each in plan.workers if _same_role(each, worker)):
             continue
-        for name, value, origin in _rows(worker):
+        for name, value, origin in _rows(worker, _split(plan)):
             table.add_row(worker.slot.role.value, name, str(value), origin)
         table.add_section()
     return table
+
+
+def _split(plan: Plan) -> bool:
+    """Whether KV moves between workers."""
+    return plan.config.prefill is not None
 
 
 def _same_role(one: PlannedWorker, other: PlannedWorker) -> bool:
     return one.slot.role is other.slot.role
 
 
-def _rows(worker: PlannedWorker) -> Iterator[tuple[str, object, str]]:
+def _rows(worker: PlannedWorker, split: bool) -> Iterator[tuple[str, object, str]]:
     for name, value in sorted(worker.config.engine_args.items()):
         shown = "…" if name in _SECRET else value
         shown = json.dumps(shown) if isinstance(shown, dict | list | bool) else shown
         yield name, shown, worker.config.origins.get(name, "pdserve")
+    if worker.config.engine == "vllm":
+        for name, text in set_by_graph(worker.slot.role, split).items():
+            yield name, text, "pdserve (graph)"
     for name, text in worker.slot.env.items():
         yield name, text, "pdserve (environment)"
 

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from contextlib import AsyncExitStack
 
+from pdserve import queue, registry, stream
 from pdserve.config.schema import Config, Slot
 from pdserve.decode.policy import Decision, decide
 from pdserve.decode.remote import CANCELLED, RemotePrefill
@@ -28,18 +29,17 @@ from pdserve.messages import (
     ToFrontend,
 )
 from pdserve.observe.metrics import KV_TRANSFER_BYTES, KV_TRANSFER_SECONDS, PREFILL, QUEUE_DEPTH
+from pdserve.observe.page import serve_metrics
 from pdserve.queue.base import PrefillQueue
 from pdserve.registry.base import Registry
 from pdserve.registry.view import View
 from pdserve.stream.base import StreamServer
-from pdserve.worker.identity import describe, model_card
+from pdserve.worker.identity import describe, model_card, new_instance_id
 from pdserve.worker.lifecycle import Lifecycle
 from pdserve.worker.presence import Presence
+from pdserve.worker.run import build_engine, run_until_signalled
 
 log = logging.getLogger(__name__)
-
-TICK = 1.0
-"""seconds between two looks at deadlines, settings and the topology"""
 
 
 class DecodeWorker:
@@ -92,7 +92,8 @@ class DecodeWorker:
                     self._read_frontends(),
                     self._read_engine(),
                     self._remote.read_answers(),
-                    self._tick(),
+                    self._follow_registry(),
+                    self._watch_deadlines(),
                     self._presence.keep_current(),
                 ],
                 self._drain,
@@ -267,13 +268,16 @@ class DecodeWorker:
         except PeerGone:
             await self._forget(frontend)
 
-    # now and then
+    # from the registry and the clock
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK)
+    async def _follow_registry(self) -> None:
+        async for _ in self._view.changes():
             self._settings.read(self._view.settings())
             self._remote.give_up_if_alone()
+
+    async def _watch_deadlines(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
             for request in self._requests:
                 if time.time() >= request.submit.deadline:
                     await self._expire(request)
@@ -299,3 +303,22 @@ def _count(transfers: Transfers) -> None:
     KV_TRANSFER_BYTES.inc(transfers.bytes)
     for seconds in transfers.seconds:
         KV_TRANSFER_SECONDS.observe(seconds)
+
+
+async def main(config: Config, slot: Slot) -> None:
+    """The process. Returns after SIGTERM and the drain; raises EngineDead."""
+    assert config.etcd is not None
+    assert config.nats is not None
+    instance_id = new_instance_id(slot)
+    with serve_metrics(config.host) as url:
+        worker = DecodeWorker(
+            config,
+            slot,
+            instance_id,
+            build_engine(config, slot, instance_id),
+            registry.connect(config.etcd, config.namespace),
+            queue.connect(config.nats, config.namespace, config.served_model_name),
+            stream.listen(config.host),
+            url,
+        )
+        await run_until_signalled(worker)

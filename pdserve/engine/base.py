@@ -108,8 +108,8 @@ class Engine(ABC):
 
     @abstractmethod
     async def reject(self, kv: KvHandle) -> None:
-        """Tell the prefill engine that holds `kv` that nobody will pull it, so that it frees the blocks now. Does
-        not wait for that, and does not fail where that engine is gone."""
+        """Tell the prefill engine that holds `kv` that nobody will pull it, so that it frees the blocks
+        now. Does not wait for that, and does not fail where that engine is gone."""
 
     @abstractmethod
     async def cancel(self, request_ids: list[str]) -> None:

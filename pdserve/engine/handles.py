@@ -25,6 +25,8 @@ def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int) -> None:
         raise ProtocolError(f"{sizes} KV blocks for a prompt that fills {needed}")
     if any(block < 0 for group in handle.block_ids for block in group):
         raise ProtocolError("a negative KV block id")
+    if any(len(set(group)) != len(group) for group in handle.block_ids):
+        raise ProtocolError("a KV block id twice")
     if expired(handle):
         raise ProtocolError(f"the KV handle's lease of {handle.lease:g} s is over or nearly so")
 

@@ -21,6 +21,8 @@ class EngineSpec:
     instance: str
     """the worker's instance id, unique for each boot; KV handles carry it"""
     model: str
+    served_model_name: str = ""
+    """for the labels of vLLM's own metrics"""
     engine_args: Mapping[str, object] = field(default_factory=dict)
     """vLLM's own arguments in kebab-case"""
     disaggregated: bool = True

@@ -1,12 +1,15 @@
-"""The real engine: vLLM's EngineCore and workers in processes of their own, driven through its own core client."""
+"""The real engine: vLLM's EngineCore and workers in processes of their own, driven through its own core
+client."""
 
 import asyncio
-import json
 import logging
 import os
 import secrets
+import time
+from collections.abc import Awaitable
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Self, TypeVar
 
 import psutil
 
@@ -26,17 +29,21 @@ from pdserve.engine.vllm_requests import (
     to_reject,
 )
 from pdserve.engine.vllm_tickets import Ticket, Tickets
-from pdserve.errors import EngineDead, ProtocolError
+from pdserve.errors import ConfigError, EngineDead, ProtocolError
 from pdserve.messages import KvHandle, Role
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LEASE = 30
 """seconds that the prefill side keeps blocks for the decode side"""
 STALLED = "pdserve_stalled_requests"
 """as `pdserve.kv.connector` names it; not imported from there, since that is vLLM's process's business"""
-SHUTDOWN_TIMEOUT = 10.0
-"""seconds that the engine's processes get to end before they are killed"""
+SHUTDOWN_TIMEOUT = 2.0
+"""seconds that the engine's processes get to end before they are killed: they have nothing left to do, but
+vLLM's worker rarely ends by itself"""
+SILENCE = 0.5
+"""seconds without a report after which an engine without requests holds no block"""
 
 
 class VllmEngine(Engine):
@@ -45,15 +52,16 @@ class VllmEngine(Engine):
         self._cache = CacheMirror()
         self._tickets = Tickets()
         self._usage = EngineUsage()
+        self._reported = 0.0
         self._timestamp = 0.0
         self._core: api.AsyncMPClient | None = None
+        self.processes: set[psutil.Process] = set()
+        """all of this engine's, for whoever wants to watch or to kill them"""
 
     async def __aenter__(self) -> Self:
         await self._cache.__aenter__()
         try:
-            self._set_environment()
-            self._config = api.engine_config(self._argv())
-            self._core = await asyncio.to_thread(api.start_core, self._config)
+            await asyncio.to_thread(self._start)
             self._cache.follow(self._config)
             self._stats = api.PrometheusStatLogger(self._config)
             self._stats.log_engine_initialized()
@@ -66,14 +74,31 @@ class VllmEngine(Engine):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """However far the start came, and whatever state the engine is in: its processes are gone afterwards."""
+        """However far the start came, and whatever state the engine is in: its processes are gone
+        afterwards."""
         if self._core is not None:
             await asyncio.to_thread(self._core.shutdown, SHUTDOWN_TIMEOUT)
-        _kill_children()
+        await asyncio.to_thread(_kill, self.processes)
         await self._cache.__aexit__(kind, error, trace)
 
+    def _start(self) -> None:
+        """In a thread, for a minute. One engine at a time: the environment is the process's."""
+        self._set_environment()
+        try:
+            self._config = api.engine_config(self._argv())
+        except ValueError as error:
+            raise ConfigError([f"vLLM refuses the configuration: {error}"]) from error
+        before = _descendants()
+        try:
+            self._core = api.start_core(self._config)
+        except Exception as error:
+            raise EngineDead(f"vLLM did not start, its log says why: {error}") from error
+        finally:
+            self.processes = _descendants() - before
+
     def _set_environment(self) -> None:
-        """Read by vLLM here and in its processes, which are spawned: forking a process with threads is not safe."""
+        """Read by vLLM here and in its processes, which are spawned: forking a process with threads is not
+        safe."""
         port = self._spec.kv_port or free_port(self._spec.host)
         require_free(self._spec.host, port)
         os.environ |= {
@@ -81,7 +106,8 @@ class VllmEngine(Engine):
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         }
-        # seeds the hashes that name KV blocks, where vLLM does not seed them itself: equal in its processes and here
+        # seeds the hashes that name KV blocks, where vLLM does not seed them itself: equal in its processes
+        # and here
         os.environ.setdefault("PYTHONHASHSEED", str(secrets.randbelow(2**32)))
 
     def _argv(self) -> list[str]:
@@ -117,5 +143,154 @@ class VllmEngine(Engine):
             max_batched_tokens=scheduler.max_num_batched_tokens,
             max_concurrency=cache.kv_cache_max_concurrency or 0.0,
             vllm_version=api.VERSION,
-            supported_tasks=list(await self._alive.get_supported_tasks_async()),
+            supported_tasks=list(await self._ask(self._alive.get_supported_tasks_async())),
         )
+
+    # the contract
+
+    async def generate(
+        self, request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None
+    ) -> None:
+        if kv is not None:
+            check_handle(kv, len(prompt), self.facts.block_size)
+        request = to_generate(request_id, prompt, body, kv)
+        self._check_length(len(prompt))
+        self._tickets.add(Ticket(request_id, prompt, body))
+        await self._ask(self._alive.add_request_async(request))
+
+    async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
+        request = to_prefill(request_id, prompt, body)
+        self._check_length(len(prompt))
+        self._tickets.add(Ticket(request_id, prompt, body, prefill=True))
+        await self._ask(self._alive.add_request_async(request))
+
+    async def reject(self, kv: KvHandle) -> None:
+        await self._ask(self._alive.add_request_async(to_reject(f"reject-{secrets.token_hex(8)}", kv)))
+
+    async def cancel(self, request_ids: list[str]) -> None:
+        tickets = [ticket for one in request_ids if (ticket := self._tickets.of_request(one))]
+        for ticket in tickets:
+            self._tickets.drop(ticket)
+        if tickets:
+            await self._ask(self._alive.abort_requests_async([ticket.engine_id for ticket in tickets]))
+
+    async def step(self) -> Step:
+        """The engine also reports while it only waits for a transfer, a thousand times a second: those
+        reports end here."""
+        while True:
+            outputs = await self._ask(self._alive.get_output_async())
+            transfers = await self._take_stats(outputs.scheduler_stats)
+            if outputs.outputs or transfers:
+                self._timestamp = outputs.timestamp
+                found = [output for one in outputs.outputs if (output := self._take(one))]
+                return Step(found, transfers)
+
+    def pack(self, outputs: list[Output]) -> list[bytes]:
+        return api.encode_outputs([output.raw for output in outputs], self._timestamp)
+
+    def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int:
+        request = read_body(body)
+        request.prompt_token_ids = prompt
+        return self._cache.hit(request) if remote_ok(request) else 0
+
+    def remote_ok(self, body: list[bytes]) -> bool:
+        return remote_ok(read_body(body))
+
+    @property
+    def usage(self) -> EngineUsage:
+        """The last report of the engine is made before it frees the last blocks; but as long as any is held
+        it goes on reporting, so that its silence says the rest."""
+        idle = not self._usage.running and not self._usage.waiting
+        if idle and time.monotonic() > self._reported + SILENCE:
+            return EngineUsage()
+        return self._usage
+
+    async def all_blocks_free(self) -> bool:
+        free = bool(await self._ask(self._alive.reset_prefix_cache_async()))
+        if free:
+            self._cache.clear()  # the engine tells of it with its next step only
+        return free
+
+    # inside
+
+    @property
+    def _alive(self) -> api.AsyncMPClient:
+        if self._core is None or self._core.resources.engine_dead:
+            raise EngineDead("vLLM's engine core is gone")
+        return self._core
+
+    async def _ask(self, answer: Awaitable[T]) -> T:
+        try:
+            return await answer
+        except api.EngineDeadError as error:
+            raise EngineDead("vLLM's engine core died") from error
+        except Exception as error:
+            if self._core is None or self._core.resources.engine_dead:
+                raise EngineDead("vLLM's engine core died") from error
+            raise
+
+    def _check_length(self, prompt_tokens: int) -> None:
+        """vLLM's frontend sees to this; a request that comes past it kills the engine."""
+        if prompt_tokens >= self.facts.max_model_len:
+            raise ProtocolError(
+                f"a prompt of {prompt_tokens} tokens, of at most {self.facts.max_model_len - 1}"
+            )
+
+    def _take(self, raw: api.EngineCoreOutput) -> Output | None:
+        ticket = self._tickets.of_engine(raw.request_id)
+        if ticket is None:
+            return None  # cancelled
+        params, raw.kv_transfer_params = raw.kv_transfer_params, None
+        raw.request_id = ticket.request_id
+        output = Output(ticket.request_id, raw.new_token_ids, raw.finished, raw=raw)
+        if raw.finished:
+            self._tickets.drop(ticket)
+            output.failed = raw.finish_reason in (api.FinishReason.ERROR, api.FinishReason.ABORT)
+            if ticket.prefill and params and not output.failed:
+                output.handle = handle_of(params, len(ticket.prompt), self.facts.block_size, LEASE)
+        return output
+
+    async def _take_stats(self, stats: api.SchedulerStats | None) -> Transfers | None:
+        if stats is None:
+            return None
+        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        usage = EngineUsage(stats.num_running_reqs, waiting, stats.kv_cache_usage)
+        moved = stats.kv_connector_stats
+        if usage != self._usage or moved or stats.prefix_cache_stats.requests:
+            self._stats.record(stats, None)
+        self._usage, self._reported = usage, time.monotonic()
+        if not moved:
+            return None
+        for engine_id in moved.get(STALLED, ()):
+            await self._restart(engine_id)
+        return Transfers(
+            len(moved["transfer_duration"]),
+            moved["transfer_duration"],
+            sum(moved["bytes_transferred"]),
+            sum(moved["num_failed_transfers"]) + sum(moved["num_failed_handshakes"]),
+        )
+
+    async def _restart(self, engine_id: str) -> None:
+        """Its KV does not come: compute it here, in other blocks. The old ones stay with the aborted
+        request until the read has ended, because it cannot be stopped from writing into them."""
+        ticket = self._tickets.of_engine(engine_id)
+        if ticket is None:
+            return
+        self._tickets.restart(ticket)
+        log.warning("request %s: the KV transfer stalled, prefilling locally", ticket.request_id)
+        await self._ask(self._alive.abort_requests_async([engine_id]))
+        again = to_generate(ticket.engine_id, ticket.prompt, ticket.body, None)
+        await self._ask(self._alive.add_request_async(again))
+
+
+def _descendants() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _kill(processes: set[psutil.Process]) -> None:
+    """What is left of them. psutil compares start times: a number that was given to somebody else is not
+    killed."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=5)

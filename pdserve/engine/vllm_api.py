@@ -1,9 +1,8 @@
-"""Everything that the engine side uses of vLLM, in one place; the connector, which runs inside vLLM's own worker
-process, is the other (`pdserve/kv/connector.py`).
+"""Everything that the engine side uses of vLLM, in one place; the connector, which runs inside vLLM's own
+worker process, is the other (`pdserve/kv/connector.py`).
 
-Importing this takes seconds: import it late. `tests/engine/test_vllm_api.py` compares what is used here with the
-installed vLLM, and says what moved after an upgrade.
-"""
+Importing this takes seconds: import it late. `tests/engine/test_vllm_api.py` compares what is used here
+with the installed vLLM, and says what moved after an upgrade."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -46,6 +45,7 @@ __all__ = [
     "EngineDeadError",
     "FinishReason",
     "KVEventBatch",
+    "MsgpackDecoder",
     "PrometheusStatLogger",
     "SamplingParams",
     "SchedulerStats",
@@ -61,14 +61,15 @@ __all__ = [
 
 
 def engine_config(argv: Sequence[str]) -> VllmConfig:
-    """vLLM's configuration from its own command-line arguments; looks at the model's folder and the hardware."""
+    """vLLM's configuration from its own command-line arguments; looks at the model's folder and the
+    hardware."""
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     return AsyncEngineArgs.from_cli_args(parser.parse_args(list(argv))).create_engine_config()
 
 
 def start_core(config: VllmConfig) -> AsyncMPClient:
-    """Start the engine's processes and wait until the model is loaded: blocks for a minute. To be called in a thread
-    without an event loop; the client is then used from the loop that first awaits it."""
+    """Start the engine's processes and wait until the model is loaded: blocks for a minute. To be called in
+    a thread without an event loop; the client is then used from the loop that first awaits it."""
     return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), True)
 
 
@@ -93,10 +94,13 @@ def encode_outputs(outputs: list[EngineCoreOutput], timestamp: float) -> list[by
 
 
 def chain_hashes(config: VllmConfig, request: EngineCoreRequest) -> Iterator[Any]:
-    """The hashes of the prompt's full blocks, as the KV events name them, computed one by one as they are asked for:
-    hashing is the dear part. LoRA, salt and images are in them. The engine's processes must have been started from
-    this one, or the seeds differ."""
-    hash_function, size = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo), config.cache_config.block_size
+    """The hashes of the prompt's full blocks, as the KV events name them, computed one by one as they are
+    asked for: hashing is the dear part. LoRA, salt and images are in them. The engine's processes must have
+    been started from this one, or the seeds differ."""
+    hash_function, size = (
+        get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo),
+        config.cache_config.block_size,
+    )
     whole = Request.from_engine_core_request(request, None)
     parent, image = None, 0
     for start in range(0, len(request.prompt_token_ids) // size * size, size):

@@ -1,4 +1,5 @@
-"""A mirror of the engine's prefix cache, kept from its KV events, so that a hit is known without asking the engine."""
+"""A mirror of the engine's prefix cache, kept from its KV events, so that a hit is known without asking the
+engine."""
 
 import asyncio
 import logging
@@ -18,8 +19,9 @@ _decode = msgspec.msgpack.Decoder(api.KVEventBatch).decode
 
 
 class CacheMirror:
-    """Binds its socket on entering, which must happen before the engine starts: the engine connects to it. A lost
-    event makes it wrong until the block is stored or removed again; so is it for the moment that an event takes."""
+    """Binds its socket on entering, which must happen before the engine starts: the engine connects to it.
+    A lost event makes it wrong until the block is stored or removed again; so is it for the moment that an
+    event takes."""
 
     def __init__(self) -> None:
         self._blocks: set[Any] = set()
@@ -49,17 +51,22 @@ class CacheMirror:
             self._config = config
 
     def hit(self, request: api.EngineCoreRequest) -> int:
-        """Leading tokens of the request's prompt that are cached; as in vLLM never all of them, because the last
-        one has to be computed."""
+        """Leading tokens of the request's prompt that are cached; as in vLLM never all of them, because the
+        last one has to be computed."""
         if self._config is None or not self._blocks:
             return 0
-        size = self._config.cache_config.block_size
+        size: int = self._config.cache_config.block_size
         hits = 0
-        for block in islice(api.chain_hashes(self._config, request), (len(request.prompt_token_ids) - 1) // size):
+        for block in islice(
+            api.chain_hashes(self._config, request), (len(request.prompt_token_ids) - 1) // size
+        ):
             if block not in self._blocks:
                 break
             hits += 1
         return hits * size
+
+    def clear(self) -> None:
+        self._blocks.clear()
 
     async def _read(self) -> None:
         while True:
@@ -79,4 +86,4 @@ class CacheMirror:
             case api.BlockRemoved():
                 self._blocks.difference_update(event.block_hashes)
             case api.AllBlocksCleared():
-                self._blocks.clear()
+                self.clear()

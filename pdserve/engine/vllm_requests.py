@@ -34,8 +34,8 @@ def read_body(body: list[bytes]) -> api.EngineCoreRequest:
 
 
 def remote_ok(request: api.EngineCoreRequest) -> bool:
-    """The prompt must be token ids and nothing else, and must not be skipped: prompt logprobs come from computing it,
-    and vLLM then ignores any KV that it was given."""
+    """The prompt must be token ids and nothing else, and must not be skipped: prompt logprobs come from
+    computing it, and vLLM then ignores any KV that it was given."""
     sampling = request.sampling_params
     return (
         not request.mm_features
@@ -57,8 +57,8 @@ def to_generate(
 
 
 def to_prefill(request_id: str, prompt: list[int], body: list[bytes]) -> api.EngineCoreRequest:
-    """One token, greedy, with nothing that could delay or end it: the KV of a prompt does not depend on sampling. What
-    it does depend on (LoRA, cache salt) stays."""
+    """One token, greedy, with nothing that could delay or end it: the KV of a prompt does not depend on
+    sampling. What it does depend on (LoRA, cache salt) stays."""
     request = _own(request_id, prompt, body)
     if not remote_ok(request):
         raise ProtocolError("this prompt cannot be prefilled for another engine")
@@ -130,8 +130,8 @@ def handle_of(params: dict[str, Any], prompt_tokens: int, block_size: int, lease
 
 
 def _own(request_id: str, prompt: list[int], body: list[bytes]) -> api.EngineCoreRequest:
-    """The body's request under our id and with its prompt. Transfer parameters that came with it are dropped: they
-    would let a client read other people's KV, or kill the engine."""
+    """The body's request under our id and with its prompt. Transfer parameters that came with it are
+    dropped: they would let a client read other people's KV, or kill the engine."""
     request = read_body(body)
     if not prompt:
         raise ProtocolError("an empty prompt")
@@ -146,7 +146,11 @@ def _own(request_id: str, prompt: list[int], body: list[bytes]) -> api.EngineCor
 
 
 def _set_params(sampling: api.SamplingParams, params: dict[str, Any] | None) -> None:
-    extra = {key: value for key, value in (sampling.extra_args or {}).items() if key not in (_KV, "ec_transfer_params")}
+    extra = {
+        key: value
+        for key, value in (sampling.extra_args or {}).items()
+        if key not in (_KV, "ec_transfer_params")
+    }
     if params is not None:
         extra[_KV] = params
     sampling.extra_args = extra or None

@@ -1,5 +1,5 @@
-"""The response on its way out: its start is held back until the first part of the body, because only then it is known
-where the request went, and whether it failed before anything was said."""
+"""The response on its way out: its start is held back until the first part of the body, because only then it
+is known where the request went, and whether it failed before anything was said."""
 
 import msgspec
 
@@ -17,6 +17,8 @@ class Answer:
         self._trace = trace
         self._path = path
         self._held: Message | None = None
+        self._early: list[Message] = []
+        """parts of the body that came while the start was held"""
         self._ended = False
         self._stream = False
 
@@ -30,18 +32,33 @@ class Answer:
         if message["type"] == "http.response.start":
             self._held = message
             return
-        if self._held is not None:
-            held, self._held = self._held, None
-            if self._must_replace(held):
-                await self._fail()
-                return
-            await self._start(held)
+        if self._held is None:
+            await self._pass_on(message)
+            return
+        self._early.append(message)
+        if self._too_early(self._held, message):
+            return
+        held, self._held = self._held, None
+        if self._must_replace(held):
+            await self.fail()
+            return
+        await self._start(held)
+        for early in self._early:
+            await self._pass_on(early)
+
+    async def _pass_on(self, message: Message) -> None:
         self._ended = not message.get("more_body", False)
         await self._send(message)
 
+    def _too_early(self, start: Message, message: Message) -> bool:
+        """Some streams (responses) begin with an event before anything is generated."""
+        if self._trace.prefill or self._trace.failure is not None or not message.get("more_body", False):
+            return False
+        return _is_stream(start)
+
     async def end_with(self, status: int, message: str, retry_after: float = 0.0) -> None:
-        """Instead of what the app inside would still say, which is over: an error, as the whole answer or as the last
-        event of a stream that has begun."""
+        """Instead of what the app inside would still say, which is over: an error, as the whole answer or as
+        the last event of a stream that has begun."""
         if self._ended:
             return
         if not self.started:
@@ -49,6 +66,8 @@ class Answer:
             await respond_error(self.own, self._path, status, message, retry_after=retry_after)
         elif self._stream:
             event = b"data: " + msgspec.json.encode(error_body(self._path, status, message)) + b"\n\n"
+            if self._path.startswith(("/v1/messages", "/v1/responses")):  # their events have names
+                event = b"event: error\n" + event
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
         self._ended = True
 
@@ -68,7 +87,8 @@ class Answer:
         """A stream's status is sent before vLLM knows of the failure; here it is still in time."""
         return self._trace.failure is not None and start["status"] == 200
 
-    async def _fail(self) -> None:
+    async def fail(self) -> None:
+        """End it with the failure that the trace names."""
         failure = self._trace.failure
         assert failure is not None
         await self.end_with(failure.status, failure.message, failure.retry_after)
@@ -76,7 +96,7 @@ class Answer:
     async def _start(self, start: Message) -> None:
         self.status = start["status"]
         names = {name.lower(): value for name, value in start["headers"]}
-        self._stream = names.get(b"content-type", b"").startswith(b"text/event-stream")
+        self._stream = _is_stream(start)
         headers = [(name, value) for name, value in start["headers"] if name.lower() != b"x-request-id"]
         headers += [(name, value.encode("latin-1")) for name, value in self._own().items()]
         if self.status in (429, 503) and b"retry-after" not in names:
@@ -92,3 +112,8 @@ class Answer:
         if trace.instances:
             own[b"x-pdserve-instance"] = trace.instances
         return own
+
+
+def _is_stream(start: Message) -> bool:
+    types = [value for name, value in start["headers"] if name.lower() == b"content-type"]
+    return bool(types) and types[0].startswith(b"text/event-stream")

@@ -1,4 +1,5 @@
-"""The HTTP edge: who may, which model, how much and how long. What is generated is the processors' business."""
+"""The HTTP edge: who may, which model, how much and how long. What is generated is the processors'
+business."""
 
 import asyncio
 import logging
@@ -19,7 +20,7 @@ from pdserve.frontend.roster import Roster, Serving
 from pdserve.frontend.versions import versions
 from pdserve.messages import ModelCard
 from pdserve.observe.metrics import E2E, REQUESTS
-from pdserve.processor.trace import Trace, current_trace
+from pdserve.processor.trace import Failure, Trace, current_trace
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,10 @@ class Edge:
             await respond(answer.own, 200, page, "text/plain; version=0.0.4; charset=utf-8")
         else:
             missing = self._roster.missing()
-            health: dict[str, object] = {"status": "unavailable" if missing else "ok", "workers": self._roster.live()}
+            health: dict[str, object] = {
+                "status": "unavailable" if missing else "ok",
+                "workers": self._roster.live(),
+            }
             if missing:
                 health["missing"] = missing
             await respond_json(answer.own, 503 if missing else 200, health)
@@ -115,7 +119,9 @@ class Edge:
     async def _models(self, name: str, answer: Answer) -> None:
         cards = self._roster.listed()
         if not name:
-            await respond_json(answer.own, 200, {"object": "list", "data": [_listing(card) for card in cards]})
+            await respond_json(
+                answer.own, 200, {"object": "list", "data": [_listing(card) for card in cards]}
+            )
             return
         for card in cards:
             if card.name == name:
@@ -159,7 +165,7 @@ class Edge:
         finally:
             watch.cancel()
             gone.set()  # not cancel: vLLM's handlers would leave their inner tasks behind
-            await _finished(app, answer)
+            await _finished(app, answer, trace)
 
     def _account(self, path: str, answer: Answer, trace: Trace) -> None:
         if not routes.is_generate(path):
@@ -191,7 +197,7 @@ async def _call(serving: Serving, scope: Scope, receive: Replay, answer: Answer)
     await serving.processor.app(scope, receive, answer)
 
 
-async def _finished(app: "asyncio.Task[None]", answer: Answer) -> None:
+async def _finished(app: "asyncio.Task[None]", answer: Answer, trace: Trace) -> None:
     """A disconnect was told to the app: it ends by itself, or is ended."""
     await asyncio.wait({app}, timeout=5.0)
     app.cancel()
@@ -201,8 +207,10 @@ async def _finished(app: "asyncio.Task[None]", answer: Answer) -> None:
     except Refusal:
         raise
     except Exception:
-        logger.exception("the model's app failed")
-        await answer.end_with(500, "internal error")
+        if trace.failure is None:
+            logger.exception("the model's app failed")
+            trace.failure = Failure(500, "internal error")
+        await answer.fail()
 
 
 async def _disconnected(receive: Receive) -> None:

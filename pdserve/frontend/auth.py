@@ -28,7 +28,8 @@ class ApiKeys:
 
 
 def load_keys(environment: Mapping[str, str] = os.environ) -> ApiKeys:
-    """From PDSERVE_API_KEYS: keys with commas between, or `@FILE` with one key on each line. Raises ConfigError."""
+    """From PDSERVE_API_KEYS: keys with commas between, or `@FILE` with one key on each line. Raises
+    ConfigError."""
     value = environment.get("PDSERVE_API_KEYS", "")
     if not value.startswith("@"):
         return ApiKeys(filter(None, map(str.strip, value.split(","))))

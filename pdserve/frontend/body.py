@@ -10,7 +10,8 @@ from pdserve.frontend.asgi import Message, Receive
 MAX_BODY = 32 << 20
 """bytes; prompts of a million tokens fit"""
 
-# Where KV comes from is decided inside the graph. vLLM would take these from anybody, and some values kill an engine.
+# Where KV comes from is decided inside the graph. vLLM would take these from anybody, and some values kill
+# an engine.
 FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", "kv_hints")
 
 
@@ -66,7 +67,9 @@ def look_into(raw: bytes) -> Body:
         if fields.get(name) is not None:
             raise Refusal(400, f"{name} must not be sent: the server decides where KV comes from", name)
         if isinstance(extra, dict) and name in extra:
-            raise Refusal(400, f"vllm_xargs.{name} must not be sent: the server decides where KV comes from", name)
+            raise Refusal(
+                400, f"vllm_xargs.{name} must not be sent: the server decides where KV comes from", name
+            )
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
         raise Refusal(400, "model must be a string", "model")

@@ -24,11 +24,14 @@ def admit(limits: Limits, in_flight: int, queued_tokens: int) -> None:
     if in_flight >= limits.in_flight:
         raise Overloaded(f"{in_flight} requests are in flight, and {limits.in_flight} is the limit")
     if queued_tokens >= limits.queued_tokens:
-        raise Overloaded(f"prompts of {queued_tokens} tokens are queued, and {limits.queued_tokens} is the limit", 2.0)
+        raise Overloaded(
+            f"prompts of {queued_tokens} tokens are queued, and {limits.queued_tokens} is the limit", 2.0
+        )
 
 
 def deadline(asked: str | None, default: float) -> float:
-    """Unix seconds, from the header `x-request-timeout` (seconds) or the configured default. Raises Refusal."""
+    """Unix seconds, from the header `x-request-timeout` (seconds) or the configured default. Raises
+    Refusal."""
     if asked is None:
         return time.time() + default
     try:

@@ -11,9 +11,9 @@ BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bound with SO_REUSEPORT: the kernel spreads connections over the processes that listen. Raises ConfigError,
-    naming who holds the port, where it is not one of our siblings: with SO_REUSEPORT a stranger would otherwise get a
-    part of our requests."""
+    """Bound with SO_REUSEPORT: the kernel spreads connections over the processes that listen. Raises
+    ConfigError, naming who holds the port, where it is not one of our siblings: with SO_REUSEPORT a stranger
+    would otherwise get a part of our requests."""
     if stranger := _stranger(port):
         raise ConfigError([f"Frontend.port: {port} is in use by {stranger}. Stop it or choose another port."])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

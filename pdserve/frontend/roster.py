@@ -50,15 +50,16 @@ class Serving:
 
 
 class Roster:
-    """Follows the registry while it is entered. A card that is gone is no longer listed, but for `request_timeout`
-    seconds requests for it are still taken and wait for a worker (which may just be restarting); then the model is
-    unknown, once it is idle."""
+    """Follows the registry while it is entered. A card that is gone is no longer listed, but for
+    `request_timeout` seconds requests for it are still taken and wait for a worker (which may just be
+    restarting); then the model is unknown, once it is idle."""
 
     def __init__(self, view: View, around: Surroundings, expected: str) -> None:
         self._view = view
         self._around = around
         self._expected = expected
-        """the model of our own configuration: before its first worker is there it is not unknown but starting"""
+        """the model of our own configuration: before its first worker is there it is not unknown but
+        starting"""
         self._models: dict[str, Serving] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._building = asyncio.Lock()
@@ -189,9 +190,7 @@ class Roster:
         while not serving.retired.is_set():
             try:
                 await self._hold_once(serving)
-            except ConfigError as error:
-                serving.problem = str(error)
-            except Unavailable as error:
+            except (ConfigError, Unavailable) as error:
                 serving.problem = str(error)
             except Exception as error:
                 logger.exception("%s: building its processor failed", name)

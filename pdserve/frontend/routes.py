@@ -1,5 +1,5 @@
-"""Which of vLLM's routes a separated graph has. Anything else does not reach vLLM's app: most of the rest steers an
-engine that is not in this process."""
+"""Which of vLLM's routes a separated graph has. Anything else does not reach vLLM's app: most of the rest
+steers an engine that is not in this process."""
 
 import re
 

@@ -1,6 +1,7 @@
 """A frontend process: uvicorn on the shared port, registered, until SIGTERM."""
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -24,37 +25,51 @@ from pdserve.frontend.versions import vllm_version
 from pdserve.messages import Instance, encode_record
 from pdserve.observe.page import serve_metrics
 from pdserve.processor.surroundings import Surroundings
-from pdserve.queue.base import BlobStore
+from pdserve.queue.jetstream import connect_blobs
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
+from pdserve.registry.etcd import connect as connect_registry
 from pdserve.registry.view import View
+from pdserve.stream.zmq import connect as connect_stream
 from pdserve.worker.identity import new_instance_id
 
 logger = logging.getLogger(__name__)
 
+_STOPPERS = (signal.SIGTERM, signal.SIGINT)
+
 
 async def main(config: Config, slot: Slot) -> None:
-    """Serve until SIGTERM or SIGINT; then stop accepting, let running requests finish within `drain_timeout`, and
-    return. Raises ConfigError where the port or the API keys cannot be used, and RegistryUnavailable."""
+    """Serve until SIGTERM or SIGINT; then stop accepting, let running requests finish within
+    `drain_timeout`, and return. Raises ConfigError where the port or the API keys cannot be used, and
+    RegistryUnavailable."""
     frontend = config.frontend
     assert frontend is not None, f"{config.path} has no section for a frontend"
+    assert config.etcd is not None
     api_keys = load_keys()
     with listen(frontend.host, frontend.port) as sock:
         async with AsyncExitStack() as stack:
-            registry = await stack.enter_async_context(_registry(config))
-            view = await stack.enter_async_context(View(registry))
-            around = Surroundings(
-                connect=_connector(slot),
-                blobs=await stack.enter_async_context(_blobs(config)),
-                state_dir=config.state_dir,
-                router=frontend.router,
-                request_timeout=config.request_timeout,
-            )
             me = _describe(config, slot, sock, stack.enter_context(serve_metrics(config.host)))
+            registry = await stack.enter_async_context(connect_registry(config.etcd, config.namespace))
+            view = await stack.enter_async_context(View(registry))
+            around = _surroundings(config, frontend.router, me.id)
             roster = await stack.enter_async_context(Roster(view, around, config.served_model_name))
             client = await stack.enter_async_context(httpx.AsyncClient())
             edge = Edge(roster, MetricsPage(view, me.id, client), api_keys, config.request_timeout)
             await _serve(edge, sock, registry, me, config.drain_timeout)
+
+
+def _surroundings(config: Config, router: str, me: str) -> Surroundings:
+    assert config.nats is not None
+    serial = itertools.count(1)
+    return Surroundings(
+        # a name of its own for each connection: a worker takes a second one of the same name for the first
+        # one's successor, and while a model's card changes there are two
+        connect=lambda address: connect_stream(address, f"{me}.{next(serial)}"),
+        blobs=connect_blobs(config.nats, config.namespace),
+        state_dir=config.state_dir,
+        router=router,
+        request_timeout=config.request_timeout,
+    )
 
 
 def _describe(config: Config, slot: Slot, sock: socket.socket, metrics: str) -> Instance:
@@ -82,7 +97,9 @@ class QuietServer(uvicorn.Server):
         yield
 
 
-async def _serve(edge: Edge, sock: socket.socket, registry: Registry, me: Instance, drain_timeout: float) -> None:
+async def _serve(
+    edge: Edge, sock: socket.socket, registry: Registry, me: Instance, drain_timeout: float
+) -> None:
     options = uvicorn.Config(
         cross_origin(edge),
         log_config=None,
@@ -95,15 +112,19 @@ async def _serve(edge: Edge, sock: socket.socket, registry: Registry, me: Instan
     server = QuietServer(options)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _STOPPERS:
         loop.add_signal_handler(number, stopping.set)
-    async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(server.serve(sockets=[sock]), name="uvicorn")
-        stopper = tasks.create_task(_stop(stopping, server, registry, me))
-        await registry.put(keys.instance(me), encode_record(me))
-        logger.info("listening on %s", me.address)
-        await serving
-        stopper.cancel()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(server.serve(sockets=[sock]), name="uvicorn")
+            stopper = tasks.create_task(_stop(stopping, server, registry, me))
+            await registry.put(keys.instance(me), encode_record(me))
+            logger.info("listening on %s", me.address)
+            await serving
+            stopper.cancel()
+    finally:
+        for number in _STOPPERS:
+            loop.remove_signal_handler(number)
     logger.info("stopped")
 
 

@@ -1,19 +1,20 @@
 """vLLM's NIXL connector (pull mode), quiet, and with an eye on reads that never end.
 
-**Quiet.** The agent's progress thread sleeps (`nixl.py`), and the worker's main thread keeps its CPU affinity: on CPU
-hosts vLLM's NIXL worker pins it, and with it all model execution, to the last core of the machine, which every engine
-on that machine then shares.
+**Quiet.** The agent's progress thread sleeps (`nixl.py`), and the worker's main thread keeps its CPU
+affinity: on CPU hosts vLLM's NIXL worker pins it, and with it all model execution, to the last core of the
+machine, which every engine on that machine then shares.
 
-**Stalls.** A read over a link that goes silent (packets dropped, no reset) stays in progress for as long as TCP retries,
-a quarter of an hour, and its request with it. vLLM has no timeout, and none could be added by failing the read: a read
-cannot be aborted. Measured with NIXL 1.5.1 over TCP (`tests/engine/test_late_write.py`): after `release_xfer_handle`
-returned without error and the remote agent was removed, hundreds of megabytes still landed in the released memory once
-the peer woke up. Had the blocks been given to anyone meanwhile, their KV would be overwritten.
+**Stalls.** A read over a link that goes silent (packets dropped, no reset) stays in progress for as long as
+TCP retries, a quarter of an hour, and its request with it. vLLM has no timeout, and none could be added by
+failing the read: a read cannot be aborted. Measured with NIXL 1.5.1 over TCP
+(`tests/engine/test_late_write.py`): after `release_xfer_handle` returned without error and the remote agent
+was removed, hundreds of megabytes still landed in the released memory once the peer woke up. Had the blocks
+been given to anyone meanwhile, their KV would be overwritten.
 
-So a stalled read is not failed. It is *reported*, with the connector's statistics; the engine (`VllmEngine`) then aborts
-its request and starts it again without remote KV in other blocks. vLLM keeps the blocks of an aborted request until its
-read has really ended: they are the quarantine. Peers with a stalled read get no new ones until it has ended.
-"""
+So a stalled read is not failed. It is *reported*, with the connector's statistics; the engine
+(`VllmEngine`) then aborts its request and starts it again without remote KV in other blocks. vLLM keeps the
+blocks of an aborted request until its read has really ended: they are the quarantine. Peers with a stalled
+read get no new ones until it has ended. """
 
 import os
 import time

@@ -11,8 +11,8 @@ class _Read:
 
 
 class StallWatch:
-    """A read is due `floor` seconds after it began, plus the time that all bytes then on their way take at `rate`
-    bytes per second: reads share the line, so that one of many takes longer than one alone."""
+    """A read is due `floor` seconds after it began, plus the time that all bytes then on their way take at
+    `rate` bytes per second: reads share the line, so that one of many takes longer than one alone."""
 
     def __init__(self, floor: float, rate: float) -> None:
         self._floor = floor
@@ -20,7 +20,8 @@ class StallWatch:
         self._reads: dict[str, _Read] = {}
 
     def look(self, sizes: Mapping[str, int], now: float) -> list[str]:
-        """`sizes` are the bytes of the reads under way, by request. Returns those newly overdue, each once."""
+        """`sizes` are the bytes of the reads under way, by request. Returns those newly overdue, each
+        once."""
         for gone in self._reads.keys() - sizes.keys():
             del self._reads[gone]
         for request in sizes.keys() - self._reads.keys():

@@ -1,8 +1,9 @@
 """Log lines: one format for our processes and for every process that vLLM starts below them.
 
-Text is one line per record, `2026-01-31T12:00:00.123 I decode-0 pdserve.decode.worker: message`, with continuation
-lines for tracebacks; JSON is one object per line. vLLM applies the same configuration in its own processes, because
-VLLM_LOGGING_CONFIG_PATH points at ours, and `handler` finds name, format and levels in the environment.
+Text is one line per record, `2026-01-31T12:00:00.123 I decode-0 pdserve.decode.worker: message`, with
+continuation lines for tracebacks; JSON is one object per line. vLLM applies the same configuration in its own
+processes, because VLLM_LOGGING_CONFIG_PATH points at ours, and `handler` finds name, format and levels in the
+environment.
 """
 
 import json
@@ -24,7 +25,8 @@ _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}) ([DIWEC]) (\S+) (\S
 # What vLLM and torch say on every start, and nobody can do anything about.
 _NOISE = re.compile(
     r"Enforce eager set|Inductor compilation was disabled|Reset SSM cache type|is not found in LD_PRELOAD"
-    r"|[Tt]riton (is )?not |Triton is installed|NUMA binding: Using MEMBIND|Loading safetensors checkpoint shards"
+    r"|[Tt]riton (is )?not |Triton is installed|NUMA binding: Using MEMBIND"
+    r"|Loading safetensors checkpoint shards"
     r"|Model Runner V2 requires|generation flags are not valid|\[shutdown\]|Default vLLM sampling parameters"
     r"|resource_tracker|FutureWarning|DeprecationWarning|UserWarning"
 )
@@ -49,8 +51,8 @@ class LogLine:
 
 
 def setup(name: str, level: str = "INFO", fmt: str = "text", vllm_level: str = "WARNING") -> None:
-    """Configure logging for this process, called `name` (`decode-0`), and for those that vLLM starts below it.
-    To be called before vLLM is imported. `fmt` is `text` or `json`."""
+    """Configure logging for this process, called `name` (`decode-0`), and for those that vLLM starts below
+    it. To be called before vLLM is imported. `fmt` is `text` or `json`."""
     os.environ |= {"PDSERVE_LOG_NAME": name, "PDSERVE_LOG_LEVEL": level, "PDSERVE_LOG_FORMAT": fmt}
     os.environ |= {"VLLM_LOGGING_LEVEL": vllm_level, "VLLM_LOGGING_CONFIG_PATH": str(_CONFIG)}
     if level != "DEBUG":  # what libraries tell their developers is no news to a user
@@ -121,7 +123,8 @@ def as_json(line: LogLine, trace: str = "") -> str:
 
 
 def parse(raw: str, name: str) -> LogLine:
-    """A line that process `name` wrote: ours, in either format, or anybody's (a C++ library, a crash, print)."""
+    """A line that process `name` wrote: ours, in either format, or anybody's (a C++ library, a crash,
+    print)."""
     raw = _ANSI.sub("", raw)
     if match := _LINE.fullmatch(raw):
         time_, level, own_name, logger, message = match.groups()

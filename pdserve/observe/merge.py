@@ -1,4 +1,5 @@
-"""Several Prometheus pages as one: families of the same name together, each sample labelled with its origin."""
+"""Several Prometheus pages as one: families of the same name together, each sample labelled with its
+origin."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -10,8 +11,8 @@ from prometheus_client.samples import Sample
 
 
 def merge(pages: Mapping[str, str]) -> bytes:
-    """`pages` by instance id. Each sample gets a label `instance`, or, where it has one that means something else (the
-    router's decisions), `source`. A page that cannot be parsed is left out."""
+    """`pages` by instance id. Each sample gets a label `instance`, or, where it has one that means something
+    else (the router's decisions), `source`. A page that cannot be parsed is left out."""
     families: dict[str, Metric] = {}
     for instance, page in pages.items():
         for family in _parse(page):

@@ -7,17 +7,20 @@ import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
 
+from pdserve import queue, registry
 from pdserve.config.schema import Config, Slot
 from pdserve.engine.base import Engine, Output
 from pdserve.errors import ProtocolError, QueueUnavailable
 from pdserve.messages import Load, PrefillAnswer, PrefillDone, PrefillFailed
 from pdserve.observe.metrics import QUEUE_WAIT
+from pdserve.observe.page import serve_metrics
 from pdserve.prefill.jobs import Job, Jobs
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.registry.base import Registry
-from pdserve.worker.identity import describe
+from pdserve.worker.identity import describe, new_instance_id
 from pdserve.worker.lifecycle import Lifecycle
 from pdserve.worker.presence import Presence
+from pdserve.worker.run import build_engine, run_until_signalled
 
 log = logging.getLogger(__name__)
 
@@ -215,3 +218,21 @@ async def _tell_queue(message: Awaitable[None]) -> None:
     """While the queue is away nothing needs to be said: what was not acked is delivered again."""
     with suppress(QueueUnavailable):
         await message
+
+
+async def main(config: Config, slot: Slot) -> None:
+    """The process. Returns after SIGTERM and the drain; raises EngineDead."""
+    assert config.etcd is not None
+    assert config.nats is not None
+    instance_id = new_instance_id(slot)
+    with serve_metrics(config.host) as url:
+        worker = PrefillWorker(
+            config,
+            slot,
+            instance_id,
+            build_engine(config, slot, instance_id),
+            registry.connect(config.etcd, config.namespace),
+            queue.connect(config.nats, config.namespace, config.served_model_name),
+            url,
+        )
+        await run_until_signalled(worker)

@@ -1,4 +1,5 @@
-"""The model folder of a card, on this host: in place, by hub id, or from the archive in NATS' object store."""
+"""The model folder of a card, on this host: in place, by hub id, or from the archive in NATS' object
+store."""
 
 import asyncio
 import hashlib
@@ -20,8 +21,9 @@ MAX_ARCHIVE = 1 << 30
 
 
 async def model_folder(card: ModelCard, blobs: BlobStore, state_dir: Path) -> str:
-    """A folder with config, tokenizer and chat template, or the hub id. Raises Unavailable where there is neither."""
-    if not card.model.startswith(("/", "~", ".")) or Path(card.model).expanduser().is_dir():
+    """A folder with config, tokenizer and chat template, or the hub id. Raises Unavailable where there is
+    neither."""
+    if not card.model.startswith("/") or await asyncio.to_thread(Path(card.model).is_dir):
         return card.model
     if not card.blob:
         raise Unavailable(f"{card.model} is not on this host, and its worker uploaded no archive of it")
@@ -29,12 +31,13 @@ async def model_folder(card: ModelCard, blobs: BlobStore, state_dir: Path) -> st
         archive = await blobs.get(card.blob)
     except KeyError:
         raise Unavailable(f"{card.model} is not on this host, and its archive {card.blob} is gone") from None
-    return str(await asyncio.to_thread(unpack, archive, state_dir.expanduser() / "models"))
+    return str(await asyncio.to_thread(unpack, archive, state_dir / "models"))
 
 
 def unpack(archive: bytes, folder: Path) -> Path:
-    """Into `folder/<digest>`, once: the same archive is found again. Raises Unavailable for one that is damaged, too
-    large, or points outside of its own folder."""
+    """Into `folder/<digest>`, once: the same archive is found again. Raises Unavailable for one that is
+    damaged, too large, or points outside of its own folder."""
+    folder = folder.expanduser()
     target = folder / hashlib.sha256(archive).hexdigest()[:32]
     if target.is_dir():
         return target

@@ -5,9 +5,9 @@ import re
 from pdserve.config.arguments import to_argv
 from pdserve.messages import ModelCard
 
-# What only an engine reads, or what the edge does instead; everything else (tokenizer, templates, parsers, limits,
-# defaults of sampling) is passed on. Most engine arguments would do no harm here, but these start things or check
-# for hardware.
+# What only an engine reads, or what the edge does instead; everything else (tokenizer, templates, parsers,
+# limits, defaults of sampling) is passed on. Most engine arguments would do no harm here, but these start
+# things or check for hardware.
 _NOT_HERE = re.compile(
     r"kv-.*|ec-.*|.*-parallel.*|data-parallel-.*|pipeline-.*|tensor-.*|gpu-.*|num-gpu-.*|cpu-.*|swap-.*|enforce-eager"
     r"|block-size|max-num-.*|.*prefix-caching.*|.*chunked-prefill|scheduling-policy|async-scheduling|stream-interval"

@@ -11,7 +11,7 @@ from pdserve.errors import PeerGone
 from pdserve.messages import Instance, ToFrontend
 from pdserve.observe.metrics import ROUTER_DECISIONS
 from pdserve.processor.link import Link, LinkOwner
-from pdserve.processor.router import RouterState, choose, eligible
+from pdserve.processor.router import POLICIES, RouterState, choose, eligible
 from pdserve.processor.surroundings import Connect
 
 logger = logging.getLogger(__name__)
@@ -23,8 +23,8 @@ LAST_RETRY = 5.0
 
 
 class Fleet:
-    """A worker that leaves the registry gets nothing new, but its link stays until what it has is finished or the
-    stream tells that it is gone."""
+    """A worker that leaves the registry gets nothing new, but its link stays until what it has is finished
+    or the stream tells that it is gone."""
 
     def __init__(self, policy: str, vllm_version: str, connect: Connect, owner: LinkOwner) -> None:
         self.policy = policy
@@ -43,6 +43,7 @@ class Fleet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._instances = {}
         keepers = list(self._keepers.values())
         for keeper in keepers:
             keeper.cancel()
@@ -52,16 +53,17 @@ class Fleet:
         """What the registry has now: this model's decode workers."""
         now = {one.id: one for one in instances if self._fits(one)}
         for gone in self._instances.keys() - now.keys():
-            with suppress(KeyError):
-                ROUTER_DECISIONS.remove(self.policy, gone)
+            for policy in POLICIES:
+                with suppress(KeyError):
+                    ROUTER_DECISIONS.remove(policy, gone)
         self._instances = now
         for instance in now.values():
             if instance.id not in self._keepers:
                 self._keep(instance)
 
     def pick(self, avoid: Collection[str], only_others: bool) -> Link | None:
-        """A connected worker for one request; None while there is none. Those in `avoid` are the last resort, or none
-        with `only_others`."""
+        """A connected worker for one request; None while there is none. Those in `avoid` are the last
+        resort, or none with `only_others`."""
         connected = [one for one in self._instances.values() if self._usable(one)]
         takers = eligible(connected, avoid, only_others=only_others)
         in_flight = {name: len(link.generations) for name, link in self._links.items()}
@@ -109,7 +111,12 @@ class Fleet:
     def _keep(self, instance: Instance) -> None:
         keeper = asyncio.create_task(self._keep_link(instance), name=f"link to {instance.id}")
         self._keepers[instance.id] = keeper
-        keeper.add_done_callback(lambda _: self._keepers.pop(instance.id, None))
+        keeper.add_done_callback(lambda _: self._kept(instance.id))
+
+    def _kept(self, instance: str) -> None:
+        del self._keepers[instance]
+        if instance in self._instances:  # it came back in the very moment
+            self._keep(self._instances[instance])
 
     async def _keep_link(self, instance: Instance) -> None:
         """Hold a link to the worker, again and again while the registry lists it."""
@@ -118,8 +125,8 @@ class Fleet:
             link = Link(instance.id, self._connect(instance.address), self, self._version)
             try:
                 await link.run()
-            except PeerGone as error:
-                logger.warning("%s; trying again in %g s", error, pause)
+            except PeerGone:
+                logger.warning("%s is gone; trying again in %g s while it is listed", instance.id, pause)
             except Exception:
                 logger.exception("the link to %s failed; trying again in %g s", instance.id, pause)
             await asyncio.sleep(pause)

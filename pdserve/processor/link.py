@@ -39,8 +39,8 @@ class Link:
         self._outbox.put_nowait(Hello(vllm_version))
 
     def post(self, message: ToDecode) -> None:
-        """Send, in order; never waits and never fails: a lost link is told by `link_lost`. What is posted is bounded
-        by what is in flight, which the edge bounds."""
+        """Send, in order; never waits and never fails: a lost link is told by `link_lost`. What is posted is
+        bounded by what is in flight, which the edge bounds."""
         self._outbox.put_nowait(message)
 
     async def run(self) -> None:
@@ -56,8 +56,8 @@ class Link:
                     writer.cancel()
                     with suppress(asyncio.CancelledError, PeerGone):
                         await writer
-        except PeerGone as error:
-            reason = str(error)
+        except PeerGone:
+            reason = f"{self.instance} is gone"
             raise
         finally:
             self._owner.link_lost(self, reason)

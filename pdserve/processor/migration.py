@@ -1,4 +1,5 @@
-"""What may go on elsewhere when a decode worker is lost, and how. The rules are explained in docs/migration.md."""
+"""What may go on elsewhere when a decode worker is lost, and how. The rules are explained in
+docs/migration.md."""
 
 from pdserve.processor.vllm_api import EngineCoreRequest, SamplingParams, encode_request, with_params
 
@@ -7,8 +8,9 @@ _SEED_SPACE = 1 << 63
 
 
 def blocker(params: SamplingParams) -> str | None:
-    """Why a request that has already produced tokens cannot go on elsewhere: the engine would need state that only
-    the lost one had. None where it can. Before the first token everything can simply start again."""
+    """Why a request that has already produced tokens cannot go on elsewhere: the engine would need state
+    that only the lost one had. None where it can. Before the first token everything can simply start
+    again."""
     checks = {
         "structured output": params.structured_outputs is not None,
         "presence_penalty": params.presence_penalty != 0,

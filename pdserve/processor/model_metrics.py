@@ -9,7 +9,8 @@ from prometheus_client.registry import Collector
 
 
 class ModelMetrics(Collector):
-    """Collects a registry per model as one. Gauges are left out: they describe an engine, and there is none here."""
+    """Collects a registry per model as one. Gauges are left out: they describe an engine, and there is none
+    here."""
 
     def __init__(self) -> None:
         self._registries: list[CollectorRegistry] = []

@@ -1,6 +1,7 @@
 """One model, as the frontend serves it: vLLM's app and renderer on a remote engine core."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import Iterable
 from contextlib import AsyncExitStack, suppress
@@ -32,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class Processor:
-    """Entering builds it, which takes a second or two, most of it in a thread. Raises ConfigError or Unavailable with
-    the reason why this host cannot serve the card."""
+    """Entering builds it, which takes a second or two, most of it in a thread. Raises ConfigError or
+    Unavailable with the reason why this host cannot serve the card."""
 
     app: ASGIApp
 
@@ -69,12 +70,13 @@ class Processor:
             engine = await asyncio.to_thread(make_engine, args, self._core, registry)
         except (ValueError, OSError) as error:
             raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error
-        stack.callback(self._stop, engine)
+        await stack.enter_async_context(self._fleet)
+        stack.callback(self._stop, engine)  # before the fleet is left: its requests must not go on elsewhere
         self._core.fail_request = partial(fail_request, engine)
         self.app = await make_app(engine, args, self.card.supported_tasks)
         self._engine = engine
         self._watch_handler()
-        await stack.enter_async_context(self._fleet)
+        gc.freeze()  # what vLLM loaded stays: the collector need not walk it again and again
 
     def update(self, instances: Iterable[Instance]) -> None:
         """This model's decode workers, as the registry has them now."""
@@ -106,7 +108,8 @@ class Processor:
         self._engine.output_handler.add_done_callback(self._handler_ended)
 
     def _handler_ended(self, handler: "asyncio.Task[None]") -> None:
-        """vLLM ends it when an output makes it raise, after failing every request: go on with the next ones."""
+        """vLLM ends it when an output makes it raise, after failing every request: go on with the next
+        ones."""
         if not handler.cancelled() and not self._core.resources.engine_dead:
             logger.error("%s: an output could not be processed; its requests failed", self.card.name)
             self._watch_handler()

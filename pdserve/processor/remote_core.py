@@ -1,8 +1,8 @@
 """vLLM's engine core, somewhere else: AsyncLLM talks to this as if it were the engine process beside it.
 
-For each request of AsyncLLM (n > 1 makes several) a decode worker is chosen, the outputs are handed back under
-AsyncLLM's own id, and where the worker is lost the request goes on at another one from prompt + tokens so far:
-nothing above this class notices.
+For each request of AsyncLLM (n > 1 makes several) a decode worker is chosen, the outputs are handed back
+under AsyncLLM's own id, and where the worker is lost the request goes on at another one from prompt + tokens
+so far: nothing above this class notices.
 """
 
 import asyncio
@@ -45,13 +45,13 @@ _serial = itertools.count(1)
 
 class Router(Protocol):
     def pick(self, avoid: Collection[str], only_others: bool) -> Link | None:
-        """A worker for one request; None while there is none. Those in `avoid` are the last resort, or none with
-        `only_others`."""
+        """A worker for one request; None while there is none. Those in `avoid` are the last resort, or none
+        with `only_others`."""
 
 
 class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers NotImplementedError, a 501, for the rest
-    """One per model. All methods run in the event loop; none of those that AsyncLLM calls ever waits, except for
-    outputs, so that a cancelled HTTP request cannot leave half of a request behind."""
+    """One per model. All methods run in the event loop; none of those that AsyncLLM calls ever waits, except
+    for outputs, so that a cancelled HTTP request cannot leave half of a request behind."""
 
     def __init__(self, model: str, tasks: list[str], max_model_len: int, request_timeout: float) -> None:
         self.engine_ranks_managed = [0]

@@ -21,15 +21,17 @@ class RouterState:
 def eligible(
     instances: Iterable[Instance], avoid: Collection[str] = (), *, only_others: bool = False
 ) -> list[Instance]:
-    """Those that may get a new request, in order of id; never a draining one. `avoid` names the workers where this
-    request failed before: they are left out as long as there is another, or always with `only_others`."""
+    """Those that may get a new request, in order of id; never a draining one. `avoid` names the workers
+    where this request failed before: they are left out as long as there is another, or always with
+    `only_others`."""
     takers = sorted((one for one in instances if not one.draining), key=lambda one: one.id)
     others = [one for one in takers if one.id not in avoid]
     return others if others or only_others else takers
 
 
 def choose(policy: str, instances: list[Instance], state: RouterState) -> Instance | None:
-    """One of `instances` (in order of id), or None where there are none. Raises ValueError for an unknown policy."""
+    """One of `instances` (in order of id), or None where there are none. Raises ValueError for an unknown
+    policy."""
     if policy not in POLICIES:
         raise ValueError(f"unknown router {policy!r}; there are {', '.join(POLICIES)}")
     takers = eligible(instances)
@@ -41,14 +43,16 @@ def choose(policy: str, instances: list[Instance], state: RouterState) -> Instan
 
 
 def _after(instances: list[Instance], last: str) -> list[Instance]:
-    """Starting behind `last`, so that turns stay fair when instances come and go, and ties are broken in turn."""
+    """Starting behind `last`, so that turns stay fair when instances come and go, and ties are broken in
+    turn."""
     start = next((i for i, one in enumerate(instances) if one.id > last), 0)
     return instances[start:] + instances[:start]
 
 
 def _pressure(instance: Instance, state: RouterState) -> tuple[float, float]:
-    """Requests at the instance relative to what it can run at once, then its KV usage. The reported load is up to a
-    second old and counts everybody's requests, the own count is exact but only ours: the larger one is nearer."""
+    """Requests at the instance relative to what it can run at once, then its KV usage. The reported load is
+    up to a second old and counts everybody's requests, the own count is exact but only ours: the larger one
+    is nearer."""
     reported = instance.load.running + instance.load.waiting
     requests = max(reported, state.in_flight.get(instance.id, 0))
     return requests / (instance.max_concurrency or 1.0), instance.load.kv_usage

@@ -1,7 +1,7 @@
 """What is known of one HTTP request, carried from the edge down to the engine core and back.
 
-vLLM's app lies between the two, unchanged; a context variable crosses it, so that the core can say to which decode
-worker the request went, and the edge can put that into headers, metrics and its log line.
+vLLM's app lies between the two, unchanged; a context variable crosses it, so that the core can say to which
+decode worker the request went, and the edge can put that into headers, metrics and its log line.
 """
 
 import time
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request ended without an answer; `retry_after` is in seconds, 0 where trying again makes no sense."""
+    """Why a request ended without an answer; `retry_after` is in seconds, 0 where trying again makes no
+    sense."""
 
     status: int
     message: str
@@ -54,7 +55,8 @@ class Trace:
 
     @property
     def prefill(self) -> str:
-        """`local`, `remote`, or `local,remote` where parts of one request (n > 1, several prompts) differed."""
+        """`local`, `remote`, or `local,remote` where parts of one request (n > 1, several prompts)
+        differed."""
         return ",".join(sorted(self._prefill))
 
     @property

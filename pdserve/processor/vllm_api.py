@@ -1,12 +1,12 @@
 """Everything that the frontend side uses of vLLM 0.32, and the only module on that side that imports it.
 
-`tests/processor/test_vllm_api.py` holds what is expected of each name here and says what moved when vLLM changes.
-Importing this module costs 6 to 7 seconds of CPU: do it late, and in a thread.
+`tests/processor/test_vllm_api.py` holds what is expected of each name here and says what moved when vLLM
+changes. Importing this module costs 6 to 7 seconds of CPU: do it late, and in a thread.
 """
 
 import threading
 import time
-from argparse import Namespace
+from argparse import ArgumentError, Namespace
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import Any, cast
 
 import vllm.envs
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.types import ASGIApp
 from vllm.config import VllmConfig
@@ -21,7 +22,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError, VLLMError
 from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParserManager
@@ -60,7 +61,7 @@ _decoder = MsgpackDecoder(EngineCoreOutputs)
 _constructing = threading.Lock()
 
 
-# ── messages ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── messages ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def encode_request(request: EngineCoreRequest) -> list[bytes]:
@@ -73,8 +74,8 @@ def decode_outputs(body: Sequence[bytes]) -> EngineCoreOutputs:
 
 
 def outputs_now(outputs: list[EngineCoreOutput], sent_at: float) -> EngineCoreOutputs:
-    """These outputs as a step of our own, in this host's monotonic time: vLLM's metrics subtract the worker's times
-    from each other and, after a migration, those of two hosts."""
+    """These outputs as a step of our own, in this host's monotonic time: vLLM's metrics subtract the
+    worker's times from each other and, after a migration, those of two hosts."""
     now = time.monotonic()
     for output in outputs:
         for event in output.events or ():
@@ -91,15 +92,18 @@ def with_params(request: EngineCoreRequest, **changes: Any) -> EngineCoreRequest
     return request
 
 
-# ── the engine client ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── the engine client ──────────────────────────────────────────────────────────────────────────────────
 
 
 def parse_args(argv: list[str]) -> Namespace:
-    """vLLM's own `serve` arguments. Raises ValueError with argparse's message, where argparse would exit."""
+    """vLLM's own `serve` arguments. Raises ValueError with the message, where argparse would exit."""
     parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
     parser.error = _raise_usage
-    args = parser.parse_args(argv)
-    validate_parsed_serve_args(args)
+    try:
+        args = parser.parse_args(argv)
+        validate_parsed_serve_args(args)
+    except (ArgumentError, VLLMError, TypeError) as error:
+        raise ValueError(str(error)) from error
     return cast(Namespace, args)
 
 
@@ -108,9 +112,13 @@ def _raise_usage(message: str) -> None:
 
 
 def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegistry) -> AsyncLLM:
-    """An unmodified AsyncLLM whose engine core is `core`; reads tokenizer and config, takes about a second. Its
-    metrics go to `registry`: in the default one each further model would unregister the metrics of the one before."""
-    config = _config_without_engine(args)
+    """An unmodified AsyncLLM whose engine core is `core`; reads tokenizer and config, takes about a second.
+    Its metrics go to `registry`: in the default one each further model would unregister the metrics of the
+    one before. Raises ValueError or OSError for a model folder or arguments that vLLM cannot use."""
+    try:
+        config = _config_without_engine(args)
+    except VLLMError as error:
+        raise ValueError(str(error)) from error
     make = EngineCoreClient.__dict__["make_async_mp_client"]
     with _constructing:
         EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
@@ -154,8 +162,8 @@ def _stat_logger(registry: CollectorRegistry) -> type:
 
 
 def fail_request(engine: AsyncLLM, request_id: str, message: str, status: int) -> list[str]:
-    """End a core request, and with it the others of the same HTTP request (n > 1), with this error for the client.
-    Returns the ids of all core requests that are ended thereby; empty where it is already over."""
+    """End a core request, and with it the others of the same HTTP request (n > 1), with this error for the
+    client. Returns the ids of all core requests that are ended thereby; empty where it is already over."""
     processor = engine.output_processor
     state = processor.request_states.get(request_id)
     if state is None:
@@ -172,12 +180,14 @@ def restart_output_handler(engine: AsyncLLM) -> None:
     engine._run_output_handler()
 
 
-# ── the HTTP app ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the HTTP app ───────────────────────────────────────────────────────────────────────────────────────
 
 
 async def make_app(engine: AsyncLLM, args: Namespace, tasks: Sequence[str]) -> ASGIApp:
-    """vLLM's own app on this engine. Metrics are counted at our edge, so the per-request instrumentation goes."""
+    """vLLM's own app on this engine, without its middleware: cross-origin rules, metrics and the rest are
+    the edge's, and each layer costs time on every streamed chunk."""
     app = build_app(args, tuple(tasks), engine.model_config)
-    app.user_middleware = [one for one in app.user_middleware if "Prometheus" not in one.cls.__name__]
+    app.user_middleware = []
+    app.middleware_stack = FastAPI.build_middleware_stack(app)  # app's own is patched to add SageMaker's
     await init_app_state(engine, app.state, args, tuple(tasks))
     return cast(ASGIApp, app)

@@ -1,8 +1,8 @@
 """The prefill queue seam: prefill requests out, answers and cancellations back, model archives beside them.
 
-One queue per model. A request is delivered to one prefill worker at a time and at least once in all: it is delivered
-again when its worker neither acks nor reports progress for `ack_wait` seconds. Answers and cancellations are at most
-once and reach only who listens: whoever waits for one needs a timeout of its own.
+One queue per model. A request is delivered to one prefill worker at a time and at least once in all: it is
+delivered again when its worker neither acks nor reports progress for `ack_wait` seconds. Answers and
+cancellations are at most once and reach only who listens: whoever waits for one needs a timeout of its own.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,8 @@ class Delivery(ABC):
 
     @abstractmethod
     async def ack(self) -> None:
-        """Done, whatever came of it: never deliver again."""
+        """Done, whatever came of it: never deliver again. Raises nothing during an outage, the server hears of it
+        when it is back."""
 
     @abstractmethod
     async def in_progress(self) -> None:
@@ -61,7 +62,9 @@ class PrefillQueue(ABC):
 
     @abstractmethod
     async def publish(self, request: PrefillRequest) -> None:
-        """Returns when the server has stored the request."""
+        """Returns when the server has stored the request. Raises QueueUnavailable also where that could not be
+        confirmed in time (it is then withdrawn as soon as the server is back), and where the queue is full.
+        """
 
     @abstractmethod
     def answers(self, instance: str) -> AsyncIterator[PrefillAnswer]:
@@ -74,8 +77,9 @@ class PrefillQueue(ABC):
 
     @abstractmethod
     async def pull(self, limit: int, wait: float) -> list[Delivery]:
-        """Up to `limit` requests; empty after `wait` seconds without any. Requests past their deadline, and those
-        cancelled since this process listens, are acked and left out. Tells the deciders the new queue state."""
+        """What is there, up to `limit` requests, or else the first that comes within `wait` seconds; empty when
+        none does. Requests past their deadline, and those cancelled since this process listens, are acked and
+        left out. Tells the deciders the new queue state."""
 
     @abstractmethod
     async def answer(self, instance: str, answer: PrefillAnswer) -> None: ...

@@ -32,8 +32,8 @@ class Depth:
         """A prefill worker pulled. A lower sequence than known is a redelivery or came late: it says
         nothing new.
 
-        What is known to be stored beyond the state's own end was stored after the pull, or is missing: it counts
-        until `synced` says better.
+        What is known to be stored beyond the state's own end was stored after the pull, or is missing: it
+        counts until `synced` says better.
         """
         if state.delivered_seq < self.delivered:
             return self
@@ -42,8 +42,8 @@ class Depth:
         return Depth(state.delivered_seq, last, min(gone, last - state.delivered_seq - state.pending))
 
     def synced(self, stored: int, state: QueueState, asked: "Depth") -> "Depth":
-        """The server itself answered: `stored` is the stream's last sequence, read before `state`; `asked` is what
-        was known before both. What was stored and is neither delivered nor pending is missing."""
+        """The server itself answered: `stored` is the stream's last sequence, read before `state`; `asked` is
+        what was known before both. What was stored and is neither delivered nor pending is missing."""
         end = state.delivered_seq + state.pending
         truth = Depth(state.delivered_seq, max(stored, end), max(0, stored - end))
         if truth.last < asked.last or truth.delivered < asked.delivered:

@@ -1,7 +1,8 @@
 """The registry seam: who is there, which models are served, and the live settings.
 
-Keys are paths relative to the namespace: `instances/<role>/<id>`, `models/<name>/<instance id>`, `settings/<key>`.
-Values are bytes (JSON by convention). Everything put with `leased=True` vanishes when this process does.
+Keys are paths relative to the namespace: `instances/<role>/<id>`, `models/<name>/<instance id>`,
+`settings/<key>`. Values are bytes (JSON by convention). Everything put with `leased=True` vanishes when
+this process does.
 """
 
 from abc import ABC, abstractmethod
@@ -22,10 +23,10 @@ class Change:
 class Registry(ABC):
     """One process's connection. Entering it takes the lease, leaving it revokes the lease.
 
-    Outages: while the server is away, `put` and `delete` of leased keys are remembered and carried out when it is
-    back (the last one for a key wins), and watches stay open and silent: the last known state stands. After an
-    outage the lease is taken anew, all leased keys are written again, and every watch yields what differs, deletions
-    included. Nothing restarts and nobody has to notice, but `connected` tells.
+    Outages: while the server is away, `put` and `delete` of leased keys are remembered and carried out when
+    it is back (the last one for a key wins), and watches stay open and silent: the last known state stands.
+    After an outage the lease is taken anew, all leased keys are written again, and every watch yields what
+    differs, deletions included. Nothing restarts and nobody has to notice, but `connected` tells.
     """
 
     @abstractmethod
@@ -57,5 +58,6 @@ class Registry(ABC):
     def watch(self, prefix: str) -> AsyncIterator[list[Change]]:
         """First one list with all present keys (maybe empty), then lists of changes in the server's order.
 
-        Never ends by itself; a change is never lost, but several changes of one key may be yielded as the last one.
+        Never ends by itself; a change is never lost, but several changes of one key may be yielded as the
+        last one.
         """

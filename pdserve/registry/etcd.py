@@ -125,8 +125,8 @@ class EtcdRegistry(Registry):
                     await asyncio.sleep(RETRY)
 
     async def _register(self, session: Session) -> None:
-        """Everything that is to be there, under the new lease. What an earlier lease of ours still holds beyond
-        that runs out with it."""
+        """Everything that is to be there, under the new lease. What an earlier lease of ours still holds
+        beyond that runs out with it."""
         async with self._writing:
             for key in self._deleted:
                 await session.delete(self._root + key)

@@ -22,7 +22,8 @@ class Found:
 
 
 def find(file: Path | None, etcd: str | None, namespace: str | None) -> Found:
-    """An address given wins over a file, a file over the default state directory. Raises NoGraph, ConfigError."""
+    """An address given wins over a file, a file over the default state directory. Raises NoGraph,
+    ConfigError."""
     if etcd:
         return Found(etcd, namespace or Config.namespace)
     if file:
@@ -41,7 +42,7 @@ def _on(state_dir: Path) -> Found:
     graph = state.read(state_dir)
     if graph is None:
         raise NoGraph(
-            f"no graph runs on {state_dir}: start one with `pdserve serve -f FILE`, or say which one with -f FILE "
-            "or --etcd HOST:PORT."
+            f"no graph runs on {state_dir}: start one with `pdserve serve -f FILE`, or say which one with "
+            "-f FILE or --etcd HOST:PORT."
         )
     return Found(graph.etcd, graph.namespace, graph.url)

@@ -23,7 +23,8 @@ def check(changes: Mapping[str, str | None]) -> None:
 
 def _problem(name: str, value: str | None) -> str | None:
     if name not in SETTINGS:
-        return f"{name} is no live setting: {or_nearest(name, SETTINGS, 'use one of ' + ', '.join(SETTINGS) + '.')}"
+        hint = or_nearest(name, SETTINGS, f"use one of {', '.join(SETTINGS)}.")
+        return f"{name} is no live setting: {hint}"
     if value is None:
         return None
     if name == "router" and value not in POLICIES:

@@ -1,7 +1,7 @@
 """The stream seam: one long-lived two-way message stream between each frontend and each decode worker.
 
-Messages on one connection arrive in the order sent, and at most once. A lost connection is told to both sides; what
-was on its way then is lost, and whoever needs it sends it again with a new request id.
+Messages on one connection arrive in the order sent, and at most once. A lost connection is told to both
+sides; what was on its way then is lost, and whoever needs it sends it again with a new request id.
 """
 
 from abc import ABC, abstractmethod
@@ -28,19 +28,20 @@ class StreamServer(ABC):
 
     @abstractmethod
     def received(self) -> AsyncIterator[tuple[str, ToDecode | None]]:
-        """`(frontend id, message)` in order of arrival; None for the message says that this frontend is gone."""
+        """`(frontend id, message)` in order of arrival; no message (None): this frontend is gone."""
 
     @abstractmethod
     async def send(self, frontend: str, message: ToFrontend) -> None:
-        """Raises PeerGone where the frontend is not connected. Never waits for a slow reader for longer than a
-        second: it counts as gone then."""
+        """Raises PeerGone where the frontend is not connected. Never waits for a slow reader for longer than
+        a second: it counts as gone then."""
 
 
 class StreamClient(ABC):
     """A frontend's end of one connection to one decode worker; entering it connects."""
 
     @abstractmethod
-    async def __aenter__(self) -> Self: ...
+    async def __aenter__(self) -> Self:
+        """Raises PeerGone when nobody answers within a few seconds."""
 
     @abstractmethod
     async def __aexit__(
@@ -53,5 +54,6 @@ class StreamClient(ABC):
 
     @abstractmethod
     def received(self) -> AsyncIterator[ToFrontend]:
-        """In order of arrival; raises PeerGone when the worker is gone: its process ended, or nothing, heartbeats
-        included, came from it for `silence` seconds (a few), as when it hangs or its network is cut."""
+        """In order of arrival; raises PeerGone when the worker is gone: its process ended, or nothing,
+        heartbeats included, came from it for `silence` seconds (a few), as when it hangs or its network is
+        cut."""

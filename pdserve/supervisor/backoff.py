@@ -45,7 +45,8 @@ class GiveUp:
 
 
 def decide(lives: Sequence[Life], policy: Policy) -> Restart | GiveUp:
-    """What to do now that the last of these lives (oldest first, at least one) has ended without having been asked."""
+    """What to do now that the last of these lives (oldest first, at least one) has ended without having been
+    asked."""
     last = lives[-1]
     if last.end.code == CONFIG_ERROR and not last.ready:
         return GiveUp("its configuration is wrong")

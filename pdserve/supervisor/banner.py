@@ -16,8 +16,9 @@ from pdserve.messages import Instance
 
 _DEMO_PROMPT = (
     "The code of the red box is 4711. The code of the blue box is 2093. The code of the green box is 8150. "
-    "What is the code of the red box?"
+    "The code of the black bag is 3364. What is the code of the red box?"
 )
+"""long enough for configs/local.yaml to prefill it remotely"""
 _PROMPT = "Why is the sky blue? Answer in one sentence."
 
 
@@ -46,7 +47,7 @@ def curl(config: Config) -> str:
     }
     # Keys on lines of their own, so that it can be read and edited.
     text = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
-    command = f"curl -N {url_of(config)}/v1/chat/completions -H 'Content-Type: application/json' -d "
+    command = f"curl -Ni {url_of(config)}/v1/chat/completions -H 'Content-Type: application/json' -d "
     return command + shlex.quote(f"{{\n  {text}\n}}")
 
 
@@ -60,13 +61,7 @@ def banner(config: Config, instances: Sequence[Instance], seconds: float, log_di
     facts.add_row("look", f"pdserve status -f {config.path}")
     facts.add_row("stop", "Ctrl-C")
     title = Text(f"Ready after {seconds:.0f} s", "bold green")
-    parts: list[RenderableType] = [
-        Panel(facts, title=title, title_align="left", width=100),
-        _workers(instances),
-    ]
-    if config.frontend is not None:
-        parts += [Text("Try it:", "bold"), Text(curl(config)), Text()]
-    return Group(*parts)
+    return Group(Panel(facts, title=title, title_align="left", width=100), _workers(instances))
 
 
 def _workers(instances: Sequence[Instance]) -> Table:

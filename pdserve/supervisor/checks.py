@@ -11,8 +11,8 @@ def busy_ports(config: Config, slots: Iterable[Slot]) -> list[str]:
     problems = []
     if config.frontend and (holder := port_holder(config.frontend.host, config.frontend.port)):
         problems.append(
-            f"Port {config.frontend.port} on {config.frontend.host} is held by {holder}: stop that, or set another port "
-            "in Frontend."
+            f"Port {config.frontend.port} on {config.frontend.host} is held by {holder}: stop that, or set "
+            "another port in Frontend."
         )
     for slot in slots:
         if problem := busy_kv_port(config, slot):
@@ -21,10 +21,11 @@ def busy_ports(config: Config, slots: Iterable[Slot]) -> list[str]:
 
 
 def busy_kv_port(config: Config, slot: Slot) -> str | None:
-    """An engine that finds its side channel's port taken hangs at start for ever; most likely by an orphan."""
+    """An engine that finds its side channel's port taken hangs at start for ever; most likely by an
+    orphan."""
     if slot.kv_port and (holder := port_holder(config.host, slot.kv_port)):
         return (
-            f"Port {slot.kv_port} on {config.host}, where {slot.name} hands out its KV, is held by {holder}: stop that, "
-            "or set another Graph: kv-port."
+            f"Port {slot.kv_port} on {config.host}, where {slot.name} hands out its KV, is held by {holder}: "
+            "stop that, or set another kv-port in Graph."
         )
     return None

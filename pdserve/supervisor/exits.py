@@ -63,7 +63,9 @@ async def end_group(group: int, patience: float = 2.0) -> None:
     started = loop.time()
     while _exists(group):
         if loop.time() > started + 2 * patience:
-            log.warning("process group %d does not end", group)  # a zombie of somebody else's, or stuck in I/O
+            log.warning(
+                "process group %d does not end", group
+            )  # a zombie of somebody else's, or stuck in I/O
             return
         if loop.time() > started + patience:
             with contextlib.suppress(ProcessLookupError):

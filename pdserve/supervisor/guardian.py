@@ -1,7 +1,8 @@
 """The supervisor's last will: a small process that ends what the supervisor left behind when it was killed.
 
-Runs as a script, with the standard library alone. Reads `+GROUP` and `-GROUP` (process groups) line by line from
-stdin. When stdin ends, the supervisor is gone: the groups still listed get SIGTERM, some seconds, and SIGKILL.
+Runs as a script, with the standard library alone. Reads `+GROUP` and `-GROUP` (process groups) line by line
+from stdin. When stdin ends, the supervisor is gone: the groups still listed get SIGTERM, some seconds, and
+SIGKILL.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
-PATIENCE = 10.0
+PATIENCE = float(os.environ.get("PDSERVE_GUARDIAN_PATIENCE", "10"))
 
 
 class Guardian:

@@ -76,8 +76,8 @@ class Keeper:
             self._watcher.changed(self.job.name, State.STOPPED)
 
     async def stop(self, patience: float) -> None:
-        """SIGTERM, `patience` seconds to drain, then the end; returns when nothing of the job is left. One that is
-        still loading has nothing to drain and gets a few seconds only."""
+        """SIGTERM, `patience` seconds to drain, then the end; returns when nothing of the job is left. One
+        that is still loading has nothing to drain and gets a few seconds only."""
         self._stopping.set()
         if not self.ready.is_set():
             patience = min(patience, LOADING_PATIENCE)
@@ -99,9 +99,7 @@ class Keeper:
     async def _live(self) -> Life:
         started = time.monotonic()
         self._watcher.changed(self.job.name, State.STARTING)
-        process = self._process = await Process.start(
-            self.job, lambda raw: self._watcher.line(self.job.name, raw)
-        )
+        process = self._process = Process.start(self.job, lambda raw: self._watcher.line(self.job.name, raw))
         self._guardian.watch(process.pid)
         readiness = asyncio.create_task(self._become_ready(process.pid))
         try:

@@ -1,7 +1,7 @@
 """One readable stream out of the output of all processes, and one log file for each with everything in it."""
 
+import io
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +21,8 @@ _LEVEL_STYLES = {"W": "yellow", "E": "bold red", "C": "bold red"}
 
 
 class Output:
-    """What `pdserve serve` shows. With `fmt` `json`, nothing but JSON lines. Not a line is lost for the files: the
-    terminal leaves out vLLM's INFO lines and known noise unless `verbose`."""
+    """What `pdserve serve` shows. With `fmt` `json`, nothing but JSON lines. Not a line is lost for the
+    files: the terminal leaves out vLLM's INFO lines and known noise unless `verbose`."""
 
     def __init__(
         self, log_dir: Path, fmt: str = "text", verbose: bool = False, stream: TextIO | None = None
@@ -71,12 +71,17 @@ class Output:
         if not self.json:
             self.quietly(lambda: self.console.print(what))
 
+    def plain(self, text: str) -> None:
+        """As it is, for people to copy: a line that is wrapped could not be pasted. Not shown in JSON."""
+        if not self.json:
+            self.quietly(lambda: self._write(text))
+
     def quietly(self, write: Callable[[], None]) -> None:
         """Never fails: the terminal may be gone, and the graph must be stopped all the same."""
         try:
             write()
         except OSError:
-            self.console.file = open(os.devnull, "w")  # noqa: SIM115
+            self.console.file = _Nowhere()
 
     def _write(self, text: str) -> None:
         self.console.file.write(text + "\n")
@@ -122,3 +127,10 @@ class _Handler(logging.Handler):
         self._output.show(
             LogLine(logs.stamp(record.created), record.levelname[0], "serve", record.name, message)
         )
+
+
+class _Nowhere(io.StringIO):
+    """What is written here is gone."""
+
+    def write(self, text: str) -> int:
+        return len(text)

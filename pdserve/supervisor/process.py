@@ -1,4 +1,5 @@
-"""One process of the graph: started in a process group of its own, its output read line by line, its group ended.
+"""One process of the graph: started in a process group of its own, its output read line by line, its group
+ended.
 
 The group stays in the supervisor's session: with a session for each, Linux's autogroup makes every role a
 scheduling group of its own, and spinning workers then starve the others (FACTS: ten times the TTFT).
@@ -53,8 +54,9 @@ class Process:
         self._reader = asyncio.create_task(self._read(), name=f"output of {job.name}")
 
     @classmethod
-    async def start(cls, job: Job, on_line: Callable[[str], None]) -> Self:
-        """`on_line` gets each line of stdout and stderr, in the order written, without its end."""
+    def start(cls, job: Job, on_line: Callable[[str], None]) -> Self:
+        """To be called in a running loop. `on_line` gets each line of stdout and stderr, in the order
+        written, without its end."""
         process = subprocess.Popen(
             job.command,
             env={**os.environ, **job.env},

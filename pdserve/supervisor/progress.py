@@ -48,6 +48,7 @@ class Progress:
     def __init__(self, output: Output, names: list[str]) -> None:
         self._output = output
         self._starts = {name: _Start("waiting to start") for name in names}
+        self._missing = ""
         self._began = self._told = time.monotonic()
         self._live = Live(
             get_renderable=self._render, console=output.console, refresh_per_second=4, transient=True
@@ -82,6 +83,14 @@ class Progress:
                 self._starts[name].phase = str(state)
         self._tell(name)
 
+    def waiting_for(self, missing: str) -> None:
+        """All are registered, and this is what the frontend still lacks."""
+        if missing != self._missing:
+            self._missing = missing
+            self._told = time.monotonic()
+            if not self._output.console.is_terminal:
+                self._output.say(f"waiting for {missing}")
+
     def remind(self) -> None:
         """To be called now and then, where no live line shows that time goes by."""
         if time.monotonic() - self._told > REMIND:
@@ -96,4 +105,6 @@ class Progress:
 
     def _render(self) -> Text:
         lines = [f"  {name:<12} {start}" for name, start in self._starts.items()]
+        if self._missing:
+            lines.append(f"  waiting for {self._missing}")
         return Text("\n".join([f"Starting, {self.elapsed:.0f} s so far (Ctrl-C stops)", *lines]), "dim")

@@ -5,7 +5,7 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 
 from pdserve.config.plan import Plan
@@ -17,12 +17,14 @@ from pdserve.registry import connect
 from pdserve.registry.view import View
 from pdserve.supervisor import state
 from pdserve.supervisor.backoff import Policy
-from pdserve.supervisor.banner import banner, url_of
+from pdserve.supervisor.banner import banner, curl, url_of
 from pdserve.supervisor.checks import busy_ports
+from pdserve.supervisor.exits import adopt_orphans
+from pdserve.supervisor.foreground import own_foreground
 from pdserve.supervisor.guardian import Guardian
+from pdserve.supervisor.health import until_healthy
 from pdserve.supervisor.keeper import GaveUp
 from pdserve.supervisor.output import Output
-from pdserve.supervisor.exits import adopt_orphans
 from pdserve.supervisor.rollcall import RollCall
 from pdserve.supervisor.servers import keep, needed_servers
 from pdserve.supervisor.supervision import Supervision
@@ -34,11 +36,12 @@ AFTER_DRAIN = 10.0
 
 
 def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
-    """Run the graph until it is told to stop; the exit code. Raises ConfigError before any role was started."""
+    """Run the graph until it is told to stop; the exit code. Raises ConfigError before any role was
+    started."""
     config = plan.config
     if findings := [*plan.problems, *busy_ports(config, plan.slots)]:
         raise ConfigError(findings)
-    with state.only_one(config.state_dir), _output(config, fmt, verbose) as output:
+    with own_foreground(), state.only_one(config.state_dir), _output(config, fmt, verbose) as output:
         _allow_many_files()
         adopt_orphans()
         for note in plan.notes:
@@ -67,9 +70,19 @@ async def _serve(config: Config, slots: Sequence[Slot], output: Output, policy: 
             if output.json:
                 log.info("Ready after %.0f s: %s at %s", seconds, graph.model, graph.url)
             output.print(banner(config, instances, seconds, output.log_dir))
+            if config.frontend:
+                output.plain(f"Try it:\n{curl(config)}\n")
 
+        healthy = _healthy(config, graph)
         beside = [keep(server, guardian, policy) for server in servers]
-        await supervision.run(show_ready, beside, config.drain_timeout + AFTER_DRAIN)
+        await supervision.run(healthy, show_ready, beside, config.drain_timeout + AFTER_DRAIN)
+
+
+async def _healthy(config: Config, graph: state.Graph) -> AsyncIterator[str]:
+    """Yields what the frontends still lack; nothing where there are none."""
+    if config.frontend:
+        async for missing in until_healthy(graph.url, config.frontend.processes):
+            yield missing
 
 
 async def _view(stack: AsyncExitStack, graph: state.Graph) -> View:

@@ -28,7 +28,8 @@ _prctl = ctypes.CDLL(None).prctl
 class ServerProcess(ABC):
     """One server. `async with` starts and stops it; `restart` brings it back on the same port and data.
 
-    With port 0 a free one is chosen and kept. Starting raises ConfigError when it cannot: port taken (and by
+    Start it in the main thread: the kernel ends it when the thread that started it ends. With port 0 a free
+    one is chosen and kept. Starting raises ConfigError when it cannot: port taken (and by
     whom), data in use by another pdserve, or the last lines of its log.
     """
 

@@ -31,8 +31,8 @@ async def needed_servers(config: Config) -> AsyncIterator[list[ServerProcess]]:
 
 
 async def keep(server: ServerProcess, guardian: Guardian, policy: Policy) -> None:
-    """Bring a server back, on the same port and data, whenever it ends; until cancelled. The graph goes on without it
-    meanwhile. Raises GaveUp."""
+    """Bring a server back, on the same port and data, whenever it ends; until cancelled. The graph goes on
+    without it meanwhile. Raises GaveUp."""
     lives: list[Life] = []
     while True:
         started, pid = time.monotonic(), server.pid

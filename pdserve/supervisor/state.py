@@ -30,7 +30,8 @@ class Graph(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def only_one(state_dir: Path) -> Iterator[None]:
-    """Hold the state directory. Raises ConfigError where another graph has it. The lock dies with the process."""
+    """Hold the state directory. Raises ConfigError where another graph has it. The lock dies with the
+    process."""
     state_dir.mkdir(parents=True, exist_ok=True)
     with (state_dir / _LOCK).open("a+") as lock:
         try:
@@ -39,8 +40,8 @@ def only_one(state_dir: Path) -> Iterator[None]:
             lock.seek(0)
             raise ConfigError(
                 [
-                    f"Another graph runs on {state_dir} (pid {lock.read().strip() or 'unknown'}): stop it, or give this "
-                    "one a folder of its own (Graph: state-dir)."
+                    f"Another graph runs on {state_dir} (pid {lock.read().strip() or 'unknown'}): stop it, "
+                    "or give this one a folder of its own (Graph: state-dir)."
                 ]
             ) from None
         lock.truncate(0)

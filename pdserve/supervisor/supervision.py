@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from pdserve.graph import Job, stop_waves
@@ -31,18 +31,20 @@ class Supervision(Watcher):
 
     async def run(
         self,
+        healthy: AsyncIterator[str],
         on_ready: Callable[[list[Instance], float], None],
         beside: Sequence[Coroutine[Any, Any, None]],
         patience: float,
     ) -> None:
-        """Start all jobs and return after `stop`, when nothing of them is left. `on_ready` gets the instances and the
-        seconds it took, once. `beside` runs as long. Raises GaveUp, also where one of `beside` does."""
+        """Start all jobs and return after `stop`, when nothing of them is left. `on_ready` gets the instances
+        and the seconds it took, once. `beside` runs as long. Raises GaveUp, also where one of `beside`
+        does."""
         async with asyncio.TaskGroup() as group:
+            starting = group.create_task(self._start(healthy, on_ready))
             keeping = [group.create_task(self._until_given_up(each.run())) for each in self._keepers.values()]
             others = [group.create_task(self._until_given_up(each)) for each in beside]
-            others.append(group.create_task(self._start(on_ready)))
             await self._stop.wait()
-            others.pop().cancel()
+            starting.cancel()
             for wave in stop_waves(self._jobs):
                 await asyncio.gather(*(self._keepers[job.name].stop(patience) for job in wave))
             await asyncio.gather(*keeping)
@@ -72,18 +74,22 @@ class Supervision(Watcher):
         elif state is State.READY:
             log.info("%s is ready again", name)
 
-    async def _start(self, on_ready: Callable[[list[Instance], float], None]) -> None:
+    async def _start(
+        self, healthy: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
+    ) -> None:
         keepers = self._keepers.values()
-        with Progress(self._output, list(self._keepers)) as self._progress:
-            everything = asyncio.gather(*(each.ready.wait() for each in keepers))
+        with Progress(self._output, list(self._keepers)) as progress:
+            self._progress = progress
             try:
-                while not everything.done():
-                    await asyncio.wait([everything], timeout=1)
-                    self._progress.remind()
+                async with asyncio.TaskGroup() as group:
+                    reminding = group.create_task(_remind(progress))
+                    await asyncio.gather(*(each.ready.wait() for each in keepers))
+                    async for missing in healthy:
+                        progress.waiting_for(missing)
+                    reminding.cancel()
             finally:
-                everything.cancel()
-                elapsed, self._progress = self._progress.elapsed, None
-        on_ready([each.instance for each in keepers if each.instance], elapsed)
+                self._progress = None
+        on_ready([each.instance for each in keepers if each.instance], progress.elapsed)
 
     async def _until_given_up(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -91,3 +97,9 @@ class Supervision(Watcher):
         except GaveUp as cause:
             self._cause = self._cause or cause
             self._stop.set()
+
+
+async def _remind(progress: Progress) -> None:
+    while True:
+        await asyncio.sleep(1)
+        progress.remind()

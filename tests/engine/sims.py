@@ -7,7 +7,7 @@ import msgspec
 
 from pdserve.engine.base import Output
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.engine.sim.wire import CoreRequest, Sampling
+from pdserve.engine.sim.wire import CoreOutputs, CoreRequest, Sampling
 from pdserve.engine.spec import EngineSpec
 from pdserve.messages import Role
 
@@ -18,13 +18,20 @@ def body(max_tokens: int = 4, **extra: int) -> list[bytes]:
     return [msgspec.msgpack.encode(CoreRequest("", None, None, Sampling(max_tokens, **extra)))]
 
 
+decode_outputs_frame = msgspec.msgpack.Decoder(CoreOutputs).decode
+
+
+def decode_outputs(frames: list[bytes]) -> CoreOutputs:
+    return decode_outputs_frame(frames[0])
+
+
 def spec(role: Role, name: str, **arguments: object) -> EngineSpec:
     speeds = FAST | {key: arguments.pop(key) for key in list(arguments) if key in ("lease",) or key in FAST}
     return EngineSpec(
         role,
         name,
         "demo",
-        {"block-size": 16, "additional-config": {"sim": speeds}}
+        engine_args={"block-size": 16, "additional-config": {"sim": speeds}}
         | {key.replace("_", "-"): value for key, value in arguments.items()},
     )
 

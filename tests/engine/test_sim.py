@@ -11,6 +11,7 @@ from pdserve.engine.base import Transfers
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import ConfigError, EngineDead, ProtocolError
 from pdserve.messages import KvHandle, Role
+from tests.conditions import until
 from tests.engine.sims import body, collect, sim, spec, tokens
 
 PROMPT = list(range(3, 203))
@@ -30,9 +31,7 @@ async def transfers(engine: SimEngine) -> Transfers:
 
 
 async def freed(engine: SimEngine) -> None:
-    async with asyncio.timeout(2):
-        while not await engine.all_blocks_free():
-            await asyncio.sleep(0.005)
+    await until(engine.all_blocks_free)
 
 
 def test_it_starts_without_vllm_and_torch() -> None:
@@ -51,7 +50,11 @@ async def test_a_request_continued_elsewhere_gets_the_same_tokens() -> None:
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 500, 3000])
 async def test_pulled_kv_gives_the_tokens_of_local_kv(length: int) -> None:
     prompt = [3 + i % 900 for i in range(length)]
-    async with sim(Role.PREFILL, "p") as prefill, sim(Role.DECODE, "d") as decode, sim(Role.DECODE, "l") as local:
+    async with (
+        sim(Role.PREFILL, "p") as prefill,
+        sim(Role.DECODE, "d") as decode,
+        sim(Role.DECODE, "l") as local,
+    ):
         handle = await prefilled(prefill, "r", prompt)
         await decode.generate("r", prompt, body(5), handle)
         pulled = await transfers(decode)
@@ -149,9 +152,7 @@ async def test_cancel_frees_blocks_at_every_phase() -> None:
         prefill.faults.drop_transfers = True
         await decode.generate("pulling", PROMPT, body(), handle)
         await decode.generate("waiting", PROMPT, body(), None)
-        async with asyncio.timeout(2):
-            while decode.usage.waiting != 2 or decode.usage.kv_usage == 0:
-                await asyncio.sleep(0.001)
+        await until(lambda: decode.usage.waiting == 2 and decode.usage.kv_usage > 0)
         prefill.faults.drop_transfers = False
         await decode.cancel(["pulling", "unknown"])
         assert (await decode.step()).outputs[0].request_id == "waiting"

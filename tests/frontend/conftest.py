@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -20,11 +21,18 @@ from pdserve.queue.base import BlobStore
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import View
-from pdserve.stream.base import StreamClient
-from tests.processor.echo import EchoClient, EchoWorker
+from pdserve.stream.memory import connect
+from tests.conditions import until
+from tests.processor.echo import EchoWorker
 from tests.processor.vllm_version import VERSION
 
 MODEL = Path(__file__).parents[2] / "pdserve" / "demo" / "model"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "filterwarnings", "ignore:max_tokens is deprecated:DeprecationWarning"
+    )  # vLLM's own
 
 
 class NoBlobs(BlobStore):
@@ -55,13 +63,9 @@ class Graph:
         self.registry = server
         self.roster: Roster
         self.edge: Edge
-        self.workers: dict[str, EchoWorker] = {}
         self.url = ""
         self.http: httpx.AsyncClient
         self._count = 0
-
-    def connect(self, address: str) -> StreamClient:
-        return EchoClient(self.workers[address])
 
     @asynccontextmanager
     async def worker(
@@ -70,7 +74,6 @@ class Graph:
         """A worker that is registered and connected; leaving kills it and its lease."""
         self._count += 1
         worker = EchoWorker(f"decode-0-{self._count:04}", model, pace=pace, prefill=prefill)
-        self.workers[worker.instance.address] = worker
         async with worker, MemoryRegistry(self.registry) as registry:
             await registry.put(keys.card(model, worker.id), encode_record(card(model)))
             await registry.put(keys.instance(worker.instance), encode_record(worker.instance))
@@ -83,9 +86,7 @@ async def serve(app: App, stack: AsyncExitStack) -> str:
     config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
     server = QuietServer(config)
     task = asyncio.create_task(server.serve())
-    async with asyncio.timeout(10):
-        while not server.started:
-            await asyncio.sleep(0.01)
+    await until(lambda: server.started)
 
     async def stop() -> None:
         server.should_exit = True
@@ -96,16 +97,19 @@ async def serve(app: App, stack: AsyncExitStack) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-
-
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph]:
     server = MemoryServer()
+    serial = itertools.count()
     async with AsyncExitStack() as stack:
         registry = await stack.enter_async_context(MemoryRegistry(server))
         view = await stack.enter_async_context(View(registry))
         around = Surroundings(
-            lambda address: graph.connect(address), NoBlobs(), tmp_path_factory.mktemp("state"), "round-robin", 20.0
+            lambda address: connect(address, f"frontend-{next(serial)}"),
+            NoBlobs(),
+            tmp_path_factory.mktemp("state"),
+            "round-robin",
+            20.0,
         )
         graph = Graph(server)
         graph.roster = await stack.enter_async_context(Roster(view, around, "demo"))

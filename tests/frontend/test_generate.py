@@ -98,6 +98,8 @@ async def test_responses(graph: Graph) -> None:
         stream = await graph.http.post("/v1/responses", json={**body, "stream": True})
         expected = await text_of(graph, continuation(worker.seen[0].prompt, 6))
     assert whole.json()["output"][0]["content"][0]["text"] == expected
+    assert stream.headers["x-pdserve-instance"] == worker.id
+    assert stream.text.startswith("event: response.created")
     assert "event: response.completed" in stream.text or "event: response.incomplete" in stream.text
 
 
@@ -105,9 +107,13 @@ async def test_anthropic_messages(graph: Graph) -> None:
     async with graph.worker() as worker:
         body = {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}
         whole = await graph.http.post("/v1/messages", json={**body, "temperature": 0})
+        stream = await graph.http.post("/v1/messages", json={**body, "stream": True})
         counted = await graph.http.post("/v1/messages/count_tokens", json=body)
         expected = await text_of(graph, continuation(worker.seen[0].prompt, 6))
     assert whole.json()["content"][0]["text"] == expected
+    assert stream.headers["x-pdserve-instance"] == worker.id
+    assert stream.text.startswith("event: message_start")
+    assert "event: message_stop" in stream.text
     assert whole.json()["usage"]["input_tokens"] == counted.json()["input_tokens"]
 
 

@@ -1,13 +1,11 @@
 """Models come and go with their cards."""
 
-import asyncio
-from collections.abc import Callable
-
 import pytest
 
 from pdserve.messages import encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
+from tests.conditions import until
 from tests.frontend.conftest import Graph, card
 from tests.frontend.test_generate import completion
 
@@ -17,12 +15,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 async def names(graph: Graph) -> list[str]:
     answer = await graph.http.get("/v1/models")
     return [model["id"] for model in answer.json()["data"]]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_two_models_at_once(graph: Graph) -> None:

@@ -2,24 +2,25 @@
 
 import asyncio
 
+import httpx
 import pytest
 
 from pdserve.messages import Failed
 from tests.frontend.conftest import Graph
-from tests.frontend.test_generate import PROMPT, completion, events, text_of
+from tests.frontend.test_generate import PROMPT, chat, completion, events, text_of
 from tests.processor.echo import EchoWorker, continuation
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-def post(graph: Graph, **changes: object) -> "asyncio.Task[object]":
+def post(graph: Graph, **changes: object) -> asyncio.Task[httpx.Response]:
     return asyncio.create_task(graph.http.post("/v1/completions", json=completion(**changes)))
 
 
 async def steps(worker: EchoWorker, count: int) -> None:
     await worker.until(lambda: worker.jobs)
     for _ in range(count):
-        worker.step()
+        await worker.step()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -29,7 +30,7 @@ async def test_text_is_the_same(graph: Graph, stream: bool, said: int) -> None:
         request = post(graph, max_tokens=12, min_tokens=4, stream=stream)
         await steps(first, said)
         async with graph.worker() as second:
-            first.die()
+            await first.die()
             answer = await request
             expected = await text_of(graph, continuation(PROMPT, 12))
     assert answer.status_code == 200
@@ -55,7 +56,7 @@ async def test_stop_strings_across_the_move(graph: Graph) -> None:
         request = post(graph, max_tokens=3000, stop=[stop])
         await steps(first, 4)
         async with graph.worker() as second:
-            first.die()
+            await first.die()
             answer = await request
             await second.until(lambda: second.cancelled)
     choice = answer.json()["choices"][0]
@@ -68,9 +69,9 @@ async def test_logprobs_and_several_outputs(graph: Graph) -> None:
         request = post(graph, n=2, temperature=1.0, seed=3, logprobs=1)
         await first.until(lambda: len(first.jobs) == 2)
         for _ in range(3):
-            first.step()
+            await first.step()
         async with graph.worker() as second:
-            first.die()
+            await first.die()
             answer = await request
     for choice in answer.json()["choices"]:
         assert len(choice["logprobs"]["token_logprobs"]) == 8
@@ -89,7 +90,7 @@ async def test_what_cannot_go_on_fails_cleanly(graph: Graph, changes: dict[str, 
         request = post(graph, **changes)
         await steps(first, 2)
         async with graph.worker() as second:
-            first.die()
+            await first.die()
             answer = await request
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
@@ -102,7 +103,7 @@ async def test_before_the_first_token_everything_starts_again(graph: Graph) -> N
         request = post(graph, presence_penalty=0.5)
         await steps(first, 0)
         async with graph.worker():
-            first.die()
+            await first.die()
             assert (await request).status_code == 200
 
 
@@ -111,7 +112,7 @@ async def test_a_failure_mid_stream_is_an_event(graph: Graph) -> None:
         request = post(graph, stream=True, presence_penalty=0.5)
         await steps(first, 2)
         await asyncio.sleep(0.05)  # the client has the first tokens: the status is sent
-        first.die()
+        await first.die()
         answer = await request
     assert answer.status_code == 200
     assert "cannot go on elsewhere" in events(answer)[-1]["error"]["message"]
@@ -146,8 +147,8 @@ async def test_outputs_that_cannot_be_read(graph: Graph) -> None:
             request = post(graph)
             await asyncio.wait({request}, timeout=0.2)
         second.seen.clear()
-        first.step()
-        first.garbage()
+        await first.step()
+        await first.garbage()
         answer = await request
         expected = await text_of(graph, continuation(PROMPT, 8))
     assert answer.json()["choices"][0]["text"] == expected
@@ -155,9 +156,22 @@ async def test_outputs_that_cannot_be_read(graph: Graph) -> None:
     assert second.seen[0].prompt == PROMPT + continuation(PROMPT, 1)
 
 
+async def test_outputs_at_which_vllm_fails(graph: Graph) -> None:
+    async with graph.worker(pace=None) as worker:
+        request = post(graph)
+        await steps(worker, 1)
+        await worker.step(strange=True)
+        answer = await request
+        await worker.until(lambda: worker.cancelled)
+    async with graph.worker():
+        again = await graph.http.post("/v1/completions", json=completion())
+    assert answer.status_code == 500
+    assert again.status_code == 200
+
+
 async def test_a_refusing_worker_gets_nothing_more(graph: Graph) -> None:
     async with graph.worker() as first, graph.worker() as second:
-        first.refuse("another vLLM")
+        await first.refuse("another vLLM")
         await asyncio.sleep(0.05)
         for _ in range(4):
             assert (await graph.http.post("/v1/completions", json=completion())).status_code == 200
@@ -179,12 +193,15 @@ async def test_without_a_worker_it_waits_for_one(graph: Graph) -> None:
             assert answer.json()["choices"][0]["text"] == expected
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_without_a_worker_until_the_deadline(graph: Graph, stream: bool) -> None:
+async def test_without_a_worker_until_the_deadline(graph: Graph, path: str, stream: bool) -> None:
     async with graph.worker():
         pass
+    bodies = {"/v1/completions": completion(), "/v1/chat/completions": chat()}
+    body = bodies.get(path, {"model": "demo", "input": "hello"})
     answer = await graph.http.post(
-        "/v1/completions", json=completion(stream=stream), headers={"x-request-timeout": "0.2"}
+        path, json={**body, "stream": stream}, headers={"x-request-timeout": "0.2"}
     )
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) >= 1

@@ -1,11 +1,11 @@
-"""A decode worker in this process, on an in-process stream: tokens are a pure function of what stands before them, so
-that a request moved to another worker must go on with the same ones. Steps are made by hand or by a task."""
+"""A decode worker in this process, on the in-memory stream: tokens are a pure function of what stands before
+them, so that a request moved to another worker must go on with the same ones. Steps are made by a task, or
+by hand."""
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -28,7 +28,7 @@ from pdserve.messages import (
     ToFrontend,
 )
 from pdserve.processor.vllm_api import VERSION
-from pdserve.stream.base import StreamClient
+from pdserve.stream.memory import MemoryStreamServer
 
 FIRST, MANY = 300, 600
 """the tokens it says: plain words of the demo tokenizer"""
@@ -52,45 +52,13 @@ class Job:
     said: list[int] = field(default_factory=list)
 
 
-class EchoClient(StreamClient):
-    def __init__(self, worker: "EchoWorker") -> None:
-        self._worker = worker
-        self._inbox: asyncio.Queue[ToFrontend | None] = asyncio.Queue()
-
-    async def __aenter__(self) -> Self:
-        if not self._worker.alive:
-            raise PeerGone(self._worker.id)
-        self._worker.clients.append(self)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self in self._worker.clients:
-            self._worker.clients.remove(self)
-
-    async def send(self, message: ToDecode) -> None:
-        if not self._worker.alive:
-            raise PeerGone(self._worker.id)
-        self._worker.take(message)
-
-    async def received(self) -> AsyncIterator[ToFrontend]:
-        while (message := await self._inbox.get()) is not None:
-            yield message
-        raise PeerGone(self._worker.id)
-
-    def put(self, message: ToFrontend | None) -> None:
-        self._inbox.put_nowait(message)
-
-
 class EchoWorker:
-    def __init__(self, id: str, model: str = "demo", *, pace: float | None = 0.0, prefill: str = "local") -> None:
+    def __init__(
+        self, id: str, model: str = "demo", *, pace: float | None = 0.0, prefill: str = "local"
+    ) -> None:
         self.id = id
-        self.instance = Instance(
-            id, Role.DECODE, model, address=f"echo:{id}", vllm_version=VERSION, max_concurrency=4.0
-        )
-        self.alive = True
-        self.clients: list[EchoClient] = []
+        self.instance: Instance
+        """set on entering"""
         self.jobs: dict[str, Job] = {}
         self.seen: list[Submit] = []
         self.requests: list[EngineCoreRequest] = []
@@ -98,6 +66,10 @@ class EchoWorker:
         self.hello = ""
         self.fail: Failed | None = None
         """answered to every request instead of tokens, under that request's id"""
+        self._model = model
+        self._stream = MemoryStreamServer()
+        self._frontends: dict[str, None] = {}
+        self._alive = True
         self._prefill = prefill
         self._pace = pace
         """seconds between steps; None: only `step()` makes them"""
@@ -107,24 +79,40 @@ class EchoWorker:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
+        await self._stream.__aenter__()
+        self.instance = Instance(
+            self.id,
+            Role.DECODE,
+            self._model,
+            address=self._stream.address,
+            vllm_version=VERSION,
+            max_concurrency=4.0,
+        )
+        self._spawn(self._read())
         if self._pace is not None:
             self._spawn(self._run(self._pace))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.die()
+        await self.die()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def die(self) -> None:
+    async def die(self) -> None:
         """As SIGKILL: whoever is connected finds it gone."""
-        self.alive = False
-        self.jobs.clear()
-        for client in self.clients:
-            client.put(None)
+        if self._alive:
+            self._alive = False
+            self.jobs.clear()
+            await self._stream.__aexit__(None, None, None)
 
-    def take(self, message: ToDecode) -> None:
+    async def _read(self) -> None:
+        async for frontend, message in self._stream.received():
+            if message is not None:
+                self._frontends[frontend] = None
+                await self._take(message)
+
+    async def _take(self, message: ToDecode) -> None:
         match message:
             case Hello(version):
                 self.hello = version
@@ -133,40 +121,46 @@ class EchoWorker:
                 for request_id in ids:
                     self.jobs.pop(request_id, None)
             case Submit():
-                self._submit(message)
-        self._tell()
+                await self._submit(message)
+        await self._tell()
 
-    def send(self, message: ToFrontend) -> None:
-        for client in self.clients:
-            client.put(message)
+    async def send(self, message: ToFrontend) -> None:
+        for frontend in self._frontends:
+            with suppress(PeerGone):
+                await self._stream.send(frontend, message)
 
-    def refuse(self, text: str) -> None:
-        self.send(Refused(text))
+    async def refuse(self, text: str) -> None:
+        await self.send(Refused(text))
 
-    def step(self) -> None:
-        """One token for every request, in one message, as an engine does it."""
+    async def step(self, *, strange: bool = False) -> None:
+        """One token for every request, in one message, as an engine does it. With `strange`, logprobs that
+        nobody asked for, at which vLLM's output handler fails."""
         outputs = [self._speak(job) for job in list(self.jobs.values())]
+        if strange:
+            for output in outputs:
+                output.new_logprobs = _logprobs(FIRST, 1)
         if outputs:
-            self.send(Outputs([bytes(part) for part in self._encoder.encode(EngineCoreOutputs(outputs=outputs))]))
-            self._tell()
+            body = [bytes(part) for part in self._encoder.encode(EngineCoreOutputs(outputs=outputs))]
+            await self.send(Outputs(body))
+            await self._tell()
 
-    def garbage(self) -> None:
-        self.send(Outputs([b"\xc1 no msgpack"]))
+    async def garbage(self) -> None:
+        await self.send(Outputs([b"\xc1 no msgpack"]))
 
     async def until(self, condition: Any) -> None:
         """Until the condition, asked after each message and step, holds."""
         async with asyncio.timeout(10), self._changed:
             await self._changed.wait_for(condition)
 
-    def _submit(self, submit: Submit) -> None:
+    async def _submit(self, submit: Submit) -> None:
         assert submit.request_id not in {one.request_id for one in self.seen}, "a request id came twice"
         request = self._decoder.decode(submit.body)
         self.seen.append(submit)
         self.requests.append(request)
         if self.fail is not None:
-            self.send(Failed(submit.request_id, self.fail.message, self.fail.retry))
+            await self.send(Failed(submit.request_id, self.fail.message, self.fail.retry))
             return
-        self.send(Placed(submit.request_id, self._prefill, "test"))
+        await self.send(Placed(submit.request_id, self._prefill, "test"))
         self.jobs[submit.request_id] = Job(submit, request)
 
     def _speak(self, job: Job) -> EngineCoreOutput:
@@ -187,14 +181,11 @@ class EchoWorker:
             async with self._changed:
                 await self._changed.wait_for(lambda: self.jobs)
             await asyncio.sleep(pace)
-            self.step()
+            await self.step()
 
-    def _tell(self) -> None:
-        async def tell() -> None:
-            async with self._changed:
-                self._changed.notify_all()
-
-        self._spawn(tell())
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -1,11 +1,12 @@
-"""Tiny roles for the supervisor's tests: Python one-liners that run through the same code as the real ones."""
+"""Tiny roles for the supervisor's tests: Python one-liners that run through the same code as the real
+ones."""
 
 import asyncio
 import contextlib
 import os
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from io import StringIO
 from pathlib import Path
 
@@ -46,11 +47,21 @@ async def never(pid: int) -> Instance:
     raise AssertionError
 
 
+async def _healthy() -> AsyncIterator[str]:
+    if False:
+        yield ""
+
+
 class Graph:
     """A supervision of fake roles; `async with` runs it and stops it."""
 
     def __init__(
-        self, folder: Path, *jobs: Job, until_ready: object = at_once, policy: Policy = QUICK, patience: float = 10
+        self,
+        folder: Path,
+        *jobs: Job,
+        until_ready: object = at_once,
+        policy: Policy = QUICK,
+        patience: float = 10,
     ) -> None:
         self.stream = StringIO()
         self.output = Output(folder / "logs", stream=self.stream)
@@ -67,7 +78,7 @@ class Graph:
             self._guardian,
             self._policy,
         )
-        work = self.supervision.run(lambda *_: self.ready.set(), [], self._patience)
+        work = self.supervision.run(_healthy(), lambda *_: self.ready.set(), [], self._patience)
         self.running = asyncio.create_task(work)
         return self
 
@@ -87,12 +98,6 @@ class Graph:
         """The pids that roles printed after `word`, in order of time."""
         found = [line.split(f" {word} ")[1] for line in self.text.splitlines() if f" {word} " in line]
         return [int(pid.split()[0]) for pid in found]
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def alive(pid: int) -> bool:

@@ -1,9 +1,12 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 
+from pdserve.messages import Role
 from pdserve.supervisor.process import Ended, Process
-from tests.supervisor.fakes import alive, fake, until
+from tests.conditions import until
+from tests.supervisor.fakes import alive, fake
 
 GRANDCHILD = """
     import os, subprocess, sys, time
@@ -16,7 +19,7 @@ GRANDCHILD = """
 
 async def run(script: str, **env: str) -> tuple[Ended, list[str]]:
     lines: list[str] = []
-    process = await Process.start(fake(script, **env), lines.append)
+    process = Process.start(fake(script, Role.DECODE, 0, **env), lines.append)
     return await process.wait(), lines
 
 
@@ -55,7 +58,7 @@ async def test_a_group_of_its_own_in_our_session() -> None:
 
 async def test_nothing_of_its_group_outlives_it() -> None:
     lines: list[str] = []
-    process = await Process.start(fake(GRANDCHILD), lines.append)
+    process = Process.start(fake(GRANDCHILD), lines.append)
     await until(lambda: "deaf" in lines)
     child = int(next(line for line in lines if line.startswith("child")).split()[1])
     process.kill()
@@ -66,7 +69,7 @@ async def test_nothing_of_its_group_outlives_it() -> None:
 
 async def test_shared_memory_of_the_killed_is_cleaned_up() -> None:
     lines: list[str] = []
-    process = await Process.start(
+    process = Process.start(
         fake("""
             import time
             from multiprocessing import shared_memory
@@ -77,17 +80,17 @@ async def test_shared_memory_of_the_killed_is_cleaned_up() -> None:
         lines.append,
     )
     await until(lambda: bool(lines))
-    path = f"/dev/shm/{lines[0].lstrip('/')}"
-    assert os.path.exists(path)
+    path = Path("/dev/shm") / lines[0].lstrip("/")
+    assert path.exists()
     process.kill()
     await process.wait()
-    assert not os.path.exists(path)
+    assert not path.exists()
 
 
 async def test_wait_ends_though_a_grandchild_in_another_group_holds_the_pipe() -> None:
     """A daemon may have left the group with our pipe as its stdout."""
     lines: list[str] = []
-    process = await Process.start(
+    process = Process.start(
         fake("""
             import subprocess, sys
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], process_group=0)

@@ -2,13 +2,15 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pdserve.messages import Role
 from pdserve.supervisor.keeper import GaveUp
-from tests.supervisor.fakes import SERVE, Graph, alive, fake, never, until
+from tests.conditions import until
+from tests.supervisor.fakes import QUICK, SERVE, Graph, alive, fake, never
 
 CRASH = "import sys; print('the cause is here', file=sys.stderr); sys.exit(3)"
 DEAF = """
@@ -54,11 +56,8 @@ async def test_a_crashed_role_is_started_again_and_the_others_are_not(
 
 
 async def test_gives_up_with_the_cause_and_stops_the_others(tmp_path: Path) -> None:
-    async def only_frontends(pid: int) -> object:
-        return await never(pid)
-
     jobs = [fake(SERVE, Role.FRONTEND), fake(CRASH)]
-    async with Graph(tmp_path, *jobs, until_ready=only_frontends) as graph:
+    async with Graph(tmp_path, *jobs, until_ready=never) as graph:
         with pytest.raises(GaveUp, match="failed to start 3 times in a row") as raised:
             await asyncio.wait_for(asyncio.shield(graph.running), 20)
     assert "decode-0 ended (exit code 3)" in str(raised.value)
@@ -70,7 +69,7 @@ async def test_gives_up_with_the_cause_and_stops_the_others(tmp_path: Path) -> N
 async def test_a_wrong_configuration_is_not_tried_again(tmp_path: Path) -> None:
     job = fake("import sys; print('no such key'); sys.exit(2)")
     async with Graph(tmp_path, job, until_ready=never) as graph:
-        with pytest.raises(GaveUp, match="(?s)its configuration is wrong.*no such key"):
+        with pytest.raises(GaveUp, match=r"(?s)its configuration is wrong.*no such key"):
             await asyncio.wait_for(asyncio.shield(graph.running), 20)
     assert graph.text.count("no such key") == 1
 
@@ -120,10 +119,6 @@ async def test_the_second_stop_is_at_once(tmp_path: Path) -> None:
 
 
 async def test_stop_while_waiting_to_restart(tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    from tests.supervisor.fakes import QUICK
-
     policy = replace(QUICK, first=60, ceiling=60)
     async with Graph(tmp_path, fake(CRASH), policy=policy, until_ready=never) as graph:
         await until(lambda: "the cause" in graph.text)

@@ -97,8 +97,8 @@ class Connection:
         return self._client
 
     def listen(self, subject: str, handler: Handler) -> None:
-        """From now on `handler` gets what comes on `subject`, also after reconnections. The server knows of it before
-        it sees anything that is published from here later."""
+        """From now on `handler` gets what comes on `subject`, also after reconnections. The server knows of
+        it before it sees anything that is published from here later."""
         self._handlers[subject] = handler
         self._unsent.add(subject)
 

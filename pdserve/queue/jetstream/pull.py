@@ -11,12 +11,15 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 
+import nats.errors
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from pdserve.errors import QueueUnavailable
 from pdserve.queue.jetstream.connection import Connection
 
 ANSWER_WITHIN = 2.0
+LEAVE_WITHIN = 1.0
 _NO_MESSAGES, _TIMED_OUT, _HEARTBEAT = "404", "408", "100"
 
 
@@ -41,8 +44,8 @@ class Puller:
         return messages
 
     async def _ask(self, batch: int, request: Mapping[str, object], within: float) -> list[Msg]:
-        """A reply subject for this request alone: when we leave early, nobody listens there, and the server gives
-        the message to another worker."""
+        """A reply subject for this request alone: when we leave early, nobody listens there, and the server
+        gives the message to another worker."""
         client, lost = self._connection.client(), self._connection.lost
         assert lost is not None
         reply = f"_INBOX.{secrets.token_hex(12)}"
@@ -53,17 +56,14 @@ class Puller:
         try:
             await self._connection.publish(self._subject, json.dumps(request).encode(), reply)
             await self._collect(replies, batch, within, messages)
-            unwanted: list[Msg] = []
         except BaseException:
-            unwanted = messages
+            if client.is_connected:
+                await self._leave(subscription, replies, messages)
             raise
         finally:
             lost.remove_done_callback(wake)
-            if client.is_connected:
-                await subscription.unsubscribe()
-                while not replies.empty():
-                    unwanted += [late] if (late := replies.get_nowait()) else []
-                await self._give_back(unwanted)
+        if client.is_connected:
+            await subscription.unsubscribe()
         return messages
 
     async def _collect(
@@ -84,9 +84,16 @@ class Puller:
                         _check(status, message)
                         return
 
-    async def _give_back(self, messages: list[Msg]) -> None:
-        """What we do not take goes to somebody else at once."""
-        with suppress(QueueUnavailable):
+    async def _leave(
+        self, subscription: Subscription, replies: "asyncio.Queue[Msg | None]", messages: list[Msg]
+    ) -> None:
+        """Given up: what was delivered, or still is until the server hears of it, goes to somebody else at
+        once."""
+        with suppress(nats.errors.Error, QueueUnavailable, TimeoutError):
+            async with asyncio.timeout(LEAVE_WITHIN):
+                await subscription.drain()  # type: ignore[no-untyped-call]
+            while not replies.empty():
+                messages += [late] if (late := replies.get_nowait()) else []
             for message in messages:
                 if message.reply:
                     await self._connection.publish(message.reply, b"-NAK")

@@ -88,10 +88,13 @@ class JetStreamQueue(PrefillQueue):
         for reply in self._owed_acks:
             await client.publish(reply, b"+ACK")
         self._owed_acks.clear()
+        await self._withdraw_unsure(client)
+
+    async def _withdraw_unsure(self, client: Client) -> None:
+        """What could not be confirmed counts as failed here, so nobody needs to work on it."""
         now = time.time()
         if unsure := [one for one, deadline in self._unsure.items() if deadline > now]:
             await client.publish(self._names.cancel, encode(PrefillCancel(unsure)))
-        self._unsure.clear()
 
     # depth
 
@@ -109,15 +112,22 @@ class JetStreamQueue(PrefillQueue):
         self._news = time.monotonic()
 
     async def _keep_depth_true(self) -> None:
-        """Without a prefill worker nobody reports, and what runs out of its age is reported by nobody: ask when the
-        queue seems to stand still."""
+        """Without a prefill worker nobody reports, and what runs out of its age is reported by nobody: ask
+        when the queue seems to stand still."""
         while True:
             await asyncio.sleep(self._limits.resync)
-            if self.depth and self.connected and time.monotonic() - self._news >= self._limits.resync:
-                try:
-                    await self._sync(self._connection.client())
-                except (nats.errors.Error, QueueUnavailable, TimeoutError) as error:
-                    log.debug("queue depth: %s", error)
+            if not self.connected:
+                continue
+            try:
+                client = self._connection.client()
+                if self._unsure:
+                    # once more: on the reconnection, the prefill workers may have been back later than we
+                    await self._withdraw_unsure(client)
+                    self._unsure.clear()
+                if self.depth and time.monotonic() - self._news >= self._limits.resync:
+                    await self._sync(client)
+            except (nats.errors.Error, QueueUnavailable, TimeoutError) as error:
+                log.debug("queue depth: %s", error)
 
     # decode side
 

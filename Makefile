@@ -1,0 +1,43 @@
+# pdserve: one command each. PLATFORM=cpu|gpu chooses the build, PYTHON=python3.12 the interpreter.
+.DEFAULT_GOAL := help
+.PHONY: help install dev serve test lint format lock clean
+SHELL := /bin/bash
+
+CONFIG ?= configs/local.yaml
+BIN := $(or $(VENV),.venv)/bin
+TESTS ?= tests
+
+help:  ## show this
+	@echo "pdserve: prefill/decode-disaggregated LLM serving on vLLM"
+	@echo
+	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@echo
+	@echo "Options: CONFIG=configs/disagg.yaml (serve)  TESTS=tests/queue (test)  PLATFORM=cpu|gpu  PYTHON=python3.12"
+
+install:  ## make .venv with everything to serve, for this machine's GPU or CPU
+	@deploy/install.sh
+
+dev:
+	@deploy/install.sh dev
+
+serve: install  ## install what is missing, then run the graph of CONFIG until Ctrl-C
+	@exec $(BIN)/pdserve serve -f $(CONFIG)
+
+test: lint  ## install what is missing, lint, type-check, and run the tests (what CI runs)
+	$(BIN)/pytest $(TESTS)
+
+lint: dev  ## ruff and mypy, strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: dev  ## let ruff put the code in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: dev  ## resolve requirements/*.txt anew
+	requirements/lock.sh
+
+clean:  ## remove .venv, caches and build products
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

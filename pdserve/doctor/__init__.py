@@ -1,0 +1,1 @@
+"""`pdserve doctor`: is this machine fit, and if not, what to do."""

@@ -1,0 +1,97 @@
+"""Streams within one process, whose connections can be cut."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+from weakref import WeakValueDictionary
+
+from pdserve.errors import PeerGone
+from pdserve.messages import ToDecode, ToFrontend
+from pdserve.stream.base import StreamClient, StreamServer
+
+_listening: "WeakValueDictionary[str, MemoryStreamServer]" = WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def listen(host: str) -> "MemoryStreamServer":
+    return MemoryStreamServer()
+
+
+def connect(address: str, frontend: str) -> "MemoryStreamClient":
+    return MemoryStreamClient(address, frontend)
+
+
+class MemoryStreamServer(StreamServer):
+    def __init__(self) -> None:
+        self._inbox: asyncio.Queue[tuple[str, ToDecode | None]] = asyncio.Queue()
+        self._clients: dict[str, MemoryStreamClient] = {}
+
+    async def __aenter__(self) -> Self:
+        self.address = f"memory://{next(_numbers)}"
+        _listening[self.address] = self
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del _listening[self.address]
+        for frontend in list(self._clients):
+            self.cut(frontend)
+
+    def cut(self, frontend: str) -> None:
+        """The network between this frontend and the worker breaks; both sides hear of it."""
+        if client := self._clients.pop(frontend, None):
+            self._inbox.put_nowait((frontend, None))
+            client.inbox.put_nowait(None)
+
+    def accept(self, frontend: str, client: "MemoryStreamClient") -> None:
+        self.cut(frontend)
+        self._clients[frontend] = client
+
+    def has(self, client: "MemoryStreamClient") -> bool:
+        return client in self._clients.values()
+
+    def take(self, frontend: str, message: ToDecode) -> None:
+        self._inbox.put_nowait((frontend, message))
+
+    async def received(self) -> AsyncIterator[tuple[str, ToDecode | None]]:
+        while True:
+            yield await self._inbox.get()
+
+    async def send(self, frontend: str, message: ToFrontend) -> None:
+        if frontend not in self._clients:
+            raise PeerGone(frontend)
+        self._clients[frontend].inbox.put_nowait(message)
+
+
+class MemoryStreamClient(StreamClient):
+    def __init__(self, address: str, frontend: str) -> None:
+        self._address = address
+        self._frontend = frontend
+        self._server: MemoryStreamServer | None = None
+        self.inbox: asyncio.Queue[ToFrontend | None] = asyncio.Queue()
+
+    async def __aenter__(self) -> Self:
+        self._server = _listening.get(self._address)
+        if self._server is None:
+            raise PeerGone(self._address)
+        self._server.accept(self._frontend, self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._server is not None and self._server.has(self):
+            self._server.cut(self._frontend)
+
+    async def send(self, message: ToDecode) -> None:
+        if self._server is None or not self._server.has(self):
+            raise PeerGone(self._address)
+        self._server.take(self._frontend, message)
+
+    async def received(self) -> AsyncIterator[ToFrontend]:
+        while (message := await self.inbox.get()) is not None:
+            yield message
+        raise PeerGone(self._address)

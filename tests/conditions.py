@@ -1,0 +1,15 @@
+"""Waiting for what a test expects to become true."""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], within: float = 5.0) -> None:
+    """Raises TimeoutError when `condition`, a function or coroutine function, does not hold in time."""
+    async with asyncio.timeout(within):
+        while True:
+            answer = condition()
+            if await answer if inspect.isawaitable(answer) else answer:
+                return
+            await asyncio.sleep(0.005)

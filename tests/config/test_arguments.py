@@ -1,0 +1,147 @@
+"""vLLM's argument list without vLLM: values, command lines, and that the list is the installed vLLM's."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pdserve.config.arguments import PATH, arguments, canonical, check, for_engine, parse, to_argv
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "parsed"),
+    [
+        ("max-num-seqs", 20, 20),
+        ("enforce-eager", False, False),
+        ("gpu-memory-utilization", 1, 1.0),
+        ("max-model-len", "16k", 16_000),
+        ("max-model-len", "16K", 16_384),
+        ("max-model-len", "1.5k", 1500),
+        ("max-model-len", "4096", 4096),
+        ("max-model-len", -1, "auto"),
+        ("kv-cache-memory-bytes", "2G", 2 * 2**30),
+        ("dtype", "bfloat16", "bfloat16"),
+        ("max-lora-rank", 16, 16),
+        ("hf-overrides", {"a_b": 1}, {"a_b": 1}),
+        ("hf-overrides", '{"a_b": 1}', {"a_b": 1}),
+        ("compilation-config", '{"level": 3}', {"level": 3}),
+        ("logits-processors", "one", ["one"]),
+        ("lora-modules", [{"name": "x"}, "y=z"], [{"name": "x"}, "y=z"]),
+        ("tokenizer", 7, "7"),
+    ],
+)
+def test_values_that_vllm_takes(name: str, value: object, parsed: object) -> None:
+    assert parse(name, value) == parsed
+    assert type(parse(name, value)) is type(parsed)
+    assert check(name, value) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("max-num-seqs", "20", "is '20', but must be a whole number."),
+        ("max-num-seqs", 1.5, "is 1.5, but must be a whole number."),
+        ("max-num-seqs", 0, "is 0, but must be at least 1."),
+        ("enforce-eager", 1, "is 1, but must be true or false."),
+        ("gpu-memory-utilization", 92, "is 92, but must be a share above 0 and up to 1."),
+        (
+            "max-model-len",
+            "1.5K",
+            "is '1.5K', but must be a whole number, also as 16k (16,000) or 16K (16,384).",
+        ),
+        ("max-model-len", -5, "is -5, but must be at least 1."),
+        ("kv-cache-dtype", "fp9", "is 'fp9', but must be one of: auto, "),
+        ("compilation-config", "{level", "is not JSON ("),
+        ("tokenizer", ["a"], "is ['a'], but must be a text."),
+        ("tokenizer", None, "has no value: give it one or remove the line."),
+    ],
+)
+def test_values_that_it_does_not(name: str, value: object, problem: str) -> None:
+    found = check(name, value)
+    assert found is not None
+    assert found.startswith(problem)
+
+
+def test_aliases_are_vllm_s_first_names() -> None:
+    assert canonical("device-memory-utilization") == "gpu-memory-utilization"
+    assert canonical("max-num-seqs") == "max-num-seqs"
+    assert canonical("max-num-seq") is None
+
+
+ARGS = {
+    "enforce-eager": True,
+    "enable-prefix-caching": False,
+    "disable-log-stats": False,
+    "block-size": 64,
+    "seed": -1,
+    "hf-overrides": {"a_b": [1, None]},
+    "logits-processors": ["one", "two"],
+    "tool-call-parser": "hermes",
+    "tensor-parallel-size": 2,
+}
+
+
+def test_a_command_line() -> None:
+    assert to_argv(ARGS) == [
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--block-size=64",
+        "--seed=-1",
+        '--hf-overrides={"a_b": [1, null]}',
+        "--logits-processors",
+        "one",
+        "two",
+        "--tool-call-parser=hermes",
+        "--tensor-parallel-size=2",
+    ]
+
+
+def test_the_engine_s_share_of_them() -> None:
+    assert set(ARGS) - set(for_engine(ARGS)) == {"tool-call-parser"}
+
+
+def test_groups() -> None:
+    groups = {
+        name: arguments()[name].group for name in ("port", "chat-template", "dtype", "disable-log-stats")
+    }
+    assert groups == {
+        "port": "server",
+        "chat-template": "api",
+        "dtype": "engine",
+        "disable-log-stats": "engine",
+    }
+
+
+VLLM = """
+import json, sys
+from pdserve.config.vllm_parser import as_text, read_parser
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+args = vars(parser.parse_args(json.loads(sys.argv[1])))
+names = ["enforce_eager", "enable_prefix_caching", "disable_log_stats", "block_size", "seed", "hf_overrides",
+         "logits_processors", "tensor_parallel_size"]
+print("\\n" + json.dumps([as_text(read_parser()), [args[name] for name in names]]))
+"""
+
+
+def test_the_installed_vllm_agrees() -> None:
+    """In a process of its own: vLLM's import changes the process that does it."""
+    argv = json.dumps(to_argv(for_engine(ARGS)))
+    done = subprocess.run([sys.executable, "-c", VLLM, argv], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    listed, parsed = json.loads(done.stdout.splitlines()[-1])
+    assert listed == PATH.read_text("utf-8"), "vLLM has moved: run python -m pdserve.config.vllm_parser"
+    assert parsed == [True, False, False, 64, -1, {"a_b": [1, None]}, ["one", "two"], 2]
+
+
+def test_loading_a_file_does_not_import_vllm() -> None:
+    code = (
+        "import sys; from pathlib import Path; from pdserve.config.load import load; from "
+        "pdserve.config.plan import "
+        "make_plan; from pdserve.config.machine import Machine; from pdserve.config.render import render; "
+        "render(make_plan(load(Path('configs/local.yaml')), Machine.detect())); "
+        "sys.exit(bool({'vllm', 'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,540 @@
+"""The loader: what it reads from good files, and what it says about bad ones."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from pdserve.config.load import load
+from pdserve.config.schema import Config
+from pdserve.demo import MODEL_DIR
+from pdserve.errors import ConfigError
+
+GOOD = """\
+Common:
+  model: demo
+  block-size: 32
+Frontend:
+  port: 8000
+VllmWorker:
+  remote-prefill: true
+  common-configs: [model, block-size]
+PrefillWorker:
+  common-configs: [model, block-size]
+"""
+
+DYNAMO = """\
+Common:
+  model: /mnt/DeepSeek-R1-Distill-Qwen-14B
+  block-size: 64
+  max-model-len: 10240
+  kv-transfer-config: '{"kv_connector":"DynamoNixlConnector"}'
+
+Frontend:
+  served_model_name: RAG_LLM
+  endpoint: dynamo.Processor.chat/completions
+  port: 8009
+
+Processor:
+  router: round-robin
+  common-configs: [model, block-size]
+
+VllmWorker:
+  remote-prefill: true
+  conditional-disagg: true
+  max-local-prefill-length: 1
+  max-prefill-queue-size: 10
+  max-num-seqs: 20
+  enable-prefix-caching: true
+  tensor-parallel-size: 2
+  ServiceArgs:
+    workers: 1
+    resources:
+      gpu: 2
+  common-configs: [model, block-size, max-model-len, kv-transfer-config]
+
+PrefillWorker:
+  max-num-batched-tokens: 32768
+  tensor-parallel-size: 2
+  enable-prefix-caching: true
+  max-num-seqs: 20
+  ServiceArgs:
+    workers: 1
+    resources:
+      gpu: 2
+  common-configs: [model, block-size, max-model-len, kv-transfer-config]
+"""
+"""reference/dynamo-0.2-disagg.yaml, to the letter but for its first comment"""
+
+
+def read(folder: Path, text: str, env: dict[str, str] | None = None) -> Config:
+    path = folder / "graph.yaml"
+    path.write_text(text)
+    return load(path, env or {})
+
+
+def problems(folder: Path, text: str, env: dict[str, str] | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read(folder, text, env)
+    return [problem.replace(str(folder / "graph.yaml"), "FILE") for problem in caught.value.problems]
+
+
+def test_a_dynamo_file_runs_unchanged(tmp_path: Path) -> None:
+    config = read(tmp_path, DYNAMO)
+    assert config.model == "/mnt/DeepSeek-R1-Distill-Qwen-14B"
+    assert config.served_model_name == "RAG_LLM"
+    assert config.frontend is not None
+    assert (config.frontend.port, config.frontend.router, config.frontend.processes) == (
+        8009,
+        "round-robin",
+        1,
+    )
+    decode, prefill = config.decode, config.prefill
+    assert decode is not None
+    assert prefill is not None
+    assert (decode.count, decode.gpus, decode.ranks, prefill.count, prefill.gpus) == (1, 2, 2, 1, 2)
+    assert (decode.remote_prefill, decode.conditional_disagg) == (True, True)
+    assert (decode.max_local_prefill_length, decode.max_prefill_queue_size) == (1, 10)
+    common = {"block-size": 64, "max-model-len": 10240}
+    both = {"tensor-parallel-size": 2, "enable-prefix-caching": True, "max-num-seqs": 20}
+    assert decode.engine_args == {**common, **both}
+    assert prefill.engine_args == {**common, **both, "max-num-batched-tokens": 32768}
+    assert decode.origins["block-size"] == "Common"
+    assert decode.origins["max-num-seqs"] == "VllmWorker"
+
+
+def test_what_means_something_else_is_said_once(tmp_path: Path) -> None:
+    notes = read(tmp_path, DYNAMO).notes
+    assert len(notes) == 2
+    assert any(
+        "graph.yaml:5: Common.kv-transfer-config: DynamoNixlConnector means pdserve's own" in n for n in notes
+    )
+    assert any("graph.yaml:9: Frontend.endpoint has no meaning here" in n for n in notes)
+
+
+@pytest.mark.parametrize("name", ["disagg", "agg", "local"])
+def test_our_files_load(name: str) -> None:
+    config = load(Path(__file__).parents[2] / "configs" / f"{name}.yaml", {})
+    assert (config.prefill is None) == (name == "agg")
+
+
+def test_our_disagg_means_what_the_dynamo_file_does(tmp_path: Path) -> None:
+    ours = load(Path(__file__).parents[2] / "configs" / "disagg.yaml", {})
+    theirs = read(tmp_path, DYNAMO)
+    aside = {"path": None, "notes": None}
+    assert {**asdict(ours), **aside} == {**asdict(theirs), **aside}
+
+
+def test_an_aggregated_graph_needs_no_prefill_worker(tmp_path: Path) -> None:
+    config = read(tmp_path, "Frontend: {port: 80}\nVllmWorker: {model: demo}\n")
+    assert config.prefill is None
+    assert config.decode is not None
+    assert not config.decode.remote_prefill
+    assert config.model == str(MODEL_DIR)
+    assert config.served_model_name == "demo"
+
+
+def test_keys_may_be_written_either_way(tmp_path: Path) -> None:
+    text = GOOD.replace("port: 8000", "port: 8000\n  served_model_name: x").replace(
+        "block-size", "block_size"
+    )
+    config = read(tmp_path, text)
+    assert config.served_model_name == "x"
+    assert config.decode is not None
+    assert config.decode.engine_args == {"block-size": 32}
+
+
+def test_a_section_wins_over_common(tmp_path: Path) -> None:
+    text = GOOD.replace("block-size: 32\nF", "block-size: 32\n  max-num-seqs: 8\nF").replace(
+        "remote-prefill: true\n  common-configs: [",
+        "remote-prefill: true\n  max-num-seqs: 4\n  common-configs: [max-num-seqs, ",
+    )
+    config = read(tmp_path, text)
+    assert config.decode is not None
+    assert config.decode.engine_args["max-num-seqs"] == 4
+    assert config.decode.origins["max-num-seqs"] == "VllmWorker"
+
+
+def test_yaml_anchors_and_merges_work(tmp_path: Path) -> None:
+    text = (
+        "PrefillWorker: &worker\n  model: demo\n  max-num-seqs: 4\n  ServiceArgs: {workers: 2}\n"
+        "VllmWorker:\n  <<: *worker\n  max-num-seqs: 8\n  remote-prefill: true\n"
+    )
+    config = read(tmp_path, text)
+    assert config.decode is not None
+    assert config.prefill is not None
+    assert (config.decode.count, config.prefill.count) == (2, 2)
+    assert config.decode.engine_args == {"max-num-seqs": 8}
+    assert config.prefill.engine_args == {"max-num-seqs": 4}
+
+
+GRAPH = """\
+Graph:
+  namespace: blue
+  nats: nats://10.0.0.5:4222
+  etcd: http://10.0.0.5:2379/
+  host: 10.0.0.7
+  kv-port: 7000
+  state-dir: state
+  request-timeout: 60
+  drain-timeout: 0
+"""
+
+
+def test_the_graph_section(tmp_path: Path) -> None:
+    config = read(tmp_path, GOOD + GRAPH)
+    assert (config.namespace, config.host, config.kv_port) == ("blue", "10.0.0.7", 7000)
+    assert (config.nats, config.etcd) == ("nats://10.0.0.5:4222", "10.0.0.5:2379")
+    assert (config.request_timeout, config.drain_timeout) == (60.0, 0.0)
+    assert config.state_dir == tmp_path / "state"
+
+
+def test_the_environment_wins(tmp_path: Path) -> None:
+    env = {"PDSERVE_NATS": "nats://h:1", "PDSERVE_ETCD": "h:2", "PDSERVE_STATE_DIR": "/s"}
+    config = read(tmp_path, GOOD + GRAPH, env)
+    assert (config.nats, config.etcd, config.state_dir) == ("nats://h:1", "h:2", Path("/s"))
+    config = read(tmp_path, GOOD, {"PDSERVE_NATS": "", "PDSERVE_ETCD": ""})
+    assert (config.nats, config.etcd) == (None, None)
+    found = problems(tmp_path, GOOD, {"PDSERVE_NATS": "10.0.0.5"})
+    assert found == [
+        "Environment variable PDSERVE_NATS is '10.0.0.5', but must be a NATS URL, as in nats://10.0.0.5:4222."
+    ]
+
+
+def test_the_larger_number_of_workers_counts_frontend_processes(tmp_path: Path) -> None:
+    text = (
+        GOOD.replace("port: 8000", "ServiceArgs: {workers: 2}") + "Processor: {ServiceArgs: {workers: 3}}\n"
+    )
+    frontend = read(tmp_path, text).frontend
+    assert frontend is not None
+    assert frontend.processes == 3
+
+
+def test_a_processor_gives_its_templates_to_the_workers(tmp_path: Path) -> None:
+    config = read(tmp_path, GOOD + "Processor: {tool-call-parser: hermes, enable-auto-tool-choice: true}\n")
+    assert config.decode is not None
+    assert config.prefill is not None
+    assert config.decode.engine_args["tool-call-parser"] == "hermes"
+    assert config.decode.origins["tool-call-parser"] == "Processor"
+    assert "tool-call-parser" not in config.prefill.engine_args
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("demo", str(MODEL_DIR)),
+        ("here", "FOLDER/here"),
+        ("deep/down/model", "FOLDER/deep/down/model"),
+        ("./nowhere", "FOLDER/nowhere"),
+        ("/mnt/nowhere", "/mnt/nowhere"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("gpt2", "gpt2"),
+    ],
+)
+def test_where_a_model_is(tmp_path: Path, model: str, expected: str) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "deep/down/model").mkdir(parents=True)
+    config = read(tmp_path, f"VllmWorker: {{model: {model}}}\n")
+    assert config.model == expected.replace("FOLDER", str(tmp_path))
+
+
+BAD = {
+    "unknown section": (
+        GOOD.replace("VllmWorker", "VLLMWorker", 1),
+        "FILE:6: VLLMWorker is not a section: did you mean VllmWorker?",
+    ),
+    "unknown key of ours": (
+        GOOD.replace("remote-prefill", "remote-prefil"),
+        "FILE:7: VllmWorker.remote-prefil is neither a key of VllmWorker nor a vLLM argument: "
+        "did you mean remote-prefill?",
+    ),
+    "unknown vLLM argument": (
+        GOOD.replace("remote-prefill: true", "remote-prefill: true\n  max-num-seq: 4"),
+        "FILE:8: VllmWorker.max-num-seq is neither a key of VllmWorker nor a vLLM argument: "
+        "did you mean max-num-seqs?",
+    ),
+    "unknown key in a mapping": (
+        GOOD.replace("remote-prefill: true", "remote-prefill: true\n  ServiceArgs: {worker: 2}"),
+        "FILE:8: VllmWorker.ServiceArgs.worker is not a key of VllmWorker.ServiceArgs: did you mean workers?",
+    ),
+    "a key in the wrong section": (
+        GOOD.replace("port: 8000", "router: round-robin"),
+        "FILE:5: Frontend.router is not a key of Frontend: move it to Processor.",
+    ),
+    "unknown key without a likeness": (
+        GOOD.replace("port: 8000", "zzz: 1"),
+        "FILE:5: Frontend.zzz is not a key of Frontend: remove it, or use one of: endpoint, host, port, "
+        "ServiceArgs, served-model-name.",
+    ),
+    "wrong type": (
+        GOOD.replace("8000", "eighty"),
+        "FILE:5: Frontend.port is 'eighty', but must be a whole number, 1 to 65535.",
+    ),
+    "a number that is a text": (
+        GOOD.replace("32", "'32x'"),
+        "FILE:3: Common.block-size is '32x', but must be a whole number.",
+    ),
+    "negative count": (
+        GOOD.replace("remote-prefill: true", "remote-prefill: true\n  ServiceArgs: {workers: -1}"),
+        "FILE:8: VllmWorker.ServiceArgs.workers is -1, but must be a whole number, 1 or more.",
+    ),
+    "negative vLLM count": (
+        GOOD.replace("32", "-32"),
+        "FILE:3: Common.block-size is -32, but must be at least 1.",
+    ),
+    "true is no number": (
+        GOOD.replace("32", "true"),
+        "FILE:3: Common.block-size is True, but must be a whole number.",
+    ),
+    "a flag that is a text": (
+        GOOD.replace("prefill: true", "prefill: 'yes'"),
+        "FILE:7: VllmWorker.remote-prefill is 'yes', but must be true or false.",
+    ),
+    "empty value": (
+        GOOD.replace("block-size: 32", "block-size:"),
+        "FILE:3: Common.block-size has no value: give it one or remove the line.",
+    ),
+    "not a choice": (
+        GOOD.replace("block-size: 32", "dtype: int3").replace("block-size", "dtype"),
+        "FILE:3: Common.dtype is 'int3', but must be one of: auto, bfloat16, float, float16, float32, half.",
+    ),
+    "no model": (
+        GOOD.replace("common-configs: [model, block-size]\nP", "common-configs: [block-size]\nP"),
+        "FILE:6: VllmWorker has no model: set it in Common (demo, a folder or a hub id) and list it in "
+        "common-configs.",
+    ),
+    "not a model": (
+        GOOD.replace("demo", "'what is this'"),
+        "FILE:2: Common.model is 'what is this', but must be demo, a model folder or a hub id, as in "
+        "Qwen/Qwen3-0.6B.",
+    ),
+    "duplicate key": (
+        GOOD.replace("  block-size: 32", "  block-size: 32\n  block_size: 64"),
+        "FILE:4: Common.block_size was already set in line 3: keep one of the two.",
+    ),
+    "duplicate section": (
+        GOOD + "Frontend: {port: 1}\n",
+        "FILE:11: Frontend was already set in line 4: keep one of the two.",
+    ),
+    "same argument under two names": (
+        "VllmWorker: {model: demo, gpu-memory-utilization: 0.5,\n  device-memory-utilization: 0.6}\n",
+        "FILE:2: VllmWorker.device-memory-utilization is the same vLLM argument as "
+        "VllmWorker.gpu-memory-utilization in line 1: keep one of the two.",
+    ),
+    "a section that is no mapping": (
+        GOOD.replace("Frontend:\n  port: 8000", "Frontend: 8000"),
+        "FILE:4: Frontend must be a mapping: indent `key: value` lines under it.",
+    ),
+    "unused key of Common": (
+        GOOD.replace("block-size: 32", "block-size: 32\n  max-model-len: 4096"),
+        "FILE:4: Common.max-model-len has no effect: list max-model-len in the common-configs of a "
+        "section, or "
+        "remove it.",
+    ),
+    "common-configs without the key": (
+        GOOD.replace("block-size]\nP", "block-siz]\nP"),
+        "FILE:8: VllmWorker.common-configs lists block-siz, which Common does not have: did you mean "
+        "block-size?",
+    ),
+    "common-configs that is no list": (
+        GOOD.replace("[model, block-size]\nP", "model\nP"),
+        "FILE:8: VllmWorker.common-configs must be a list of keys of Common, as in [model, block-size].",
+    ),
+    "remote prefill by nobody": (
+        GOOD[: GOOD.index("PrefillWorker")],
+        "FILE:7: VllmWorker.remote-prefill is true, but there is no PrefillWorker section: add one, or set "
+        "it to "
+        "false.",
+    ),
+    "a prefill worker without work": (
+        GOOD.replace("true", "false"),
+        "FILE:9: PrefillWorker would never get work: set remote-prefill: true in VllmWorker, or remove this "
+        "section.",
+    ),
+    "no worker at all": (
+        "Frontend: {port: 80}\n",
+        "FILE: there is no VllmWorker section: add one, as in configs/local.yaml.",
+    ),
+    "unequal block sizes": (
+        GOOD.replace("PrefillWorker:\n", "PrefillWorker:\n  block-size: 64\n"),
+        "FILE:10: PrefillWorker.block-size makes block-size 32 in VllmWorker but 64 in PrefillWorker; "
+        "unequal KV "
+        "blocks give wrong tokens: set it once in Common and list it in the common-configs of both.",
+    ),
+    "block size on one side": (
+        GOOD.replace("PrefillWorker:\n  common-configs: [model, block-size]", "PrefillWorker: {model: demo}"),
+        "FILE:3: Common.block-size makes block-size 32 in VllmWorker but vLLM's default in PrefillWorker; "
+        "unequal "
+        "KV blocks give wrong tokens: set it once in Common and list it in the common-configs of both.",
+    ),
+    "unequal dtypes": (
+        GOOD.replace("PrefillWorker:\n", "PrefillWorker:\n  dtype: float32\n"),
+        "FILE:10: PrefillWorker.dtype makes dtype auto in VllmWorker but float32 in PrefillWorker; KV "
+        "blocks are "
+        "moved byte by byte: set it once in Common and list it in the common-configs of both.",
+    ),
+    "unequal models": (
+        GOOD.replace("PrefillWorker:\n", "PrefillWorker:\n  model: gpt2\n"),
+        "FILE:10: PrefillWorker.model makes model demo in VllmWorker but gpt2 in PrefillWorker; the KV of "
+        "one "
+        "model means nothing to another: set it once in Common and list it in the common-configs of both.",
+    ),
+    "a processor that says otherwise": (
+        GOOD + "Processor: {block-size: 16}\n",
+        "FILE:11: Processor.block-size is 16, but the worker says 32: the processor follows its workers; "
+        "set it "
+        "there.",
+    ),
+    "another connector": (
+        GOOD.replace(
+            "remote-prefill: true", "remote-prefill: true\n  kv-transfer-config: {kv_connector: Lmcache}"
+        ),
+        "FILE:8: VllmWorker.kv-transfer-config is set by pdserve, which moves KV blocks with its own NIXL "
+        "connector over UCX: remove it.",
+    ),
+    "a connector with wishes": (
+        GOOD.replace(
+            "remote-prefill: true",
+            "remote-prefill: true\n  kv-transfer-config: {kv_connector: NixlConnector, "
+            "kv_load_failure_policy: fail}",
+        ),
+        "FILE:8: VllmWorker.kv-transfer-config sets kv_load_failure_policy, which pdserve sets itself (role, "
+        "lease, recompute): remove it.",
+    ),
+    "ranks and GPUs": (
+        DYNAMO.replace("gpu: 2", "gpu: 4", 1),
+        "FILE:27: VllmWorker.ServiceArgs.resources.gpu is 4, but tensor-parallel-size x "
+        "pipeline-parallel-size "
+        "makes 2, one for each GPU: set tensor-parallel-size: 4 or gpu: 2.",
+    ),
+    "too few GPU ids": (
+        "VllmWorker: {model: demo, tensor-parallel-size: 2, ServiceArgs: {resources: {gpu-ids: [0]}}}\n",
+        "FILE:1: VllmWorker.ServiceArgs.resources.gpu-ids names 1 GPUs, but 1 x 2 ranks need 2: name 2.",
+    ),
+    "bad NATS URL": (
+        GOOD + "Graph: {nats: 'http://x:1'}\n",
+        "FILE:11: Graph.nats is 'http://x:1', but must be a NATS URL, as in nats://10.0.0.5:4222.",
+    ),
+    "bad etcd address": (
+        GOOD + "Graph: {etcd: '10.0.0.5'}\n",
+        "FILE:11: Graph.etcd is '10.0.0.5', but must be etcd's client address without TLS, as in "
+        "10.0.0.5:2379.",
+    ),
+    "bad host": (
+        GOOD + "Graph: {host: 'http://x'}\n",
+        "FILE:11: Graph.host is 'http://x', but must be a host name or IP address without scheme or port, "
+        "as in "
+        "10.0.0.5.",
+    ),
+    "bad namespace": (
+        GOOD + "Graph: {namespace: a.b}\n",
+        "FILE:11: Graph.namespace is 'a.b', but may have letters, digits, - and _ only: it becomes part of "
+        "NATS "
+        "subjects.",
+    ),
+    "no time": (
+        GOOD + "Graph: {request-timeout: 0}\n",
+        "FILE:11: Graph.request-timeout is 0, but must be a number of seconds above 0.",
+    ),
+    "unknown router": (
+        GOOD + "Processor: {router: best}\n",
+        "FILE:11: Processor.router is 'best', but must be one of: ",
+    ),
+    "a key that is no word": (
+        GOOD.replace("port: 8000", "8000: port"),
+        "FILE:5: Frontend has a key that is not a word: put quotes round it or remove it.",
+    ),
+    "a date that is none": (
+        GOOD.replace("32", "2024-13-45"),
+        "FILE:3: Common.block-size has no plain value (month must be in 1..12): put quotes round it.",
+    ),
+    "a tag that is not ours": (
+        GOOD.replace("32", "!!python/object:os.system 1"),
+        "FILE:3: Common.block-size has no plain value (could not determine a constructor for the tag "
+        "'tag:yaml.org,2002:python/object:os.system'): put quotes round it.",
+    ),
+    "an alias to itself": (
+        "VllmWorker: &x\n  model: demo\n  additional-config: *x\n",
+        "FILE:3: VllmWorker.additional-config is an alias to what contains it: write the value out.",
+    ),
+    "a list": ("- a\n", "FILE:1: the file is not a mapping of sections: start from configs/local.yaml."),
+    "empty": ("# nothing\n", "FILE is empty: start from configs/local.yaml."),
+    "not YAML": (
+        "Frontend:\n  port: 8000\n bad\n",
+        "FILE:3: this is not YAML (expected <block end>, but found '<scalar>'): correct the line, its "
+        "indentation or its quotes.",
+    ),
+    "two documents": (
+        GOOD + "---\n" + GOOD,
+        "FILE:11: this is not YAML (but found another document): correct the line, its indentation or its "
+        "quotes.",
+    ),
+    "control characters": (
+        "Frontend: \x07\n",
+        "FILE: this is not YAML (special characters are not allowed): correct the line, its indentation or "
+        "its "
+        "quotes.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_a_mistake_is_answered_with(tmp_path: Path, case: str) -> None:
+    text, expected = BAD[case]
+    found = problems(tmp_path, text)
+    assert any(problem.startswith(expected) for problem in found), found
+    assert all(problem.startswith("FILE") and problem.endswith((".", "?")) for problem in found), found
+
+
+OWNED = {
+    "port: 9000": "belongs in Frontend",
+    "host: 0.0.0.0": "belongs in Frontend",
+    "served-model-name: x": "belongs in Frontend",
+    "api-server-count: 2": "ServiceArgs.workers",
+    "data-parallel-size: 2": "ServiceArgs.workers",
+    "disable-log-stats: true": "would blind",
+    "kv-events-config: {}": "is set by pdserve",
+    "ssl-keyfile: x": "is about vLLM's own HTTP server",
+    "api-key: [x]": "is about vLLM's own HTTP server",
+    "device-ids: '0'": "is decided by the placement",
+    "nnodes: 2": "distributed-executor-backend: ray",
+}
+
+
+@pytest.mark.parametrize("line", OWNED)
+def test_an_argument_of_the_graph_s_own_is_refused_with_the_reason(tmp_path: Path, line: str) -> None:
+    found = problems(tmp_path, GOOD.replace("remote-prefill: true", f"remote-prefill: true\n  {line}"))
+    assert len(found) == 1
+    assert found[0].startswith(f"FILE:8: VllmWorker.{line.split(':')[0]} ")
+    assert OWNED[line] in found[0]
+
+
+def test_all_problems_are_found_at_once_and_in_order(tmp_path: Path) -> None:
+    text = GOOD.replace("8000", "0").replace("32", "x").replace("true", "maybe") + "Oops: 1\n"
+    assert [problem.split(":")[1] for problem in problems(tmp_path, text)] == ["3", "5", "7", "11"]
+
+
+def test_one_mistake_in_common_is_told_once(tmp_path: Path) -> None:
+    assert len(problems(tmp_path, GOOD.replace("32", "x"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (
+            lambda path: None,
+            "cannot be read (No such file or directory): give the path of a YAML file with -f.",
+        ),
+        (lambda path: path.mkdir(), "cannot be read (Is a directory): give the path of a YAML file with -f."),
+        (
+            lambda path: path.write_bytes(b"\xff\xfe\x00\x81"),
+            "is not UTF-8 text: give the path of a YAML file with -f.",
+        ),
+    ],
+)
+def test_a_file_that_is_none(tmp_path: Path, make: object, expected: str) -> None:
+    path = tmp_path / "graph.yaml"
+    make(path)  # type: ignore[operator]
+    with pytest.raises(ConfigError) as caught:
+        load(path, {})
+    assert caught.value.problems == [f"{path} {expected}"]

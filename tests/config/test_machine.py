@@ -1,0 +1,71 @@
+"""Machines, found and imagined."""
+
+import pytest
+
+from pdserve.config.machine import GIB, Gpu, Machine, visible, what_if
+from pdserve.errors import ConfigError
+from tests.config.models import machine
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "gib"),
+    [
+        ("4xA10", ["A10"] * 4, 22.49),
+        ("1xh100", ["H100"], 79.65),
+        ("2x24GiB", ["GPU of 24 GiB"] * 2, 24.0),
+        ("2x24G", ["GPU of 24 GiB"] * 2, 24.0),
+        ("8xA100-80GB", ["A100-80GB"] * 8, 80.0),
+    ],
+)
+def test_what_if(text: str, names: list[str], gib: float) -> None:
+    found = what_if(text, machine())
+    assert [gpu.name for gpu in found.gpus] == names
+    assert found.gpus[0].memory / GIB == pytest.approx(gib, abs=0.01)
+    assert [gpu.index for gpu in found.gpus] == list(range(len(names)))
+    assert (found.cores, found.build, found.imagined) == (8, "cuda", True)
+
+
+def test_what_if_there_were_none() -> None:
+    found = what_if("0", machine(("A10", 24)))
+    assert (found.gpus, found.build) == ((), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("A10", "is not a number and a kind of GPU"),
+        ("0xA10", "is not a number and a kind of GPU"),
+        ("4xA11", "did you mean A10?"),
+        ("4xRiva", "give its memory, as in 4x24GiB, or use one of: T4, "),
+    ],
+)
+def test_what_cannot_be_imagined(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        what_if(text, machine())
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("1", [1]),
+        ("2,0", [2, 0]),
+        ("GPU-b", [1]),
+        ("1,9,0", [1]),
+        ("GPU-", []),
+    ],
+)
+def test_cuda_visible_devices(chosen: str | None, expected: list[int]) -> None:
+    gpus = [Gpu(0, "x", 1, "GPU-a1"), Gpu(1, "x", 1, "GPU-b1"), Gpu(2, "x", 1, "GPU-c1")]
+    assert [gpu.index for gpu in visible(gpus, chosen)] == expected
+
+
+def test_this_machine() -> None:
+    found = Machine.detect({})
+    assert found.cores >= 1
+    assert 0 < found.available <= found.memory
+    assert found.build in ("cpu", "cuda")
+    assert Machine.detect({"CUDA_VISIBLE_DEVICES": ""}).gpus == ()

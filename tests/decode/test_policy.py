@@ -1,0 +1,52 @@
+import pytest
+
+from pdserve.decode.policy import Decision, Settings, decide
+
+ON = Settings(max_local_prefill_length=100, max_prefill_queue_size=4)
+ALWAYS = Settings(conditional_disagg=False, max_local_prefill_length=100, max_prefill_queue_size=4)
+OFF = Settings(remote_prefill=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "hit", "depth", "workers", "connected", "settings", "mode", "reason"),
+    [
+        (1, 0, 0, 1, True, ON, "local", "short"),
+        (100, 0, 0, 1, True, ON, "local", "short"),
+        (101, 0, 0, 1, True, ON, "remote", "long"),
+        (101, 1, 0, 1, True, ON, "local", "short"),
+        (5000, 4900, 0, 1, True, ON, "local", "short"),
+        (5000, 4899, 0, 1, True, ON, "remote", "long"),
+        (101, 0, 3, 1, True, ON, "remote", "long"),
+        (101, 0, 4, 1, True, ON, "local", "queue-full"),
+        (100, 0, 4, 1, True, ON, "local", "short"),
+        (101, 0, 0, 0, True, ON, "local", "no-prefill-worker"),
+        (101, 0, 0, 1, False, ON, "local", "queue-down"),
+        (101, 0, 0, 0, False, ON, "local", "queue-down"),
+        (1, 0, 0, 1, True, ALWAYS, "remote", "always"),
+        (5000, 4999, 99, 1, True, ALWAYS, "remote", "always"),
+        (1, 0, 0, 0, True, ALWAYS, "local", "no-prefill-worker"),
+        (5000, 0, 0, 1, True, OFF, "local", "disabled"),
+    ],
+)
+def test_decisions(
+    prompt: int,
+    hit: int,
+    depth: int,
+    workers: int,
+    connected: bool,
+    settings: Settings,
+    mode: str,
+    reason: str,
+) -> None:
+    decision = decide(prompt, hit, depth, workers, connected, settings)
+    assert (decision.mode, decision.reason) == (mode, reason)
+
+
+@pytest.mark.parametrize("settings", [ON, ALWAYS])
+def test_what_needs_its_own_prompt_computed_stays_here(settings: Settings) -> None:
+    assert decide(5000, 0, 0, 1, True, settings, supported=False) == Decision("local", "unsupported")
+
+
+def test_a_queue_size_of_zero_means_never() -> None:
+    settings = Settings(max_local_prefill_length=0, max_prefill_queue_size=0)
+    assert decide(5000, 0, 0, 9, True, settings) == Decision("local", "queue-full")

@@ -1,0 +1,410 @@
+"""The decode worker among simulated engines: where prompts are prefilled, and what happens when that goes
+wrong."""
+
+import time
+
+import pytest
+from prometheus_client import REGISTRY
+
+from pdserve.engine.sim.model import SimModel
+from pdserve.errors import EngineDead
+from pdserve.messages import (
+    Hello,
+    Instance,
+    KvHandle,
+    PrefillDone,
+    PrefillFailed,
+    Role,
+    decode_card,
+    decode_instance,
+    encode_record,
+)
+from tests.conditions import until
+from tests.decode.graph import Graph
+from tests.engine.sims import body, collect, sim
+
+SHORT = list(range(3, 23))
+LONG = list(range(103, 603))
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    """What any healthy engine says."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(SimModel().next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def failures(reason: str) -> float:
+    name = "pdserve_remote_prefill_failures_total"
+    return REGISTRY.get_sample_value(name, {"reason": reason}) or 0.0
+
+
+async def test_short_prompts_are_prefilled_here_and_long_ones_elsewhere() -> None:
+    async with Graph() as graph:
+        prefill = await graph.prefill()
+        frontend = await graph.frontend()
+        bytes_before = REGISTRY.get_sample_value("pdserve_kv_transfer_bytes_total") or 0.0
+        short, long = await frontend.ask(SHORT), await frontend.ask(LONG)
+        assert short.placed is not None
+        assert (short.placed.prefill, short.placed.reason) == ("local", "short")
+        assert long.placed is not None
+        assert (long.placed.prefill, long.placed.reason) == ("remote", "long")
+        assert short.tokens == expected(SHORT, 4)
+        assert long.tokens == expected(LONG, 4)
+        assert REGISTRY.get_sample_value("pdserve_kv_transfer_bytes_total") == bytes_before + 32 * 16 * 4096
+        again = await frontend.ask(LONG)
+        assert again.placed is not None
+        assert again.placed.reason == "short", "the prefix is cached by now"
+        assert again.tokens == long.tokens
+        await until(prefill.engine.all_blocks_free)
+        await until(graph.decode_engine.all_blocks_free)
+
+
+async def test_without_a_prefill_worker_everything_is_local() -> None:
+    async with Graph() as graph:
+        answered = await (await graph.frontend()).ask(LONG)
+        assert answered.placed is not None
+        assert answered.placed.reason == "no-prefill-worker"
+        assert answered.tokens == expected(LONG, 4)
+
+
+async def test_without_nats_everything_is_local() -> None:
+    async with Graph() as graph:
+        await graph.prefill()
+        await graph.broker.down()
+        answered = await (await graph.frontend()).ask(LONG)
+        assert answered.placed is not None
+        assert answered.placed.reason == "queue-down"
+        assert answered.tokens == expected(LONG, 4)
+
+
+async def test_prompt_logprobs_are_computed_here() -> None:
+    async with Graph() as graph:
+        await graph.prefill()
+        answered = await (await graph.frontend()).ask(LONG, prompt_logprobs=0)
+        assert answered.placed is not None
+        assert answered.placed.reason == "unsupported"
+
+
+async def act_prefill(graph: Graph, name: str = "prefill-x") -> None:
+    """Make the decode worker believe in a prefill worker that a test acts by hand."""
+    registry = await graph.registry_of_another()
+    await registry.put(f"instances/prefill/{name}", encode_record(Instance(name, Role.PREFILL, "demo")))
+    await until(lambda: bool(graph.decode._view.instances(role=Role.PREFILL)))
+
+
+def handle(prompt: list[int], **changes: object) -> KvHandle:
+    values: dict[str, object] = {
+        "engine_id": "prefill-x",
+        "request_id": "p",
+        "host": "127.0.0.1",
+        "port": 1,
+        "block_ids": [list(range(-(-len(prompt) // 16)))],
+        "num_tokens": len(prompt),
+        "block_size": 16,
+        "computed_at": time.time(),
+    }
+    return KvHandle(**(values | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"block_size": 32}, "invalid"),
+        ({"block_ids": [[1]]}, "invalid"),
+        ({"block_ids": [[1] * 32, [1] * 32, [1]]}, "invalid"),
+        ({"num_tokens": 499}, "invalid"),
+        ({"host": ""}, "invalid"),
+        ({"engine_id": "prefill-of-an-earlier-boot"}, "unknown-engine"),
+        ({"computed_at": 1.0}, "expired"),
+    ],
+)
+async def test_an_answer_that_cannot_be_right_is_computed_here(
+    changes: dict[str, object], reason: str
+) -> None:
+    async with Graph() as graph:
+        await act_prefill(graph)
+        queue = await graph.queue()
+        frontend = await graph.frontend()
+        before = failures(reason)
+        request_id = await frontend.submit(LONG)
+        (delivery,) = await queue.pull(1, 5.0)
+        await queue.answer("decode-0", PrefillDone(request_id, handle(LONG, **changes)))
+        answered = await frontend.end_of(request_id)
+        assert answered.placed is not None
+        assert (answered.placed.prefill, answered.placed.reason) == ("local", "fallback")
+        assert answered.tokens == expected(LONG, 4)
+        assert failures(reason) == before + 1
+        assert delivery.request.block_size == 16
+
+
+async def test_a_refusal_is_computed_here() -> None:
+    async with Graph() as graph:
+        await act_prefill(graph)
+        queue = await graph.queue()
+        frontend = await graph.frontend()
+        before = failures("too-long")
+        request_id = await frontend.submit(LONG)
+        await queue.pull(1, 5.0)
+        await queue.answer("decode-0", PrefillFailed(request_id, "too-long"))
+        assert (await frontend.end_of(request_id)).tokens == expected(LONG, 4)
+        assert failures("too-long") == before + 1
+
+
+async def test_no_answer_within_the_bound_is_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.decode.patience.FLOOR", 0.05)
+    monkeypatch.setattr("pdserve.decode.patience.SLACK", 0.0)
+    async with Graph() as graph:
+        await act_prefill(graph)
+        queue = await graph.queue()
+        await queue.pull(1, 0.0)  # listens for cancellations from here on
+        before = failures("timeout")
+        assert (await (await graph.frontend()).ask(LONG)).tokens == expected(LONG, 4)
+        assert failures("timeout") == before + 1
+        assert await queue.pull(1, 0.1) == [], "the request was taken back from the queue"
+
+
+async def test_the_last_prefill_worker_gone_ends_the_wait() -> None:
+    async with Graph() as graph:
+        prefill = await graph.prefill()
+        prefill.engine.faults.going.clear()
+        frontend = await graph.frontend()
+        request_id = await frontend.submit(LONG)
+        await until(lambda: prefill.engine.usage.running == 1)
+        prefill.engine.die()
+        with pytest.raises(EngineDead):
+            await prefill.life
+        assert (await frontend.end_of(request_id)).tokens == expected(LONG, 4)
+
+
+async def test_a_late_answer_is_rejected_so_that_its_blocks_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.decode.patience.FLOOR", 0.05)
+    monkeypatch.setattr("pdserve.decode.patience.SLACK", 0.0)
+    async with Graph() as graph, sim(Role.PREFILL, "prefill-x") as prefill:
+        await act_prefill(graph)
+        queue, frontend = await graph.queue(), await graph.frontend()
+        request_id = await frontend.submit(LONG)
+        await queue.pull(1, 5.0)
+        await prefill.prefill(request_id, LONG, body())
+        late = (await collect(prefill, request_id))[-1].handle
+        assert late is not None
+        assert (await frontend.end_of(request_id)).tokens == expected(LONG, 4)
+        assert not await prefill.all_blocks_free()
+        await queue.answer("decode-0", PrefillDone(request_id, late))
+        await until(prefill.all_blocks_free)
+
+
+async def test_a_killed_prefill_engine_after_its_answer_is_recomputed() -> None:
+    async with Graph() as graph:
+        await act_prefill(graph)
+        queue = await graph.queue()
+        frontend = await graph.frontend()
+        request_id = await frontend.submit(LONG)
+        await queue.pull(1, 5.0)
+        await queue.answer("decode-0", PrefillDone(request_id, handle(LONG)))
+        answered = await frontend.end_of(request_id)
+        assert answered.placed is not None
+        assert answered.placed.prefill == "remote"
+        assert answered.tokens == expected(LONG, 4)
+
+
+async def test_cancel_while_the_request_is_queued() -> None:
+    async with Graph() as graph:
+        await act_prefill(graph)
+        queue = await graph.queue()
+        await queue.pull(1, 0.0)
+        frontend = await graph.frontend()
+        request_id = await frontend.submit(LONG)
+        await until(lambda: graph.decode._queue.depth == 1)
+        await frontend.cancel(request_id)
+        await until(lambda: not len(graph.decode._requests))
+        assert await queue.pull(1, 0.05) == []
+        assert frontend.answered[request_id].placed is None
+
+
+async def test_cancel_while_it_is_prefilled_elsewhere_frees_everything() -> None:
+    async with Graph() as graph:
+        prefill = await graph.prefill()
+        prefill.engine.faults.slow = 100.0
+        frontend = await graph.frontend()
+        request_id = await frontend.submit(LONG)
+        await until(lambda: prefill.engine.usage.running == 1)
+        await frontend.cancel(request_id)
+        await until(prefill.engine.all_blocks_free)
+        await until(lambda: not len(graph.decode._requests))
+        assert await graph.decode_engine.all_blocks_free()
+
+
+async def test_cancel_while_it_generates_frees_everything() -> None:
+    async with Graph() as graph:
+        frontend = await graph.frontend()
+        request_id = await frontend.submit(LONG, 1000)
+        await until(lambda: len(frontend.answered[request_id].tokens) > 3)
+        await frontend.cancel(request_id)
+        await until(graph.decode_engine.all_blocks_free)
+        assert not len(graph.decode._requests)
+
+
+async def test_a_frontend_that_is_gone_takes_its_requests_along() -> None:
+    async with Graph() as graph:
+        await act_prefill(graph)
+        frontend, other = await graph.frontend("a"), await graph.frontend("b")
+        await frontend.submit(SHORT, 1000)
+        await frontend.submit(LONG, 1000)
+        kept = await other.submit(SHORT, 50)
+        await until(lambda: graph.decode_engine.usage.running == 2)
+        graph.stream.cut("a")
+        assert len((await other.end_of(kept)).tokens) == 50
+        await until(graph.decode_engine.all_blocks_free)
+        assert not len(graph.decode._requests)
+
+
+async def test_one_frontend_cannot_cancel_anothers_request() -> None:
+    async with Graph() as graph:
+        frontend, other = await graph.frontend("a"), await graph.frontend("b")
+        request_id = await frontend.submit(SHORT, 50)
+        await other.cancel(request_id)
+        assert len((await frontend.end_of(request_id)).tokens) == 50
+
+
+async def test_outputs_of_a_step_come_in_one_message() -> None:
+    async with Graph() as graph:
+        frontend = await graph.frontend()
+        graph.decode_engine.faults.going.clear()
+        ids = [await frontend.submit(SHORT, 5) for _ in range(8)]
+        await until(lambda: graph.decode._requests.waiting == 0 and len(graph.decode._requests) == 8)
+        graph.decode_engine.faults.going.set()
+        for request_id in ids:
+            await frontend.end_of(request_id)
+        assert len([one for one in frontend.messages if type(one).__name__ == "Outputs"]) <= 8
+
+
+async def test_an_id_is_refused_the_second_time() -> None:
+    async with Graph() as graph:
+        frontend = await graph.frontend()
+        request_id = await frontend.submit(SHORT)
+        await frontend.end_of(request_id)
+        frontend.answered[request_id].finished = False
+        await frontend.submit(SHORT, request_id=request_id)
+        failed = (await frontend.end_of(request_id)).failed
+        assert failed is not None
+        assert not failed.retry
+
+
+@pytest.mark.parametrize("prompt", [[], list(range(9000))])
+async def test_what_the_engine_refuses_fails_alone(prompt: list[int]) -> None:
+    async with Graph() as graph:
+        frontend = await graph.frontend()
+        failed = (await frontend.ask(prompt)).failed
+        assert failed is not None
+        assert not failed.retry
+        assert (await frontend.ask(SHORT)).tokens == expected(SHORT, 4)
+
+
+async def test_a_passed_deadline_fails_at_once_and_while_running() -> None:
+    async with Graph() as graph:
+        frontend = await graph.frontend()
+        late = await frontend.end_of(await frontend.submit(SHORT, seconds=-1))
+        assert late.failed is not None
+        running = await frontend.end_of(await frontend.submit(SHORT, 5000, seconds=0.2))
+        assert running.failed is not None
+        assert running.tokens
+        await until(graph.decode_engine.all_blocks_free)
+
+
+async def test_another_vllm_version_is_refused() -> None:
+    async with Graph() as graph:
+        frontend = await graph.frontend()
+        await frontend.client.send(Hello(graph.decode_engine.facts.vllm_version))
+        await frontend.ask(SHORT)
+        assert not frontend.refused
+        await frontend.client.send(Hello("0.1"))
+        await until(lambda: bool(frontend.refused))
+        assert "0.1" in frontend.refused[0].message
+
+
+async def test_what_the_registry_says_of_it() -> None:
+    async with Graph() as graph:
+        other = await graph.registry_of_another()
+        instance = decode_instance((await other.read("instances/decode/"))["instances/decode/decode-0"])
+        assert (instance.address, instance.model, instance.block_size) == (graph.stream.address, "demo", 16)
+        card = decode_card((await other.read("models/"))["models/demo/decode-0"])
+        assert (card.name, card.model, card.engine_args["max-model-len"]) == ("demo", "demo", 8192)
+        frontend = await graph.frontend()
+        await frontend.submit(SHORT, 5000)
+
+        async def loaded() -> bool:
+            record = (await other.read("instances/decode/"))["instances/decode/decode-0"]
+            return decode_instance(record).load.running == 1
+
+        await until(loaded)
+        graph.decode.stop()
+        await frontend.client.__aexit__(None, None, None)
+        await graph.life
+        assert await other.read("") == {}
+
+
+async def test_thresholds_change_while_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    async with Graph() as graph:
+        await graph.prefill()
+        frontend, registry = await graph.frontend(), await graph.registry_of_another()
+        await registry.put("settings/max-local-prefill-length", b"10", leased=False)
+        await registry.put("settings/max-prefill-queue-size", b"many", leased=False)
+        await until(lambda: graph.decode._settings.current.max_local_prefill_length == 10)
+        assert graph.decode._settings.current.max_prefill_queue_size == 4
+        assert "max-prefill-queue-size=many ignored" in caplog.text
+        answered = await frontend.ask(SHORT)
+        assert answered.placed is not None
+        assert answered.placed.prefill == "remote"
+        await registry.delete("settings/max-local-prefill-length")
+        await until(lambda: graph.decode._settings.current.max_local_prefill_length == 32)
+
+
+async def test_drain_finishes_what_runs_and_takes_nothing_new() -> None:
+    async with Graph() as graph:
+        frontend, other = await graph.frontend(), await graph.registry_of_another()
+        running = await frontend.submit(SHORT, 200)
+        await until(lambda: bool(frontend.answered[running].tokens))
+        graph.decode.stop()
+        await until(lambda: not graph.decode.ready.is_set())
+        record = (await other.read("instances/decode/"))["instances/decode/decode-0"]
+        assert decode_instance(record).draining
+        refused = await frontend.ask(SHORT)
+        assert refused.failed is not None
+        assert refused.failed.retry
+        assert len((await frontend.end_of(running)).tokens) == 200
+        await graph.life
+        assert await other.read("") == {}
+
+
+async def test_what_does_not_finish_in_the_drain_is_given_back() -> None:
+    async with Graph().with_drain_timeout(0.05) as graph:
+        frontend = await graph.frontend()
+        running = await frontend.submit(SHORT, 5000)
+        await until(lambda: bool(frontend.answered[running].tokens))
+        graph.decode.stop()
+        failed = (await frontend.end_of(running)).failed
+        assert failed is not None
+        assert failed.retry
+        await graph.life
+
+
+async def test_a_dead_engine_ends_the_worker() -> None:
+    async with Graph() as graph:
+        graph.decode_engine.die()
+        with pytest.raises(EngineDead):
+            await graph.life
+
+
+async def test_many_at_once_come_out_right() -> None:
+    async with Graph() as graph:
+        for number in range(2):
+            await graph.prefill(f"prefill-{number}")
+        frontend = await graph.frontend()
+        prompts = [[3 + number, *LONG[: 40 + 7 * number]] for number in range(40)]
+        ids = [await frontend.submit(prompt, 6) for prompt in prompts]
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            assert (await frontend.end_of(request_id)).tokens == expected(prompt, 6)
+        modes = {answered.placed.prefill for answered in frontend.answered.values() if answered.placed}
+        assert modes == {"local", "remote"}

@@ -1,0 +1,360 @@
+"""Two real vLLM engines, decode and prefill, with KV over UCX between them: started once, and killed by the
+last tests.
+
+UCX is held to TCP: within one host it would otherwise read the other process's memory directly, which works
+even while that process is stopped."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import pytest_asyncio
+from prometheus_client import REGISTRY, generate_latest
+
+from pdserve.engine.base import Output, Transfers
+from pdserve.engine.spec import EngineSpec
+from pdserve.engine.vllm import VllmEngine
+from pdserve.engine.vllm_api import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    MsgpackDecoder,
+    SamplingParams,
+    encode_request,
+)
+from pdserve.errors import EngineDead, ProtocolError
+from pdserve.messages import KvHandle, Role
+from tests.conditions import until
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(600),
+]
+
+MODEL = str(Path(__file__).parents[2] / "pdserve/demo/model")
+BLOCK = 32
+ARGUMENTS = {
+    "enforce-eager": True,
+    "max-model-len": 4096,
+    "max-num-seqs": 32,
+    "max-num-batched-tokens": 2048,
+    "block-size": BLOCK,
+    "dtype": "float32",  # in bfloat16 a batch's size alone changes tokens
+}
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "UCX_TLS": "tcp",
+}
+
+
+@dataclass
+class Driven:
+    """An engine with somebody who reads its steps."""
+
+    engine: VllmEngine
+    outputs: dict[str, list[Output]] = field(default_factory=dict)
+    transfers: list[Transfers] = field(default_factory=list)
+    packed: list[list[bytes]] = field(default_factory=list)
+
+    async def read(self) -> None:
+        while True:
+            step = await self.engine.step()
+            if step.transfers:
+                self.transfers.append(step.transfers)
+            if step.outputs:
+                self.packed.append(self.engine.pack(step.outputs))
+            for output in step.outputs:
+                self.outputs.setdefault(output.request_id, []).append(output)
+
+    async def end(self, request_id: str, within: float = 60) -> list[int]:
+        await until(
+            lambda: bool(self.outputs.get(request_id, []) and self.outputs[request_id][-1].finished), within
+        )
+        return [token for output in self.outputs[request_id] for token in output.tokens]
+
+    async def generate(self, request_id: str, prompt: list[int], kv: KvHandle | None = None) -> list[int]:
+        await self.engine.generate(request_id, prompt, body(), kv)
+        return await self.end(request_id)
+
+    async def prefill(self, request_id: str, prompt: list[int]) -> KvHandle:
+        await self.engine.prefill(request_id, prompt, body())
+        await self.end(request_id)
+        handle = self.outputs[request_id][-1].handle
+        assert handle is not None
+        return handle
+
+    @property
+    def bytes(self) -> int:
+        return sum(one.bytes for one in self.transfers)
+
+    @property
+    def failures(self) -> int:
+        return sum(one.failures for one in self.transfers)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Its processes hang."""
+        for process in self.engine.processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in self.engine.processes:
+                process.resume()
+
+    def kill(self) -> None:
+        for process in self.engine.processes:
+            process.kill()
+
+
+@dataclass
+class Pair:
+    decode: Driven
+    prefill: Driven
+
+    async def all_free(self) -> None:
+        await until(self.decode.engine.all_blocks_free, 10)
+        await until(self.prefill.engine.all_blocks_free, 10)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair() -> AsyncIterator[Pair]:
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    readers: list[asyncio.Task[None]] = []
+    try:
+        async with AsyncExitStack() as stack:
+            driven = []
+            for role in (Role.DECODE, Role.PREFILL):
+                spec = EngineSpec(role, f"{role.value}-0-test", MODEL, engine_args=ARGUMENTS)
+                driven.append(Driven(await stack.enter_async_context(VllmEngine(spec))))
+                readers.append(asyncio.create_task(driven[-1].read()))
+            yield Pair(*driven)
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def body(max_tokens: int = 8, **sampling: object) -> list[bytes]:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **sampling)
+    return encode_request(EngineCoreRequest("", None, None, params, None, time.time(), None, None, None))
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [300 + (i * i + 7 * seed + length) % 700 for i in range(length)]
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 500, 3000])
+async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair: Pair, length: int) -> None:
+    prompt = prompt_of(length)
+    await pair.all_free()
+    before = pair.decode.bytes
+    remote = await pair.decode.generate(
+        f"remote-{length}", prompt, await pair.prefill.prefill(f"p-{length}", prompt)
+    )
+    assert pair.decode.bytes > before
+    assert pair.decode.engine.prefix_hit(prompt, body()) == (length - 1) // BLOCK * BLOCK
+    await pair.all_free()
+    assert pair.decode.engine.prefix_hit(prompt, body()) == 0
+    assert await pair.decode.generate(f"local-{length}", prompt) == remote
+    assert pair.decode.failures == 0
+
+
+async def test_only_what_is_not_cached_is_pulled(pair: Pair) -> None:
+    shared = prompt_of(10 * BLOCK)
+    await pair.all_free()
+    await pair.decode.generate("cached", [*shared, 301])
+    before = pair.decode.bytes
+    longer = shared + prompt_of(2 * BLOCK, seed=1)
+    remote = await pair.decode.generate("longer", longer, await pair.prefill.prefill("p-longer", longer))
+    pulled = pair.decode.bytes - before
+    await pair.all_free()
+    whole = await pair.decode.generate("whole", longer, await pair.prefill.prefill("p-whole", longer))
+    assert remote == whole
+    assert pulled * 6 == pair.decode.bytes - before - pulled
+
+
+async def test_a_salt_separates_prefixes(pair: Pair) -> None:
+    prompt = prompt_of(200, seed=2)
+    await pair.all_free()
+    await pair.decode.generate("unsalted", prompt)
+    salted = msgspec.msgpack.decode(body()[0])
+    salted[7] = "someone else"
+    assert pair.decode.engine.prefix_hit(prompt, body()) > 0
+    assert pair.decode.engine.prefix_hit(prompt, [msgspec.msgpack.encode(salted)]) == 0
+
+
+async def test_what_a_frontend_gets_is_vllms_own_encoding(pair: Pair) -> None:
+    tokens = await pair.decode.generate("packed", prompt_of(40))
+    steps = [MsgpackDecoder(EngineCoreOutputs).decode(frames) for frames in pair.decode.packed]
+    ours = [output for step in steps for output in step.outputs if output.request_id == "packed"]
+    assert [token for output in ours for token in output.new_token_ids] == tokens
+    assert ours[-1].finish_reason == FinishReason.LENGTH
+    assert all(step.scheduler_stats is None and step.timestamp > 0 for step in steps)
+    assert all(output.kv_transfer_params is None for step in steps for output in step.outputs)
+
+
+async def test_many_at_once(pair: Pair) -> None:
+    prompts = {f"m{number}": prompt_of(100 + 37 * number, seed=number) for number in range(12)}
+
+    async def one(name: str, prompt: list[int]) -> list[int]:
+        return await pair.decode.generate(name, prompt, await pair.prefill.prefill(f"p-{name}", prompt))
+
+    remote = await asyncio.gather(*(one(name, prompt) for name, prompt in prompts.items()))
+    await pair.all_free()
+    local = await asyncio.gather(
+        *(pair.decode.generate(f"l-{name}", prompt) for name, prompt in prompts.items())
+    )
+    assert remote == local
+
+
+async def test_cancel_frees_both_sides_at_every_phase(pair: Pair) -> None:
+    prompt = prompt_of(3000, seed=3)
+    await pair.all_free()
+    await pair.prefill.engine.prefill("computing", prompt, body())
+    await until(lambda: pair.prefill.engine.usage.running == 1)
+    await pair.prefill.engine.cancel(["computing"])
+    await pair.all_free()
+    await pair.decode.engine.generate(
+        "pulling", prompt, body(), await pair.prefill.prefill("p-pulling", prompt)
+    )
+    await pair.decode.engine.cancel(["pulling"])
+    await pair.all_free()
+    await pair.decode.engine.generate("generating", prompt[:200], body(2000), None)
+    await until(lambda: len(pair.decode.outputs.get("generating", [])) > 2)
+    await pair.decode.engine.cancel(["generating", "unknown"])
+    await pair.all_free()
+    assert await pair.decode.generate("after", prompt_of(40)) == await pair.decode.generate(
+        "again", prompt_of(40)
+    )
+
+
+async def test_reject_frees_the_prefill_side(pair: Pair) -> None:
+    handle = await pair.prefill.prefill("unwanted", prompt_of(300, seed=4))
+    assert not await pair.prefill.engine.all_blocks_free()
+    await pair.decode.engine.reject(handle)
+    await until(pair.prefill.engine.all_blocks_free, 10)
+    await until(lambda: pair.prefill.engine.usage.kv_usage == 0)
+
+
+async def test_what_kills_vllm_does_not_reach_it(pair: Pair) -> None:
+    engine = pair.decode.engine
+    handle = await pair.prefill.prefill("p-checks", prompt_of(100, seed=5))
+    for change in ({"block_ids": [[1]]}, {"block_size": 64}, {"host": ""}, {"computed_at": 1.0}):
+        bad = msgspec.structs.replace(handle, **change)
+        with pytest.raises(ProtocolError):
+            await engine.generate("bad", prompt_of(100, seed=5), body(), bad)
+    for prompt in ([], prompt_of(4096)):
+        with pytest.raises(ProtocolError):
+            await engine.generate("bad", prompt, body(), None)
+    with pytest.raises(ProtocolError):
+        await engine.generate("bad", prompt_of(10), [b"\xff"], None)
+    smuggled = {"kv_transfer_params": {"do_remote_prefill": True}}
+    await engine.generate("smuggled", prompt_of(100, seed=6), body(extra_args=smuggled), None)
+    assert await pair.decode.end("smuggled") == await pair.decode.generate("plain", prompt_of(100, seed=6))
+    with pytest.raises(ProtocolError):
+        await engine.generate("plain", prompt_of(10), body(), None)
+    await engine.reject(handle)
+
+
+async def test_prompt_logprobs_are_computed_here(pair: Pair) -> None:
+    wanted = body(prompt_logprobs=1)
+    assert not pair.decode.engine.remote_ok(wanted)
+    assert pair.decode.engine.remote_ok(body())
+    await pair.decode.engine.generate("logprobs", prompt_of(64), wanted, None)
+    await pair.decode.end("logprobs")
+    assert pair.decode.outputs["logprobs"][0].raw.new_prompt_logprobs_tensors is not None
+
+
+async def test_vllms_metrics_are_on_the_page(pair: Pair) -> None:
+    page = generate_latest(REGISTRY).decode()
+    assert "vllm:kv_cache_usage_perc" in page
+    assert "vllm:nixl_bytes_transferred" in page
+
+
+async def test_idle_engines_are_quiet(pair: Pair) -> None:
+    await pair.all_free()
+    await asyncio.sleep(2.0)  # vLLM's worker spins for a second after its last message
+
+    def used() -> float:
+        every = [*pair.decode.engine.processes, *pair.prefill.engine.processes]
+        return sum(sum(process.cpu_times()[:2]) for process in every)
+
+    before = used()
+    await asyncio.sleep(4.0)
+    assert (used() - before) / 4.0 < 0.25, (
+        "of a core, both engines together; a loud NIXL agent alone takes all of one"
+    )
+
+
+async def test_a_stalled_transfer_is_recomputed_and_its_blocks_come_back(pair: Pair) -> None:
+    prompt = prompt_of(700, seed=7)
+    handle = await pair.prefill.prefill("p-stalled", prompt)
+    failures = pair.decode.failures
+    with pair.prefill.stopped():
+        stalled = await pair.decode.generate("stalled", prompt, handle)
+        assert pair.decode.failures > failures
+        assert not await pair.decode.engine.all_blocks_free(), "the stalled read's blocks are in quarantine"
+        began = time.monotonic()
+        other = await pair.decode.generate(
+            "other", prompt[1:], msgspec.structs.replace(handle, request_id="x", **short(handle))
+        )
+        assert time.monotonic() - began < 2.5, "a peer with a stalled read is not asked again"
+    await pair.all_free()
+    assert await pair.decode.generate("unstalled", prompt) == stalled
+    assert await pair.decode.generate("unstalled-other", prompt[1:]) == other
+    await pair.all_free()
+    before = pair.decode.bytes
+    again = await pair.decode.generate("remote-again", prompt, await pair.prefill.prefill("p-again", prompt))
+    assert again == stalled
+    assert pair.decode.bytes > before, "the peer is asked again when it is back"
+
+
+def short(handle: KvHandle) -> dict[str, object]:
+    return {"num_tokens": handle.num_tokens - 1, "computed_at": time.time()}
+
+
+async def test_a_killed_prefill_engine_is_recomputed(pair: Pair) -> None:
+    prompt = prompt_of(700, seed=8)
+    handle = await pair.prefill.prefill("p-killed", prompt)
+    pair.prefill.kill()
+    killed = await pair.decode.generate("killed", prompt, handle)
+    await until(pair.decode.engine.all_blocks_free, 30)
+    assert await pair.decode.generate("not-killed", prompt) == killed
+    with pytest.raises(EngineDead):
+        await asyncio.wait_for(pair.prefill.engine.prefill("late", prompt, body()), 20)
+
+
+async def test_a_killed_engine_is_told_and_leaves_nothing_behind(pair: Pair) -> None:
+    processes = list(pair.decode.engine.processes)
+    pair.decode.kill()
+    with pytest.raises(EngineDead):
+        await asyncio.wait_for(_until_dead(pair.decode), 20)
+    with pytest.raises(EngineDead):
+        await pair.decode.engine.generate("dead", prompt_of(10), body(), None)
+    await pair.decode.engine.__aexit__(None, None, None)
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+async def _until_dead(driven: Driven) -> None:
+    while True:
+        await driven.engine.generate(f"x{time.monotonic()}", prompt_of(10), body(), None)
+        await asyncio.sleep(0.1)

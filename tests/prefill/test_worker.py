@@ -1,0 +1,243 @@
+"""The prefill worker on a simulated engine, with the decode side acted by hand."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from pdserve.config.schema import Slot
+from pdserve.engine.handles import check_handle
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.errors import EngineDead
+from pdserve.messages import PrefillAnswer, PrefillDone, PrefillFailed, PrefillRequest, Role, decode_instance
+from pdserve.prefill.worker import PrefillWorker
+from pdserve.queue.memory import MemoryBroker, MemoryQueue
+from pdserve.registry.memory import MemoryRegistry, MemoryServer
+from tests.conditions import until
+from tests.decode.graph import config, living
+from tests.engine.sims import body, sim, spec
+
+PROMPT = list(range(3, 203))
+
+
+class Scene:
+    """One prefill worker, and the queue and registry as others see them."""
+
+    def __init__(self, drain_timeout: float = 5.0, **arguments: object) -> None:
+        self.broker = MemoryBroker(ack_wait=0.3)
+        self.registry = MemoryServer()
+        self.config = config(drain_timeout=drain_timeout)
+        self.arguments = arguments
+        self.answers: dict[str, list[PrefillAnswer]] = {}
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator["Scene"]:
+        async with AsyncExitStack() as self.stack:
+            self.queue = await self.stack.enter_async_context(MemoryQueue(self.broker))
+            self.other = await self.stack.enter_async_context(MemoryRegistry(self.registry, "t"))
+            self.engine, self.worker, self.life = await self.start("prefill-0")
+            reader = asyncio.create_task(self._read())
+            try:
+                yield self
+            finally:
+                reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
+
+    async def start(self, name: str) -> tuple[SimEngine, PrefillWorker, "asyncio.Task[None]"]:
+        engine = SimEngine(spec(Role.PREFILL, name, **self.arguments))
+        queue, registry = MemoryQueue(self.broker), MemoryRegistry(self.registry, "t")
+        worker = PrefillWorker(self.config, Slot(Role.PREFILL, 0), name, engine, registry, queue)
+        return engine, worker, await self.stack.enter_async_context(living(worker))
+
+    async def _read(self) -> None:
+        async for answer in self.queue.answers("decode-0"):
+            self.answers.setdefault(answer.request_id, []).append(answer)
+
+    async def ask(
+        self, request_id: str, prompt: list[int] = PROMPT, seconds: float = 30.0, block_size: int = 16
+    ) -> None:
+        deadline = time.time() + seconds
+        await self.queue.publish(PrefillRequest(request_id, "decode-0", prompt, deadline, block_size, body()))
+
+    async def answer(self, request_id: str) -> PrefillAnswer:
+        await until(lambda: request_id in self.answers)
+        return self.answers[request_id][0]
+
+    @property
+    def stored(self) -> int:
+        """Requests that nobody has acked."""
+        return len(self.queue._line.entries)
+
+
+async def test_an_answer_says_where_the_kv_lies() -> None:
+    async with Scene().open() as scene:
+        await scene.ask("r")
+        done = await scene.answer("r")
+        assert isinstance(done, PrefillDone)
+        assert done.handle.engine_id == "prefill-0"
+        assert done.compute_seconds > 0
+        check_handle(done.handle, len(PROMPT), 16)
+        await until(lambda: scene.stored == 0)
+        assert not await scene.engine.all_blocks_free(), "kept until they are pulled"
+        async with sim(Role.DECODE, "decode-0") as decode:
+            await decode.generate("r", PROMPT, body(), done.handle)
+            await until(scene.engine.all_blocks_free)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "block_size", "reason"),
+    [(PROMPT, 32, "block-size"), ([3] * 9000, 16, "too-long"), ([], 16, "refused")],
+)
+async def test_what_cannot_be_done_is_said_at_once(prompt: list[int], block_size: int, reason: str) -> None:
+    async with Scene().open() as scene:
+        await scene.ask("r", prompt, block_size=block_size)
+        failed = await scene.answer("r")
+        assert isinstance(failed, PrefillFailed)
+        assert failed.reason == reason
+        await until(lambda: scene.stored == 0)
+        assert len(scene.worker._jobs) == 0
+
+
+async def test_a_cancelled_request_is_aborted_and_acked() -> None:
+    async with Scene().open() as scene:
+        scene.engine.faults.slow = 1000.0
+        await scene.ask("r")
+        await until(lambda: scene.engine.usage.running == 1)
+        await scene.queue.cancel(["r", "unknown"])
+        await until(lambda: scene.stored == 0)
+        await until(scene.engine.all_blocks_free)
+        assert "r" not in scene.answers
+
+
+async def test_a_long_prefill_is_not_delivered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.prefill.worker.PROGRESS_INTERVAL", 0.05)
+    async with Scene().open() as scene:
+        scene.engine.faults.slow = 500.0
+        await scene.ask("r")
+        await scene.answer("r")
+        await asyncio.sleep(0.4)
+        assert len(scene.answers["r"]) == 1
+        assert scene.queue._line.entries == []
+
+
+async def test_a_request_delivered_again_while_it_runs_is_computed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdserve.prefill.worker.PROGRESS_INTERVAL", 60.0)
+    async with Scene().open() as scene:
+        scene.engine.faults.going.clear()
+        await scene.ask("r")
+        await until(lambda: scene.queue._line.entries[0].deliveries >= 2)
+        scene.engine.faults.going.set()
+        await scene.answer("r")
+        await until(lambda: scene.stored == 0)
+        assert len(scene.answers["r"]) == 1
+        assert len(scene.worker._jobs) == 0
+
+
+async def test_a_request_may_come_back_after_it_was_answered() -> None:
+    """The answer got out and the ack did not: the engine must not see one id twice."""
+    async with Scene().open() as scene:
+        await scene.ask("r")
+        await scene.answer("r")
+        await until(lambda: scene.stored == 0)
+        scene.queue._line.ids.clear()
+        await scene.ask("r")
+        await until(lambda: len(scene.answers["r"]) == 2)
+        assert all(isinstance(answer, PrefillDone) for answer in scene.answers["r"])
+
+
+async def test_a_dead_engine_ends_the_worker_and_another_takes_over() -> None:
+    async with Scene().open() as scene:
+        scene.engine.faults.going.clear()
+        await scene.ask("r")
+        await until(lambda: scene.engine.usage.running == 1)
+        scene.engine.die()
+        with pytest.raises(EngineDead):
+            await scene.life
+        assert scene.stored == 1
+        await scene.start("prefill-1")
+        done = await scene.answer("r")
+        assert isinstance(done, PrefillDone)
+        assert done.handle.engine_id == "prefill-1"
+
+
+async def test_it_takes_no_more_than_its_engine_has_room_for() -> None:
+    async with Scene(max_num_batched_tokens=256).open() as scene:
+        scene.engine.faults.going.clear()
+        for number in range(10):
+            await scene.ask(f"r{number}")
+        await until(lambda: len(scene.worker._jobs) == 3)
+        await asyncio.sleep(0.05)
+        assert len(scene.worker._jobs) == 3, "two steps' worth of tokens, and the one that made it full"
+        assert scene.queue.depth == 7
+        scene.engine.faults.going.set()
+        for number in range(10):
+            assert isinstance(await scene.answer(f"r{number}"), PrefillDone)
+
+
+async def test_two_workers_share_the_work() -> None:
+    async with Scene(max_num_batched_tokens=256).open() as scene:
+        scene.engine.faults.slow = 20.0
+        second, _, _ = await scene.start("prefill-1")
+        second.faults.slow = 20.0
+        for number in range(20):
+            await scene.ask(f"r{number}")
+        answers = [await scene.answer(f"r{number}") for number in range(20)]
+        engines = {answer.handle.engine_id for answer in answers if isinstance(answer, PrefillDone)}
+        assert engines == {"prefill-0", "prefill-1"}
+
+
+async def test_an_outage_of_the_queue_is_survived() -> None:
+    async with Scene().open() as scene:
+        await scene.broker.down()
+        await asyncio.sleep(0.05)
+        await scene.broker.up()
+        await scene.ask("r")
+        assert isinstance(await scene.answer("r"), PrefillDone)
+
+
+async def test_drain_finishes_and_waits_for_the_pull() -> None:
+    async with Scene().open() as scene:
+        scene.engine.faults.slow = 100.0
+        await scene.ask("r")
+        await until(lambda: scene.engine.usage.running == 1)
+        scene.worker.stop()
+        await until(lambda: not scene.worker.ready.is_set())
+        record = (await scene.other.read("instances/"))["instances/prefill/prefill-0"]
+        assert decode_instance(record).draining
+        done = await scene.answer("r")
+        assert isinstance(done, PrefillDone)
+        await asyncio.sleep(0.1)
+        assert not scene.life.done(), "its blocks were not pulled yet"
+        async with sim(Role.DECODE, "decode-0") as decode:
+            await decode.reject(done.handle)
+            await asyncio.wait_for(scene.life, 5)
+        assert await scene.other.read("") == {}
+
+
+async def test_the_drain_has_an_end() -> None:
+    async with Scene(drain_timeout=0.1).open() as scene:
+        scene.engine.faults.going.clear()
+        await scene.ask("r")
+        await until(lambda: scene.engine.usage.running == 1)
+        scene.worker.stop()
+        await asyncio.wait_for(scene.life, 5)
+        assert scene.stored == 1, "left to another worker"
+
+
+async def test_a_draining_worker_takes_nothing_new() -> None:
+    async with Scene().open() as scene:
+        scene.engine.faults.slow = 100.0
+        await scene.ask("r0")
+        await until(lambda: scene.engine.usage.running == 1)
+        scene.worker.stop()
+        await until(lambda: not scene.worker.ready.is_set())
+        await scene.ask("r1")
+        await scene.answer("r0")
+        await asyncio.sleep(0.1)
+        assert "r1" not in scene.answers
+        await scene.start("prefill-1")
+        assert isinstance(await scene.answer("r1"), PrefillDone)

@@ -1,0 +1,118 @@
+"""Both implementations behind one fixture, with a short `ack_wait`."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from pdserve.queue.base import BlobStore, PrefillQueue
+from pdserve.queue.jetstream.blobs import NatsBlobs
+from pdserve.queue.jetstream.queue import JetStreamQueue
+from pdserve.queue.jetstream.setup import Limits
+from pdserve.queue.memory import MemoryBlobs, MemoryBroker, MemoryQueue
+from tests.servers import kill, nats_server
+
+ACK_WAIT, BOUND, MAX_DELIVER = 1.0, 50, 3
+
+
+class Queues:
+    """Makes queues as different processes would, and entered."""
+
+    def __init__(self, make: Callable[[str], PrefillQueue], blobs: BlobStore) -> None:
+        self._make = make
+        self._stack = AsyncExitStack()
+        self.blobs = blobs
+
+    async def __call__(self, model: str = "org/model 1.5") -> PrefillQueue:
+        return await self._stack.enter_async_context(self._make(model))
+
+    async def __aenter__(self) -> "Queues":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+
+class Outage:
+    """Queues whose server can be taken away."""
+
+    queues: Queues
+
+    async def down(self) -> None: ...
+
+    async def up(self, *, lose_data: bool) -> None: ...
+
+
+def _memory_queues(broker: MemoryBroker) -> Queues:
+    return Queues(lambda model: MemoryQueue(broker, "ns", model), MemoryBlobs(broker, "ns"))
+
+
+def nats_queues(url: str, namespace: str) -> Queues:
+    limits = Limits(ack_wait=ACK_WAIT, bound=BOUND, max_deliver=MAX_DELIVER, resync=0.3)
+    return Queues(lambda model: JetStreamQueue(url, namespace, model, limits), NatsBlobs(url, namespace))
+
+
+def _broker() -> MemoryBroker:
+    return MemoryBroker(ACK_WAIT, MAX_DELIVER, BOUND)
+
+
+@pytest.fixture(params=["memory", "nats"])
+def url(request: pytest.FixtureRequest) -> str | None:
+    """None for the in-memory queue, which then needs no server to be started."""
+    found: str | None = request.getfixturevalue("nats_url") if request.param == "nats" else None
+    return found
+
+
+@pytest.fixture
+async def queues(url: str | None, namespace: str) -> AsyncIterator[Queues]:
+    async with nats_queues(url, namespace) if url else _memory_queues(_broker()) as made:
+        yield made
+
+
+class _MemoryOutage(Outage):
+    def __init__(self) -> None:
+        self._broker = _broker()
+        self.queues = _memory_queues(self._broker)
+
+    async def down(self) -> None:
+        await self._broker.down()
+
+    async def up(self, *, lose_data: bool) -> None:
+        await self._broker.up(lose_data)
+
+
+class NatsOutage(Outage):
+    def __init__(self, state_dir: Path) -> None:
+        self.server = nats_server(state_dir)
+
+    async def down(self) -> None:
+        await kill(self.server)
+
+    async def up(self, *, lose_data: bool) -> None:
+        if lose_data:
+            self.server.data_dir.rename(self.server.data_dir.with_name("lost"))
+        await self.server.restart()
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def outage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Outage]:
+    if request.param == "memory":
+        memory = _MemoryOutage()
+        async with memory.queues:
+            yield memory
+        return
+    real = NatsOutage(tmp_path)
+    async with real.server:
+        real.queues = nats_queues(real.server.url, "ns")
+        async with real.queues:
+            yield real
+
+
+@pytest.fixture
+async def nats_outage(tmp_path: Path) -> AsyncIterator[NatsOutage]:
+    real = NatsOutage(tmp_path)
+    async with real.server:
+        real.queues = nats_queues(real.server.url, "ns")
+        async with real.queues:
+            yield real

@@ -1,0 +1,27 @@
+"""Small things that the queue's tests share."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from pdserve.messages import PrefillRequest
+from pdserve.queue.base import Delivery, PrefillQueue
+
+
+def request(name: str, deadline: float = 60.0, prompt: int = 4) -> PrefillRequest:
+    return PrefillRequest(name, "decode-0-a", list(range(prompt)), time.time() + deadline, 16, [b"body"])
+
+
+def ids(deliveries: list[Delivery]) -> list[str]:
+    return [one.request.request_id for one in deliveries]
+
+
+async def until(condition: Callable[[], bool], within: float = 10.0) -> None:
+    async with asyncio.timeout(within):
+        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+            await asyncio.sleep(0.01)
+
+
+async def publish(queue: PrefillQueue, *names: str) -> None:
+    for name in names:
+        await queue.publish(request(name))

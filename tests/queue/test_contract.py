@@ -1,0 +1,199 @@
+"""What both implementations of the queue seam promise while the server is there."""
+
+import asyncio
+import time
+
+import pytest
+
+from pdserve.errors import QueueUnavailable
+from pdserve.messages import KvHandle, PrefillCancel, PrefillDone, PrefillFailed
+from pdserve.queue.base import PrefillQueue
+from tests.queue.conftest import ACK_WAIT, BOUND, MAX_DELIVER, Queues
+from tests.queue.requests import ids, publish, request, until
+
+
+async def test_requests_come_in_order_and_whole(queues: Queues) -> None:
+    decode, prefill = await queues(), await queues()
+    sent = [request(f"r{number}", prompt=3000) for number in range(10)]
+    for one in sent:
+        await decode.publish(one)
+    first = await prefill.pull(4, 1)
+    rest = await prefill.pull(20, 1)
+    assert [one.request for one in first + rest] == sent
+    assert not any(one.redelivered for one in first + rest)
+    assert all(0 <= one.queued < 5 for one in first)
+
+
+async def test_models_are_apart(queues: Queues) -> None:
+    a, b = await queues("org/a"), await queues("org.a")
+    await publish(a, "r")
+    assert await b.pull(1, 0.1) == []
+    assert ids(await a.pull(1, 1)) == ["r"]
+
+
+async def test_pull_waits_only_for_the_first(queues: Queues) -> None:
+    decode, prefill = await queues(), await queues()
+    pulling = asyncio.create_task(prefill.pull(8, 10))
+    await asyncio.wait({pulling}, timeout=0.2)
+    started = time.monotonic()
+    await publish(decode, "r")
+    assert ids(await pulling) == ["r"]
+    assert time.monotonic() - started < 2
+
+
+async def test_pull_of_an_empty_queue_takes_as_long_as_it_may(queues: Queues) -> None:
+    prefill = await queues()
+    started = time.monotonic()
+    assert await prefill.pull(4, 0.5) == []
+    assert 0.4 < time.monotonic() - started < 2
+    assert await prefill.pull(4, 0) == []
+
+
+async def test_each_request_goes_to_one_worker(queues: Queues) -> None:
+    decode, one, other = await queues(), await queues(), await queues()
+    await publish(decode, *(f"r{number}" for number in range(12)))
+    got = await one.pull(5, 1) + await other.pull(5, 1) + await one.pull(5, 1)
+    assert sorted(ids(got)) == sorted(f"r{number}" for number in range(12))
+
+
+async def test_a_silent_worker_loses_its_request(queues: Queues) -> None:
+    decode, silent, other = await queues(), await queues(), await queues()
+    await publish(decode, "r")
+    await silent.pull(1, 1)
+    started = time.monotonic()
+    (delivery,) = await other.pull(1, 5)
+    assert delivery.redelivered
+    assert ACK_WAIT * 0.8 < time.monotonic() - started < ACK_WAIT + 1.5
+
+
+async def test_what_is_acked_never_comes_back(queues: Queues) -> None:
+    decode, prefill = await queues(), await queues()
+    await publish(decode, "r")
+    (delivery,) = await prefill.pull(1, 1)
+    await delivery.ack()
+    assert await prefill.pull(1, ACK_WAIT + 0.5) == []
+
+
+async def test_progress_keeps_a_request(queues: Queues) -> None:
+    decode, busy, other = await queues(), await queues(), await queues()
+    await publish(decode, "r")
+    (delivery,) = await busy.pull(1, 1)
+    for _ in range(4):
+        assert await other.pull(1, ACK_WAIT / 2) == []
+        await delivery.in_progress()
+    await delivery.ack()
+
+
+async def test_what_is_given_back_comes_at_once(queues: Queues) -> None:
+    decode, leaving, other = await queues(), await queues(), await queues()
+    await publish(decode, "r")
+    (delivery,) = await leaving.pull(1, 1)
+    await delivery.give_back()
+    started = time.monotonic()
+    (again,) = await other.pull(1, 5)
+    assert again.redelivered
+    assert time.monotonic() - started < ACK_WAIT * 0.7
+
+
+async def test_a_pull_that_is_given_up_catches_nothing(queues: Queues) -> None:
+    decode, leaving, other = await queues(), await queues(), await queues()
+    pulling = asyncio.create_task(leaving.pull(1, 30))
+    await asyncio.wait({pulling}, timeout=0.2)
+    pulling.cancel()
+    await asyncio.wait({pulling})
+    await publish(decode, "r")
+    (delivery,) = await other.pull(1, ACK_WAIT / 2)
+    assert not delivery.redelivered
+
+
+async def test_a_request_that_kills_its_workers_is_dropped(queues: Queues) -> None:
+    decode, prefill = await queues(), await queues()
+    await publish(decode, "poison")
+    for _ in range(MAX_DELIVER):
+        (delivery,) = await prefill.pull(1, 2)
+        await delivery.give_back()
+    assert await prefill.pull(1, ACK_WAIT + 0.5) == []
+
+
+async def test_past_its_deadline(queues: Queues) -> None:
+    decode, prefill = await queues(), await queues()
+    await decode.publish(request("late", deadline=-0.1))
+    await publish(decode, "in time")
+    assert ids(await prefill.pull(2, 1)) == ["in time"]
+
+
+async def test_cancelled_while_queued_and_while_running(queues: Queues) -> None:
+    decode, prefill = await queues(), await queues()
+    cancels = prefill.cancellations()
+    await prefill.pull(1, 0)
+    await publish(decode, "a", "b")
+    await decode.cancel(["a"])
+    assert await anext(cancels) == PrefillCancel(["a"])
+    assert ids(await prefill.pull(2, 1)) == ["b"]
+    await decode.cancel(["b", "unknown"])
+    assert await anext(cancels) == PrefillCancel(["b", "unknown"])
+
+
+async def test_answers_reach_the_worker_that_asked(queues: Queues) -> None:
+    one, other, prefill = await queues(), await queues(), await queues()
+    handle = KvHandle("prefill-0-x", "r-1", "127.0.0.1", 5600, [[1, 2]], 20, 16, extra={"remote": True})
+    to_one, to_other = one.answers("decode-0-a"), other.answers("decode-0.b")
+    await publish(one, "first")
+    await publish(other, "second")
+    await prefill.answer("decode-0.b", PrefillFailed("second", "engine"))
+    await prefill.answer("decode-0-a", PrefillDone("first", handle, 0.5))
+    assert await anext(to_one) == PrefillDone("first", handle, 0.5)
+    assert await anext(to_other) == PrefillFailed("second", "engine")
+
+
+async def test_depth_is_known_without_asking(queues: Queues) -> None:
+    decode, prefill = await queues(), await queues()
+    await publish(decode, "a", "b", "c")
+    assert decode.depth == 3
+    (first,) = await prefill.pull(1, 1)
+    await until(lambda: decode.depth == 2)
+    await prefill.pull(5, 1)
+    await until(lambda: decode.depth == 0)
+    await first.give_back()
+    await prefill.pull(1, 1)
+    await publish(decode, "d")
+    assert decode.depth == 1
+    late = await queues()
+    assert late.depth == 1
+
+
+async def test_a_full_queue_takes_no_more(queues: Queues) -> None:
+    decode, prefill = await queues(), await queues()
+    await publish(decode, *(f"r{number}" for number in range(BOUND)))
+    with pytest.raises(QueueUnavailable, match=r"full|maximum messages"):
+        await publish(decode, "one too many")
+    (delivery,) = await prefill.pull(1, 1)
+    await delivery.ack()
+    async with asyncio.timeout(5):
+        while not await _fits(decode):
+            await asyncio.sleep(0.01)
+
+
+async def _fits(queue: PrefillQueue) -> bool:
+    try:
+        await publish(queue, "fits again")
+    except QueueUnavailable:
+        return False
+    return True
+
+
+async def test_publishing_again_stores_nothing_twice(queues: Queues) -> None:
+    decode, prefill = await queues(), await queues()
+    await publish(decode, "r", "r")
+    assert ids(await prefill.pull(5, 1)) == ["r"]
+
+
+async def test_blobs(queues: Queues) -> None:
+    data = bytes(range(256)) * 3000
+    await queues.blobs.put("org/model 1.5", data)
+    await queues.blobs.put("org/model 1.5", data)
+    assert await queues.blobs.get("org/model 1.5") == data
+    await queues.blobs.put("org/model 1.5", b"")
+    assert await queues.blobs.get("org/model 1.5") == b""
+    with pytest.raises(KeyError):
+        await queues.blobs.get("absent")

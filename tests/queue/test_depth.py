@@ -1,0 +1,69 @@
+import pytest
+
+from pdserve.messages import QueueState
+from pdserve.queue.depth import Depth
+
+
+def published(*sequences: int) -> Depth:
+    depth = Depth()
+    for sequence in sequences:
+        depth = depth.published(sequence)
+    return depth
+
+
+@pytest.mark.parametrize(
+    ("depth", "value"),
+    [
+        (Depth(), 0),
+        (published(1, 2, 3), 3),
+        (published(3, 1, 2), 3),  # confirmations out of order
+        (published(1, 2, 3).told(QueueState(1, 2)), 2),
+        (published(1, 2, 3).told(QueueState(3, 0)), 0),
+        (published(1).told(QueueState(5, 7)), 7),  # others publish too
+        (published(1, 2).told(QueueState(1, 0)), 1),  # the second was stored after the pull
+        (published(1, 2, 3).told(QueueState(3, 0)).told(QueueState(1, 2)), 0),  # a redelivery, or late
+        (published(1, 2, 3).told(QueueState(3, 0)).published(4), 1),
+        (
+            published(1, 2, 3).told(QueueState(2, 1)).told(QueueState(2, 4)),
+            4,
+        ),  # redelivered, with newer pending
+        (published(9), 9),  # what was before is not known: the worst case
+    ],
+)
+def test_without_asking(depth: Depth, value: int) -> None:
+    assert depth.value == value
+
+
+@pytest.mark.parametrize(
+    ("before", "stored", "state", "value"),
+    [
+        (Depth(), 0, QueueState(0, 0), 0),
+        (Depth(), 7, QueueState(4, 3), 3),
+        (Depth(), 50, QueueState(0, 0), 0),  # a new consumer on a stream with a past
+        (Depth(), 50, QueueState(0, 2), 2),
+        (published(1, 2, 3), 3, QueueState(0, 0), 0),  # all past their age, or purged
+        (published(1, 2, 3), 3, QueueState(0, 1), 1),
+        (Depth(4, 9), 9, QueueState(4, 5), 5),
+        (Depth(40, 49), 2, QueueState(1, 1), 1),  # NATS lost its data: a new stream
+        (Depth(0, 49), 2, QueueState(0, 2), 2),
+    ],
+)
+def test_synced(before: Depth, stored: int, state: QueueState, value: int) -> None:
+    assert before.synced(stored, state, before).value == value
+
+
+def test_what_is_missing_stays_missing_until_the_queue_moves_past_it() -> None:
+    depth = published(1, 2, 3).synced(3, QueueState(0, 0), published(1, 2, 3))
+    assert depth.published(4).value == 1
+    assert depth.published(4).told(QueueState(4, 0)).value == 0
+    assert depth.published(4).told(QueueState(4, 0)).published(5).value == 1
+
+
+def test_what_was_published_while_the_server_was_asked_is_not_missing() -> None:
+    asked = published(1, 2)
+    assert asked.published(3).synced(2, QueueState(0, 2), asked).value == 3
+
+
+def test_a_pull_told_while_the_server_was_asked_is_newer() -> None:
+    asked = published(1, 2, 3)
+    assert asked.told(QueueState(3, 0)).synced(3, QueueState(0, 3), asked).value == 0

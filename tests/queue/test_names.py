@@ -1,0 +1,42 @@
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+from nats.js.object_store import VALID_BUCKET_RE
+
+from pdserve.queue.jetstream.names import Names, bucket, token
+
+TEXT = st.text(st.sampled_from("aZ09_-./=+ 2Fé*>"), max_size=8)
+
+
+@given(TEXT, TEXT, TEXT, TEXT)
+def test_different_models_never_share_a_name(a: str, b: str, c: str, d: str) -> None:
+    one, other = Names(a, b), Names(c, d)
+    assert (one == other) == (one.stream == other.stream) == (one.requests == other.requests)
+    assert (a == c) == (bucket(a) == bucket(c))
+
+
+@given(st.text(min_size=0, max_size=300))
+def test_tokens_are_legal(text: str) -> None:
+    assert token(text)
+    assert not set(token(text)) & set(" .*>/\\\t\r\n")
+    assert len(token(text)) <= 120
+    assert VALID_BUCKET_RE.match(bucket(text))
+
+
+def test_subjects_of_a_model_are_apart() -> None:
+    names = Names("ns", "deepseek-ai/DeepSeek R1.5")
+    subjects = [
+        names.requests,
+        names.state,
+        names.cancel,
+        names.answers("decode-0-ab"),
+        names.answers("state"),
+    ]
+    assert len(set(subjects)) == len(subjects)
+    assert all(one.startswith("pdserve.ns.deepseek-ai=2FDeepSeek=20R1=2E5.") for one in subjects)
+
+
+def test_long_names_stay_apart() -> None:
+    names = ["x" * 300, "x" * 301, "/" * 100, "/" * 101]
+    assert all(token(a) != token(b) for a, b in itertools.combinations(names, 2))

@@ -1,0 +1,172 @@
+"""What both implementations promise when the server goes away, and what only a real one can do."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from pdserve.errors import ConfigError, QueueUnavailable
+from pdserve.messages import PrefillFailed
+from pdserve.queue import connect, connect_blobs
+from pdserve.supervisor.embedded import EmbeddedNats
+from pdserve.supervisor.ports import free_port
+from tests.queue.conftest import NatsOutage, Outage
+from tests.queue.requests import ids, publish, request, until
+from tests.servers import hung, nats_server
+
+
+@pytest.mark.parametrize("lose_data", [False, True])
+async def test_everything_goes_on_when_the_server_is_back(outage: Outage, lose_data: bool) -> None:
+    decode, prefill = await outage.queues(), await outage.queues()
+    answers, cancels = decode.answers("decode-0-a"), prefill.cancellations()
+    await publish(decode, "held", "queued")
+    (held,) = await prefill.pull(1, 1)
+
+    await outage.down()
+    await until(lambda: not decode.connected and not prefill.connected)
+    for attempt in (
+        decode.publish(request("lost")),
+        decode.cancel(["lost"]),
+        prefill.pull(1, 1),
+        prefill.answer("decode-0-a", PrefillFailed("held", "x")),
+        held.in_progress(),
+    ):
+        with pytest.raises(QueueUnavailable):
+            await attempt
+    await held.ack()
+
+    await outage.up(lose_data=lose_data)
+    await until(lambda: decode.connected and prefill.connected)
+    assert decode.depth == (0 if lose_data else 1)
+    await publish(decode, "new")
+    expected = ["new"] if lose_data else ["queued", "new"]
+    assert ids(await prefill.pull(5, 1)) == expected
+    await prefill.answer("decode-0-a", PrefillFailed("new", "x"))
+    assert (await anext(answers)).request_id == "new"
+    await decode.cancel(["c"])
+    assert (await anext(cancels)).request_ids == ["c"]
+    await until(lambda: decode.depth == 0)
+
+
+async def test_a_pull_ends_when_the_server_dies(outage: Outage) -> None:
+    prefill = await outage.queues()
+    pulling = asyncio.create_task(prefill.pull(1, 60))
+    await asyncio.wait({pulling}, timeout=0.3)
+    await outage.down()
+    with pytest.raises(QueueUnavailable):
+        await asyncio.wait_for(pulling, 5)
+
+
+async def test_a_hung_server(nats_outage: NatsOutage) -> None:
+    decode, prefill = await nats_outage.queues(), await nats_outage.queues()
+    await prefill.pull(1, 0)
+    async with hung(nats_outage.server):
+        started = time.monotonic()
+        with pytest.raises(QueueUnavailable):
+            await publish(decode, "unsure")
+        assert time.monotonic() - started < 1.5
+        await until(lambda: not decode.connected, 8)
+        started = time.monotonic()
+        with pytest.raises(QueueUnavailable):
+            await publish(decode, "at once")
+        assert time.monotonic() - started < 0.1
+    await until(lambda: decode.connected and prefill.connected)
+    await publish(decode, "new")
+    pulled: list[str] = []
+    while "new" not in pulled:
+        pulled += ids(await prefill.pull(5, 1))
+    # it reached the server's socket before it hung, so it may come; what was refused at once must not
+    assert "at once" not in pulled
+
+
+async def test_what_was_not_confirmed_is_withdrawn(nats_outage: NatsOutage) -> None:
+    decode, prefill = await nats_outage.queues(), await nats_outage.queues()
+    cancels = prefill.cancellations()
+    await prefill.pull(1, 0)
+    async with hung(nats_outage.server):
+        with pytest.raises(QueueUnavailable):
+            await publish(decode, "unsure")
+        await until(lambda: not decode.connected, 8)
+    async with asyncio.timeout(5):
+        assert (await anext(cancels)).request_ids == ["unsure"]
+    assert ids(await prefill.pull(1, 0.2)) in ([], ["unsure"])
+
+
+async def test_the_stream_is_made_anew_when_it_is_deleted(nats_outage: NatsOutage) -> None:
+    decode, prefill = await nats_outage.queues(), await nats_outage.queues()
+    pulling = asyncio.create_task(prefill.pull(1, 5))
+    await publish(decode, "a")
+    assert ids(await pulling) == ["a"]
+    for _ in range(2):
+        await _delete_streams(nats_outage.server.url)
+        await publish(decode, "b")
+        assert ids(await prefill.pull(1, 2)) == ["b"]
+        await _delete_streams(nats_outage.server.url)
+        assert await prefill.pull(1, 0.1) == []
+
+
+async def _delete_streams(url: str) -> None:
+    import nats
+
+    client = await nats.connect(url)
+    js = client.jetstream()
+    for stream in await js.streams_info():
+        assert stream.config.name
+        await js.delete_stream(stream.config.name)
+    await client.close()
+
+
+async def test_depth_is_asked_for_when_nobody_reports(nats_outage: NatsOutage) -> None:
+    decode = await nats_outage.queues()
+    await publish(decode, "a", "b")
+    assert decode.depth == 2
+    await _purge(nats_outage.server.url)
+    await until(lambda: decode.depth == 0, 3)
+    await publish(decode, "c")
+    assert decode.depth == 1
+
+
+async def _purge(url: str) -> None:
+    import nats
+
+    client = await nats.connect(url)
+    js = client.jetstream()
+    for stream in await js.streams_info():
+        assert stream.config.name
+        await js.purge_stream(stream.config.name)
+    await client.close()
+
+
+async def test_a_server_that_comes_late(tmp_path: Path) -> None:
+    port = free_port("127.0.0.1")
+    started = time.monotonic()
+    async with connect(f"nats://127.0.0.1:{port}", "ns", "m") as queue:
+        assert time.monotonic() - started < 1
+        assert not queue.connected
+        with pytest.raises(QueueUnavailable):
+            await publish(queue, "a")
+        async with nats_server(tmp_path, port):
+            await until(lambda: queue.connected)
+            await publish(queue, "a")
+            assert ids(await queue.pull(1, 1)) == ["a"]
+
+
+class _Plain(EmbeddedNats):
+    def command(self) -> list[str]:
+        return [one for one in super().command() if one != "--jetstream"]
+
+    async def answers(self) -> bool:
+        return not await super().answers()
+
+
+async def test_nats_without_jetstream_is_refused_by_name(tmp_path: Path) -> None:
+    async with _Plain(tmp_path) as server:
+        with pytest.raises(ConfigError, match=rf"{server.url} runs without JetStream"):
+            async with connect(server.url, "ns", "m"):
+                pass
+
+
+async def test_blobs_of_a_server_that_is_away() -> None:
+    with pytest.raises(QueueUnavailable):
+        await connect_blobs(f"nats://127.0.0.1:{free_port('127.0.0.1')}", "ns").get("m")

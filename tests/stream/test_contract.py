@@ -1,0 +1,112 @@
+"""What both implementations of the stream seam promise."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pdserve.errors import PeerGone
+from pdserve.messages import Cancel, Failed, Hello, Outputs, Submit, ToDecode
+from pdserve.stream.base import StreamServer
+from tests.stream.conftest import Streams
+
+Received = AsyncIterator[tuple[str, ToDecode | None]]
+
+
+async def _until_gone(received: Received, frontend: str) -> None:
+    async for who, message in received:
+        if message is None:
+            assert who == frontend
+            return
+
+
+async def test_messages_keep_their_order_both_ways(streams: Streams) -> None:
+    async with streams.listen() as server, streams.connect(server.address, "frontend-0-a") as client:
+        at_server, at_client = server.received(), client.received()
+        for number in range(200):
+            await client.send(Cancel([str(number)]))
+        for number in range(200):
+            assert await anext(at_server) == ("frontend-0-a", Cancel([str(number)]))
+        for number in range(200):
+            await server.send("frontend-0-a", Outputs([b"%d" % number]))
+        assert [await anext(at_client) for _ in range(200)] == [Outputs([b"%d" % n]) for n in range(200)]
+
+
+async def test_large_messages_arrive_whole(streams: Streams) -> None:
+    submit = Submit("r", list(range(200_000)), 10, 1e10, [b"x" * 3_000_000])
+    async with streams.listen() as server, streams.connect(server.address, "f") as client:
+        await client.send(submit)
+        assert await anext(server.received()) == ("f", submit)
+
+
+async def test_frontends_are_kept_apart(streams: Streams) -> None:
+    async with streams.listen() as server:
+        received = server.received()
+        async with streams.connect(server.address, "a") as a, streams.connect(server.address, "b") as b:
+            await a.send(Hello("1"))
+            assert await anext(received) == ("a", Hello("1"))
+            await b.send(Hello("2"))
+            assert await anext(received) == ("b", Hello("2"))
+            await server.send("b", Failed("r", "for b"))
+            await server.send("a", Failed("r", "for a"))
+            assert await anext(a.received()) == Failed("r", "for a")
+            assert await anext(b.received()) == Failed("r", "for b")
+
+
+async def test_nobody_there(streams: Streams) -> None:
+    async with streams.listen() as server:
+        address = server.address
+        with pytest.raises(PeerGone):
+            await server.send("stranger", Failed("r", ""))
+    with pytest.raises(PeerGone):
+        async with streams.connect(address, "f"):
+            pass
+
+
+async def test_the_server_hears_of_a_frontend_that_leaves(streams: Streams) -> None:
+    async with streams.listen() as server:
+        received = server.received()
+        async with streams.connect(server.address, "f") as client:
+            await client.send(Hello("1"))
+            assert await anext(received) == ("f", Hello("1"))
+        async with asyncio.timeout(2):
+            await _until_gone(received, "f")
+        with pytest.raises(PeerGone):
+            await server.send("f", Failed("r", ""))
+
+
+async def test_the_client_hears_of_a_server_that_leaves_after_its_last_words(streams: Streams) -> None:
+    server = streams.listen()
+    await server.__aenter__()
+    async with streams.connect(server.address, "f") as client:
+        await client.send(Hello("1"))
+        assert await anext(server.received()) == ("f", Hello("1"))
+        await server.send("f", Failed("r", "last words"))
+        await server.__aexit__(None, None, None)
+        received = client.received()
+        async with asyncio.timeout(2):
+            assert await anext(received) == Failed("r", "last words")
+            with pytest.raises(PeerGone):
+                await anext(received)
+        with pytest.raises(PeerGone):
+            await client.send(Hello("2"))
+
+
+async def test_a_frontend_that_connects_anew_is_gone_first(streams: Streams) -> None:
+    async with streams.listen() as server:
+        received = server.received()
+        async with streams.connect(server.address, "f") as first:
+            await first.send(Hello("1"))
+            assert await anext(received) == ("f", Hello("1"))
+            connecting = asyncio.create_task(_say_hello(streams, server))
+            assert await anext(received) == ("f", None)
+            assert await anext(received) == ("f", Hello("2"))
+            with pytest.raises(PeerGone):
+                async with asyncio.timeout(3):
+                    await anext(first.received())
+            await connecting
+
+
+async def _say_hello(streams: Streams, server: StreamServer) -> None:
+    async with streams.connect(server.address, "f") as second:
+        await second.send(Hello("2"))

@@ -1,0 +1,148 @@
+import json
+import logging
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pdserve.config.schema import Config, FrontendConfig
+from pdserve.demo import MODEL_DIR
+from pdserve.messages import Instance, Role
+from pdserve.observe import logs
+from pdserve.supervisor import output as module
+from pdserve.supervisor.banner import banner, curl
+from pdserve.supervisor.output import Output
+from pdserve.supervisor.progress import phase_of
+
+OURS = "2026-01-31T12:00:00.123 I decode-0 pdserve.decode.worker: request r1: prefill remote"
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Iterator[Output]:
+    made = Output(tmp_path, stream=StringIO())
+    yield made
+    made.close()
+
+
+def shown(output: Output) -> str:
+    assert isinstance(output.console.file, StringIO)
+    return output.console.file.getvalue()
+
+
+def test_our_lines_pass_through(output: Output) -> None:
+    output.line("decode-0", OURS)
+    assert shown(output) == OURS + "\n"
+
+
+def test_foreign_lines_get_the_name_of_who_wrote_them(output: Output) -> None:
+    output.line("prefill-1", "\x1b[31mucx says hello\x1b[0m")
+    assert shown(output).endswith(" I prefill-1 -: ucx says hello\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "visible"),
+    [
+        (OURS, True),
+        ("2026-01-31T12:00:00.123 I decode-0 vllm.v1.engine.core: Initializing a V1 LLM engine", False),
+        ("2026-01-31T12:00:00.123 W decode-0 vllm.config: something is odd", True),
+        ("2026-01-31T12:00:00.123 W decode-0 vllm.config: Enforce eager set, disabling …", False),
+        ("2026-01-31T12:00:00.123 E decode-0 vllm.config: Enforce eager set, but it failed", True),
+        ("Loading safetensors checkpoint shards:   0% Completed | 0/1 [00:00<?, ?it/s]", False),
+        ("[W1120 23:32:28.565685102 utils.cpp:68] Warning: NUMA binding: Using MEMBIND policy", False),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", True),
+    ],
+)
+def test_the_terminal_shows_what_matters_and_the_file_has_all(
+    output: Output, tmp_path: Path, line: str, visible: bool
+) -> None:
+    output.line("decode-0", line)
+    assert (line.split(": ")[-1] in shown(output)) is visible
+    assert line.split(": ")[-1] in (tmp_path / "decode-0.log").read_text()
+
+
+def test_json_lines_are_json_whoever_wrote_them(tmp_path: Path) -> None:
+    output = Output(tmp_path, fmt="json", stream=StringIO())
+    record = logging.LogRecord("pdserve.x", logging.ERROR, __file__, 1, "it broke", None, None)
+    for raw in (logs.JsonFormatter("decode-0").format(record), OURS, "a foreign line", '{"time": 1}'):
+        output.line("decode-0", raw)
+    output.print("a banner")
+    lines = [json.loads(line) for line in shown(output).splitlines()]
+    assert [(line["role"], line["level"], line["message"]) for line in lines] == [
+        ("decode-0", "error", "it broke"),
+        ("decode-0", "info", "request r1: prefill remote"),
+        ("decode-0", "info", "a foreign line"),
+        ("decode-0", "info", '{"time": 1}'),
+    ]
+    output.close()
+
+
+def test_a_traceback_is_one_record() -> None:
+    try:
+        raise ValueError("inner")
+    except ValueError as error:
+        info = (type(error), error, error.__traceback__)
+    record = logging.LogRecord("pdserve.x", logging.ERROR, __file__, 1, "it broke", None, info)
+    line = logs.parse(logs.JsonFormatter("decode-0").format(record), "?")
+    assert line.name == "decode-0"
+    assert line.message.startswith("it broke\nTraceback")
+    assert line.message.endswith("ValueError: inner")
+
+
+def test_a_terminal_that_is_gone_stops_nothing(tmp_path: Path) -> None:
+    class Gone(StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    output = Output(tmp_path, stream=Gone())
+    for _ in range(2):
+        output.line("decode-0", OURS)
+        output.print("a banner")
+    assert (tmp_path / "decode-0.log").read_text().count("prefill remote") == 2
+    output.close()
+
+
+def test_log_files_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FILE_LIMIT", 1000)
+    output = Output(tmp_path, stream=StringIO())
+    for _ in range(100):
+        output.line("decode-0", OURS)
+    output.close()
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert len(sizes) == 2
+    assert max(sizes) < 1200
+
+
+@pytest.mark.parametrize(
+    ("message", "phase"),
+    [
+        ("Starting to load model /m...", "loading weights"),
+        ("Loading weights took 0.01 seconds", "allocating KV cache"),
+        ("GPU KV cache size: 524,288 tokens", "warming up"),
+        ("init engine (profile, create kv cache, warmup model) took 2.23 s", "registering"),
+        ("request r1: prefill remote", None),
+    ],
+)
+def test_phases_are_told_from_vllms_words(message: str, phase: str | None) -> None:
+    assert phase_of(message) == phase
+
+
+def test_the_banner_fits_a_hundred_columns_and_its_curl_is_json(tmp_path: Path) -> None:
+    config = Config(tmp_path / "graph.yaml", str(MODEL_DIR), "demo", FrontendConfig(port=8123), None, None)
+    workers = [
+        Instance(f"{role}-0-ab12cd34", role, kv_blocks=16384, block_size=32, kv_tokens=524288)
+        for role in (Role.DECODE, Role.PREFILL)
+    ]
+    console = Console(file=StringIO(), width=100)
+    console.print(banner(config, workers, 61.7, tmp_path / "logs"))
+    assert isinstance(console.file, StringIO)
+    text = console.file.getvalue()
+    assert "Ready after 62 s" in text
+    assert "http://127.0.0.1:8123/v1" in text
+    assert "524,288 tokens" in text
+    assert "decode-0 " in text
+    assert max(map(len, text.splitlines())) <= 100
+    body = json.loads(curl(config).split("-d ", 1)[1].strip("'"))
+    assert body["stream"] is True
+    assert "red box" in body["messages"][0]["content"]

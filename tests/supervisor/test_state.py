@@ -1,0 +1,55 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.supervisor import state
+
+GRAPH = state.Graph(
+    os.getpid(), "/a/graph.yaml", "demo", "pdserve", "127.0.0.1:2379", "nats://127.0.0.1:4222"
+)
+
+
+def test_one_graph_at_a_time(tmp_path: Path) -> None:
+    with (
+        state.only_one(tmp_path),
+        pytest.raises(ConfigError, match=rf"Another graph runs on .* \(pid {os.getpid()}\)"),
+        state.only_one(tmp_path),
+    ):
+        pass
+    with state.only_one(tmp_path):
+        pass
+
+
+def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
+    holder = (
+        "import os, pathlib, sys; from pdserve.supervisor import state\n"
+        "with state.only_one(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", holder, str(tmp_path)], check=False).returncode == -9
+    with state.only_one(tmp_path):
+        pass
+
+
+def test_the_record_is_there_as_long_as_the_graph(tmp_path: Path) -> None:
+    assert state.read(tmp_path) is None
+    with state.only_one(tmp_path):
+        state.write(tmp_path, GRAPH)
+        assert state.read(tmp_path) == GRAPH
+    assert state.read(tmp_path) is None
+
+
+def test_a_record_of_a_dead_graph_counts_for_nothing(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    state.write(tmp_path, state.Graph(dead.pid, "f", "m", "n", "e", "q"))
+    assert state.read(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", ["", "{}", "not json", '{"pid": "x"}'])
+def test_a_damaged_record_counts_for_nothing(tmp_path: Path, content: str) -> None:
+    (tmp_path / "graph.json").write_text(content)
+    assert state.read(tmp_path) is None

@@ -1,0 +1,167 @@
+"""The command line as a process: what is printed, and the exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LOCAL = ROOT / "configs/local.yaml"
+COMMANDS = ("serve", "frontend", "decode", "prefill", "plan", "status", "set", "doctor")
+
+
+def pdserve(*args: object, state: Path | None = None, **env: str) -> "subprocess.CompletedProcess[str]":
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
+    if state is not None:
+        env["PDSERVE_STATE_DIR"] = str(state)
+    command = [sys.executable, "-m", "pdserve", *map(str, args)]
+    return subprocess.run(
+        command, env={**clean, **env}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_help_lists_every_command() -> None:
+    result = pdserve("--help")
+    assert result.returncode == 0
+    for command in COMMANDS:
+        assert f"\n    {command} " in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_teaches_by_example(command: str) -> None:
+    result = pdserve(command, "--help")
+    assert result.returncode == 0
+    assert f"examples:\n  pdserve {command}" in result.stdout
+
+
+def test_help_and_plan_load_nothing_heavy() -> None:
+    script = (
+        "import sys; from pdserve.cli import main\n"
+        f"main(['plan', '-f', {str(LOCAL)!r}])\n"
+        "heavy = {'vllm', 'torch', 'transformers', 'nats', 'aetcd', 'fastapi'}\n"
+        "sys.exit(str(heavy & set(sys.modules) or ''))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.stderr == "\n"
+
+
+def test_version() -> None:
+    assert pdserve("--version").stdout.startswith("pdserve ")
+
+
+def test_no_command_is_a_usage_error() -> None:
+    result = pdserve()
+    assert result.returncode == 2
+    assert "usage: pdserve" in result.stderr
+
+
+def test_plan_fits() -> None:
+    result = pdserve("plan", "-f", LOCAL)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "decode-0" in result.stdout
+
+
+def test_plan_as_json() -> None:
+    result = pdserve("plan", "-f", LOCAL, "--json")
+    plan = json.loads(result.stdout)
+    assert plan["fits"] is True
+    assert [worker["name"] for worker in plan["workers"]] == ["decode-0", "prefill-0"]
+
+
+@pytest.fixture
+def too_big(tmp_path: Path) -> Path:
+    path = tmp_path / "big.yaml"
+    path.write_text("VllmWorker: {model: /not/there, ServiceArgs: {workers: 2}}\n")
+    return path
+
+
+def test_plan_that_does_not_fit_says_why(too_big: Path) -> None:
+    result = pdserve("plan", "-f", too_big)
+    assert result.returncode == 2
+    assert "model folder /not/there is not there" in " ".join(result.stdout.split())
+
+
+def test_serve_refuses_before_it_starts_anything(too_big: Path, tmp_path: Path) -> None:
+    result = pdserve("serve", "-f", too_big, state=tmp_path / "state")
+    assert result.returncode == 2
+    assert "model folder /not/there is not there" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("command", ["serve", "plan", "decode"])
+def test_a_wrong_file_is_told_without_a_traceback(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text("VllmWorker: {model: demo, max-modl-len: 5}\nFrontnd: {}\n")
+    result = pdserve(command, "-f", path)
+    assert result.returncode == 2
+    assert "max-model-len" in result.stderr
+    assert "Frontend" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_file_that_is_not_there() -> None:
+    result = pdserve("serve", "-f", "/no/such.yaml")
+    assert result.returncode == 2
+    assert "/no/such.yaml" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [["status"], ["status", "--json"], ["set"], ["set", "router=round-robin"]]
+)
+def test_without_a_graph(command: list[str], tmp_path: Path) -> None:
+    result = pdserve(*command, state=tmp_path)
+    assert result.returncode == 1
+    assert f"no graph runs on {tmp_path}" in result.stderr
+    assert result.stdout == ""
+
+
+def test_status_where_no_etcd_answers() -> None:
+    result = pdserve("status", "--etcd", "127.0.0.1:1")
+    assert result.returncode == 1
+    assert "no etcd answers at 127.0.0.1:1" in result.stderr
+
+
+def test_status_of_an_empty_graph(etcd_url: str, namespace: str) -> None:
+    result = pdserve("status", "--etcd", etcd_url, "--namespace", namespace)
+    assert result.returncode == 1
+    assert "nothing runs in namespace" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["max-local-prefil-length=5"], "did you mean max-local-prefill-length?"),
+        (["max-local-prefill-length=many"], "whole number"),
+        (["router=random"], "round-robin"),
+        (["router"], "not KEY=VALUE"),
+    ],
+)
+def test_set_takes_no_nonsense(args: list[str], complaint: str) -> None:
+    result = pdserve("set", *args)
+    assert result.returncode == 2
+    assert complaint in result.stderr
+
+
+def test_set_shows_writes_and_unsets(etcd_url: str, namespace: str) -> None:
+    where = ("--etcd", etcd_url, "--namespace", namespace)
+    assert "router = (as in the file)" in pdserve("set", *where).stdout
+    result = pdserve("set", "max_local_prefill_length=7", "router=least-loaded", *where)
+    assert result.returncode == 0
+    assert "max-local-prefill-length = 7 " in pdserve("set", *where).stdout
+    assert "router = (as in the file)" in pdserve("set", "--unset", "router", *where).stdout
+
+
+def test_a_role_alone_needs_servers(tmp_path: Path) -> None:
+    result = pdserve("decode", "-f", LOCAL, state=tmp_path)
+    assert result.returncode == 2
+    assert "names no nats and etcd" in result.stderr
+
+
+def test_a_role_that_the_file_does_not_have(tmp_path: Path) -> None:
+    result = pdserve("prefill", "-f", LOCAL, "--index", "3", state=tmp_path)
+    assert result.returncode == 2
+    assert "has no prefill number 3" in result.stderr

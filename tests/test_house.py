@@ -1,0 +1,121 @@
+"""The rules of the house that a machine can check (docs: STYLE)."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli import build_parser
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "pdserve").rglob("*.py"))
+
+ALLOWED = {
+    "aetcd": ("registry/etcd",),
+    "nats": ("queue/jetstream/",),
+    "zmq": ("stream/zmq/", "engine/vllm_cache.py"),  # vLLM publishes its cache events over ZeroMQ
+    "pynvml": ("config/machine.py",),
+    "yaml": ("config/tree.py",),
+    "vllm": ("engine/vllm_api.py", "processor/vllm_api.py", "kv/", "config/vllm_parser.py"),
+    "fastapi": ("processor/vllm_api.py", "frontend/"),
+    "uvicorn": ("frontend/",),
+    "torch": ("demo/", "doctor/transfer.py", "kv/"),
+    "transformers": ("demo/",),
+    "rich": ("cli/", "config/render.py", "doctor/", "status/", "supervisor/"),
+}
+"""outside library -> the only places that may import it"""
+
+UNSAFE = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+TALKERS = ("cli/", "status/", "doctor/", "demo/")
+"""where print is the purpose"""
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT / "pdserve").as_posix()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Top-level names of everything that the file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield (node.module or "").split(".")[0]
+
+
+@pytest.mark.parametrize("library", ALLOWED)
+def test_an_outside_library_is_imported_in_one_place(library: str) -> None:
+    importers = [name(path) for path in SOURCES if library in set(imports(path))]
+    assert [each for each in importers if not each.startswith(ALLOWED[library])] == []
+
+
+def test_nothing_is_pickled() -> None:
+    assert [name(path) for path in SOURCES if UNSAFE & set(imports(path))] == []
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    lengths = {name(path): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {path: length for path, length in lengths.items() if length > 400} == {}
+
+
+def test_nobody_leaves_the_session() -> None:
+    """A session is a scheduling group of its own on most Linux hosts: ten times the TTFT (FACTS)."""
+    leaving = re.compile(r"start_new_session\s*=\s*True|os\.setsid\(")
+    assert [name(path) for path in SOURCES if leaving.search(path.read_text())] == []
+
+
+def test_only_commands_print() -> None:
+    def prints(path: Path) -> bool:
+        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        return any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls)
+
+    quiet = [path for path in SOURCES if not name(path).startswith(TALKERS)]
+    assert [name(path) for path in quiet if prints(path)] == []
+
+
+def test_the_locks_leave_out_what_breaks_the_cpu_build() -> None:
+    left_out = {
+        line.split(" ;")[0]
+        for line in (ROOT / "requirements/leave-out-cpu.txt").read_text().splitlines()
+        if " ;" in line
+    }
+    locked = (ROOT / "requirements/cpu.txt").read_text().splitlines()
+    assert {"torchvision", "torchaudio", "torchcodec"} <= left_out
+    assert [line for line in locked if line.split("==")[0] in left_out] == []
+
+
+def _blocks(markdown: Path) -> Iterator[str]:
+    for block in re.findall(r"^```(?:sh|bash|shell|console)?\n(.*?)^```", markdown.read_text(), re.M | re.S):
+        yield from (line.removeprefix("$ ") for line in block.splitlines())
+
+
+def _documents() -> list[Path]:
+    return [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()]
+
+
+@pytest.mark.parametrize("document", _documents(), ids=lambda path: path.name)
+def test_commands_of_the_documents_exist(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    known = _subcommands()
+    wrong = []
+    for line in _blocks(document):
+        wrong += [line for target in re.findall(r"^make ([a-z]+)", line) if target not in targets]
+        found = re.findall(r"(?:^|\s)pdserve ([a-z]+)(?=\s|$)", line.split("#")[0])
+        wrong += [line for command in found if command not in known]
+        wrong += [line for path in re.findall(r"configs/\S+\.yaml", line) if not (ROOT / path).exists()]
+    assert wrong == []
+
+
+def _subcommands() -> set[str]:
+    actions = build_parser()._subparsers
+    assert actions is not None
+    return {name for action in actions._group_actions for name in getattr(action, "choices", None) or ()}
+
+
+def test_every_target_of_the_makefile_is_explained() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.M)) - {"dev"}
+    assert targets == set(re.findall(r"^([a-z]+):.*##", makefile, re.M))
+    assert {"install", "serve", "test", "lint", "format", "clean", "help"} <= targets

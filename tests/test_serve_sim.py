@@ -1,0 +1,275 @@
+"""`pdserve serve` as a user runs it, with simulated engines: real processes, real NATS and etcd, no model."""
+
+import fcntl
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from pdserve.supervisor.ports import free_port, port_holder
+
+PDSERVE = [sys.executable, "-m", "pdserve"]
+WORKERS = """
+Common: {{model: demo, block-size: 32, max-model-len: 4096}}
+Graph: {{kv-port: {kv_port}, drain-timeout: 5}}
+VllmWorker:
+  engine: sim
+  remote-prefill: true
+  max-local-prefill-length: 64
+  common-configs: [model, block-size, max-model-len]
+  ServiceArgs: {{workers: {workers}}}
+PrefillWorker: {{engine: sim, common-configs: [model, block-size, max-model-len]}}
+"""
+FRONTEND = "Frontend: {{served_model_name: demo, port: {port}}}\n"
+LONG = " ".join(f"The code of the red box is {code}." for code in range(1000, 1030))
+
+
+class Serve:
+    """One run of `pdserve serve`, its output in a file."""
+
+    def __init__(self, folder: Path, yaml: str, *options: str, port: int = 0) -> None:
+        self.folder, self.port = folder, port
+        self.file, self.log = folder / "graph.yaml", folder / "log"
+        self.file.write_text(yaml)
+        self.command = [*PDSERVE, "serve", "-f", str(self.file), *options]
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
+        self.env = {**clean, "PDSERVE_STATE_DIR": str(folder / "state"), "PDSERVE_GUARDIAN_PATIENCE": "1"}
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                self.command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0
+            )
+        return self.process
+
+    def pdserve(self, *args: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [*PDSERVE, *args], env=self.env, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything of this graph that lives: all of it has the state directory in its environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                mine = process.environ().get("PDSERVE_STATE_DIR") == self.env["PDSERVE_STATE_DIR"]
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def chat(self, prompt: str = LONG) -> tuple[httpx.Response, list[str]]:
+        """The response to a streaming chat, and the content of its chunks."""
+        messages = [{"role": "user", "content": prompt}]
+        body = {"model": "demo", "messages": messages, "max_tokens": 8, "stream": True}
+        with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=60) as response:
+            events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert events[-1] == "[DONE]"
+        deltas = [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]
+        return response, [delta["content"] for delta in deltas if delta.get("content")]
+
+
+def until(condition: Callable[[], object], serve: Serve, within: float = 90) -> None:
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, serve.text[-5000:]
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """A frontend, two decode workers, a prefill worker. Stopped as by Ctrl-C: exit 0, and nothing is left."""
+    port = free_port("127.0.0.1")
+    yaml = (FRONTEND + WORKERS).format(port=port, kv_port=_kv_ports(), workers=2)
+    serve = Serve(tmp_path_factory.mktemp("graph"), yaml, port=port)
+    process = serve.start()
+    try:
+        until(lambda: "Ready after" in serve.text or process.poll() is not None, serve)
+        yield serve
+    finally:
+        process.send_signal(signal.SIGINT)
+        code = process.wait(60)
+    assert code == 0, serve.text[-5000:]
+    assert "nothing is left running" in serve.text
+    assert serve.processes() == []
+    assert port_holder("127.0.0.1", port) is None
+    assert serve.pdserve("status").returncode == 1
+
+
+@pytest.fixture
+def workers_only(tmp_path: Path) -> Callable[..., Serve]:
+    """Quick to start: nothing of vLLM is imported."""
+    return lambda *options: Serve(tmp_path, WORKERS.format(kv_port=_kv_ports(), workers=1), *options)
+
+
+def _kv_ports() -> int:
+    return min(free_port("127.0.0.1"), 60000)
+
+
+def test_a_long_prompt_is_prefilled_remotely(graph: Serve) -> None:
+    response, content = graph.chat()
+    assert response.status_code == 200
+    assert response.headers["x-pdserve-prefill"] == "remote"
+    assert content
+
+
+def test_the_banner_has_a_curl_that_works(graph: Serve) -> None:
+    command = graph.text[graph.text.index("curl ") :].split("}'")[0] + "}'"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert "x-pdserve-prefill: remote" in result.stdout
+    assert result.stdout.rstrip().endswith("data: [DONE]")
+
+
+def test_status_knows_everybody(graph: Serve) -> None:
+    state = json.loads(graph.pdserve("status", "--json").stdout)
+    roles = [each["role"] for each in state["instances"]]
+    assert roles == ["frontend", "decode", "decode", "prefill"]
+    assert state["url"] == graph.url
+    assert [len(cards) for cards in state["models"].values()] == [2]
+    table = graph.pdserve("status", "-f", str(graph.file)).stdout
+    assert all(each["id"] in table for each in state["instances"])
+
+
+def test_a_setting_reaches_the_workers(graph: Serve) -> None:
+    assert graph.pdserve("set", "max-local-prefill-length=4000").returncode == 0
+    until(lambda: graph.text.count("max-local-prefill-length 4000") == 2, graph)
+    assert graph.chat()[0].headers["x-pdserve-prefill"] == "local"
+    assert graph.pdserve("set", "--unset", "max-local-prefill-length").returncode == 0
+    until(lambda: graph.text.count("max-local-prefill-length 64") == 2, graph)
+
+
+def test_a_killed_worker_comes_back_as_a_new_instance(graph: Serve) -> None:
+    before = {each["id"]: each["pid"] for each in _instances(graph)}
+    victim = next(name for name in before if name.startswith("decode-0"))
+    os.kill(before[victim], signal.SIGKILL)
+    until(lambda: "decode-0 is ready again" in graph.text, graph)
+    assert "decode-0 ended (killed by SIGKILL), starts again in 1 s" in graph.text
+    until(lambda: len({each["id"] for each in _instances(graph)} - set(before)) == 1, graph)
+    assert graph.chat()[1]
+
+
+@pytest.mark.parametrize("server", ["nats", "etcd"])
+def test_a_killed_server_comes_back_at_the_same_address(graph: Serve, server: str) -> None:
+    pid = next(each.pid for each in graph.processes() if server in each.name())
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: f"{server} is back at" in graph.text, graph)
+    until(lambda: len(_instances(graph)) == 4, graph)
+    assert graph.chat()[1]
+
+
+def test_a_second_graph_on_the_same_state_is_refused(graph: Serve, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(WORKERS.format(kv_port=_kv_ports(), workers=1))
+    result = graph.pdserve("serve", "-f", str(other))
+    assert result.returncode == 2
+    assert f"(pid {graph.process.pid})" in result.stderr
+
+
+def test_a_second_graph_on_the_same_port_is_refused(graph: Serve) -> None:
+    result = graph.pdserve("serve", "-f", str(graph.file))
+    assert result.returncode == 2
+    assert f"Port {graph.port} on 127.0.0.1 is held by" in result.stderr
+
+
+def test_json_lines_and_sigkill_of_the_supervisor(workers_only: Callable[..., Serve]) -> None:
+    serve = workers_only("--log-format", "json")
+    process = serve.start()
+    until(lambda: "Ready after" in serve.text, serve)
+    lines = [json.loads(line) for line in serve.text.splitlines()]
+    assert {"serve", "decode-0", "prefill-0"} <= {line["role"] for line in lines}
+    assert len(serve.processes()) >= 6  # two workers, two servers, supervisor, guardian
+    process.kill()
+    process.wait()
+    until(lambda: not serve.processes(), serve, within=15)
+
+
+def test_ctrl_c_on_a_terminal_under_another_program(workers_only: Callable[..., Serve]) -> None:
+    """As under `make serve`: only pdserve may get the Ctrl-C, and its exit code is 0."""
+    serve = workers_only()
+    with _Terminal(serve) as terminal:
+        terminal.until("Ready after")
+        assert "Starting, " in terminal.text  # the live line
+        terminal.type("\x03")
+        terminal.until("the exit code is 0")
+    assert serve.processes() == []
+
+
+def test_closing_the_terminal_leaves_nothing(workers_only: Callable[..., Serve]) -> None:
+    serve = workers_only()
+    with _Terminal(serve) as terminal:
+        terminal.until("Ready after")
+        terminal.hang_up()
+        until(lambda: not serve.processes(), serve, within=15)
+
+
+def _instances(graph: Serve) -> list[dict[str, Any]]:
+    result = graph.pdserve("status", "--json")
+    found: list[dict[str, Any]] = json.loads(result.stdout)["instances"] if result.stdout else []
+    return found
+
+
+class _Terminal:
+    """A pseudo terminal in which bash runs `pdserve serve` and then says how it ended."""
+
+    def __init__(self, serve: Serve) -> None:
+        self._serve = serve
+        self.text = ""
+
+    def __enter__(self) -> "_Terminal":
+        self._ours, theirs = pty.openpty()
+        script = f"{' '.join(self._serve.command)}; echo the exit code is $?"
+        self._process = subprocess.Popen(
+            ["bash", "-c", script],
+            env={**self._serve.env, "TERM": "xterm-256color", "COLUMNS": "100"},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(theirs)
+        os.set_blocking(self._ours, False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours >= 0:
+            os.close(self._ours)
+        self._process.wait(30)
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def hang_up(self) -> None:
+        os.close(self._ours)
+        self._ours = -1
+
+    def until(self, words: str, within: float = 90) -> None:
+        deadline = time.monotonic() + within
+        while words not in self.text:
+            assert time.monotonic() < deadline, self.text[-3000:]
+            try:
+                self.text += os.read(self._ours, 1 << 16).decode(errors="replace")
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:  # all of the other side is gone
+                assert words in self.text, self.text[-3000:]
