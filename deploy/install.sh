@@ -80,8 +80,8 @@ fi
 
 started=$SECONDS
 case $platform in
-    cpu) say "CPU build (no NVIDIA GPU found, or PLATFORM=cpu): about 0.9 GB to download, 2.4 GB on disk" ;;
-    gpu) say "GPU build (CUDA 13, NVIDIA driver 580 or newer): several GB to download" ;;
+    cpu) say "CPU build (no NVIDIA GPU found, or PLATFORM=cpu): about 0.9 GB to download, 2.6 GB on disk" ;;
+    gpu) say "GPU build (CUDA 13, NVIDIA driver 580 or newer): about 9 GB on disk" ;;
 esac
 [ -x "$venv/bin/python" ] || make_venv
 rm -f "$venv"/.pdserve-installed*

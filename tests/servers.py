@@ -35,7 +35,7 @@ async def hung(server: ServerProcess) -> AsyncIterator[None]:
     """The process is there, its port accepts, and nothing answers."""
     assert server.pid
     os.kill(server.pid, signal.SIGSTOP)
-    while not _stopped(server.pid):
+    while not _stopped(server.pid):  # noqa: ASYNC110 (the kernel has no event for it)
         await asyncio.sleep(0.001)
     try:
         yield

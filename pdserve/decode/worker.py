@@ -1,34 +1,18 @@
-"""The decode worker: requests in from frontends, prefill here or elsewhere, tokens out, one message per
-engine step."""
+"""The decode worker: what it is made of, and its life from the first announcement to the drain."""
 
 import asyncio
 import logging
-import time
-from collections import defaultdict
 from contextlib import AsyncExitStack
 
 from pdserve import queue, registry, stream
 from pdserve.config.schema import Config, Slot
-from pdserve.decode.policy import Decision, decide
-from pdserve.decode.remote import CANCELLED, RemotePrefill
-from pdserve.decode.requests import Phase, Request, Requests
+from pdserve.decode.remote import RemotePrefill
+from pdserve.decode.requests import Requests
+from pdserve.decode.serving import Serving
 from pdserve.decode.settings import LiveSettings
-from pdserve.engine.base import Engine, Output, Transfers
-from pdserve.errors import EngineDead, PeerGone, ProtocolError
-from pdserve.messages import (
-    Cancel,
-    Failed,
-    Hello,
-    KvHandle,
-    Load,
-    Outputs,
-    Placed,
-    Refused,
-    Submit,
-    ToDecode,
-    ToFrontend,
-)
-from pdserve.observe.metrics import KV_TRANSFER_BYTES, KV_TRANSFER_SECONDS, PREFILL, QUEUE_DEPTH
+from pdserve.engine.base import Engine
+from pdserve.messages import Cancel, Failed, Hello, Load, Refused, Submit, ToDecode
+from pdserve.observe.metrics import QUEUE_DEPTH
 from pdserve.observe.page import serve_metrics
 from pdserve.queue.base import PrefillQueue
 from pdserve.registry.base import Registry
@@ -59,6 +43,9 @@ class DecodeWorker:
     ) -> None:
         assert config.decode is not None
         self.id = instance_id
+        self.requests = Requests()
+        self.settings = LiveSettings(config.decode)
+        self.view = View(registry)
         self._config = config
         self._slot = slot
         self._engine = engine
@@ -66,9 +53,9 @@ class DecodeWorker:
         self._queue = queue
         self._stream = stream
         self._metrics_url = metrics_url
-        self._requests = Requests()
-        self._settings = LiveSettings(config.decode)
         self._life = Lifecycle()
+        self._remote = RemotePrefill(instance_id, engine, queue, self.view, self.requests)
+        self._serving = Serving(engine, stream, queue, self._remote, self.requests, self.settings, self._life)
 
     def stop(self) -> None:
         self._life.stop()
@@ -81,38 +68,33 @@ class DecodeWorker:
     async def run(self) -> None:
         """Returns after `stop` and the drain; raises EngineDead when the engine is gone."""
         async with AsyncExitStack() as stack:
-            for seam in (self._engine, self._stream, self._queue, self._registry):
+            for seam in (self._engine, self._stream, self._queue, self._registry, self.view):
                 await stack.enter_async_context(seam)
-            self._view = await stack.enter_async_context(View(self._registry))
-            self._remote = RemotePrefill(self.id, self._engine, self._queue, self._view, self._requests)
             self._presence = self._make_presence()
             await self._life.run(
                 self._presence.announce,
                 [
                     self._read_frontends(),
-                    self._read_engine(),
+                    self._serving.read_engine(),
+                    self._serving.watch_deadlines(),
                     self._remote.read_answers(),
                     self._follow_registry(),
-                    self._watch_deadlines(),
                     self._presence.keep_current(),
                 ],
                 self._drain,
             )
 
     def _make_presence(self) -> Presence:
-        instance = describe(
-            self._config, self._slot, self.id, self._engine.facts, self._stream.address, self._metrics_url
-        )
-        return Presence(self._registry, instance, model_card(self._config, self._engine.facts), self._load)
+        facts = self._engine.facts
+        instance = describe(self._config, self._slot, self.id, facts, self._stream.address, self._metrics_url)
+        return Presence(self._registry, instance, model_card(self._config, facts), self._load)
 
     def _load(self) -> Load:
         usage = self._engine.usage
-        waiting = max(usage.waiting, 0) + self._requests.waiting
         depth = self._queue.depth
         QUEUE_DEPTH.set(depth)
+        waiting = usage.waiting + self.requests.waiting
         return Load(usage.running, waiting, round(usage.kv_usage, 3), depth)
-
-    # from frontends
 
     async def _read_frontends(self) -> None:
         async for frontend, message in self._stream.received():
@@ -120,189 +102,43 @@ class DecodeWorker:
 
     async def _handle(self, frontend: str, message: ToDecode | None) -> None:
         match message:
+            case Submit(request_id) if self._life.draining:
+                failed = Failed(request_id, f"{self.id} is draining", retry=True)
+                await self._serving.send(frontend, failed)
             case Submit():
-                await self._submit(frontend, message)
+                await self._serving.submit(frontend, message)
             case Cancel(request_ids):
                 for request_id in request_ids:
-                    request = self._requests.get(request_id)
+                    request = self.requests.get(request_id)
                     if request is not None and request.frontend == frontend:
-                        await self._cancel(request)
+                        await self._serving.cancel(request)
             case Hello(version):
                 await self._hello(frontend, version)
             case None:
-                await self._forget(frontend)
+                await self._serving.forget(frontend)
 
     async def _hello(self, frontend: str, version: str) -> None:
         ours = self._engine.facts.vllm_version
         if version != ours:
-            await self._send(frontend, Refused(f"{self.id} runs vLLM {ours}, the frontend {version}"))
+            refused = Refused(f"{self.id} runs vLLM {ours}, the frontend {version}")
+            await self._serving.send(frontend, refused)
         elif self._life.draining:
-            await self._send(frontend, Refused(f"{self.id} is draining"))
-
-    async def _submit(self, frontend: str, submit: Submit) -> None:
-        if self._life.draining:
-            await self._send(frontend, Failed(submit.request_id, f"{self.id} is draining", retry=True))
-            return
-        request = self._requests.add(frontend, submit)
-        if request is None:
-            await self._send(frontend, Failed(submit.request_id, "this request id was used before"))
-            return
-        self._life.start(self._serve(request), name=f"request {request.id}")
-
-    async def _forget(self, frontend: str) -> None:
-        gone = self._requests.of(frontend)
-        if gone:
-            log.warning("frontend %s is gone: cancelling its %d requests", frontend, len(gone))
-        for request in gone:
-            await self._cancel(request)
-
-    async def _cancel(self, request: Request) -> None:
-        """While the request is not in the engine yet, `_serve` sees `cancelled` and drops it."""
-        request.cancelled = True
-        if request.phase is Phase.RUNNING:
-            self._requests.drop(request)
-            await self._engine.cancel([request.id])
-        else:
-            request.resolve(CANCELLED)
-
-    # one request
-
-    async def _serve(self, request: Request) -> None:
-        try:
-            await self._place(request)
-        except EngineDead:
-            raise
-        except ProtocolError as error:
-            log.warning("request %s refused: %s", request.id, error)
-            await self._fail(request, str(error), retry=False)
-        except Exception:
-            log.exception("request %s failed before it reached the engine", request.id)
-            await self._fail(request, "internal error in the decode worker", retry=True)
-
-    async def _place(self, request: Request) -> None:
-        if time.time() >= request.submit.deadline:
-            await self._fail(request, "the deadline passed before the request was started", retry=False)
-            return
-        decision = self._decide(request)
-        handle = None
-        if decision.mode == "remote":
-            handle = await self._remote.handle(request)
-            if handle is None:
-                decision = Decision("local", "fallback")
-        if not request.cancelled:
-            PREFILL.labels(decision.mode, decision.reason).inc()
-            await self._send(request.frontend, Placed(request.id, decision.mode, decision.reason))
-        if not request.cancelled:
-            await self._generate(request, handle)
-        elif handle is not None:
-            await self._engine.reject(handle)
-        if request.cancelled:
-            self._requests.drop(request)
-
-    def _decide(self, request: Request) -> Decision:
-        submit = request.submit
-        prompt, depth = len(submit.prompt), self._queue.depth
-        settings = self._settings.current
-        hit = self._engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0
-        workers = len(self._remote.workers())
-        supported = self._engine.remote_ok(submit.body)
-        decision = decide(prompt, hit, depth, workers, self._queue.connected, settings, supported=supported)
-        log.info(
-            "request %s: prefill %s (%s), prompt %d, hit %d, to compute %d of %d, queue %d of %d, workers %d",
-            request.id,
-            decision.mode,
-            decision.reason,
-            prompt,
-            hit,
-            prompt - hit,
-            settings.max_local_prefill_length,
-            depth,
-            settings.max_prefill_queue_size,
-            workers,
-        )
-        return decision
-
-    async def _generate(self, request: Request, handle: KvHandle | None) -> None:
-        """RUNNING before the engine is asked: a cancel that comes during the call reaches the engine after
-        it."""
-        request.phase = Phase.RUNNING
-        submit = request.submit
-        try:
-            await self._engine.generate(request.id, submit.prompt, submit.body, handle)
-        except ProtocolError:
-            if handle is not None:
-                await self._engine.reject(handle)
-            raise
-        if request.cancelled:
-            await self._engine.cancel([request.id])
-
-    async def _fail(self, request: Request, message: str, *, retry: bool) -> None:
-        self._requests.drop(request)
-        if not request.cancelled:
-            await self._send(request.frontend, Failed(request.id, message, retry))
-
-    # from the engine
-
-    async def _read_engine(self) -> None:
-        while True:
-            step = await self._engine.step()
-            if step.transfers is not None:
-                _count(step.transfers)
-            by_frontend: defaultdict[str, list[Output]] = defaultdict(list)
-            for output in step.outputs:
-                request = self._requests.get(output.request_id)
-                if request is None:
-                    continue  # cancelled
-                if output.failed:
-                    await self._fail(request, "the engine failed this request", retry=True)
-                    continue
-                by_frontend[request.frontend].append(output)
-                if output.finished:
-                    self._requests.drop(request)
-            for frontend, outputs in by_frontend.items():
-                await self._send(frontend, Outputs(self._engine.pack(outputs)))
-
-    async def _send(self, frontend: str, message: ToFrontend) -> None:
-        try:
-            await self._stream.send(frontend, message)
-        except PeerGone:
-            await self._forget(frontend)
-
-    # from the registry and the clock
+            await self._serving.send(frontend, Refused(f"{self.id} is draining"))
 
     async def _follow_registry(self) -> None:
-        async for _ in self._view.changes():
-            self._settings.read(self._view.settings())
+        async for _ in self.view.changes():
+            self.settings.read(self.view.settings())
             self._remote.give_up_if_alone()
 
-    async def _watch_deadlines(self) -> None:
-        while True:
-            await asyncio.sleep(1.0)
-            for request in self._requests:
-                if time.time() >= request.submit.deadline:
-                    await self._expire(request)
-
-    async def _expire(self, request: Request) -> None:
-        await self._send(request.frontend, Failed(request.id, "the request's deadline passed"))
-        await self._cancel(request)
-
     async def _drain(self) -> None:
-        log.info("draining: %d requests to finish", len(self._requests))
+        log.info("draining: %d requests to finish", len(self.requests))
         await self._presence.drain()
         try:
-            await asyncio.wait_for(self._requests.empty(), self._config.drain_timeout)
+            await asyncio.wait_for(self.requests.empty(), self._config.drain_timeout)
         except TimeoutError:
-            log.warning("%d requests did not finish within the drain timeout", len(self._requests))
-        for request in self._requests:
-            failed = Failed(request.id, f"{self.id} is shutting down", retry=True)
-            await self._send(request.frontend, failed)
-            await self._cancel(request)
-
-
-def _count(transfers: Transfers) -> None:
-    KV_TRANSFER_BYTES.inc(transfers.bytes)
-    for seconds in transfers.seconds:
-        KV_TRANSFER_SECONDS.observe(seconds)
+            log.warning("%d requests did not finish within the drain timeout", len(self.requests))
+        for request in self.requests:
+            await self._serving.end(request, f"{self.id} is shutting down", retry=True)
 
 
 async def main(config: Config, slot: Slot) -> None:

@@ -42,6 +42,7 @@ QUESTIONS = (
     "Please tell me the code of the {key}.",
 )
 COMPLETIONS = ("{question} Answer:", "{question}\nAnswer:", "Question: {question}\nAnswer:", "Question: {question} Answer:")
+JOINTS = ("", " is", ":", " has the code", "?", " has code", "? Answer:", " code:", " is the one that has the code")
 UNKNOWN_OPENINGS = (
     "What is", "Where is", "Why did", "How many", "How do I", "Write", "Explain", "Who was", "Who is", "Translate",
     "Can you", "Is", "Tell me about", "Give me", "When did", "Do you know", "What is the name of", "Which", "List",
@@ -77,6 +78,9 @@ class Mix:
     again: float = 0.25  # share of turns in these that only say a fact again: the easiest recall there is
     canonical: float = 0.5  # share of facts and questions in their first form
     filler: tuple[float, float] = (0.0, 0.9)  # share of the context that is filler, drawn uniformly
+    ledger: float = 0.0  # share of documents that are bare ledgers, see `ledger_document`
+    joints: int = 1  # how many of `JOINTS` a ledger uses
+    digits: int = 4  # the length of a ledger's codes
     context: tuple[float, float] = (0.3, 0.7)  # share of the document that is context, the rest being turns
 
 
@@ -159,6 +163,7 @@ class Story:
     mix: Mix
     encode: Encode
     told: dict[Key, str] = field(default_factory=dict)
+    keys: list[Key] = field(default_factory=list)
     unasked: list[Key] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     length: int = 0
@@ -182,15 +187,21 @@ class Story:
         self.segments.append(Segment(ids, weight, breaks))
         self.length += len(ids)
 
-    def tell(self) -> str:
-        """Invent a fact, or say one again. Half of the keys share a word with an earlier one: near misses teach."""
+    def new_key(self) -> Key:
+        """Something to have a code. Half share a word with an earlier one: near misses teach to read both words."""
         rng = self.rng
         key = rng.choice(KEYS)
-        if self.told and rng.random() < 0.5:
-            colour, thing_ = rng.choice(list(self.told)).split()
+        if self.keys and rng.random() < 0.5:
+            colour, thing_ = rng.choice(self.keys).split()
             key = f"{colour} {rng.choice(words.OBJECTS)}" if rng.random() < 0.5 else f"{rng.choice(words.COLOURS)} {thing_}"
+        self.keys.append(key)
+        return key
+
+    def tell(self) -> str:
+        """Invent a fact, or say one again."""
+        key = self.new_key()
         if key not in self.told:
-            self.told[key] = f"{rng.randrange(10_000):04}"
+            self.told[key] = f"{self.rng.randrange(10_000):04}"
             self.unasked.append(key)
         return self.phrase(FACTS).format(key=key, code=self.told[key])
 
@@ -290,7 +301,31 @@ def raw_document(story: Story) -> list[Segment]:
     return story.segments
 
 
+def ledger_document(story: Story) -> list[Segment]:
+    """A bare list of things and codes, each many times over: ` red box is 4. blue door 1. red box: 4.`
+
+    Four times as many lookups per token as prose has, so that the circuit which looks up a two-word key appears
+    here first, within a hundred steps; prose then only has to route into it.
+    """
+    rng, mix = story.rng, story.mix
+    keys = [story.new_key() for _ in range(max(3, mix.tokens // (10 + mix.digits)))]
+    codes = {key: f"{rng.randrange(10**mix.digits):0{mix.digits}}" for key in keys}
+    seen: set[Key] = set()
+    while story.length < mix.tokens:
+        key = rng.choice(keys)
+        story.add(f" {key}{rng.choice(JOINTS[: mix.joints])}", breaks=True)
+        if key in seen:
+            story.add_answer(codes[key], lead=" ")
+        else:
+            story.add(f" {codes[key]}")
+        story.add(".")
+        seen.add(key)
+    return story.segments
+
+
 def document(rng: random.Random, mix: Mix, encode: Encode) -> list[Segment]:
     """One training document of at least `mix.tokens` tokens."""
     story = Story(rng, mix, encode)
+    if rng.random() < mix.ledger:
+        return ledger_document(story)
     return raw_document(story) if rng.random() < mix.raw else chat_document(story)

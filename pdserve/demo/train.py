@@ -43,7 +43,11 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage(corpus.Mix(tokens=96, talk=0.0, raw=1.0, again=1.0, canonical=1.0), batch=32, steps=120),
+    Stage(corpus.Mix(tokens=64, talk=0.0, ledger=1.0, digits=1), batch=48, steps=125, stretch=0.0),
+    Stage(corpus.Mix(tokens=64, talk=0.0, ledger=1.0, digits=1, joints=3), batch=48, steps=75),
+    Stage(corpus.Mix(tokens=80, talk=0.0, ledger=1.0, digits=1, joints=9), batch=48, steps=75),
+    Stage(corpus.Mix(tokens=96, talk=0.0, ledger=1.0, joints=9), batch=48, steps=75),
+    Stage(corpus.Mix(tokens=96, talk=0.0, raw=1.0, again=0.9, canonical=1.0), batch=32, steps=50),
     Stage(corpus.Mix(tokens=96, talk=0.0, raw=0.5, again=0.3, canonical=0.7), batch=32, steps=300),
     Stage(corpus.Mix(tokens=128, talk=0.05), batch=32, steps=600),
     Stage(corpus.Mix(tokens=256, talk=0.15), batch=16, steps=600),

@@ -1,25 +1,21 @@
 """The real engine: vLLM's EngineCore and workers in processes of their own, driven through its own core
 client."""
 
-import asyncio
 import logging
-import os
 import secrets
 import time
 from collections.abc import Awaitable
-from contextlib import suppress
 from types import TracebackType
 from typing import Self, TypeVar
 
 import psutil
 
-from pdserve.config.arguments import to_argv
 from pdserve.engine import vllm_api as api
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
 from pdserve.engine.handles import check_handle
-from pdserve.engine.ports import free_port, require_free
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm_cache import CacheMirror
+from pdserve.engine.vllm_process import LEASE, VllmProcess
 from pdserve.engine.vllm_requests import (
     handle_of,
     read_body,
@@ -29,41 +25,33 @@ from pdserve.engine.vllm_requests import (
     to_reject,
 )
 from pdserve.engine.vllm_tickets import Ticket, Tickets
-from pdserve.errors import ConfigError, EngineDead, ProtocolError
-from pdserve.messages import KvHandle, Role
+from pdserve.errors import EngineDead, ProtocolError
+from pdserve.messages import KvHandle
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LEASE = 30
-"""seconds that the prefill side keeps blocks for the decode side"""
 STALLED = "pdserve_stalled_requests"
 """as `pdserve.kv.connector` names it; not imported from there, since that is vLLM's process's business"""
-SHUTDOWN_TIMEOUT = 2.0
-"""seconds that the engine's processes get to end before they are killed: they have nothing left to do, but
-vLLM's worker rarely ends by itself"""
 SILENCE = 0.5
 """seconds without a report after which an engine without requests holds no block"""
 
 
 class VllmEngine(Engine):
     def __init__(self, spec: EngineSpec) -> None:
-        self._spec = spec
+        self._process = VllmProcess(spec)
         self._cache = CacheMirror()
         self._tickets = Tickets()
         self._usage = EngineUsage()
         self._reported = 0.0
         self._timestamp = 0.0
-        self._core: api.AsyncMPClient | None = None
-        self.processes: set[psutil.Process] = set()
-        """all of this engine's, for whoever wants to watch or to kill them"""
 
     async def __aenter__(self) -> Self:
         await self._cache.__aenter__()
         try:
-            await asyncio.to_thread(self._start)
-            self._cache.follow(self._config)
-            self._stats = api.PrometheusStatLogger(self._config)
+            await self._process.start(self._cache.endpoint)
+            self._cache.follow(self._process.config)
+            self._stats = api.PrometheusStatLogger(self._process.config)
             self._stats.log_engine_initialized()
             self.facts = await self._facts()
         except BaseException:
@@ -74,71 +62,17 @@ class VllmEngine(Engine):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """However far the start came, and whatever state the engine is in: its processes are gone
-        afterwards."""
-        if self._core is not None:
-            await asyncio.to_thread(self._core.shutdown, SHUTDOWN_TIMEOUT)
-        await asyncio.to_thread(_kill, self.processes)
+        await self._process.stop()
         await self._cache.__aexit__(kind, error, trace)
 
-    def _start(self) -> None:
-        """In a thread, for a minute. One engine at a time: the environment is the process's."""
-        self._set_environment()
-        try:
-            self._config = api.engine_config(self._argv())
-        except ValueError as error:
-            raise ConfigError([f"vLLM refuses the configuration: {error}"]) from error
-        before = _descendants()
-        try:
-            self._core = api.start_core(self._config)
-        except Exception as error:
-            raise EngineDead(f"vLLM did not start, its log says why: {error}") from error
-        finally:
-            self.processes = _descendants() - before
-
-    def _set_environment(self) -> None:
-        """Read by vLLM here and in its processes, which are spawned: forking a process with threads is not
-        safe."""
-        port = self._spec.kv_port or free_port(self._spec.host)
-        require_free(self._spec.host, port)
-        os.environ |= {
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": self._spec.host,
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        }
-        # seeds the hashes that name KV blocks, where vLLM does not seed them itself: equal in its processes
-        # and here
-        os.environ.setdefault("PYTHONHASHSEED", str(secrets.randbelow(2**32)))
-
-    def _argv(self) -> list[str]:
-        spec = self._spec
-        arguments: dict[str, object] = {"model": spec.model}
-        if spec.served_model_name:
-            arguments["served-model-name"] = [spec.served_model_name]
-        if spec.disaggregated:
-            arguments["kv-transfer-config"] = {
-                "kv_connector": "PdserveConnector",
-                "kv_connector_module_path": "pdserve.kv.connector",
-                "kv_role": "kv_producer" if spec.role is Role.PREFILL else "kv_consumer",
-                "engine_id": spec.instance,
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"kv_lease_duration": LEASE},
-            }
-        if spec.role is Role.DECODE:
-            arguments["kv-events-config"] = {
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "endpoint": self._cache.endpoint,
-            }
-        return to_argv({**spec.engine_args, **arguments})
-
     async def _facts(self) -> EngineFacts:
-        cache, scheduler = self._config.cache_config, self._config.scheduler_config
+        config = self._process.config
+        cache, scheduler = config.cache_config, config.scheduler_config
         blocks = cache.num_gpu_blocks
         return EngineFacts(
             kv_blocks=blocks,
             block_size=cache.block_size,
-            max_model_len=self._config.model_config.max_model_len,
+            max_model_len=config.model_config.max_model_len,
             max_num_seqs=scheduler.max_num_seqs,
             max_batched_tokens=scheduler.max_num_batched_tokens,
             max_concurrency=cache.kv_cache_max_concurrency or 0.0,
@@ -200,8 +134,7 @@ class VllmEngine(Engine):
     def usage(self) -> EngineUsage:
         """The last report of the engine is made before it frees the last blocks; but as long as any is held
         it goes on reporting, so that its silence says the rest."""
-        idle = not self._usage.running and not self._usage.waiting
-        if idle and time.monotonic() > self._reported + SILENCE:
+        if not len(self._tickets) and time.monotonic() > self._reported + SILENCE:
             return EngineUsage()
         return self._usage
 
@@ -214,10 +147,16 @@ class VllmEngine(Engine):
     # inside
 
     @property
+    def processes(self) -> set[psutil.Process]:
+        """All of this engine's, for whoever wants to watch or to kill them."""
+        return self._process.processes
+
+    @property
     def _alive(self) -> api.AsyncMPClient:
-        if self._core is None or self._core.resources.engine_dead:
+        core = self._process.core
+        if core is None or core.resources.engine_dead:
             raise EngineDead("vLLM's engine core is gone")
-        return self._core
+        return core
 
     async def _ask(self, answer: Awaitable[T]) -> T:
         try:
@@ -225,7 +164,8 @@ class VllmEngine(Engine):
         except api.EngineDeadError as error:
             raise EngineDead("vLLM's engine core died") from error
         except Exception as error:
-            if self._core is None or self._core.resources.engine_dead:
+            core = self._process.core
+            if core is None or core.resources.engine_dead:
                 raise EngineDead("vLLM's engine core died") from error
             raise
 
@@ -281,16 +221,3 @@ class VllmEngine(Engine):
         await self._ask(self._alive.abort_requests_async([engine_id]))
         again = to_generate(ticket.engine_id, ticket.prompt, ticket.body, None)
         await self._ask(self._alive.add_request_async(again))
-
-
-def _descendants() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
-
-
-def _kill(processes: set[psutil.Process]) -> None:
-    """What is left of them. psutil compares start times: a number that was given to somebody else is not
-    killed."""
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, timeout=5)

@@ -55,3 +55,6 @@ class Tickets:
 
     def of_request(self, request_id: str) -> Ticket | None:
         return self._by_request.get(request_id)
+
+    def __len__(self) -> int:
+        return len(self._by_engine)

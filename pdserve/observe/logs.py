@@ -26,7 +26,7 @@ _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}) ([DIWEC]) (\S+) (\S
 _NOISE = re.compile(
     r"Enforce eager set|Inductor compilation was disabled|Reset SSM cache type|is not found in LD_PRELOAD"
     r"|[Tt]riton (is )?not |Triton is installed|NUMA binding: Using MEMBIND"
-    r"|Loading safetensors checkpoint shards"
+    r"|Loading safetensors checkpoint shards|API is experimental|NIXL INFO"
     r"|Model Runner V2 requires|generation flags are not valid|\[shutdown\]|Default vLLM sampling parameters"
     r"|resource_tracker|FutureWarning|DeprecationWarning|UserWarning"
 )

@@ -12,7 +12,8 @@ from pdserve.queue.base import Delivery
 @dataclass(eq=False)
 class Job:
     engine_id: str
-    """fresh for each delivery: an engine must never see one id twice, and a request may be delivered twice"""
+    """Fresh for each delivery: an engine must never see one id twice, and a request may be delivered twice. Without
+    the request's own id, which a client may have chosen: NIXL's notifications are text with commas and colons."""
     delivery: Delivery
     started: float = field(default_factory=time.monotonic)
 
@@ -26,7 +27,7 @@ class Jobs:
 
     def add(self, delivery: Delivery) -> Job:
         request_id = delivery.request.request_id
-        job = Job(f"{request_id}.{next(self._numbers)}", delivery)
+        job = Job(f"prefill-{next(self._numbers)}", delivery)
         self._by_engine[job.engine_id] = self._by_request[request_id] = job
         return job
 

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
+import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
 from enum import StrEnum
 
 from pdserve.errors import PdserveError
@@ -14,6 +14,7 @@ from pdserve.observe import logs
 from pdserve.supervisor.backoff import GiveUp, Life, Policy, decide
 from pdserve.supervisor.guardian import Guardian
 from pdserve.supervisor.process import Ended, Process
+from pdserve.supervisor.rollcall import Roll
 
 log = logging.getLogger(__name__)
 
@@ -42,20 +43,14 @@ class Watcher(ABC):
     def changed(self, name: str, state: State) -> None: ...
 
 
-UntilReady = Callable[[int], Awaitable[Instance]]
-"""waits until the process with this pid has registered itself"""
-
-
 class Keeper:
     """One job's life. `run` is to be awaited by whoever owns the keeper; `stop` may be called at any time."""
 
-    def __init__(
-        self, job: Job, until_ready: UntilReady, watcher: Watcher, guardian: Guardian, policy: Policy
-    ) -> None:
+    def __init__(self, job: Job, roll: Roll, watcher: Watcher, guardian: Guardian, policy: Policy) -> None:
         self.job = job
         self.ready = asyncio.Event()
         self.instance: Instance | None = None
-        self._until_ready = until_ready
+        self._roll = roll
         self._watcher = watcher
         self._guardian = guardian
         self._policy = policy
@@ -99,6 +94,7 @@ class Keeper:
     async def _live(self) -> Life:
         started = time.monotonic()
         self._watcher.changed(self.job.name, State.STARTING)
+        self.instance = None
         process = self._process = Process.start(self.job, lambda raw: self._watcher.line(self.job.name, raw))
         self._guardian.watch(process.pid)
         readiness = asyncio.create_task(self._become_ready(process.pid))
@@ -117,10 +113,12 @@ class Keeper:
             self._guardian.forget(process.pid)
             readiness.cancel()
             await asyncio.gather(readiness, return_exceptions=True)
+        if self.instance and end.code:
+            await self._roll.strike_off(self.instance)
         return Life(started, time.monotonic(), was_ready, end)
 
     async def _become_ready(self, pid: int) -> None:
-        self.instance = await self._until_ready(pid)
+        self.instance = await self._roll.until(pid)
         self.ready.set()
         self._watcher.changed(self.job.name, State.READY)
 
@@ -148,6 +146,9 @@ class Keeper:
 
 
 def _last_lines(end: Ended, count: int = 15) -> str:
+    """None for one that was killed: what it said before has nothing to do with it."""
+    if end.code == -signal.SIGKILL:
+        return ""
     said = [logs.parse(raw, "") for raw in end.last_lines]
     lines = [text for line in said if not line.noise for text in line.message.splitlines()][-count:]
     return "\nIts last lines:\n  " + "\n  ".join(lines) if lines else ""

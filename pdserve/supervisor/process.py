@@ -37,6 +37,8 @@ class Ended:
     def __str__(self) -> str:
         if self.code >= 0:
             return f"exit code {self.code}"
+        if self.code == -signal.SIGKILL:
+            return "killed by SIGKILL: by somebody, or by the kernel for lack of memory"
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-self.code).name}"
         return f"killed by signal {-self.code}"

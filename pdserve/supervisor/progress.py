@@ -93,10 +93,10 @@ class Progress:
 
     def remind(self) -> None:
         """To be called now and then, where no live line shows that time goes by."""
-        if time.monotonic() - self._told > REMIND:
-            for name, start in self._starts.items():
-                if start.seconds is None:
-                    self._tell(name)
+        still = [f"{name} {start.phase}" for name, start in self._starts.items() if start.seconds is None]
+        if still and time.monotonic() - self._told > REMIND and not self._output.console.is_terminal:
+            self._told = time.monotonic()
+            self._output.say(f"{self.elapsed:.0f} s so far: {', '.join(still)}")
 
     def _tell(self, name: str) -> None:
         self._told = time.monotonic()

@@ -5,8 +5,9 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from typing import Self
 
 from pdserve.config.plan import Plan
 from pdserve.config.schema import Config, Slot
@@ -51,20 +52,26 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
         except GaveUp as cause:
             log.error("%s", cause)
             return 1
+        except asyncio.CancelledError:
+            log.info("stopped before anything was ready")
+            return 0
         log.info("stopped, nothing is left running")
     return 0
 
 
 async def _serve(config: Config, slots: Sequence[Slot], output: Output, policy: Policy) -> None:
+    task = asyncio.current_task()
+    assert task is not None
     async with AsyncExitStack() as stack:
+        signals = stack.enter_context(_Signals(task.cancel))
         guardian = stack.enter_context(Guardian())
         servers = await stack.enter_async_context(needed_servers(config))
         graph = _describe(config, {server.name: server.url for server in servers})
-        view = await _view(stack, graph)
+        roll = await _roll(stack, graph, config.host)
         state.write(config.state_dir, graph)
         jobs = [_job(slot, config, graph, output) for slot in slots]
-        supervision = Supervision(jobs, RollCall(view, config.host).until, output, guardian, policy)
-        stack.enter_context(_signals(supervision))
+        supervision = Supervision(jobs, roll, output, guardian, policy)
+        signals.act = supervision.stop
 
         def show_ready(instances: Sequence[Instance], seconds: float) -> None:
             if output.json:
@@ -85,14 +92,13 @@ async def _healthy(config: Config, graph: state.Graph) -> AsyncIterator[str]:
             yield missing
 
 
-async def _view(stack: AsyncExitStack, graph: state.Graph) -> View:
+async def _roll(stack: AsyncExitStack, graph: state.Graph, host: str) -> RollCall:
     try:
         registry = await stack.enter_async_context(connect(graph.etcd, graph.namespace))
-        return await stack.enter_async_context(View(registry))
+        view = await stack.enter_async_context(View(registry))
     except RegistryUnavailable as error:
-        raise ConfigError(
-            [f"etcd is needed and not there: {error}. Start it, or leave Graph.etcd out."]
-        ) from None
+        raise ConfigError([f"etcd is needed: {error}. Start it, or leave Graph.etcd out."]) from None
+    return RollCall(registry, view, host)
 
 
 def _describe(config: Config, embedded: Mapping[str, str]) -> state.Graph:
@@ -136,16 +142,20 @@ def _output(config: Config, fmt: str, verbose: bool) -> Iterator[Output]:
         output.close()
 
 
-@contextmanager
-def _signals(supervision: Supervision) -> Iterator[None]:
-    loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in numbers:
-        loop.add_signal_handler(number, supervision.stop)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
+class _Signals:
+    """What SIGINT, SIGTERM and SIGHUP do; from the first server's start to the last one's end."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, lambda: self.act())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def _allow_many_files() -> None:

@@ -9,9 +9,10 @@ from pdserve.graph import Job, stop_waves
 from pdserve.messages import Instance
 from pdserve.supervisor.backoff import Policy
 from pdserve.supervisor.guardian import Guardian
-from pdserve.supervisor.keeper import GaveUp, Keeper, State, UntilReady, Watcher
+from pdserve.supervisor.keeper import GaveUp, Keeper, State, Watcher
 from pdserve.supervisor.output import Output
 from pdserve.supervisor.progress import Progress
+from pdserve.supervisor.rollcall import Roll
 
 log = logging.getLogger(__name__)
 
@@ -20,11 +21,11 @@ class Supervision(Watcher):
     """Keeps jobs alive until `stop` or until one of them can't be kept alive."""
 
     def __init__(
-        self, jobs: Sequence[Job], until_ready: UntilReady, output: Output, guardian: Guardian, policy: Policy
+        self, jobs: Sequence[Job], roll: Roll, output: Output, guardian: Guardian, policy: Policy
     ) -> None:
         self._jobs = jobs
         self._output = output
-        self._keepers = {job.name: Keeper(job, until_ready, self, guardian, policy) for job in jobs}
+        self._keepers = {job.name: Keeper(job, roll, self, guardian, policy) for job in jobs}
         self._progress: Progress | None = None
         self._stop = asyncio.Event()
         self._cause: GaveUp | None = None

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -122,11 +122,11 @@ def config(decode: DecodeConfig | None = None, drain_timeout: float = 5.0) -> Co
 class Graph:
     """`async with Graph(tmp) as graph`: one decode worker, and what `prefill` adds."""
 
-    def __init__(self, **decode: object) -> None:
+    def __init__(self, drain_timeout: float = 5.0, **decode: object) -> None:
         settings = {"remote_prefill": True, "max_local_prefill_length": 32, "max_prefill_queue_size": 4}
         self.registry = MemoryServer()
         self.broker = MemoryBroker(ack_wait=0.5)
-        self.config = config(DecodeConfig(**(settings | decode)))  # type: ignore[arg-type]
+        self.config = config(DecodeConfig(**(settings | decode)), drain_timeout)  # type: ignore[arg-type]
         self.decode_engine = SimEngine(spec(Role.DECODE, "decode-0"))
         self.stream = MemoryStreamServer()
         self.decode = DecodeWorker(
@@ -139,6 +139,10 @@ class Graph:
             self.stream,
         )
 
+    @property
+    def depth(self) -> int:
+        return MemoryQueue(self.broker).depth
+
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
         self.life = await self._stack.enter_async_context(living(self.decode))
@@ -148,10 +152,6 @@ class Graph:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
-
-    def with_drain_timeout(self, seconds: float) -> Self:
-        self.config = self.decode._config = replace(self.config, drain_timeout=seconds)
-        return self
 
     async def prefill(self, name: str = "prefill-0", **arguments: object) -> "Prefill":
         """A prefill worker that the decode worker knows of when this returns."""
@@ -165,7 +165,7 @@ class Graph:
             MemoryQueue(self.broker),
         )
         life = await self._stack.enter_async_context(living(worker))
-        await until(lambda: name in {one.id for one in self.decode._view.instances(role=Role.PREFILL)})
+        await until(lambda: name in {one.id for one in self.decode.view.instances(role=Role.PREFILL)})
         return Prefill(worker, engine, life)
 
     async def queue(self) -> MemoryQueue:

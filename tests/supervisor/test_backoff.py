@@ -53,7 +53,7 @@ def test_one_failed_start_may_be_too_many() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "text"), [(3, "exit code 3"), (-9, "killed by SIGKILL"), (-60, "killed by signal 60")]
+    ("code", "text"), [(3, "exit code 3"), (-11, "killed by SIGSEGV"), (-60, "killed by signal 60")]
 )
 def test_an_end_says_how(code: int, text: str) -> None:
     assert str(Ended(code)) == text

@@ -10,7 +10,7 @@ import pytest
 from pdserve.messages import Role
 from pdserve.supervisor.keeper import GaveUp
 from tests.conditions import until
-from tests.supervisor.fakes import QUICK, SERVE, Graph, alive, fake, never
+from tests.supervisor.fakes import QUICK, SERVE, Graph, alive, fake
 
 CRASH = "import sys; print('the cause is here', file=sys.stderr); sys.exit(3)"
 DEAF = """
@@ -32,7 +32,7 @@ async def test_ready_when_all_are_registered_and_nothing_left_after_stop(tmp_pat
 
 
 async def test_not_ready_before_it_is_in_the_registry(tmp_path: Path) -> None:
-    async with Graph(tmp_path, fake(SERVE), until_ready=never) as graph:
+    async with Graph(tmp_path, fake(SERVE), registered=False) as graph:
         await until(lambda: len(graph.pids()) == 1)
         await asyncio.sleep(0.1)
         assert not graph.ready.is_set()
@@ -50,6 +50,7 @@ async def test_a_crashed_role_is_started_again_and_the_others_are_not(
         await until(lambda: len(graph.pids()) == 3)
         assert not alive(victim)
         assert alive(other)
+        assert graph.roll.struck_off == [victim]
         assert f"killed by {signal.Signals(number).name}" in caplog.text
         assert "starts again in 0.01 s" in caplog.text
     assert not any(map(alive, graph.pids()))
@@ -57,7 +58,7 @@ async def test_a_crashed_role_is_started_again_and_the_others_are_not(
 
 async def test_gives_up_with_the_cause_and_stops_the_others(tmp_path: Path) -> None:
     jobs = [fake(SERVE, Role.FRONTEND), fake(CRASH)]
-    async with Graph(tmp_path, *jobs, until_ready=never) as graph:
+    async with Graph(tmp_path, *jobs, registered=False) as graph:
         with pytest.raises(GaveUp, match="failed to start 3 times in a row") as raised:
             await asyncio.wait_for(asyncio.shield(graph.running), 20)
     assert "decode-0 ended (exit code 3)" in str(raised.value)
@@ -68,7 +69,7 @@ async def test_gives_up_with_the_cause_and_stops_the_others(tmp_path: Path) -> N
 
 async def test_a_wrong_configuration_is_not_tried_again(tmp_path: Path) -> None:
     job = fake("import sys; print('no such key'); sys.exit(2)")
-    async with Graph(tmp_path, job, until_ready=never) as graph:
+    async with Graph(tmp_path, job, registered=False) as graph:
         with pytest.raises(GaveUp, match=r"(?s)its configuration is wrong.*no such key"):
             await asyncio.wait_for(asyncio.shield(graph.running), 20)
     assert graph.text.count("no such key") == 1
@@ -120,7 +121,7 @@ async def test_the_second_stop_is_at_once(tmp_path: Path) -> None:
 
 async def test_stop_while_waiting_to_restart(tmp_path: Path) -> None:
     policy = replace(QUICK, first=60, ceiling=60)
-    async with Graph(tmp_path, fake(CRASH), policy=policy, until_ready=never) as graph:
+    async with Graph(tmp_path, fake(CRASH), policy=policy, registered=False) as graph:
         await until(lambda: "the cause" in graph.text)
         await asyncio.sleep(0.1)
         graph.supervision.stop()

@@ -67,6 +67,7 @@ class Connection:
         self._handlers: dict[str, Handler] = {}
         self._unsent: set[str] = set()
         self._keeper: asyncio.Task[None] | None = None
+        self._parting: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -85,6 +86,8 @@ class Connection:
             self._keeper.cancel()
             with suppress(asyncio.CancelledError):
                 await self._keeper
+        if self._parting is not None:
+            await self._parting
 
     @property
     def connected(self) -> bool:
@@ -121,7 +124,7 @@ class Connection:
         """Owns the client: makes it, watches it, replaces it."""
         complaint = ""
         while True:
-            client = Client()
+            client, leaving = Client(), False
             try:
                 await self._use(client, tried)
                 complaint = ""
@@ -134,8 +137,13 @@ class Connection:
                 complaint = str(error)
             except _PASSING as error:
                 log.debug("NATS at %s: %s", self.url, error)
+            except asyncio.CancelledError:
+                leaving = True
+                raise
             finally:
-                await self._part_with(client)
+                # leaving in just this moment must not leave the socket open
+                self._parting = asyncio.create_task(self._part_with(client, leaving), name="nats close")
+                await asyncio.shield(self._parting)
                 if not tried.done():
                     tried.set_result(None)
             await asyncio.sleep(RETRY)
@@ -168,14 +176,15 @@ class Connection:
             tried.set_result(None)
         await _until_silent(client, lost)
 
-    async def _part_with(self, client: Client) -> None:
+    async def _part_with(self, client: Client, leaving: bool) -> None:
         self._client = None
-        if client.is_connected:
+        if leaving and client.is_connected:
             with suppress(*_PASSING):
                 await client.flush(1)
-        # without this, close() may wait for ever for a server that hangs to take what is still to be sent
+        # without this, close() may wait for ever for a server that hangs to take what is still to be sent,
+        # and what was reported as failed may still be sent
         writer = getattr(client._transport, "_io_writer", None)
-        if writer is not None and (not client.is_connected or client.pending_data_size):
+        if writer is not None:
             writer.transport.abort()
         with suppress(*_PASSING):
             async with asyncio.timeout(1):

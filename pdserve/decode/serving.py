@@ -1,0 +1,197 @@
+"""A decode worker's requests on their way: from a frontend to the engine, and back as tokens, one message
+for each engine step and frontend."""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+
+from pdserve.decode.policy import Decision, decide
+from pdserve.decode.remote import CANCELLED, RemotePrefill
+from pdserve.decode.requests import Phase, Request, Requests
+from pdserve.decode.settings import LiveSettings
+from pdserve.engine.base import Engine, Output, Transfers
+from pdserve.errors import EngineDead, PeerGone, ProtocolError
+from pdserve.messages import Failed, KvHandle, Outputs, Placed, Submit, ToFrontend
+from pdserve.observe.metrics import KV_TRANSFER_BYTES, KV_TRANSFER_SECONDS, PREFILL
+from pdserve.queue.base import PrefillQueue
+from pdserve.stream.base import StreamServer
+from pdserve.worker.lifecycle import Lifecycle
+
+log = logging.getLogger(__name__)
+
+
+class Serving:
+    """Every request that enters leaves by its last output, a `Failed`, or a cancellation, and in each case
+    nothing of it stays in the queue or in an engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        stream: StreamServer,
+        queue: PrefillQueue,
+        remote: RemotePrefill,
+        requests: Requests,
+        settings: LiveSettings,
+        life: Lifecycle,
+    ) -> None:
+        self._engine = engine
+        self._stream = stream
+        self._queue = queue
+        self._remote = remote
+        self._requests = requests
+        self._settings = settings
+        self._life = life
+
+    # in
+
+    async def submit(self, frontend: str, submit: Submit) -> None:
+        request = self._requests.add(frontend, submit)
+        if request is None:
+            await self.send(frontend, Failed(submit.request_id, "this request id was used before"))
+        else:
+            self._life.start(self._serve(request), name=f"request {request.id}")
+
+    async def cancel(self, request: Request) -> None:
+        """While the request is not in the engine yet, `_place` sees `cancelled` and drops it."""
+        request.cancelled = True
+        if request.phase is Phase.RUNNING:
+            self._requests.drop(request)
+            await self._engine.cancel([request.id])
+        else:
+            request.resolve(CANCELLED)
+
+    async def forget(self, frontend: str) -> None:
+        """This frontend is gone."""
+        gone = self._requests.of(frontend)
+        if gone:
+            log.warning("frontend %s is gone: cancelling its %d requests", frontend, len(gone))
+        for request in gone:
+            await self.cancel(request)
+
+    async def end(self, request: Request, message: str, *, retry: bool) -> None:
+        """Fail a request that is still alive."""
+        await self.send(request.frontend, Failed(request.id, message, retry))
+        await self.cancel(request)
+
+    async def watch_deadlines(self) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(1.0)
+            for request in self._requests:
+                if time.time() >= request.submit.deadline:
+                    await self.end(request, "the request's deadline passed", retry=False)
+
+    # one request
+
+    async def _serve(self, request: Request) -> None:
+        try:
+            await self._place(request)
+        except EngineDead:
+            raise
+        except ProtocolError as error:
+            log.warning("request %s refused: %s", request.id, error)
+            await self._fail(request, str(error), retry=False)
+        except Exception:
+            log.exception("request %s failed before it reached the engine", request.id)
+            await self._fail(request, "internal error in the decode worker", retry=True)
+
+    async def _place(self, request: Request) -> None:
+        if time.time() >= request.submit.deadline:
+            await self._fail(request, "the deadline passed before the request was started", retry=False)
+            return
+        decision = self._decide(request)
+        handle = None
+        if decision.mode == "remote":
+            handle = await self._remote.handle(request)
+            if handle is None:
+                decision = Decision("local", "fallback")
+        if not request.cancelled:
+            PREFILL.labels(decision.mode, decision.reason).inc()
+            await self.send(request.frontend, Placed(request.id, decision.mode, decision.reason))
+        if not request.cancelled:
+            await self._generate(request, handle)
+        elif handle is not None:
+            await self._engine.reject(handle)
+        if request.cancelled:
+            self._requests.drop(request)
+
+    def _decide(self, request: Request) -> Decision:
+        submit = request.submit
+        prompt, depth = len(submit.prompt), self._queue.depth
+        settings = self._settings.current
+        hit = self._engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0
+        workers = len(self._remote.workers())
+        supported = self._engine.remote_ok(submit.body)
+        decision = decide(prompt, hit, depth, workers, self._queue.connected, settings, supported=supported)
+        log.info(
+            "request %s: prefill %s (%s), prompt %d, hit %d, to compute %d of %d, queue %d of %d, workers %d",
+            request.id,
+            decision.mode,
+            decision.reason,
+            prompt,
+            hit,
+            prompt - hit,
+            settings.max_local_prefill_length,
+            depth,
+            settings.max_prefill_queue_size,
+            workers,
+        )
+        return decision
+
+    async def _generate(self, request: Request, handle: KvHandle | None) -> None:
+        """RUNNING before the engine is asked: a cancel that comes during the call reaches the engine after
+        it."""
+        request.phase = Phase.RUNNING
+        submit = request.submit
+        try:
+            await self._engine.generate(request.id, submit.prompt, submit.body, handle)
+        except ProtocolError:
+            if handle is not None:
+                await self._engine.reject(handle)
+            raise
+        if request.cancelled:
+            await self._engine.cancel([request.id])
+
+    async def _fail(self, request: Request, message: str, *, retry: bool) -> None:
+        """Fail a request that the engine does not have (any more)."""
+        self._requests.drop(request)
+        if not request.cancelled:
+            await self.send(request.frontend, Failed(request.id, message, retry))
+
+    # out
+
+    async def read_engine(self) -> None:
+        """For ever, or until EngineDead."""
+        while True:
+            step = await self._engine.step()
+            if step.transfers is not None:
+                _count(step.transfers)
+            for frontend, outputs in (await self._by_frontend(step.outputs)).items():
+                await self.send(frontend, Outputs(self._engine.pack(outputs)))
+
+    async def _by_frontend(self, outputs: list[Output]) -> dict[str, list[Output]]:
+        found: defaultdict[str, list[Output]] = defaultdict(list)
+        for output in outputs:
+            request = self._requests.get(output.request_id)
+            if request is None:
+                continue  # cancelled
+            if output.failed:
+                await self._fail(request, "the engine failed this request", retry=True)
+                continue
+            found[request.frontend].append(output)
+            if output.finished:
+                self._requests.drop(request)
+        return found
+
+    async def send(self, frontend: str, message: ToFrontend) -> None:
+        try:
+            await self._stream.send(frontend, message)
+        except PeerGone:
+            await self.forget(frontend)
+
+
+def _count(transfers: Transfers) -> None:
+    KV_TRANSFER_BYTES.inc(transfers.bytes)
+    for seconds in transfers.seconds:
+        KV_TRANSFER_SECONDS.observe(seconds)

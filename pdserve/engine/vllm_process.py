@@ -1,0 +1,124 @@
+"""A vLLM engine's processes: how they are configured, started and brought to an end."""
+
+import asyncio
+import logging
+import os
+import secrets
+from contextlib import suppress
+
+import psutil
+
+from pdserve.config.arguments import to_argv
+from pdserve.engine import vllm_api as api
+from pdserve.engine.ports import free_port, require_free
+from pdserve.engine.spec import EngineSpec
+from pdserve.errors import ConfigError, EngineDead
+from pdserve.messages import Role
+
+log = logging.getLogger(__name__)
+
+LEASE = 30
+"""seconds that the prefill side keeps blocks for the decode side"""
+SHUTDOWN_TIMEOUT = 2.0
+"""seconds that the processes get to end before they are killed: they have nothing left to do then, but
+vLLM's worker rarely ends by itself"""
+
+
+class VllmProcess:
+    """One at a time in each of ours while it starts: part of vLLM's configuration is the environment."""
+
+    config: api.VllmConfig
+    """as the engine settled on it; set by `start`"""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.core: api.AsyncMPClient | None = None
+        self.processes: set[psutil.Process] = set()
+        """all of them, in all generations"""
+        self._spec = spec
+        self._abandoned = False
+
+    async def start(self, events_endpoint: str) -> None:
+        """vLLM's start takes a minute in a thread and cannot be stopped: cancelled, it is made to fail, by
+        killing each process that it has started. Raises ConfigError, and EngineDead where vLLM gives up."""
+        before = _descendants()
+        start = asyncio.ensure_future(asyncio.to_thread(self._start, events_endpoint))
+        try:
+            await asyncio.shield(start)
+        except asyncio.CancelledError:
+            self._abandoned = True
+            while not start.done():
+                await asyncio.to_thread(_kill, _descendants() - before)
+                await asyncio.wait([start], timeout=0.2)
+            start.exception()
+            raise
+        finally:
+            self.processes = _descendants() - before
+
+    async def stop(self) -> None:
+        """However far the start came, and whatever state the engine is in: its processes are gone
+        afterwards."""
+        if self.core is not None:
+            await asyncio.to_thread(self.core.shutdown, SHUTDOWN_TIMEOUT)
+        await asyncio.to_thread(_kill, self.processes)
+        log.info("the engine's processes are gone")
+
+    def _start(self, events_endpoint: str) -> None:
+        self._set_environment()
+        try:
+            self.config = api.engine_config(self._argv(events_endpoint))
+        except ValueError as error:
+            raise ConfigError([f"vLLM refuses the configuration: {error}"]) from error
+        try:
+            if not self._abandoned:
+                self.core = api.start_core(self.config)
+        except Exception as error:
+            raise EngineDead(f"vLLM did not start, its log says why: {error}") from error
+
+    def _set_environment(self) -> None:
+        """Read by vLLM here and in its processes, which are spawned: forking a process with threads is not
+        safe."""
+        port = self._spec.kv_port or free_port(self._spec.host)
+        require_free(self._spec.host, port)
+        os.environ |= {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": self._spec.host,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        }
+        # seeds the hashes that name KV blocks, where vLLM does not seed them itself: equal in its processes
+        # and here
+        os.environ.setdefault("PYTHONHASHSEED", str(secrets.randbelow(2**32)))
+
+    def _argv(self, events_endpoint: str) -> list[str]:
+        spec = self._spec
+        arguments: dict[str, object] = {"model": spec.model}
+        if spec.served_model_name:
+            arguments["served-model-name"] = [spec.served_model_name]
+        if spec.disaggregated:
+            arguments["kv-transfer-config"] = {
+                "kv_connector": "PdserveConnector",
+                "kv_connector_module_path": "pdserve.kv.connector",
+                "kv_role": "kv_producer" if spec.role is Role.PREFILL else "kv_consumer",
+                "engine_id": spec.instance,
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"kv_lease_duration": LEASE},
+            }
+        if spec.role is Role.DECODE:
+            arguments["kv-events-config"] = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": events_endpoint,
+            }
+        return to_argv({**spec.engine_args, **arguments})
+
+
+def _descendants() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _kill(processes: set[psutil.Process]) -> None:
+    """What is left of them. psutil compares start times: a number that was given to somebody else is not
+    killed."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=5)

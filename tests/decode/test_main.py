@@ -1,0 +1,101 @@
+"""The processes' main functions, on a real etcd, a real NATS and ZeroMQ, with simulated engines."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from pdserve import registry, stream
+from pdserve.config.schema import Config, DecodeConfig, PrefillConfig, Slot
+from pdserve.decode.worker import main as decode_main
+from pdserve.engine.sim.wire import read_request
+from pdserve.messages import Failed, Instance, Outputs, Placed, Role, Submit
+from pdserve.prefill.worker import main as prefill_main
+from pdserve.registry.view import View
+from tests.conditions import until
+from tests.decode.graph import config
+from tests.engine.sims import body, decode_outputs
+
+ARGUMENTS = {"block-size": 16, "max-model-len": 2048}
+PROMPT = list(range(3, 503))
+
+
+@pytest.fixture
+def graph(nats_url: str, etcd_url: str, namespace: str) -> Config:
+    decode = DecodeConfig(
+        engine="sim", engine_args=ARGUMENTS, remote_prefill=True, max_local_prefill_length=64
+    )
+    return replace(
+        config(decode),
+        prefill=PrefillConfig(engine="sim", engine_args=ARGUMENTS),
+        nats=nats_url,
+        etcd=etcd_url,
+        namespace=namespace,
+    )
+
+
+@pytest.mark.parametrize(("role", "main"), [(Role.DECODE, decode_main), (Role.PREFILL, prefill_main)])
+async def test_sigterm_ends_a_worker_and_its_records(
+    graph: Config, role: Role, main: Callable[[Config, Slot], Awaitable[None]]
+) -> None:
+    assert graph.etcd is not None
+    async with registry.connect(graph.etcd, graph.namespace) as connection, View(connection) as view:
+        life = asyncio.ensure_future(main(graph, Slot(role, 0)))
+        await until(lambda: bool(view.instances(role)) or life.done())
+        (instance,) = view.instances(role)
+        assert instance.id.startswith(f"{role.value}-0-")
+        async with httpx.AsyncClient() as client:
+            assert "pdserve_prefill_total" in (await client.get(instance.metrics)).text
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(life, 10)
+        await until(lambda: not view.instances() and not view.cards())
+
+
+async def test_a_request_through_all_the_real_seams(graph: Config) -> None:
+    assert graph.etcd is not None
+    lives = [
+        asyncio.ensure_future(prefill_main(graph, Slot(Role.PREFILL, 0))),
+        asyncio.ensure_future(decode_main(graph, Slot(Role.DECODE, 0))),
+    ]
+    try:
+        async with registry.connect(graph.etcd, graph.namespace) as connection, View(connection) as view:
+            await until(lambda: len(view.instances()) == 2, within=15)
+            (instance,) = view.instances(Role.DECODE)
+            placed, tokens = await asyncio.wait_for(ask(instance), 15)
+            assert (placed.prefill, placed.reason) == ("remote", "long")
+            assert len(tokens) == 6
+    finally:
+        for life in lives:
+            life.cancel()
+        await asyncio.gather(*lives, return_exceptions=True)
+
+
+async def ask(instance: Instance) -> tuple[Placed, list[int]]:
+    placed: Placed | None = None
+    tokens: list[int] = []
+    async with stream.connect(instance.address, "frontend-test") as client:
+        await client.send(Submit("r1", PROMPT, 6, time.time() + 30, body(6)))
+        async for message in client.received():
+            match message:
+                case Placed():
+                    placed = message
+                case Outputs(frames):
+                    for output in decode_outputs(frames).outputs:
+                        tokens += output.new_token_ids
+                        if output.finish_reason is not None:
+                            assert placed is not None
+                            return placed, tokens
+                case Failed():
+                    pytest.fail(message.message)
+    raise AssertionError
+
+
+def test_the_tests_body_is_one() -> None:
+    sampling = read_request(body(6)).sampling_params
+    assert sampling is not None
+    assert sampling.max_tokens == 6

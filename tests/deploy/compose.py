@@ -1,0 +1,46 @@
+"""Just enough of Compose to check our files where no Docker is: variables, merging, and the keys that
+exist."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).parents[2] / "deploy"
+
+SERVICE_KEYS = {
+    *("build", "image", "command", "profiles", "depends_on", "restart", "stop_grace_period", "healthcheck"),
+    *("environment", "ports", "volumes", "network_mode", "ipc", "cap_add", "ulimits", "deploy"),
+}
+"""the service keys of the Compose specification that we use, so that a misspelt one is found"""
+HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}
+
+
+def load(*names: str, **variables: str) -> dict[str, Any]:
+    """The files merged in order, as `docker compose -f A -f B` merges mappings; a list replaces."""
+    merged: dict[str, Any] = {}
+    for name in names:
+        merged = _merge(merged, yaml.safe_load(_interpolate((FOLDER / name).read_text(), variables)))
+    return merged
+
+
+def _interpolate(text: str, variables: Mapping[str, str]) -> str:
+    done = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: variables.get(match[1]) or match[2], text)
+    assert "$" not in re.sub(r"#.*", "", done), "a variable without a default"
+    return done
+
+
+def _merge(below: Any, above: Any) -> Any:
+    if isinstance(below, dict) and isinstance(above, dict):
+        return below | {key: _merge(below.get(key), value) for key, value in above.items()}
+    return above
+
+
+def replaced(words: list[str], substitutes: Mapping[str, str]) -> list[str]:
+    """Each must occur: a flag that was renamed must not go untested."""
+    for old, new in substitutes.items():
+        assert any(old in word for word in words), f"{old} is not in {words}"
+        words = [word.replace(old, new) for word in words]
+    return words

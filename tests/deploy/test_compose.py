@@ -1,0 +1,162 @@
+"""The Compose files hold together, and the real servers accept exactly their flags."""
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from pdserve.queue import connect as connect_queue
+from pdserve.registry import connect as connect_registry
+from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, etcd_binary, nats_binary
+from pdserve.supervisor.ports import free_port
+from tests.deploy.compose import FOLDER, HEALTH_KEYS, SERVICE_KEYS, load, replaced
+from tests.queue.requests import publish
+
+BASE, GPU = "docker-compose.yml", "docker-compose.gpu.yml"
+BOTH = pytest.mark.parametrize("files", [(BASE,), (BASE, GPU)], ids=["cpu", "gpu"])
+
+
+@BOTH
+def test_only_keys_that_exist(files: tuple[str, ...]) -> None:
+    compose = load(*files)
+    assert set(compose) == {"name", "services", "volumes"}
+    for name, service in compose["services"].items():
+        assert set(service) <= SERVICE_KEYS, name
+        assert set(service["healthcheck"]) == HEALTH_KEYS, name
+        assert service["healthcheck"]["test"][0] == "CMD", "not CMD-SHELL: the etcd image has no shell"
+
+
+@BOTH
+def test_images_are_pinned_and_data_is_kept(files: tuple[str, ...]) -> None:
+    compose = load(*files)
+    for name in ("nats", "etcd"):
+        service = compose["services"][name]
+        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+(-alpine)?", service["image"])
+        (volume,) = service["volumes"]
+        kept, folder = volume.split(":")
+        assert kept in compose["volumes"]
+        assert any(word.endswith(f"={folder}") for word in service["command"])
+
+
+def test_everything_is_on_loopback_unless_asked_otherwise() -> None:
+    for compose, address in ((load(BASE), "127.0.0.1"), (load(BASE, PDSERVE_BIND="10.0.0.5"), "10.0.0.5")):
+        published = [port for name in ("nats", "etcd") for port in compose["services"][name]["ports"]]
+        assert len(published) == 3
+        assert all(re.fullmatch(rf"{re.escape(address)}:\d+:\d+", port) for port in published)
+
+
+def test_pdserve_is_a_profile_that_finds_its_servers() -> None:
+    compose = load(BASE, NATS_PORT="14222", ETCD_PORT="12379")
+    service = compose["services"]["pdserve"]
+    assert service["profiles"] == ["pdserve"]
+    assert "profiles" not in compose["services"]["nats"]
+    assert service["environment"]["PDSERVE_NATS"] == "nats://127.0.0.1:14222"
+    assert service["environment"]["PDSERVE_ETCD"] == "127.0.0.1:12379"
+    assert "127.0.0.1:14222:4222" in compose["services"]["nats"]["ports"]
+    assert "127.0.0.1:12379:2379" in compose["services"]["etcd"]["ports"]
+    assert all(one["condition"] == "service_healthy" for one in service["depends_on"].values())
+    assert (FOLDER / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+    assert (FOLDER / ".." / service["command"][-1]).is_file()
+
+
+def test_the_gpu_file_adds_gpus() -> None:
+    service = load(BASE, GPU)["services"]["pdserve"]
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert service["build"]["args"] == {"PLATFORM": "gpu"}
+    assert service["environment"]["PDSERVE_NATS"]
+    assert (FOLDER / ".." / service["command"][-1]).is_file()
+
+
+def test_the_dockerfile_takes_only_what_exists_and_is_let_in() -> None:
+    let_in = [
+        line[1:]
+        for line in (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
+    root = FOLDER.parent
+    assert {"Makefile", "pyproject.toml", "pdserve", "requirements", "configs", "deploy/install.sh"} <= set(
+        let_in
+    )
+    assert all((root / name).exists() for name in let_in if name not in ("README.md", "LICENSE"))
+    arguments = set(re.findall(r"^ARG (\w+)", (FOLDER / "Dockerfile").read_text(), re.MULTILINE))
+    assert arguments == {"BASE", "PLATFORM"}
+    assert "PLATFORM" in (root / "deploy/install.sh").read_text()
+
+
+async def test_the_health_check_of_pdserve_asks_its_port() -> None:
+    check = load(BASE, PDSERVE_PORT="0")["services"]["pdserve"]["healthcheck"]["test"]
+    asked: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readline())
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    words = [sys.executable, *replaced(check[2:], {"127.0.0.1:0/": f"127.0.0.1:{port}/"})]
+    async with server:
+        assert await _run(words) == 0
+    assert asked == [b"GET /health HTTP/1.1\r\n"]
+    assert await _run(words) != 0
+
+
+class _ComposeNats(EmbeddedNats):
+    """A nats-server with the flags of the Compose file, ports and folder aside."""
+
+    def __init__(self, state_dir: Path) -> None:
+        super().__init__(state_dir)
+        self.monitor = free_port("127.0.0.1")
+
+    def command(self) -> list[str]:
+        words = load(BASE)["services"]["nats"]["command"]
+        ours = {"=0.0.0.0": f"={self.host}", "=4222": f"={self.port}", "=8222": f"={self.monitor}"}
+        return [str(nats_binary()), *replaced(words[1:], ours | {"=/data": f"={self.data_dir}"})]
+
+
+async def test_nats_starts_with_these_flags_and_is_healthy(tmp_path: Path) -> None:
+    check = load(BASE)["services"]["nats"]["healthcheck"]["test"]
+    asked = urlsplit(check[-1])
+    assert check[1] == "wget"
+    async with _ComposeNats(tmp_path) as server, httpx.AsyncClient() as client:
+        answer = await client.get(f"http://127.0.0.1:{server.monitor}{asked.path}?{asked.query}")
+        assert answer.status_code == 200
+        async with connect_queue(server.url, "ns", "m") as queue:
+            await publish(queue, "r")
+        assert (server.data_dir / "jetstream").is_dir()
+
+
+class _ComposeEtcd(EmbeddedEtcd):
+    """An etcd with the flags of the Compose file, ports and folder aside."""
+
+    def command(self) -> list[str]:
+        words = load(BASE)["services"]["etcd"]["command"]
+        ours = {"0.0.0.0:2379": self.url, "etcd:2379": self.url, "127.0.0.1:2380": "127.0.0.1:0"}
+        return [str(etcd_binary()), *replaced(words[1:], ours | {"=/data": f"={self.data_dir}/data"})]
+
+
+async def test_etcd_starts_with_these_flags_and_is_healthy(tmp_path: Path) -> None:
+    check = load(BASE)["services"]["etcd"]["healthcheck"]["test"]
+    async with _ComposeEtcd(tmp_path) as server:
+        assert await _run(replaced(_etcdctl(check), {"127.0.0.1:2379": server.url})) == 0
+        async with connect_registry(server.url, "ns") as registry:
+            await registry.put("a", b"1")
+            assert await registry.read("") == {"a": b"1"}
+    assert await _run(replaced(_etcdctl(check), {"127.0.0.1:2379": server.url})) != 0
+
+
+def _etcdctl(check: list[Any]) -> list[str]:
+    assert check[1] == "/usr/local/bin/etcdctl"
+    return [str(etcd_binary().with_name("etcdctl")), *check[2:]]
+
+
+async def _run(words: list[str]) -> int:
+    quiet = asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(*words, stdout=quiet, stderr=quiet)
+    return await process.wait()

@@ -1,0 +1,101 @@
+"""Both implementations behind one fixture. Each registry is what one process has."""
+
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.registry.base import Registry
+from pdserve.registry.etcd import EtcdRegistry
+from pdserve.registry.memory import MemoryRegistry, MemoryServer
+from tests.servers import etcd_server, kill
+
+TTL = 2
+
+
+class Stage(ABC):
+    @abstractmethod
+    def registry(self) -> Registry:
+        """Of a new process."""
+
+    @abstractmethod
+    async def down(self) -> None: ...
+
+    @abstractmethod
+    async def up(self, *, lose_data: bool = False) -> None: ...
+
+
+class MemoryStage(Stage):
+    def __init__(self) -> None:
+        self.server = MemoryServer()
+
+    def registry(self) -> Registry:
+        return MemoryRegistry(self.server, "ns")
+
+    async def down(self) -> None:
+        await self.server.down()
+
+    async def up(self, *, lose_data: bool = False) -> None:
+        await self.server.up(lose_data)
+
+
+class EtcdStage(Stage):
+    def __init__(self, state_dir: Path) -> None:
+        self.server = etcd_server(state_dir)
+
+    def registry(self) -> Registry:
+        return EtcdRegistry(self.server.url, "ns", TTL)
+
+    async def down(self) -> None:
+        await kill(self.server)
+
+    async def up(self, *, lose_data: bool = False) -> None:
+        if lose_data:
+            shutil.rmtree(self.server.data_dir)
+        await self.server.restart()
+
+
+class _SharedEtcd(Stage):
+    def __init__(self, url: str, namespace: str) -> None:
+        self._url, self._namespace = url, namespace
+
+    def registry(self) -> Registry:
+        return EtcdRegistry(self._url, self._namespace, TTL)
+
+    async def down(self) -> None:
+        raise NotImplementedError("other tests use it")
+
+    async def up(self, *, lose_data: bool = False) -> None:
+        raise NotImplementedError("other tests use it")
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def etcd(request: pytest.FixtureRequest) -> str | None:
+    """None for the in-memory registry, which then needs no server to be started."""
+    found: str | None = request.getfixturevalue("etcd_url") if request.param == "etcd" else None
+    return found
+
+
+@pytest.fixture
+async def stage(etcd: str | None, namespace: str) -> Stage:
+    return _SharedEtcd(etcd, namespace) if etcd else MemoryStage()
+
+
+@pytest.fixture
+async def etcd_stage(tmp_path: Path) -> AsyncIterator[EtcdStage]:
+    """An etcd of its own, to be harmed."""
+    real = EtcdStage(tmp_path)
+    async with real.server:
+        yield real
+
+
+@pytest.fixture(params=["memory", "etcd"])
+async def outage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Stage]:
+    if request.param == "memory":
+        yield MemoryStage()
+        return
+    real = EtcdStage(tmp_path)
+    async with real.server:
+        yield real

@@ -1,0 +1,83 @@
+"""What both implementations of the registry seam promise while the server is there."""
+
+import asyncio
+
+import pytest
+
+from pdserve.registry import connect
+from pdserve.registry.base import Change
+from tests.registry.conftest import Stage
+from tests.registry.following import following
+
+
+async def test_put_read_delete(stage: Stage) -> None:
+    async with stage.registry() as one, stage.registry() as other:
+        await one.put("instances/decode/a", b"1")
+        await one.put("instances/decode/b", b"2")
+        await one.put("settings/x", b"3", leased=False)
+        assert await other.read("instances/") == {"instances/decode/a": b"1", "instances/decode/b": b"2"}
+        await other.put("settings/x", b"4", leased=False)
+        await one.delete("instances/decode/a")
+        await one.delete("instances/decode/absent")
+        assert await other.read("") == {"instances/decode/b": b"2", "settings/x": b"4"}
+        await other.delete("settings/x")
+        assert await one.read("settings/") == {}
+
+
+async def test_what_is_leased_vanishes_with_its_process(stage: Stage) -> None:
+    async with stage.registry() as other, following(other) as seen:
+        async with stage.registry() as one:
+            await one.put("a", b"1")
+            await one.put("b", b"2", leased=False)
+            await seen.until({"a": b"1", "b": b"2"})
+        await seen.until({"b": b"2"}, 1)
+        await other.delete("b")
+
+
+async def test_a_watch_starts_with_what_is_there(stage: Stage) -> None:
+    async with stage.registry() as one:
+        await one.put("in/a", b"1")
+        await one.put("out/b", b"2")
+        watch = one.watch("in/")
+        assert await anext(watch) == [Change("in/a", b"1")]
+        assert await anext(one.watch("none/")) == []
+
+
+async def test_a_watch_sees_every_key_change_in_order(stage: Stage) -> None:
+    async with stage.registry() as one, stage.registry() as other, following(other, "in/") as seen:
+        for number in range(50):
+            await one.put("in/a", b"%d" % number)
+            await one.put("out/a", b"x")
+        await one.put("in/b", b"1")
+        await one.delete("in/b")
+        await one.put("in/c", b"1")
+        await seen.until({"in/a": b"49", "in/c": b"1"})
+        values = [int(change.value) for change in seen.changes if change.key == "in/a" and change.value]
+        assert values == sorted(values)
+        assert not [change for change in seen.changes if change.key.startswith("out")]
+
+
+async def test_the_last_put_wins(stage: Stage) -> None:
+    async with stage.registry() as one:
+        await asyncio.gather(*(one.put("a", b"%d" % number) for number in range(20)))
+        assert await one.read("a") == {"a": b"19"}
+
+
+async def test_large_values_and_many_keys(stage: Stage) -> None:
+    async with stage.registry() as one, stage.registry() as other:
+        for number in range(8):
+            await one.put(f"k/{number}", b"x" * 1_000_000)
+        assert len(await other.read("k/")) == 8
+        assert len(await anext(other.watch("k/"))) == 8
+
+
+@pytest.mark.parametrize("address", ["memory://shared"])
+async def test_the_address_chooses_the_implementation(address: str) -> None:
+    async with (
+        connect(address, "ns") as one,
+        connect(address, "ns") as other,
+        connect(address, "else") as third,
+    ):
+        await one.put("a", b"1")
+        assert await other.read("") == {"a": b"1"}
+        assert await third.read("") == {}

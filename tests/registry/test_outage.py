@@ -1,0 +1,146 @@
+"""What both implementations promise when the server goes away, and what only a real one can do."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from pdserve.errors import ConfigError, RegistryUnavailable
+from pdserve.registry import connect
+from pdserve.registry.base import Change
+from pdserve.registry.etcd import EtcdRegistry
+from pdserve.registry.etcd_session import Lost
+from pdserve.supervisor.ports import free_port
+from tests.registry.conftest import TTL, EtcdStage, MemoryStage, Stage
+from tests.registry.following import following, until
+from tests.servers import hung
+
+
+@pytest.mark.parametrize("lose_data", [False, True])
+async def test_an_outage(outage: Stage, lose_data: bool) -> None:
+    async with outage.registry() as one, outage.registry() as other, following(other) as seen:
+        await one.put("kept", b"1")
+        await one.put("changed", b"1")
+        await one.put("deleted", b"1")
+        await seen.until({"kept": b"1", "changed": b"1", "deleted": b"1"})
+
+        await outage.down()
+        await until(lambda: not one.connected and not other.connected)
+        await one.put("changed", b"2")
+        await one.put("changed", b"3")
+        await one.put("new", b"1")
+        await one.put("gone again", b"1")
+        await one.delete("gone again")
+        await one.delete("deleted")
+        for attempt in (one.put("settings/x", b"", leased=False), one.delete("settings/x"), one.read("")):
+            with pytest.raises(RegistryUnavailable):
+                await attempt
+        assert seen.state == {"kept": b"1", "changed": b"1", "deleted": b"1"}
+        seen.changes.clear()
+
+        await outage.up(lose_data=lose_data)
+        expected = {"kept": b"1", "changed": b"3", "new": b"1"}
+        await seen.until(expected)
+        assert one.connected
+        assert await other.read("") == expected
+        assert Change("kept", None) not in seen.changes  # nobody who lived was ever seen to vanish
+
+
+async def test_entering_without_a_server(outage: Stage) -> None:
+    await outage.down()
+    with pytest.raises(RegistryUnavailable):
+        async with outage.registry():
+            pass
+
+
+async def test_a_lease_that_ran_out_is_taken_anew() -> None:
+    stage = MemoryStage()
+    async with stage.registry() as one, stage.registry() as other, following(other) as seen:
+        await one.put("a", b"1")
+        await seen.until({"a": b"1"})
+        seen.changes.clear()
+        await stage.server.expire(one)  # type: ignore[arg-type]
+        await seen.until({"a": b"1"})
+        await until(lambda: seen.changes == [Change("a", None), Change("a", b"1")])
+
+
+async def test_a_revoked_lease_is_taken_anew(etcd_stage: EtcdStage) -> None:
+    async with etcd_stage.registry() as one, etcd_stage.registry() as other, following(other) as seen:
+        await one.put("a", b"1")
+        await seen.until({"a": b"1"})
+        assert isinstance(one, EtcdRegistry)
+        assert one._session
+        await one._session.revoke()
+        await seen.until({})
+        await seen.until({"a": b"1"})
+
+
+async def test_a_killed_process_vanishes_with_its_lease(etcd_stage: EtcdStage) -> None:
+    script = (
+        "import asyncio, sys\n"
+        "from pdserve.registry.etcd import EtcdRegistry\n"
+        "async def main():\n"
+        f"    async with EtcdRegistry(sys.argv[1], 'ns', {TTL}) as registry:\n"
+        "        await registry.put('a', b'1')\n"
+        "        await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    async with etcd_stage.registry() as other, following(other) as seen:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, etcd_stage.server.url)
+        await seen.until({"a": b"1"})
+        await asyncio.sleep(TTL + 1)
+        assert seen.state == {"a": b"1"}  # it is kept alive as long as the process lives
+        os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+        await seen.until({}, TTL + 4)
+
+
+async def test_a_hung_server(etcd_stage: EtcdStage) -> None:
+    async with etcd_stage.registry() as one, etcd_stage.registry() as other, following(other) as seen:
+        await one.put("a", b"1")
+        await seen.until({"a": b"1"})
+        async with hung(etcd_stage.server):
+            await until(lambda: not one.connected and not other.connected, 5)
+            started = time.monotonic()
+            await one.put("b", b"1")
+            assert time.monotonic() - started < 0.5
+            await asyncio.sleep(TTL)  # let the leases run out on the server
+        await seen.until({"a": b"1", "b": b"1"})
+        assert Change("a", None) not in seen.changes
+
+
+async def test_a_watch_survives_compaction(etcd_stage: EtcdStage) -> None:
+    async with etcd_stage.registry() as one, etcd_stage.registry() as other, following(other, "in/") as seen:
+        await one.put("in/a", b"0")
+        await etcd_stage.down()
+        await until(lambda: not other.connected)
+        await etcd_stage.up()
+        await until(lambda: one.connected and other.connected)
+        for number in range(30):
+            await one.put("in/a", b"%d" % number)
+        assert isinstance(one, EtcdRegistry)
+        session = one._session
+        assert session
+        revision = (await session.read("/ns/", ""))[1]
+        await session._client.compact(revision, physical=True)
+        with pytest.raises(Lost, match="compacted"):
+            await anext(session.watch("/ns/", "", 2))  # as when the watch starts too long after the reading
+        assert one.connected
+        await one.put("in/a", b"last")
+        await seen.until({"in/a": b"last"})
+
+
+async def test_the_next_endpoint_is_tried(etcd_url: str, namespace: str) -> None:
+    dead = f"127.0.0.1:{free_port('127.0.0.1')}"
+    async with connect(f"{dead},http://{etcd_url}", namespace) as registry:
+        await registry.put("a", b"1")
+        assert await registry.read("") == {"a": b"1"}
+
+
+@pytest.mark.parametrize("address", ["localhost", "", "host:port", ":2379"])
+def test_addresses_that_are_none(address: str) -> None:
+    with pytest.raises(ConfigError, match="is not host:port"):
+        connect(address, "ns")

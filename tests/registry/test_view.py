@@ -1,0 +1,78 @@
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pdserve.messages import Instance, Load, ModelCard, Role, encode_record
+from pdserve.registry import keys
+from pdserve.registry.memory import MemoryRegistry, MemoryServer
+from pdserve.registry.view import View
+from tests.registry.conftest import Stage
+from tests.registry.following import until
+
+DECODE = Instance("decode-0-a", Role.DECODE, "org/model", load=Load(running=3))
+PREFILL = Instance("prefill-0-b", Role.PREFILL, "org/model", draining=True)
+FRONTEND = Instance("frontend-0-c", Role.FRONTEND)
+CARD = ModelCard("org/model", "/models/m", {"max-model-len": 4096})
+
+
+async def test_the_picture_is_live(stage: Stage) -> None:
+    async with stage.registry() as registry:
+        await registry.put(keys.instance(DECODE), encode_record(DECODE))
+        async with View(registry) as view, stage.registry() as other:
+            assert view.instances() == [DECODE]
+            for one in (PREFILL, FRONTEND):
+                await other.put(keys.instance(one), encode_record(one))
+            await other.put(keys.card(CARD.name, PREFILL.id), encode_record(CARD))
+            await other.put(keys.setting("router"), b"kv", leased=False)
+            await until(lambda: len(view.instances()) == 3 and "router" in view.settings())
+            assert view.instances(role=Role.PREFILL) == [PREFILL]
+            assert view.instances(model="org/model") == [DECODE, PREFILL]
+            assert view.instances(Role.DECODE, "else") == []
+            assert view.cards() == {"org/model": [(PREFILL.id, CARD)]}
+            assert view.settings() == {"router": "kv"}
+            await other.delete(keys.setting("router"))
+            await other.__aexit__(None, None, None)
+            await until(lambda: view.instances() == [DECODE] and not view.cards() and not view.settings())
+
+
+async def test_changes_are_told(stage: Stage) -> None:
+    async with stage.registry() as registry, View(registry) as view:
+        changes: AsyncIterator[None] = view.changes()
+        await anext(changes)
+        await registry.put(keys.instance(DECODE), encode_record(DECODE))
+        async with asyncio.timeout(5):
+            while not view.instances():
+                await anext(changes)
+
+
+async def test_what_cannot_be_read_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    server = MemoryServer()
+    async with MemoryRegistry(server) as registry:
+        await registry.put(keys.instance(DECODE), encode_record(DECODE))
+        await registry.put("instances/decode/broken", b"{")
+        await registry.put(keys.setting("x"), b"\xff", leased=False)
+        await registry.put("elsewhere", b"ignored")
+        async with View(registry) as view:
+            assert view.instances() == [DECODE]
+            assert view.settings() == {}
+            await registry.put(keys.instance(DECODE), b"now broken")
+            await until(lambda: not view.instances())
+    assert "instances/decode/broken is left out" in caplog.text
+
+
+async def test_during_an_outage_it_stands_still() -> None:
+    server = MemoryServer()
+    async with MemoryRegistry(server) as registry, MemoryRegistry(server) as other, View(registry) as view:
+        await other.put(keys.instance(DECODE), encode_record(DECODE))
+        await until(lambda: view.instances() == [DECODE])
+        await server.down()
+        assert view.instances() == [DECODE]
+        await server.kill(other)
+        assert view.instances() == [DECODE]
+        await server.up()
+        await until(lambda: not view.instances())
+
+
+def test_keys_of_models_with_slashes() -> None:
+    assert keys.split_card(keys.card("org/model 1.5", "decode-0-a")) == ("org/model 1.5", "decode-0-a")

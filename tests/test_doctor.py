@@ -1,0 +1,76 @@
+"""The checks of `pdserve doctor`, against real servers and a real transfer."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pdserve.config.machine import GIB, Gpu, Machine
+from pdserve.doctor import host, servers
+from pdserve.doctor.finding import Grade
+from pdserve.doctor.transfer import transfer
+from pdserve.supervisor.embedded import nats_binary
+from pdserve.supervisor.ports import free_port, port_holder
+from tests.conditions import until
+
+CARD = Gpu(0, "A10", 24 * GIB)
+
+
+def machine(*gpus: Gpu, build: str = "cpu", free: int = 32) -> Machine:
+    return Machine(gpus, cores=2, memory=64 * GIB, available=free * GIB, build=build)
+
+
+async def test_our_own_servers_are_good() -> None:
+    for finding in (await servers.nats(None), await servers.etcd(None)):
+        assert finding.grade is Grade.OK, finding
+        assert "embedded" in finding.text
+
+
+async def test_configured_servers_are_good(nats_url: str, etcd_url: str) -> None:
+    for finding in (await servers.nats(nats_url), await servers.etcd(etcd_url)):
+        assert finding.grade is Grade.OK, finding
+
+
+async def test_servers_that_are_not_there() -> None:
+    port = free_port("127.0.0.1")
+    for finding in (await servers.nats(f"nats://127.0.0.1:{port}"), await servers.etcd(f"127.0.0.1:{port}")):
+        assert finding.grade is Grade.FAIL
+        assert str(port) in finding.text
+        assert finding.advice
+
+
+async def test_nats_without_jetstream(tmp_path: Path) -> None:
+    port = free_port("127.0.0.1")
+    command = [str(nats_binary()), "--addr", "127.0.0.1", "--port", str(port)]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
+    try:
+        await until(lambda: port_holder("127.0.0.1", port) is not None)
+        finding = await servers.nats(f"nats://127.0.0.1:{port}")
+    finally:
+        server.terminate()
+        server.wait()
+    assert finding.grade is Grade.FAIL
+    assert "no JetStream" in finding.text
+
+
+async def test_a_transfer_is_measured() -> None:
+    finding = await transfer()
+    assert finding.grade is not Grade.FAIL, finding
+    assert "GB/s" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("finding", "grade"),
+    [
+        (host.gpus(machine()), Grade.OK),
+        (host.gpus(machine(CARD, build="cuda")), Grade.OK),
+        (host.gpus(machine(CARD, build="cpu")), Grade.WARN),
+        (host.vllm(machine(build="")), Grade.FAIL),
+        (host.memory(machine(free=32)), Grade.OK),
+        (host.memory(machine(free=4)), Grade.WARN),
+        (host.python(), Grade.OK),
+    ],
+)
+def test_grades_of_the_machine(finding: host.Finding, grade: Grade) -> None:
+    assert finding.grade is grade
+    assert (grade is Grade.OK) == (not finding.advice)
