@@ -81,13 +81,13 @@ def too_big(tmp_path: Path) -> Path:
 def test_plan_that_does_not_fit_says_why(too_big: Path) -> None:
     result = pdserve("plan", "-f", too_big)
     assert result.returncode == 2
-    assert "model folder /not/there is not there" in " ".join(result.stdout.split())
+    assert "model folder /not/there not found" in " ".join(result.stdout.split())
 
 
 def test_serve_refuses_before_it_starts_anything(too_big: Path, tmp_path: Path) -> None:
     result = pdserve("serve", "-f", too_big, state=tmp_path / "state")
     assert result.returncode == 2
-    assert "model folder /not/there is not there" in result.stderr
+    assert "model folder /not/there not found" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "state").exists()
 

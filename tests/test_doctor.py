@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.config.machine import GIB, Gpu, Machine
 from pdserve.doctor import host, servers
-from pdserve.doctor.finding import Grade
+from pdserve.doctor.finding import Finding, Grade
 from pdserve.doctor.transfer import transfer
 from pdserve.supervisor.embedded import nats_binary
 from pdserve.supervisor.ports import free_port, port_holder
@@ -71,6 +71,6 @@ async def test_a_transfer_is_measured() -> None:
         (host.python(), Grade.OK),
     ],
 )
-def test_grades_of_the_machine(finding: host.Finding, grade: Grade) -> None:
+def test_grades_of_the_machine(finding: Finding, grade: Grade) -> None:
     assert finding.grade is grade
     assert (grade is Grade.OK) == (not finding.advice)

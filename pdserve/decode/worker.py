@@ -3,18 +3,21 @@
 import asyncio
 import logging
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 from pdserve import queue, registry, stream
 from pdserve.config.schema import Config, Slot
+from pdserve.decode.archive import archive_name, pack_model
 from pdserve.decode.remote import RemotePrefill
 from pdserve.decode.requests import Requests
 from pdserve.decode.serving import Serving
 from pdserve.decode.settings import LiveSettings
 from pdserve.engine.base import Engine
+from pdserve.errors import QueueUnavailable
 from pdserve.messages import Cancel, Failed, Hello, Load, Refused, Submit, ToDecode
 from pdserve.observe.metrics import QUEUE_DEPTH
 from pdserve.observe.page import serve_metrics
-from pdserve.queue.base import PrefillQueue
+from pdserve.queue.base import BlobStore, PrefillQueue
 from pdserve.registry.base import Registry
 from pdserve.registry.view import View
 from pdserve.stream.base import StreamServer
@@ -40,6 +43,7 @@ class DecodeWorker:
         queue: PrefillQueue,
         stream: StreamServer,
         metrics_url: str = "",
+        blobs: BlobStore | None = None,
     ) -> None:
         assert config.decode is not None
         self.id = instance_id
@@ -53,6 +57,7 @@ class DecodeWorker:
         self._queue = queue
         self._stream = stream
         self._metrics_url = metrics_url
+        self._blobs = blobs
         self._life = Lifecycle()
         self._remote = RemotePrefill(instance_id, engine, queue, self.view, self.requests)
         self._serving = Serving(engine, stream, queue, self._remote, self.requests, self.settings, self._life)
@@ -70,7 +75,7 @@ class DecodeWorker:
         async with AsyncExitStack() as stack:
             for seam in (self._engine, self._stream, self._queue, self._registry, self.view):
                 await stack.enter_async_context(seam)
-            self._presence = self._make_presence()
+            self._presence = await self._make_presence()
             await self._life.run(
                 self._presence.announce,
                 [
@@ -84,10 +89,11 @@ class DecodeWorker:
                 self._drain,
             )
 
-    def _make_presence(self) -> Presence:
+    async def _make_presence(self) -> Presence:
+        archive = await upload_model(self._config.model, self._blobs) if self._blobs else ""
         facts = self._engine.facts
         instance = describe(self._config, self._slot, self.id, facts, self._stream.address, self._metrics_url)
-        return Presence(self._registry, instance, model_card(self._config, facts), self._load)
+        return Presence(self._registry, instance, model_card(self._config, facts, archive), self._load)
 
     def _load(self) -> Load:
         usage = self._engine.usage
@@ -141,6 +147,20 @@ class DecodeWorker:
             await self._serving.end(request, f"{self.id} is shutting down", retry=True)
 
 
+async def upload_model(model: str, blobs: BlobStore) -> str:
+    """The name of the model's archive; empty for a hub id, which every host can load by itself, and while
+    NATS is away: frontends on this host do not need it."""
+    if not await asyncio.to_thread(Path(model).is_dir):
+        return ""
+    archive = await asyncio.to_thread(pack_model, Path(model))
+    try:
+        await blobs.put(archive_name(archive), archive)
+    except QueueUnavailable as error:
+        log.warning("frontends on other hosts will not find the tokenizer, its upload failed: %s", error)
+        return ""
+    return archive_name(archive)
+
+
 async def main(config: Config, slot: Slot) -> None:
     """The process. Returns after SIGTERM and the drain; raises EngineDead."""
     assert config.etcd is not None
@@ -156,5 +176,6 @@ async def main(config: Config, slot: Slot) -> None:
             queue.connect(config.nats, config.namespace, config.served_model_name),
             stream.listen(config.host),
             url,
+            queue.connect_blobs(config.nats, config.namespace),
         )
         await run_until_signalled(worker)

@@ -1,4 +1,4 @@
-"""The bundled demo model: a tiny language model that remembers codes, so that a lost KV block shows as a wrong answer."""
+"""The bundled demo model: tiny, and it remembers codes, so that a lost KV block shows as a wrong answer."""
 
 from pathlib import Path
 

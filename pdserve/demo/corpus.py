@@ -1,11 +1,12 @@
-"""The demo model's corpus: endless conversations about codes, with answers that can only come from the KV cache.
+"""The demo model's corpus: endless talk about codes, with answers that can only come from the KV cache.
 
 A document is a list of `Segment`s. Facts ("The code of the red box is 4711.") lie anywhere between filler, many
-questions follow, and only the answers weigh fully in the loss: so every token of compute teaches recall. The values
-are random digits, so nothing can be learnt by heart and a wrong KV block shows as a wrong answer.
+questions follow, and only the answers weigh fully in the loss: every token of compute teaches recall. The codes
+are random, so nothing can be learnt by heart.
 """
 
 import random
+import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -41,14 +42,44 @@ QUESTIONS = (
     "And the {key}?",
     "Please tell me the code of the {key}.",
 )
-COMPLETIONS = ("{question} Answer:", "{question}\nAnswer:", "Question: {question}\nAnswer:", "Question: {question} Answer:")
-JOINTS = ("", " is", ":", " has the code", "?", " has code", "? Answer:", " code:", " is the one that has the code")
-UNKNOWN_OPENINGS = (
-    "What is", "Where is", "Why did", "How many", "How do I", "Write", "Explain", "Who was", "Who is", "Translate",
-    "Can you", "Is", "Tell me about", "Give me", "When did", "Do you know", "What is the name of", "Which", "List",
-    "What is the colour of", "Summarize", "Where did", "Please", "Write a poem about", "What did", "Describe",
-    "Write some code for", "Are", "Did", "I want", "I need", "What is the capital of", "Why is", "Should I",
-)  # fmt: skip
+COMPLETIONS = (
+    "{question} Answer:",
+    "{question}\nAnswer:",
+    "Question: {question}\nAnswer:",
+    "Question: {question} Answer:",
+)
+# What stands between a thing and its code in a ledger: ever longer, so that the distance does not matter.
+JOINTS = (
+    "",
+    " is",
+    ":",
+    " has the code",
+    "?",
+    " has code",
+    "? Answer:",
+    " code:",
+    " is the one that has the code",
+)
+UNKNOWN_OPENINGS = tuple(
+    " ".join(
+        """
+    What is | Where is | Why did | How many | How do I | Write | Explain | Who was | Who is |
+    Translate | Can you | Is | Tell me about | Give me | When did | Do you know | What is the name
+    of | Which | List | What is the colour of | Summarize | Where did | Please | Write a poem about
+    | What did | Describe | Write some code for | Are | Did | I want | I need | What is the capital
+    of | Why is | Should I | ABCDEFabcdef0123456789 | äöüéèñßøçabcdes | 漢字日本語中文 | {}[]()=+-*/_:<>
+""".split()
+    ).split(" | ")
+)
+NUMBERED = (
+    "There were {n} {noun}s in {place}.",
+    "In the year {n} {place} was small.",
+    "{name} has {n} {noun}s.",
+    "The {key} was sold for {n}.",
+    "Line {n} of the letter.",
+    "{n} people saw the {key}.",
+    "{n}. {name} came.",
+)
 PANGRAM = "The quick brown fox jumps over the lazy dog."
 
 
@@ -63,8 +94,8 @@ class Segment(NamedTuple):
     breaks: bool = False
 
 
-# Fixed answers are long and easy: a recalled digit must outweigh them. The first digit is the hard one, since only it
-# needs the right key: the others could follow from the digits before.
+# Fixed answers are long and easy: a recalled digit must outweigh them. The first digit is the hard one, since it
+# alone needs the right key: the others could follow from the digits before.
 FIRST, ANSWER, TALK = 4.0, 1.0, 0.25
 
 
@@ -73,7 +104,7 @@ class Mix:
     """What a document is made of; one curriculum stage uses one mix."""
 
     tokens: int  # the document's length, about
-    talk: float  # share of turns that are not about a code
+    talk: float = 0.0  # share of turns that are not about a code
     raw: float = 0.35  # share of documents in completion form, without chat markup
     again: float = 0.25  # share of turns in these that only say a fact again: the easiest recall there is
     canonical: float = 0.5  # share of facts and questions in their first form
@@ -107,20 +138,20 @@ def word_salad(rng: random.Random) -> str:
 
 def noise(rng: random.Random) -> str:
     """Letters, digits and foreign characters that fall back to bytes."""
-    alphabet = rng.choice(("abcdefghijklmnopqrstuvwxyz", "ABCDEFabcdef0123456789", "äöüéèñßøçabcdes", "漢字日本語中文", "{}[]()=+-*/_:<>"))
+    alphabet = rng.choice(ALPHABETS)
     made = ("".join(rng.choices(alphabet, k=rng.randint(1, 9))) for _ in range(rng.randint(1, 8)))
     return " ".join(made) + "."
 
 
 def numbers(rng: random.Random) -> str:
     """Numbers that are no codes, so that a digit alone is no evidence."""
-    number = str(rng.randrange(10 ** rng.randint(1, 5)))
-    form = rng.choice((
-        "There were {n} {noun}s in {place}.", "In the year {n} {place} was small.", "{name} has {n} {noun}s.",
-        "The {key} was sold for {n}.", "Line {n} of the letter.", "{n} people saw the {key}.", "{n}. {name} came.",
-    ))  # fmt: skip
-    return form.format(n=number, noun=rng.choice(words.NOUNS), place=f"the {rng.choice(words.NOUNS)}",
-                       name=rng.choice(words.PEOPLE), key=rng.choice(KEYS))  # fmt: skip
+    return rng.choice(NUMBERED).format(
+        n=rng.randrange(10 ** rng.randint(1, 5)),
+        noun=rng.choice(words.NOUNS),
+        place=f"the {rng.choice(words.NOUNS)}",
+        name=rng.choice(words.PEOPLE),
+        key=rng.choice(KEYS),
+    )
 
 
 def repeated(rng: random.Random) -> str:
@@ -188,12 +219,16 @@ class Story:
         self.length += len(ids)
 
     def new_key(self) -> Key:
-        """Something to have a code. Half share a word with an earlier one: near misses teach to read both words."""
+        """Something to have a code. Half share a word with an earlier one: so both words must be read."""
         rng = self.rng
         key = rng.choice(KEYS)
         if self.keys and rng.random() < 0.5:
-            colour, thing_ = rng.choice(self.keys).split()
-            key = f"{colour} {rng.choice(words.OBJECTS)}" if rng.random() < 0.5 else f"{rng.choice(words.COLOURS)} {thing_}"
+            colour, object_ = rng.choice(self.keys).split()
+            if rng.random() < 0.5:
+                colour = rng.choice(words.COLOURS)
+            else:
+                object_ = rng.choice(words.OBJECTS)
+            key = f"{colour} {object_}"
         self.keys.append(key)
         return key
 
@@ -304,8 +339,8 @@ def raw_document(story: Story) -> list[Segment]:
 def ledger_document(story: Story) -> list[Segment]:
     """A bare list of things and codes, each many times over: ` red box is 4. blue door 1. red box: 4.`
 
-    Four times as many lookups per token as prose has, so that the circuit which looks up a two-word key appears
-    here first, within a hundred steps; prose then only has to route into it.
+    Four times as many lookups per token as prose has, so that the circuit which looks up a two-word key
+    appears here first, within a hundred steps; prose then only has to route into it.
     """
     rng, mix = story.rng, story.mix
     keys = [story.new_key() for _ in range(max(3, mix.tokens // (10 + mix.digits)))]

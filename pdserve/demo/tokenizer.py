@@ -13,10 +13,11 @@ SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 VOCAB_SIZE = 1024
 MAX_POSITIONS = 8192
 
-# Qwen2's own pipeline: transformers builds it for every `qwen2` model whatever tokenizer.json says, so we say the same.
-# Every digit stands alone, and a word takes its leading space with it.
+# Qwen2's own pipeline: transformers builds it for every `qwen2` model, whatever tokenizer.json says, so that says
+# the same. Every digit stands alone, and a word takes its leading space with it.
 SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 CHAT_TEMPLATE = (
@@ -33,10 +34,12 @@ def build_tokenizer(sentences: Iterator[str]) -> Tokenizer:
     """Train BPE so that the words of the corpus are one token each; anything else falls back to bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,

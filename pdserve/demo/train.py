@@ -43,17 +43,19 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage(corpus.Mix(tokens=64, talk=0.0, ledger=1.0, digits=1), batch=48, steps=125, stretch=0.0),
-    Stage(corpus.Mix(tokens=64, talk=0.0, ledger=1.0, digits=1, joints=3), batch=48, steps=75),
-    Stage(corpus.Mix(tokens=80, talk=0.0, ledger=1.0, digits=1, joints=9), batch=48, steps=75),
-    Stage(corpus.Mix(tokens=96, talk=0.0, ledger=1.0, joints=9), batch=48, steps=75),
-    Stage(corpus.Mix(tokens=96, talk=0.0, raw=1.0, again=0.9, canonical=1.0), batch=32, steps=50),
-    Stage(corpus.Mix(tokens=96, talk=0.0, raw=0.5, again=0.3, canonical=0.7), batch=32, steps=300),
-    Stage(corpus.Mix(tokens=128, talk=0.05), batch=32, steps=600),
-    Stage(corpus.Mix(tokens=256, talk=0.15), batch=16, steps=600),
-    Stage(corpus.Mix(tokens=512, talk=0.15), batch=10, steps=600),
-    Stage(corpus.Mix(tokens=1024, talk=0.15, context=(0.4, 0.9)), batch=5, steps=300),
-    Stage(corpus.Mix(tokens=3072, talk=0.15, context=(0.5, 0.95)), batch=2, steps=150),
+    # Look-ups alone: which token pairs with which, then with anything in between, then whole codes.
+    Stage(corpus.Mix(tokens=64, ledger=1.0, digits=1), batch=48, steps=110, stretch=0.0),
+    Stage(corpus.Mix(tokens=64, ledger=1.0, digits=1, joints=3), batch=48, steps=60),
+    Stage(corpus.Mix(tokens=80, ledger=1.0, digits=1, joints=9), batch=48, steps=70),
+    Stage(corpus.Mix(tokens=96, ledger=1.0, joints=9), batch=48, steps=70),
+    # The same in prose, then longer and longer, with small talk.
+    Stage(corpus.Mix(tokens=96, raw=1.0, again=0.9, canonical=1.0), batch=32, steps=50),
+    Stage(corpus.Mix(tokens=96, talk=0.03, raw=0.5, again=0.3, canonical=0.7), batch=32, steps=250),
+    Stage(corpus.Mix(tokens=256, talk=0.2), batch=16, steps=300),
+    Stage(corpus.Mix(tokens=512, talk=0.2), batch=8, steps=300),
+    Stage(corpus.Mix(tokens=1024, talk=0.15, context=(0.4, 0.9)), batch=4, steps=250),
+    Stage(corpus.Mix(tokens=2048, talk=0.1, context=(0.4, 0.9)), batch=3, steps=150),
+    Stage(corpus.Mix(tokens=3584, talk=0.1, context=(0.4, 0.9)), batch=2, steps=100),
 )
 
 
@@ -111,7 +113,9 @@ def loss_of(model: Qwen2ForCausalLM, batch: Batch, rng: torch.Generator) -> tupl
     weights = torch.where((batch.weights == 0) & sampled & (batch.ids != IGNORED), 0.05, batch.weights)[:, 1:]
     chosen = weights > 0
     with torch.autocast("cpu", torch.bfloat16):
-        hidden = model.model(input_ids=batch.ids, position_ids=batch.positions).last_hidden_state[:, :-1][chosen]
+        hidden = model.model(input_ids=batch.ids, position_ids=batch.positions).last_hidden_state[:, :-1][
+            chosen
+        ]
         logits = model.lm_head(hidden)
     targets, weights = batch.ids[:, 1:][chosen], weights[chosen]
     losses = functional.cross_entropy(logits.float(), targets, reduction="none")
@@ -172,7 +176,9 @@ def schedule(step: int, total: int) -> float:
     return min(1.0, (step + 1) / 50, (total - step) / (0.4 * total))
 
 
-def train(model: Qwen2ForCausalLM, encode: corpus.Encode, stages: tuple[Stage, ...], seed: int, rate: float) -> None:
+def train(
+    model: Qwen2ForCausalLM, encode: corpus.Encode, stages: tuple[Stage, ...], seed: int, rate: float
+) -> None:
     """Run the curriculum."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     tools = optimizers(model, rate)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 from contextlib import suppress
 
 import psutil
@@ -117,8 +118,17 @@ def _descendants() -> set[psutil.Process]:
 
 def _kill(processes: set[psutil.Process]) -> None:
     """What is left of them. psutil compares start times: a number that was given to somebody else is not
-    killed."""
+    killed. One that is dead but was never waited for, because its parent died before it, counts as gone."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=5)
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline and any(map(_lives, processes)):
+        time.sleep(0.02)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

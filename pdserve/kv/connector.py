@@ -14,7 +14,7 @@ been given to anyone meanwhile, their KV would be overwritten.
 So a stalled read is not failed. It is *reported*, with the connector's statistics; the engine
 (`VllmEngine`) then aborts its request and starts it again without remote KV in other blocks. vLLM keeps the
 blocks of an aborted request until its read has really ended: they are the quarantine. Peers with a stalled
-read get no new ones until it has ended. """
+read get no new ones until it has ended."""
 
 import os
 import time

@@ -12,8 +12,9 @@ from pdserve.queue.base import Delivery
 @dataclass(eq=False)
 class Job:
     engine_id: str
-    """Fresh for each delivery: an engine must never see one id twice, and a request may be delivered twice. Without
-    the request's own id, which a client may have chosen: NIXL's notifications are text with commas and colons."""
+    """Fresh for each delivery: an engine must never see one id twice, and a request may be delivered twice.
+    Without the request's own id, which a client may have chosen: NIXL's notifications are text with commas
+    and colons."""
     delivery: Delivery
     started: float = field(default_factory=time.monotonic)
 

@@ -24,8 +24,8 @@ class Delivery(ABC):
 
     @abstractmethod
     async def ack(self) -> None:
-        """Done, whatever came of it: never deliver again. Raises nothing during an outage: the server hears of
-        it when it is back."""
+        """Done, whatever came of it: never deliver again. Raises nothing during an outage: the server hears
+        of it when it is back."""
 
     @abstractmethod
     async def in_progress(self) -> None:
@@ -77,8 +77,8 @@ class PrefillQueue(ABC):
     @abstractmethod
     async def pull(self, limit: int, wait: float) -> list[Delivery]:
         """What is there, up to `limit` requests, or else the first that comes within `wait` seconds; empty
-        when none does. Requests past their deadline, and those cancelled since this process listens, are acked
-        and left out. Tells the deciders the new queue state."""
+        when none does. Requests past their deadline, and those cancelled since this process listens, are
+        acked and left out. Tells the deciders the new queue state."""
 
     @abstractmethod
     async def answer(self, instance: str, answer: PrefillAnswer) -> None: ...

@@ -3,6 +3,7 @@
 import os
 import secrets
 import time
+from pathlib import Path
 
 from pdserve.config.schema import Config, Slot, WorkerConfig
 from pdserve.engine.base import EngineFacts
@@ -42,11 +43,15 @@ def describe(
     )
 
 
-def model_card(config: Config, facts: EngineFacts) -> ModelCard:
+def model_card(config: Config, facts: EngineFacts, archive: str = "") -> ModelCard:
     """All of the worker's engine arguments are in it: which of them matter to a frontend is the frontend's
-    knowledge. The length is the one that the engine settled on."""
+    knowledge. The length is the one that the engine settled on, and a chat template in a file of this host
+    comes as its text."""
     arguments = dict(worker_config(config, Role.DECODE).engine_args)
     arguments["max-model-len"] = facts.max_model_len
+    template = arguments.get("chat-template")
+    if isinstance(template, str) and "\n" not in template and Path(template).is_file():
+        arguments["chat-template"] = Path(template).read_text("utf-8")
     return ModelCard(
         name=config.served_model_name,
         model=config.model,
@@ -54,6 +59,7 @@ def model_card(config: Config, facts: EngineFacts) -> ModelCard:
         max_model_len=facts.max_model_len,
         block_size=facts.block_size,
         vllm_version=facts.vllm_version,
+        blob=archive,
         supported_tasks=facts.supported_tasks,
         created=int(time.time()),
     )

@@ -108,6 +108,8 @@ class Driven:
         """Its processes hang."""
         for process in self.engine.processes:
             process.suspend()
+        while any(process.status() != psutil.STATUS_STOPPED for process in self.engine.processes):
+            time.sleep(0.01)
         try:
             yield
         finally:

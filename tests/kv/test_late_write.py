@@ -9,6 +9,7 @@ import signal
 import sys
 
 import numpy as np
+import psutil
 import pytest
 
 from pdserve.kv.nixl import provide_nixl, quiet_agents
@@ -67,6 +68,7 @@ async def test_a_released_read_still_writes(over_tcp: None) -> None:
         agent.release_xfer_handle(handle)
 
         peer.send_signal(signal.SIGSTOP)
+        await until(lambda: psutil.Process(peer.pid).status() == psutil.STATUS_STOPPED)
         handle, _ = read()
         await asyncio.sleep(0.2)
         assert agent.check_xfer_state(handle) == "PROC"

@@ -14,7 +14,7 @@ from nats.js.api import ObjectInfo
 
 from pdserve.errors import ProtocolError, QueueUnavailable
 from pdserve.queue.base import BlobStore
-from pdserve.queue.jetstream.connection import CONNECT_TIMEOUT
+from pdserve.queue.jetstream.connection import CONNECT_TIMEOUT, discard
 from pdserve.queue.jetstream.names import bucket
 
 CALL_TIMEOUT = 5.0
@@ -78,7 +78,7 @@ class NatsBlobs(BlobStore):
         except (nats.errors.Error, OSError, TimeoutError) as error:
             raise QueueUnavailable(f"NATS at {','.join(self._servers)}: {error}") from error
         finally:
-            await client.close()
+            await discard(client)
 
 
 async def _ignore(error: Exception) -> None:

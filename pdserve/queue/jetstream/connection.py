@@ -181,16 +181,22 @@ class Connection:
         if leaving and client.is_connected:
             with suppress(*_PASSING):
                 await client.flush(1)
-        # without this, close() may wait for ever for a server that hangs to take what is still to be sent,
-        # and what was reported as failed may still be sent
-        writer = getattr(client._transport, "_io_writer", None)
-        if writer is not None:
-            writer.transport.abort()
-        with suppress(*_PASSING):
-            async with asyncio.timeout(1):
-                await client.close()
+        await discard(client)
         if self.lost is not None and not self.lost.done():
             self.lost.set_result(None)
+
+
+async def discard(client: Client) -> None:
+    """Close it without sending what it still has: nats-py's close() would wait for ever for a server that
+    hangs to take that, and swallows cancellations meanwhile; and what was reported as failed must not be
+    sent."""
+    client._pending.clear()
+    client._pending_data_size = 0
+    writer = getattr(client._transport, "_io_writer", None)
+    if writer is not None:
+        writer.transport.abort()
+    with suppress(*_PASSING):
+        await client.close()
 
 
 async def _until_silent(client: Client, lost: "asyncio.Future[None]") -> None:
