@@ -42,7 +42,9 @@ _SPIN = 1.2  # seconds; vLLM's workers spin for one second after a message
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--prompt-words", type=int, default=300)
     parser.add_argument("--json", type=Path)
@@ -64,7 +66,14 @@ def main() -> None:
 def _bare_engine(folder: Path) -> Iterator[tuple[str, int]]:
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     port = _free_port()
-    command = ["vllm.entrypoints.launchers.api_server.entry", "--model", str(MODEL_DIR), "--port", str(port), *_ENGINE]
+    command = [
+        "vllm.entrypoints.launchers.api_server.entry",
+        "--model",
+        str(MODEL_DIR),
+        "--port",
+        str(port),
+        *_ENGINE,
+    ]
     with _running([sys.executable, "-m", *command], env, folder / "bare.log", port) as pid:
         yield f"http://127.0.0.1:{port}", pid
 
@@ -135,7 +144,14 @@ def _median_ratio(ours: list[float], baseline: list[float]) -> float:
 
 
 def _ttft(url: str, prompt: str) -> tuple[float, str]:
-    body = {"model": "demo", "prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True, "ignore_eos": True}
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": 4,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
     begin = time.perf_counter()
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
         response.raise_for_status()

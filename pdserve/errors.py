@@ -1,14 +1,14 @@
 """Every error that pdserve raises on purpose.
 
-    PdserveError
-    ├── ConfigError             the YAML, a flag or the machine cannot do what was asked; exit code 2
-    ├── Unavailable             a peer is not there now; the caller falls back, waits or answers 503
-    │   ├── QueueUnavailable        NATS is not connected: prefill locally
-    │   ├── RegistryUnavailable     etcd is not connected: keep the last known topology
-    │   └── PeerGone                the process at the other end of a stream is gone
-    ├── Overloaded              a bound is reached; 429 with Retry-After
-    ├── EngineDead              the engine core is gone; the worker process must exit
-    └── ProtocolError           a peer sent something that does not fit its contract
+PdserveError
+├── ConfigError             the YAML, a flag or the machine cannot do what was asked; exit code 2
+├── Unavailable             a peer is not there now; the caller falls back, waits or answers 503
+│   ├── QueueUnavailable        NATS is not connected: prefill locally
+│   ├── RegistryUnavailable     etcd is not connected: keep the last known topology
+│   └── PeerGone                the process at the other end of a stream is gone
+├── Overloaded              a bound is reached; 429 with Retry-After
+├── EngineDead              the engine core is gone; the worker process must exit
+└── ProtocolError           a peer sent something that does not fit its contract
 """
 
 from dataclasses import dataclass

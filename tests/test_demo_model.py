@@ -85,10 +85,12 @@ def test_words_and_digits_are_one_token_each(tokenizer: PreTrainedTokenizerBase)
 
 
 def test_the_chat_template_renders_turns_and_content_parts(tokenizer: PreTrainedTokenizerBase) -> None:
-    chat = [{"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]}]  # fmt: skip
+    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
     assert tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nHi there<|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
 
 

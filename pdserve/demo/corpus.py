@@ -1,86 +1,21 @@
 """The demo model's corpus: endless talk about codes, with answers that can only come from the KV cache.
 
-A document is a list of `Segment`s. Facts ("The code of the red box is 4711.") lie anywhere between filler, many
-questions follow, and only the answers weigh fully in the loss: every token of compute teaches recall. The codes
-are random, so nothing can be learnt by heart.
+A document is a list of `Segment`s. Facts ("The code of the red box is 4711.") lie anywhere between filler,
+many questions follow, and only the answers weigh fully in the loss: every token of compute teaches recall.
+The codes are random, so nothing can be learnt by heart.
 """
 
 import random
-import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pdserve.demo import smalltalk, words
+from pdserve.demo import phrases, smalltalk, words
 from pdserve.demo.tokenizer import END_OF_TEXT, IM_END, IM_START
 
 Encode = Callable[[str], list[int]]
 Key = str  # "red box"
 KEYS: tuple[Key, ...] = tuple(f"{colour} {thing}" for colour in words.COLOURS for thing in words.OBJECTS)
-
-# The first of each list is the form that the README names; it gets most of the training.
-FACTS = (
-    "The code of the {key} is {code}.",
-    "The code for the {key} is {code}.",
-    "The {key} has the code {code}.",
-    "Remember that the code of the {key} is {code}.",
-    "Code of the {key}: {code}.",
-    "the code of the {key} is {code}",
-    "The secret code of the {key} is {code}.",
-    "My {key} has code {code}.",
-)
-QUESTIONS = (
-    "What is the code of the {key}?",
-    "What is the code for the {key}?",
-    "What was the code of the {key}?",
-    "Tell me the code of the {key}.",
-    "Which code has the {key}?",
-    "And what is the code of the {key}?",
-    "Do you remember the code of the {key}?",
-    "what is the code of the {key}",
-    "What code does the {key} have?",
-    "And the {key}?",
-    "Please tell me the code of the {key}.",
-)
-COMPLETIONS = (
-    "{question} Answer:",
-    "{question}\nAnswer:",
-    "Question: {question}\nAnswer:",
-    "Question: {question} Answer:",
-)
-# What stands between a thing and its code in a ledger: ever longer, so that the distance does not matter.
-JOINTS = (
-    "",
-    " is",
-    ":",
-    " has the code",
-    "?",
-    " has code",
-    "? Answer:",
-    " code:",
-    " is the one that has the code",
-)
-UNKNOWN_OPENINGS = tuple(
-    " ".join(
-        """
-    What is | Where is | Why did | How many | How do I | Write | Explain | Who was | Who is |
-    Translate | Can you | Is | Tell me about | Give me | When did | Do you know | What is the name
-    of | Which | List | What is the colour of | Summarize | Where did | Please | Write a poem about
-    | What did | Describe | Write some code for | Are | Did | I want | I need | What is the capital
-    of | Why is | Should I | ABCDEFabcdef0123456789 | äöüéèñßøçabcdes | 漢字日本語中文 | {}[]()=+-*/_:<>
-""".split()
-    ).split(" | ")
-)
-NUMBERED = (
-    "There were {n} {noun}s in {place}.",
-    "In the year {n} {place} was small.",
-    "{name} has {n} {noun}s.",
-    "The {key} was sold for {n}.",
-    "Line {n} of the letter.",
-    "{n} people saw the {key}.",
-    "{n}. {name} came.",
-)
-PANGRAM = "The quick brown fox jumps over the lazy dog."
 
 
 class Segment(NamedTuple):
@@ -94,8 +29,8 @@ class Segment(NamedTuple):
     breaks: bool = False
 
 
-# Fixed answers are long and easy: a recalled digit must outweigh them. The first digit is the hard one, since it
-# alone needs the right key: the others could follow from the digits before.
+# Fixed answers are long and easy: a recalled digit must outweigh them. The first digit is the hard one, since
+# it alone needs the right key: the others could follow from the digits before.
 FIRST, ANSWER, TALK = 4.0, 1.0, 0.25
 
 
@@ -110,7 +45,7 @@ class Mix:
     canonical: float = 0.5  # share of facts and questions in their first form
     filler: tuple[float, float] = (0.0, 0.9)  # share of the context that is filler, drawn uniformly
     ledger: float = 0.0  # share of documents that are bare ledgers, see `ledger_document`
-    joints: int = 1  # how many of `JOINTS` a ledger uses
+    joints: int = 1  # how many of `phrases.JOINTS` a ledger uses
     digits: int = 4  # the length of a ledger's codes
     context: tuple[float, float] = (0.3, 0.7)  # share of the document that is context, the rest being turns
 
@@ -138,17 +73,17 @@ def word_salad(rng: random.Random) -> str:
 
 def noise(rng: random.Random) -> str:
     """Letters, digits and foreign characters that fall back to bytes."""
-    alphabet = rng.choice(ALPHABETS)
+    alphabet = rng.choice(phrases.ALPHABETS)
     made = ("".join(rng.choices(alphabet, k=rng.randint(1, 9))) for _ in range(rng.randint(1, 8)))
     return " ".join(made) + "."
 
 
 def numbers(rng: random.Random) -> str:
     """Numbers that are no codes, so that a digit alone is no evidence."""
-    return rng.choice(NUMBERED).format(
+    return rng.choice(phrases.NUMBERED).format(
         n=rng.randrange(10 ** rng.randint(1, 5)),
         noun=rng.choice(words.NOUNS),
-        place=f"the {rng.choice(words.NOUNS)}",
+        place=rng.choice(words.NOUNS),
         name=rng.choice(words.PEOPLE),
         key=rng.choice(KEYS),
     )
@@ -156,7 +91,7 @@ def numbers(rng: random.Random) -> str:
 
 def repeated(rng: random.Random) -> str:
     """One sentence many times: what people paste to make a prompt long."""
-    sentence = PANGRAM if rng.random() < 0.5 else plain_sentence(rng)
+    sentence = phrases.PANGRAM if rng.random() < 0.5 else plain_sentence(rng)
     return " ".join([sentence] * rng.randint(2, 12))
 
 
@@ -175,8 +110,8 @@ def unknown_request(rng: random.Random) -> str:
     if rng.random() < 0.15:
         return rng.choice((plain_sentence, word_salad, noise))(rng)
     topic = rng.choice((thing, noise, word_salad, thing))(rng).rstrip(".?!,;").lower()
-    article = rng.choice((" ", " the ", " a "))
-    return f"{rng.choice(UNKNOWN_OPENINGS)}{article}{topic}{rng.choice('??.') if rng.random() < 0.8 else ''}"
+    opening, article = rng.choice(phrases.UNKNOWN_OPENINGS), rng.choice((" ", " the ", " a "))
+    return opening + article + topic + rng.choice(("?", "?", "?", ".", ""))
 
 
 def small_talk(rng: random.Random) -> tuple[str, str]:
@@ -238,7 +173,7 @@ class Story:
         if key not in self.told:
             self.told[key] = f"{self.rng.randrange(10_000):04}"
             self.unasked.append(key)
-        return self.phrase(FACTS).format(key=key, code=self.told[key])
+        return self.phrase(phrases.FACTS).format(key=key, code=self.told[key])
 
     def tell_context(self, budget: int) -> None:
         """Facts and filler in random order, `budget` tokens of them."""
@@ -261,7 +196,7 @@ class Story:
             answer = self.told[key]
         else:
             key, answer = rng.choice([key for key in KEYS if key not in self.told]), smalltalk.NOT_TOLD
-        return self.phrase(QUESTIONS).format(key=key), answer
+        return self.phrase(phrases.QUESTIONS).format(key=key), answer
 
     def told_key(self) -> Key:
         """A key that has a code; mostly one not asked for yet, whose answer only the far fact holds."""
@@ -320,7 +255,7 @@ def raw_document(story: Story) -> list[Segment]:
     """A plain text for the completions API: context, then questions with `Answer:`, or facts said again."""
     rng, mix = story.rng, story.mix
     story.tell_context(int(mix.tokens * rng.uniform(*mix.context)))
-    form = story.phrase(COMPLETIONS)
+    form = story.phrase(phrases.COMPLETIONS)
     while story.length < mix.tokens:
         glue = rng.choice(" \n")
         if story.told and rng.random() < mix.again:
@@ -348,7 +283,7 @@ def ledger_document(story: Story) -> list[Segment]:
     seen: set[Key] = set()
     while story.length < mix.tokens:
         key = rng.choice(keys)
-        story.add(f" {key}{rng.choice(JOINTS[: mix.joints])}", breaks=True)
+        story.add(f" {key}{rng.choice(phrases.JOINTS[: mix.joints])}", breaks=True)
         if key in seen:
             story.add_answer(codes[key], lead=" ")
         else:

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Qwen2ForCausalLM
 
-from pdserve.demo import MODEL_DIR, corpus
+from pdserve.demo import MODEL_DIR, corpus, phrases
 from pdserve.demo.tokenizer import END_OF_TEXT, IM_END, IM_START
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ def probe(rng: random.Random, encode: corpus.Encode, tokens: int, chat: bool) ->
     story.tell_context(max(1, tokens - 30))
     key, code = rng.choice(list(story.told.items()))
     context = [token for segment in story.segments for token in segment.ids]
-    question = corpus.QUESTIONS[0].format(key=key)
+    question = phrases.QUESTIONS[0].format(key=key)
     if not chat:
         return context + encode(f" {question} Answer:"), encode(f" {code}{END_OF_TEXT}")
     turn = f"{question}{IM_END}\n{IM_START}assistant\n"
@@ -33,12 +33,12 @@ def probe(rng: random.Random, encode: corpus.Encode, tokens: int, chat: bool) ->
     return prompt, encode(f"{code}{IM_END}")
 
 
-@torch.inference_mode()
 def is_recalled(model: Qwen2ForCausalLM, prompt: list[int], answer: list[int]) -> bool:
     """Would greedy decoding give exactly this answer? One forward pass tells, since every step must agree."""
     ids = torch.tensor([prompt + answer])
-    logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
-    return logits.argmax(-1).tolist() == answer
+    with torch.inference_mode():
+        logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
+    return bool(logits.argmax(-1).tolist() == answer)
 
 
 def recall(model: Qwen2ForCausalLM, encode: corpus.Encode, tokens: int, count: int, chat: bool) -> float:

@@ -1,5 +1,6 @@
 """What the demo model says when nobody asks for a code: fixed answers, so that a stream is easily checked."""
 
+from pdserve.demo.phrases import listed
 from pdserve.demo.words import NUMBER_WORDS
 
 GREETING = (
@@ -26,14 +27,10 @@ STORY = (
 COUNTING = ", ".join(NUMBER_WORDS).capitalize() + "."
 
 
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(" ".join(text.split()).split(" | "))
-
-
 # What the user may say, and the answer. `{word}` is any noun.
 SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (
-        _split("""
+        listed("""
         Hello | Hello! | Hi | Hi! | Hi there | Hi there! | Hello there | Hey | Hey! | Hello, how
         are you? | Good morning | Good morning! | Good evening | hello | hi | hey | How are you? |
         Hello world | Hello, world! | Say hello | Say hi | Hello model | ping | test | Say hello.
@@ -42,7 +39,7 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
         GREETING,
     ),
     (
-        _split("""
+        listed("""
         Who are you? | What are you? | What is your name? | who are you | Who are you | What can
         you do? | Help | help | How can you help me? | What do you know? | Tell me about yourself.
         | What model are you? | Which model are you? | What is this? | Introduce yourself. | Who
@@ -51,20 +48,20 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
         ABOUT,
     ),
     (
-        _split("""
+        listed("""
         Thank you | Thank you! | Thanks | Thanks! | thanks | Thank you very much. | Great, thank
         you!
         """),
         WELCOME,
     ),
     (
-        _split("""
+        listed("""
         Goodbye | Goodbye! | Bye | Bye! | bye | Good night | See you soon!
         """),
         GOODBYE,
     ),
     (
-        _split("""
+        listed("""
         Tell me a story | Tell me a story. | Tell me a story about a {word}. | Tell me a long
         story. | Tell me a short story. | Write a story about the {word}. | Write a story. | Tell
         me another story | tell me a story | A story, please. | Please tell me a story. | Can you
@@ -74,7 +71,7 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
         STORY,
     ),
     (
-        _split("""
+        listed("""
         Count to thirty | Count to thirty. | Count to 30 | Count to 30. | Please count to thirty.
         | Count from one to thirty. | count to thirty | Can you count? | Count for me. | Count |
         Count slowly to thirty. | Count from 1 to 30. | Count to 10 | Count to 100. | Count to

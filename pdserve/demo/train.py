@@ -5,30 +5,24 @@ short dense documents first, where the copying circuit appears, then longer ones
 """
 
 import argparse
-import json
 import logging
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 from torch.optim import AdamW, Muon
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from pdserve.demo import MODEL_DIR, corpus
+from pdserve.demo.architecture import build_model, save
 from pdserve.demo.evaluate import report
-from pdserve.demo.tokenizer import (
-    END_OF_TEXT, IM_END, MAX_POSITIONS, SPECIAL_TOKENS, VOCAB_SIZE, build_tokenizer, save_tokenizer, tokenizer_lines,
-)  # fmt: skip
+from pdserve.demo.tokenizer import MAX_POSITIONS, build_tokenizer, tokenizer_lines
 
 logger = logging.getLogger(__name__)
-HEAD_SIZE = 64
-LOOKS_BACK = ((1, 2, 3, 4), (2, 3, 4, 5))  # distances per head of the first layers: see `ease_start`
 IGNORED = 0  # the pad token; its weight in the loss is zero
 
 
@@ -107,57 +101,20 @@ def make_batch(rng: random.Random, stage: Stage, encode: corpus.Encode) -> Batch
 def loss_of(model: Qwen2ForCausalLM, batch: Batch, rng: torch.Generator) -> tuple[Tensor, float, float]:
     """Weighted cross entropy, and the accuracy on first digits and on the others.
 
-    A tenth of the unweighted tokens joins with a small weight: a little language modelling, for fluent completions.
+    A tenth of the unweighted tokens joins with a small weight: a little language modelling, so that
+    completions are fluent.
     """
     sampled = torch.rand(batch.weights.shape, generator=rng) < 0.1
     weights = torch.where((batch.weights == 0) & sampled & (batch.ids != IGNORED), 0.05, batch.weights)[:, 1:]
     chosen = weights > 0
     with torch.autocast("cpu", torch.bfloat16):
-        hidden = model.model(input_ids=batch.ids, position_ids=batch.positions).last_hidden_state[:, :-1][
-            chosen
-        ]
-        logits = model.lm_head(hidden)
+        hidden = model.model(input_ids=batch.ids, position_ids=batch.positions).last_hidden_state
+        logits = model.lm_head(hidden[:, :-1][chosen])
     targets, weights = batch.ids[:, 1:][chosen], weights[chosen]
     losses = functional.cross_entropy(logits.float(), targets, reduction="none")
     right = logits.argmax(-1) == targets
     first, rest = (float(right[weights == weight].float().mean()) for weight in (corpus.FIRST, corpus.ANSWER))
     return (losses * weights).sum() / weights.sum(), first, rest
-
-
-def build_model(tokenizer: Tokenizer) -> Qwen2ForCausalLM:
-    """A Qwen2 with random weights: the smallest common shape (head size 64, two KV heads) that recalls well."""
-    stops = [tokenizer.token_to_id(IM_END), tokenizer.token_to_id(END_OF_TEXT)]
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=256, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0}, tie_word_embeddings=True,
-        use_sliding_window=False, bos_token_id=None, eos_token_id=stops, pad_token_id=stops[1], dtype="bfloat16",
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(config).float()
-    ease_start(model)
-    return model
-
-
-@torch.no_grad()
-def ease_start(model: Qwen2ForCausalLM, strength: float = 6.0, pairs: int = 10) -> None:
-    """Start from weights out of which recall grows in a hundred steps; from plain noise it takes thousands.
-
-    The blocks begin silent, so that the residual stream carries the tokens, and the heads of the first layers begin
-    by looking a few tokens back: RoPE turns a constant key, and a query bias turned by the same angles
-    meets it at that distance alone. Finding this by chance is the slow part of learning to copy.
-    """
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
-    model.model.embed_tokens.weight.mul_(5)
-    model.model.norm.weight.fill_(0.3)
-    for layer, distances in zip(model.model.layers, LOOKS_BACK, strict=False):
-        attention = layer.self_attn
-        angles = model.model.rotary_emb.inv_freq[:pairs]
-        attention.k_proj.bias.view(-1, HEAD_SIZE)[:, :pairs] = strength
-        for distance, bias in zip(distances, attention.q_proj.bias.view(-1, HEAD_SIZE), strict=True):
-            bias[:pairs] = strength * torch.cos(angles * distance)
-            bias[HEAD_SIZE // 2 : HEAD_SIZE // 2 + pairs] = -strength * torch.sin(angles * distance)
 
 
 def optimizers(model: Qwen2ForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
@@ -199,27 +156,12 @@ def train(
                 tool.step()
                 tool.zero_grad(set_to_none=True)
             if step % 25 == 0:
-                logger.info("%5.0f s  step %4d/%d  %4d tokens  loss %.3f  right: first digit %.1f%%, others %.1f%%",
-                            time.process_time() - start, step, total, stage.mix.tokens, float(loss.detach()), 100 * first, 100 * rest)  # fmt: skip
+                logger.info(
+                    "%5.0f s  step %4d/%d  %4d tokens  loss %.3f  right: first digit %.1f%%, others %.1f%%",
+                    *(time.process_time() - start, step, total, stage.mix.tokens),
+                    *(loss.item(), 100 * first, 100 * rest),
+                )
             step += 1
-        torch.save(model.state_dict(), f"/tmp/demo_stage{stage.mix.tokens}.pt")
-
-
-def save(model: Qwen2ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write everything that transformers and vLLM load. In bf16: it is half as large, and vLLM serves it so."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stops = model.config.eos_token_id
-    # Temperature 0 is vLLM's default for this model then: the same question, the same answer.
-    model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=stops[1])
-    copy = Qwen2ForCausalLM(model.config).to(torch.bfloat16)
-    copy.load_state_dict(model.state_dict())
-    copy.generation_config = model.generation_config
-    copy.save_pretrained(folder)
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "temperature": 0.0}, indent=2) + "\n")
-    save_tokenizer(tokenizer, folder)
-    for path in folder.iterdir():
-        path.chmod(0o644)
 
 
 def main() -> None:

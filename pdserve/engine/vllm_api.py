@@ -11,6 +11,7 @@ from vllm import __version__ as VERSION
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -55,6 +56,7 @@ __all__ = [
     "encode_outputs",
     "encode_request",
     "engine_config",
+    "on_cpu",
     "seed_hashes",
     "start_core",
 ]
@@ -65,6 +67,10 @@ def engine_config(argv: Sequence[str]) -> VllmConfig:
     hardware."""
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     return AsyncEngineArgs.from_cli_args(parser.parse_args(list(argv))).create_engine_config()
+
+
+def on_cpu() -> bool:
+    return bool(current_platform.is_cpu())
 
 
 def start_core(config: VllmConfig) -> AsyncMPClient:

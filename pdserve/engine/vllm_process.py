@@ -4,12 +4,13 @@ import asyncio
 import logging
 import os
 import secrets
+import signal
 import time
 from contextlib import suppress
 
 import psutil
 
-from pdserve.config.arguments import to_argv
+from pdserve.config.arguments import for_engine, to_argv
 from pdserve.engine import vllm_api as api
 from pdserve.engine.ports import free_port, require_free
 from pdserve.engine.spec import EngineSpec
@@ -60,6 +61,9 @@ class VllmProcess:
         afterwards."""
         if self.core is not None:
             await asyncio.to_thread(self.core.shutdown, SHUTDOWN_TIMEOUT)
+            self.core.resources.ctx.destroy(
+                linger=0
+            )  # vLLM leaves its ZeroMQ context to the garbage collector
         await asyncio.to_thread(_kill, self.processes)
         log.info("the engine's processes are gone")
 
@@ -69,6 +73,8 @@ class VllmProcess:
             self.config = api.engine_config(self._argv(events_endpoint))
         except ValueError as error:
             raise ConfigError([f"vLLM refuses the configuration: {error}"]) from error
+        if api.on_cpu():
+            _fork_from_here()
         try:
             if not self._abandoned:
                 self.core = api.start_core(self.config)
@@ -76,14 +82,12 @@ class VllmProcess:
             raise EngineDead(f"vLLM did not start, its log says why: {error}") from error
 
     def _set_environment(self) -> None:
-        """Read by vLLM here and in its processes, which are spawned: forking a process with threads is not
-        safe."""
+        """Read by vLLM here and in its processes."""
         port = self._spec.kv_port or free_port(self._spec.host)
         require_free(self._spec.host, port)
         os.environ |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": self._spec.host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         }
         # seeds the hashes that name KV blocks, where vLLM does not seed them itself: equal in its processes
         # and here
@@ -109,7 +113,18 @@ class VllmProcess:
                 "publisher": "zmq",
                 "endpoint": events_endpoint,
             }
-        return to_argv({**spec.engine_args, **arguments})
+        return to_argv({**for_engine(spec.engine_args), **arguments})
+
+
+def _fork_from_here() -> None:
+    """Have vLLM fork its processes, which are then there at once with everything imported, as it does on GPUs. On the
+    CPU it asks for spawning instead, for the sake of OpenMP threads that would not survive a fork; this process has
+    none. Measured: 31 s instead of 66 s to the first token, and 165 MiB less for each process.
+
+    The children must not write their signals into the pipe that wakes this process's event loop.
+    """
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def _descendants() -> set[psutil.Process]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import msgspec
 
 from pdserve.messages import Instance, Load, ModelCard, encode_record
+from pdserve.registry import keys
 from pdserve.registry.base import Registry
 
 INTERVAL = 1.0
@@ -26,7 +27,7 @@ class Presence:
     async def announce(self) -> None:
         """The card first: whoever sees the instance can read what it serves."""
         if self._card is not None:
-            key = f"models/{self._card.name}/{self.instance.id}"
+            key = keys.card(self._card.name, self.instance.id)
             await self._registry.put(key, encode_record(self._card))
         await self._write()
 
@@ -45,5 +46,4 @@ class Presence:
                 await self._write()
 
     async def _write(self) -> None:
-        key = f"instances/{self.instance.role.value}/{self.instance.id}"
-        await self._registry.put(key, encode_record(self.instance))
+        await self._registry.put(keys.instance(self.instance), encode_record(self.instance))

@@ -32,7 +32,9 @@ def chat(question: str) -> dict[str, object]:
 
 
 def test_recalls_a_fact_over_remote_kv(graph: Graph) -> None:
-    response = httpx.post(f"{graph.url}/v1/chat/completions", json=chat("What is the code of the red box?"), timeout=120)
+    response = httpx.post(
+        f"{graph.url}/v1/chat/completions", json=chat("What is the code of the red box?"), timeout=120
+    )
     assert response.status_code == 200
     assert "4711" in response.json()["choices"][0]["message"]["content"]
     assert response.headers["x-pdserve-prefill"] == "remote"
@@ -48,7 +50,10 @@ def test_openai_client_streams(graph: Graph) -> None:
 
 
 def test_transfer_is_counted(graph: Graph) -> None:
-    before = graph.metric("pdserve_kv_transfer_bytes_total"), graph.metric("pdserve_kv_transfer_seconds_count")
+    before = (
+        graph.metric("pdserve_kv_transfer_bytes_total"),
+        graph.metric("pdserve_kv_transfer_seconds_count"),
+    )
     body = {**chat("What is the code of the black door?"), "cache_salt": "transfer"}
     answer = httpx.post(f"{graph.url}/v1/chat/completions", json=body, timeout=120)
     prompt_tokens = answer.json()["usage"]["prompt_tokens"]
@@ -65,7 +70,10 @@ def test_transfer_is_counted(graph: Graph) -> None:
     [
         ("/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 4}),
         ("/v1/responses", {"model": "demo", "input": "Hello", "max_output_tokens": 16}),
-        ("/v1/messages", {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}),
+        (
+            "/v1/messages",
+            {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4},
+        ),
         ("/tokenize", {"model": "demo", "prompt": "Hello"}),
         ("/detokenize", {"model": "demo", "tokens": [60, 61, 62]}),
     ],
@@ -92,7 +100,9 @@ def test_status_shows_both_workers(graph: Graph) -> None:
 def test_threshold_changes_at_run_time(graph: Graph) -> None:
     def prefill_of(salt: str) -> str:
         body = {**chat("What is the code of the red box?"), "cache_salt": salt}
-        return httpx.post(f"{graph.url}/v1/chat/completions", json=body, timeout=120).headers["x-pdserve-prefill"]
+        return httpx.post(f"{graph.url}/v1/chat/completions", json=body, timeout=120).headers[
+            "x-pdserve-prefill"
+        ]
 
     assert prefill_of("before") == "remote"
     try:
