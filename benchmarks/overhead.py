@@ -144,23 +144,17 @@ def _median_ratio(ours: list[float], baseline: list[float]) -> float:
 
 
 def _ttft(url: str, prompt: str) -> tuple[float, str]:
-    body = {
-        "model": "demo",
-        "prompt": prompt,
-        "max_tokens": 4,
-        "temperature": 0,
-        "stream": True,
-        "ignore_eos": True,
-    }
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True, "ignore_eos": True}
+    first = None
     begin = time.perf_counter()
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
         response.raise_for_status()
         for line in response.iter_lines():
-            if line.startswith("data: {"):
+            if first is None and line.startswith("data: {"):
                 first = time.perf_counter() - begin
-                response.read()
-                return first, response.headers.get("x-pdserve-prefill", "")
-    raise SystemExit(f"{url} answered without a token")
+    if first is None:
+        raise SystemExit(f"{url} answered without a token")
+    return first, response.headers.get("x-pdserve-prefill", "")
 
 
 def _processes(root: int, seconds: float) -> list[dict[str, object]]:

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from pdserve import __version__
-from pdserve.cli import doctor, plan, role, serve, settings, status
+from pdserve.cli import chaos, doctor, plan, role, serve, settings, status
 from pdserve.errors import ConfigError, PdserveError
 
-COMMANDS = (serve, role, plan, status, settings, doctor)
+COMMANDS = (serve, role, plan, status, settings, doctor, chaos)
 
 _DESCRIPTION = """\
 LLM serving on vLLM with prefill and decode separated: one YAML file describes the graph, one command runs it.
@@ -20,6 +20,7 @@ LLM serving on vLLM with prefill and decode separated: one YAML file describes t
   pdserve serve -f configs/local.yaml    the whole graph on this machine, until Ctrl-C
   pdserve status                         who is there, and what they are doing
   pdserve doctor                         is this machine fit for it?
+  pdserve chaos -f configs/local.yaml    what happens when anything of it dies
 """
 
 _EPILOG = """\

@@ -14,7 +14,7 @@ from nats.js.api import ObjectInfo
 
 from pdserve.errors import ProtocolError, QueueUnavailable
 from pdserve.queue.base import BlobStore
-from pdserve.queue.jetstream.connection import CONNECT_TIMEOUT, discard
+from pdserve.queue.jetstream.connection import discard, open_client
 from pdserve.queue.jetstream.names import bucket
 
 CALL_TIMEOUT = 5.0
@@ -25,7 +25,7 @@ class NatsBlobs(BlobStore):
     """Raises QueueUnavailable while NATS is away."""
 
     def __init__(self, nats: str, namespace: str) -> None:
-        self._servers = [one.strip() for one in nats.split(",")]
+        self._url = nats
         self._bucket = bucket(namespace)
 
     async def put(self, name: str, data: bytes) -> None:
@@ -64,25 +64,14 @@ class NatsBlobs(BlobStore):
     async def _jetstream(self) -> AsyncIterator[JetStreamContext]:
         client = Client()
         try:
-            await client.connect(
-                self._servers,
-                allow_reconnect=False,
-                max_reconnect_attempts=1,
-                reconnect_time_wait=0,
-                connect_timeout=CONNECT_TIMEOUT,
-                error_cb=_ignore,
-            )
+            await open_client(client, self._url)
             yield client.jetstream(timeout=CALL_TIMEOUT)
         except nats.js.errors.NotFoundError:
             raise
         except (nats.errors.Error, OSError, TimeoutError) as error:
-            raise QueueUnavailable(f"NATS at {','.join(self._servers)}: {error}") from error
+            raise QueueUnavailable(f"NATS at {self._url}: {error}") from error
         finally:
             await discard(client)
-
-
-async def _ignore(error: Exception) -> None:
-    """Whatever it is, the operation fails or times out."""
 
 
 def _digest(data: bytes | bytearray) -> str:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
@@ -28,7 +28,19 @@ RETRY = 0.3
 _INBOX_BOUND = 100_000
 _PASSING = (nats.errors.Error, OSError, TimeoutError)
 
+T = TypeVar("T")
 Handler = Callable[[Msg], Awaitable[None]]
+
+
+async def heed(call: Awaitable[T]) -> T:
+    """Await something of nats-py, which at times swallows a cancellation (its own doing, and wait_for's
+    before Python 3.12): a task that was cancelled meanwhile stops here nevertheless."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    result = await call
+    if task and task.cancelling() > before:
+        raise asyncio.CancelledError
+    return result
 
 
 class Inbox:
@@ -156,21 +168,11 @@ class Connection:
             if not lost.done():
                 lost.set_result(None)
 
-        await client.connect(
-            [one.strip() for one in self.url.split(",")],
-            allow_reconnect=False,
-            max_reconnect_attempts=1,
-            reconnect_time_wait=0,
-            connect_timeout=CONNECT_TIMEOUT,
-            ping_interval=24 * 3600,
-            flush_timeout=1,
-            error_cb=_on_error,
-            closed_cb=on_closed,
-        )
+        await heed(open_client(client, self.url, on_closed))
         self._unsent = set(self._handlers)
-        await self._prepare(client)
+        await heed(self._prepare(client))
         self._client = client
-        await self.settle()
+        await heed(self.settle())
         log.info("NATS at %s answers", self.url)
         if not tried.done():
             tried.set_result(None)
@@ -184,6 +186,23 @@ class Connection:
         await discard(client)
         if self.lost is not None and not self.lost.done():
             self.lost.set_result(None)
+
+
+async def open_client(
+    client: Client, url: str, on_closed: Callable[[], Awaitable[None]] | None = None
+) -> None:
+    """For one TCP connection: without pings and reconnections of its own."""
+    await client.connect(
+        [one.strip() for one in url.split(",")],
+        allow_reconnect=False,
+        max_reconnect_attempts=1,
+        reconnect_time_wait=0,
+        connect_timeout=CONNECT_TIMEOUT,
+        ping_interval=24 * 3600,
+        flush_timeout=1,
+        error_cb=_on_error,
+        closed_cb=on_closed,
+    )
 
 
 async def discard(client: Client) -> None:
@@ -204,8 +223,7 @@ async def _until_silent(client: Client, lost: "asyncio.Future[None]") -> None:
         await asyncio.wait({lost}, timeout=PING_INTERVAL)
         if not lost.done():
             try:
-                async with asyncio.timeout(PING_TIMEOUT + 1):
-                    await client.flush(PING_TIMEOUT)
+                await heed(client.flush(PING_TIMEOUT))
             except _PASSING:
                 return
 

@@ -29,7 +29,7 @@ from pdserve.messages import (
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.cancelled import Cancelled
 from pdserve.queue.depth import Depth
-from pdserve.queue.jetstream.connection import Connection, Inbox
+from pdserve.queue.jetstream.connection import Connection, Inbox, heed
 from pdserve.queue.jetstream.delivery import JetStreamDelivery
 from pdserve.queue.jetstream.names import CONSUMER, Names
 from pdserve.queue.jetstream.pull import ConsumerMissing, Puller
@@ -37,6 +37,8 @@ from pdserve.queue.jetstream.setup import Limits, ensure, read_state, require_je
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_WITHDRAW_FOR = 30.0
 
 
 class JetStreamQueue(PrefillQueue):
@@ -52,9 +54,7 @@ class JetStreamQueue(PrefillQueue):
         self._cancels: Inbox | None = None
         self._owed_acks: set[str] = set()
         self._unsure: dict[str, float] = {}
-        """requests whose storing was not confirmed, and their deadlines: they may be in the stream
-        nevertheless
-        """
+        """requests whose storing was not confirmed, and until when they are withdrawn"""
         self._syncer: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -91,10 +91,12 @@ class JetStreamQueue(PrefillQueue):
         await self._withdraw_unsure(client)
 
     async def _withdraw_unsure(self, client: Client) -> None:
-        """What could not be confirmed counts as failed here, so nobody needs to work on it."""
+        """What could not be confirmed counts as failed here, so nobody needs to work on it. Said more than
+        once, because after an outage the prefill workers may be back later than we are."""
         now = time.time()
-        if unsure := [one for one, deadline in self._unsure.items() if deadline > now]:
-            await client.publish(self._names.cancel, encode(PrefillCancel(unsure)))
+        self._unsure = {one: until for one, until in self._unsure.items() if until > now}
+        if self._unsure:
+            await client.publish(self._names.cancel, encode(PrefillCancel(list(self._unsure))))
 
     # depth
 
@@ -120,12 +122,9 @@ class JetStreamQueue(PrefillQueue):
                 continue
             try:
                 client = self._connection.client()
-                if self._unsure:
-                    # once more: on the reconnection, the prefill workers may have been back later than we
-                    await self._withdraw_unsure(client)
-                    self._unsure.clear()
+                await self._withdraw_unsure(client)
                 if self.depth and time.monotonic() - self._news >= self._limits.resync:
-                    await self._sync(client)
+                    await heed(self._sync(client))
             except (nats.errors.Error, QueueUnavailable, TimeoutError) as error:
                 log.debug("queue depth: %s", error)
 
@@ -137,25 +136,20 @@ class JetStreamQueue(PrefillQueue):
             try:
                 await self._store(request, payload)
             except nats.js.errors.NoStreamResponseError:
-                await ensure(self._connection.client(), self._names, self._limits)
+                await heed(ensure(self._connection.client(), self._names, self._limits))
                 await self._store(request, payload)
         except nats.errors.TimeoutError as error:
-            self._unsure[request.request_id] = request.deadline
+            self._unsure[request.request_id] = min(request.deadline, time.time() + _WITHDRAW_FOR)
             raise QueueUnavailable("NATS did not confirm the request in time") from error
         except nats.errors.Error as error:
             raise QueueUnavailable(getattr(error, "description", None) or str(error)) from error
 
     async def _store(self, request: PrefillRequest, payload: bytes) -> None:
         await self._connection.settle()
-        stored = (
-            await self._connection.client()
-            .jetstream()
-            .publish(
-                self._names.requests,
-                payload,
-                timeout=self._limits.publish_timeout,
-                headers={"Nats-Msg-Id": request.request_id},
-            )
+        js = self._connection.client().jetstream()
+        headers = {"Nats-Msg-Id": request.request_id}
+        stored = await heed(
+            js.publish(self._names.requests, payload, timeout=self._limits.publish_timeout, headers=headers)
         )
         self._depth = self._depth.published(stored.seq)
 
@@ -183,7 +177,7 @@ class JetStreamQueue(PrefillQueue):
         except ConsumerMissing:
             log.warning("the queue of %s is gone from NATS; making it anew", self._names.model)
         try:
-            await ensure(self._connection.client(), self._names, self._limits)
+            await heed(ensure(self._connection.client(), self._names, self._limits))
             return await self._puller.fetch(limit, wait)
         except (ConsumerMissing, nats.errors.Error) as error:
             raise QueueUnavailable(f"the queue's stream cannot be made: {error}") from error

@@ -1,0 +1,136 @@
+"""A cut network for one process group, without rules in the kernel's firewall.
+
+Every TCP connection of the group to somebody outside of it gets a socket filter that drops what arrives, at both
+ends: data, acknowledgements and resets all vanish, as on a cable that was pulled. Its listening sockets drop
+connection attempts. Connections that the group itself opens meanwhile are found within some ten milliseconds.
+Connections inside the group stay whole, as on a host whose network is gone, and so does what is no TCP:
+shared memory between engines (UCX), hence UCX_TLS=tcp in a graph that is started to be cut.
+
+Needs the right to duplicate the sockets of the processes at both ends (pidfd_getfd: root, or the same user where
+ptrace_scope allows it), and nothing of nft or iptables.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
+
+import psutil
+
+_PIDFD_GETFD = 438
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_DROP = ctypes.create_string_buffer(
+    struct.pack("HBBI", 0x06, 0, 0, 0)
+)  # BPF: return 0, the packet is dropped
+_PROGRAM = struct.pack("HL", 1, ctypes.addressof(_DROP))
+_LOOK_EVERY = 0.02
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Address = tuple[str, int]
+
+
+class Cannot(Exception):
+    """This process may not reach into the sockets of others here; the text says why."""
+
+
+@asynccontextmanager
+async def cut_off(group: int, others: Iterable[int]) -> AsyncIterator[None]:
+    """`others` are the processes at the far ends, as far as they are known: this process is always one. Raises
+    Cannot before anything is cut."""
+    cut = _Cut(group, others)
+    try:
+        cut.extend()
+        keeper = asyncio.create_task(cut.keep(), name="cut")
+        try:
+            yield
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+    finally:
+        cut.heal()
+
+
+class _Cut:
+    def __init__(self, group: int, others: Iterable[int]) -> None:
+        self._group = group
+        self._others = [os.getpid(), *others]
+        self._sockets: dict[tuple[int, int, object], socket.socket] = {}
+
+    async def keep(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_EVERY)
+            with contextlib.suppress(Cannot):
+                self.extend()
+
+    def extend(self) -> None:
+        """Cut what is not cut yet."""
+        members = [pid for pid in psutil.pids() if _group_of(pid) == self._group]
+        inside = [end for pid in members for end in _ends(pid)]
+        own = {local for _, _, local, remote in inside if remote}
+        fresh: set[Address] = set()
+        for pid, fd, local, remote in inside:
+            if remote not in own and self._attach(pid, fd, (local, remote)) and remote:
+                fresh.add(local)
+        if fresh:
+            for pid, fd, local, remote in (end for each in self._others for end in _ends(each)):
+                if remote in fresh:
+                    self._attach(pid, fd, (local, remote))
+
+    def _attach(self, pid: int, fd: int, which: object) -> bool:
+        if (pid, fd, which) in self._sockets:
+            return False
+        found = _duplicate(pid, fd)
+        if found is None:
+            return False
+        found.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _PROGRAM)
+        self._sockets[pid, fd, which] = found
+        return True
+
+    def heal(self) -> None:
+        for each in self._sockets.values():
+            with contextlib.suppress(OSError):
+                each.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+            each.close()
+        self._sockets.clear()
+
+
+def _group_of(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def _ends(pid: int) -> Iterator[tuple[int, int, Address, Address | None]]:
+    """Its TCP sockets: pid, descriptor, local address, remote address or None for one that listens."""
+    try:
+        found = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return
+    for one in found:
+        if one.raddr:
+            yield pid, one.fd, (one.laddr.ip, one.laddr.port), (one.raddr.ip, one.raddr.port)
+        elif one.status == psutil.CONN_LISTEN:
+            yield pid, one.fd, (one.laddr.ip, one.laddr.port), None
+
+
+def _duplicate(pid: int, fd: int) -> socket.socket | None:
+    """None where the process or its descriptor is gone."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    try:
+        copy = _libc.syscall(_PIDFD_GETFD, handle, fd, 0)
+    finally:
+        os.close(handle)
+    if copy >= 0:
+        return socket.socket(fileno=copy)
+    code = ctypes.get_errno()
+    if code in (1, 38):  # EPERM, ENOSYS
+        raise Cannot(f"cannot reach the sockets of process {pid} ({os.strerror(code)}): needs root")
+    return None

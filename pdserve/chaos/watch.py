@@ -1,0 +1,71 @@
+"""The graph, as etcd itself tells it: who is there, and what they still hold."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+from pdserve.errors import RegistryUnavailable
+from pdserve.messages import Instance, decode_instance
+from pdserve.registry import keys
+from pdserve.registry.base import Registry
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY = 0.25
+
+
+class Watch:
+    """Asks the server each time: a picture that an outage has frozen would say that nothing is amiss."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self.whole: Mapping[str, int] = {}
+        """how many of each role make the graph complete"""
+
+    async def instances(self) -> list[Instance]:
+        """Empty while etcd does not answer."""
+        try:
+            found = await self._registry.read(keys.INSTANCES)
+        except RegistryUnavailable as error:
+            log.debug("%s", error)
+            return []
+        return [decode_instance(value) for value in found.values()]
+
+    async def learn(self) -> list[Instance]:
+        """What is there now is the whole graph."""
+        instances = await self.instances()
+        self.whole = _count(instances)
+        return instances
+
+    async def until_whole(self, but: str = "") -> None:
+        """Until as many of each role are registered as at the beginning. `but` is the instance that was
+        killed: its lease may outlive it."""
+        while _count([one for one in await self.instances() if one.id != but]) != self.whole:  # noqa: ASYNC110 (an outage of etcd must not freeze it)
+            await asyncio.sleep(LOOK_EVERY)
+
+    async def leftovers(self, within: float) -> tuple[int, int]:
+        """KV blocks still held, and prefill requests still queued, when nothing is left of either, or after
+        so many seconds."""
+        left = (0, 0)
+        for _ in range(int(within / LOOK_EVERY)):
+            instances = await self.instances()
+            left = _held(instances), max((one.load.queue_depth for one in instances), default=0)
+            if _count(instances) == self.whole and left == (0, 0) and not any(map(_busy, instances)):
+                break
+            await asyncio.sleep(LOOK_EVERY)
+        return left
+
+
+def _count(instances: list[Instance]) -> Counter[str]:
+    return Counter(one.role.value for one in instances if not one.draining)
+
+
+def _busy(one: Instance) -> bool:
+    return bool(one.load.running or one.load.waiting)
+
+
+def _held(instances: list[Instance]) -> int:
+    """At least one for each worker that holds anything: the share is rounded."""
+    shares = ((one.load.kv_usage, one.kv_blocks) for one in instances if one.load.kv_usage)
+    return sum(max(1, round(share * blocks)) for share, blocks in shares)
