@@ -144,7 +144,14 @@ def _median_ratio(ours: list[float], baseline: list[float]) -> float:
 
 
 def _ttft(url: str, prompt: str) -> tuple[float, str]:
-    body = {"model": "demo", "prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True, "ignore_eos": True}
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": 4,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
     first = None
     begin = time.perf_counter()
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:

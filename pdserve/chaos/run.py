@@ -43,8 +43,9 @@ class Options:
     patience: float = 60.0
     """seconds after which a client says that its request hangs"""
     recover_within: float = 180.0
-    settle: float = 10.0
-    """seconds after the last request in which every block has to be free"""
+    settle: float = 40.0
+    """seconds after the last request in which every block has to be free: the lease of KV that a dead decode
+    worker never fetched, and some more"""
     seed: int = 1
 
 
@@ -113,10 +114,13 @@ class Chaos:
                 recovered = await self._harm(fault, victim, load)
                 self._say(f"{name}: {_after(recovered)}, {len(load.done)} requests so far")
             await asyncio.sleep(max(0.0, started + options.seconds - time.monotonic()))
-        leaked, queued = await self._watch.leftovers(options.settle)
-        row = score(name, victim.name if victim else "", load.seen(), recovered, leaked, queued)
-        for error in row.errors:
-            self._say(f"{name}: {error}")
+        left = await self._watch.leftovers(options.settle)
+        row = score(name, victim.name if victim else "", load.seen(), recovered, left)
+        for trouble in (
+            *row.errors,
+            *(f"{one} still holds {held} blocks" for one, held in left.blocks.items()),
+        ):
+            self._say(f"{name}: {trouble}")
         return row
 
     async def _until_warm(self, load: Load) -> None:

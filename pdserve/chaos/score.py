@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
+from pdserve.chaos.watch import Leftovers
+
 
 class Result(StrEnum):
     OK = "ok"
@@ -48,9 +50,11 @@ class Row:
     """seconds from the end of the fault until all were registered again and remote prefill happened; None:
     not within the bound"""
     leaked: int = 0
-    """KV blocks that were still held some seconds after the last request had ended"""
+    """KV blocks that were still held when the last request had ended long ago, leases included"""
     queued: int = 0
     """prefill requests that were still in the queue then"""
+    freed: float = 0.0
+    """seconds from the last request's end until no block was held"""
     skipped: str = ""
     errors: tuple[str, ...] = ()
     """what failed requests said, the most frequent first"""
@@ -61,9 +65,7 @@ class Row:
         return bool(self.skipped) or (not dropped and self.requests > 0 and self.recovered is not None)
 
 
-def score(
-    fault: str, victim: str, seen: Sequence[Seen], recovered: float | None, leaked: int, queued: int
-) -> Row:
+def score(fault: str, victim: str, seen: Sequence[Seen], recovered: float | None, left: Leftovers) -> Row:
     counts = Counter(one.result for one in seen)
     errors = Counter(one.error for one in seen if one.error and one.result is not Result.APART)
     return Row(
@@ -76,8 +78,9 @@ def score(
         apart=counts[Result.APART],
         p99_pause=percentile([one.pause for one in seen if one.pause is not None], 0.99),
         recovered=recovered,
-        leaked=leaked,
-        queued=queued,
+        leaked=sum(left.blocks.values()),
+        queued=left.queued,
+        freed=left.seconds,
         errors=tuple(f"{count} x {text}" for text, count in errors.most_common(5)),
     )
 

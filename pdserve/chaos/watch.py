@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pdserve.errors import RegistryUnavailable
 from pdserve.messages import Instance, decode_instance
@@ -13,6 +15,18 @@ from pdserve.registry.base import Registry
 log = logging.getLogger(__name__)
 
 LOOK_EVERY = 0.25
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What a graph without requests still holds."""
+
+    blocks: Mapping[str, int]
+    """KV blocks by instance, of those that hold any"""
+    queued: int
+    """prefill requests"""
+    seconds: float
+    """how long it was looked for"""
 
 
 class Watch:
@@ -44,17 +58,19 @@ class Watch:
         while _count([one for one in await self.instances() if one.id != but]) != self.whole:  # noqa: ASYNC110 (an outage of etcd must not freeze it)
             await asyncio.sleep(LOOK_EVERY)
 
-    async def leftovers(self, within: float) -> tuple[int, int]:
-        """KV blocks still held, and prefill requests still queued, when nothing is left of either, or after
-        so many seconds."""
-        left = (0, 0)
-        for _ in range(int(within / LOOK_EVERY)):
+    async def leftovers(self, within: float) -> Leftovers:
+        """What is left when nothing is, or after so many seconds."""
+        started = time.monotonic()
+        while True:
             instances = await self.instances()
-            left = _held(instances), max((one.load.queue_depth for one in instances), default=0)
-            if _count(instances) == self.whole and left == (0, 0) and not any(map(_busy, instances)):
-                break
+            seconds = time.monotonic() - started
+            left = Leftovers(
+                _held(instances), max((one.load.queue_depth for one in instances), default=0), seconds
+            )
+            clean = not left.blocks and not left.queued and not any(map(_busy, instances))
+            if seconds >= within or (clean and _count(instances) == self.whole):
+                return left
             await asyncio.sleep(LOOK_EVERY)
-        return left
 
 
 def _count(instances: list[Instance]) -> Counter[str]:
@@ -65,7 +81,8 @@ def _busy(one: Instance) -> bool:
     return bool(one.load.running or one.load.waiting)
 
 
-def _held(instances: list[Instance]) -> int:
+def _held(instances: list[Instance]) -> dict[str, int]:
     """At least one for each worker that holds anything: the share is rounded."""
-    shares = ((one.load.kv_usage, one.kv_blocks) for one in instances if one.load.kv_usage)
-    return sum(max(1, round(share * blocks)) for share, blocks in shares)
+    return {
+        one.id: max(1, round(one.load.kv_usage * one.kv_blocks)) for one in instances if one.load.kv_usage
+    }

@@ -150,6 +150,7 @@ COLUMNS = (
     "wrong",
     "p99 pause",
     "recovered",
+    "freed",
     "leaked",
     "apart",
     "",
@@ -172,7 +173,7 @@ def scorecard(rows: "list[Row]") -> "Table":
 
 def _cells(row: "Row") -> tuple[str, ...]:
     if row.skipped:
-        return row.fault, *[""] * 8, f"skipped: {row.skipped}"
+        return row.fault, *[""] * 9, f"skipped: {row.skipped}"
     numbers = (row.requests, row.failed, row.hung, row.wrong)
     recovered = "never" if row.recovered is None else f"{row.recovered:.1f} s"
     ghosts = f"{row.queued} still queued" if row.queued else ""
@@ -181,6 +182,7 @@ def _cells(row: "Row") -> tuple[str, ...]:
         *map(str, numbers),
         f"{row.p99_pause:.2f} s",
         recovered,
+        f"{row.freed:.1f} s",
         str(row.leaked),
         str(row.apart or ""),
         ghosts or ("" if row.good else "BAD"),
