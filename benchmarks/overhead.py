@@ -11,7 +11,6 @@ taken pair by pair and the median is reported.
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import httpx
 import psutil
 
 from pdserve.demo import MODEL_DIR
+from pdserve.ports import free_port
 
 _YAML = """
 Graph: {{kv-port: {kv_port}}}
@@ -65,7 +65,7 @@ def main() -> None:
 @contextmanager
 def _bare_engine(folder: Path) -> Iterator[tuple[str, int]]:
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    port = _free_port()
+    port = free_port("127.0.0.1")
     command = [
         "vllm.entrypoints.launchers.api_server.entry",
         "--model",
@@ -80,8 +80,8 @@ def _bare_engine(folder: Path) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def _graph(folder: Path) -> Iterator[tuple[str, int]]:
-    port, yaml = _free_port(), folder / "graph.yaml"
-    yaml.write_text(_YAML.format(port=port, kv_port=_free_port()))
+    port, yaml = free_port("127.0.0.1"), folder / "graph.yaml"
+    yaml.write_text(_YAML.format(port=port, kv_port=free_port("127.0.0.1")))
     env = {"PDSERVE_STATE_DIR": str(folder / "state")}
     command = [sys.executable, "-m", "pdserve", "serve", "-f", str(yaml)]
     with _running(command, env, folder / "graph.log", port) as pid:
@@ -197,12 +197,6 @@ def _print(report: dict[str, object]) -> None:
     print(f"\n{'process':<62}{'RSS MiB':>9}{'idle CPU %':>12}")
     for row in processes:
         print(f"{row['process']:<62}{row['rss_mb']:>9.0f}{row['cpu_percent']:>12.1f}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from pdserve.config.machine import GIB, Gpu, Machine
 from pdserve.doctor import host, servers
 from pdserve.doctor.finding import Finding, Grade
 from pdserve.doctor.transfer import transfer
+from pdserve.ports import free_port, port_holder
 from pdserve.supervisor.embedded import nats_binary
-from pdserve.supervisor.ports import free_port, port_holder
 from tests.conditions import until
 
 CARD = Gpu(0, "A10", 24 * GIB)

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from pdserve.supervisor.ports import free_port, port_holder
+from pdserve.ports import free_port, port_holder
 
 PDSERVE = [sys.executable, "-m", "pdserve"]
 WORKERS = """

@@ -38,15 +38,15 @@ class Cannot(Exception):
 
 
 @asynccontextmanager
-async def cut_off(group: int, others: Iterable[int]) -> AsyncIterator[None]:
+async def cut_off(group: int, others: Iterable[int]) -> AsyncIterator["Cut"]:
     """`others` are the processes at the far ends, as far as they are known: this process is always one. Raises
     Cannot before anything is cut."""
-    cut = _Cut(group, others)
+    cut = Cut(group, others)
     try:
         cut.extend()
         keeper = asyncio.create_task(cut.keep(), name="cut")
         try:
-            yield
+            yield cut
         finally:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
@@ -54,11 +54,16 @@ async def cut_off(group: int, others: Iterable[int]) -> AsyncIterator[None]:
         cut.heal()
 
 
-class _Cut:
+class Cut:
     def __init__(self, group: int, others: Iterable[int]) -> None:
         self._group = group
         self._others = [os.getpid(), *others]
-        self._sockets: dict[tuple[int, int, object], socket.socket] = {}
+        self._sockets: dict[tuple[int, int, tuple[Address, Address | None]], socket.socket] = {}
+
+    @property
+    def connections(self) -> int:
+        """Ends of connections that drop what arrives."""
+        return sum(remote is not None for _, _, (_, remote) in self._sockets)
 
     async def keep(self) -> None:
         while True:
@@ -80,14 +85,19 @@ class _Cut:
                 if remote in fresh:
                     self._attach(pid, fd, (local, remote))
 
-    def _attach(self, pid: int, fd: int, which: object) -> bool:
+    def _attach(self, pid: int, fd: int, which: tuple[Address, Address | None]) -> bool:
         if (pid, fd, which) in self._sockets:
             return False
         found = _duplicate(pid, fd)
         if found is None:
             return False
-        found.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _PROGRAM)
         self._sockets[pid, fd, which] = found
+        try:
+            found.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _PROGRAM)
+        except OSError as error:
+            raise Cannot(
+                f"the kernel cuts no such socket ({error.strerror}): multipath TCP, most likely"
+            ) from error
         return True
 
     def heal(self) -> None:
@@ -129,7 +139,11 @@ def _duplicate(pid: int, fd: int) -> socket.socket | None:
     finally:
         os.close(handle)
     if copy >= 0:
-        return socket.socket(fileno=copy)
+        try:
+            return socket.socket(fileno=copy)
+        except OSError:  # the descriptor is something else by now
+            os.close(copy)
+            return None
     code = ctypes.get_errno()
     if code in (1, 38):  # EPERM, ENOSYS
         raise Cannot(f"cannot reach the sockets of process {pid} ({os.strerror(code)}): needs root")

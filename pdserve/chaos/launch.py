@@ -19,9 +19,9 @@ from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.config.tree import read_tree
 from pdserve.errors import ConfigError, Unavailable
+from pdserve.ports import free_port
 from pdserve.supervisor import state
 from pdserve.supervisor.exits import dies_with_parent, exit_of
-from pdserve.supervisor.ports import free_port
 
 START_WITHIN = 900.0
 STOP_WITHIN = 90.0

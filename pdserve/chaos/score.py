@@ -2,12 +2,10 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-
-from pdserve.chaos.watch import Leftovers
 
 
 class Result(StrEnum):
@@ -30,6 +28,18 @@ class Seen:
     pause: float | None = None
     """seconds of the longest wait for a token, the first one included; None where it was not streamed"""
     error: str = ""
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What a graph without requests still holds."""
+
+    blocks: Mapping[str, int]
+    """KV blocks by instance, of those that hold any"""
+    queued: int
+    """prefill requests"""
+    seconds: float
+    """how long it was looked for"""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from pdserve.chaos.score import Leftovers
 from pdserve.errors import RegistryUnavailable
 from pdserve.messages import Instance, decode_instance
 from pdserve.registry import keys
@@ -15,18 +15,6 @@ from pdserve.registry.base import Registry
 log = logging.getLogger(__name__)
 
 LOOK_EVERY = 0.25
-
-
-@dataclass(frozen=True)
-class Leftovers:
-    """What a graph without requests still holds."""
-
-    blocks: Mapping[str, int]
-    """KV blocks by instance, of those that hold any"""
-    queued: int
-    """prefill requests"""
-    seconds: float
-    """how long it was looked for"""
 
 
 class Watch:

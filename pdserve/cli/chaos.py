@@ -67,6 +67,7 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     import asyncio
+    import logging
 
     from pdserve.chaos.faults import FAULTS, choose
     from pdserve.chaos.run import Options
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     options = Options(
         choose(args.only), args.seconds, args.hold, args.concurrency, args.patience, seed=args.seed
     )
+    logging.basicConfig(level=logging.ERROR)  # that etcd is away is no news here
     rows = asyncio.run(_all(args, options))
     show(scorecard(rows))
     if args.json:

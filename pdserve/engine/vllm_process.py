@@ -12,10 +12,10 @@ import psutil
 
 from pdserve.config.arguments import for_engine, to_argv
 from pdserve.engine import vllm_api as api
-from pdserve.engine.ports import free_port, require_free
 from pdserve.engine.spec import EngineSpec
 from pdserve.errors import ConfigError, EngineDead
 from pdserve.messages import Role
+from pdserve.ports import free_port, port_holder
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,10 @@ class VllmProcess:
     def _set_environment(self) -> None:
         """Read by vLLM here and in its processes."""
         port = self._spec.kv_port or free_port(self._spec.host)
-        require_free(self._spec.host, port)
+        if holder := port_holder(self._spec.host, port):  # vLLM would not say so, but hang for ever
+            raise ConfigError(
+                [f"The KV side channel's port {port} on {self._spec.host} is held by {holder}."]
+            )
         os.environ |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": self._spec.host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),

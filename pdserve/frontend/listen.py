@@ -7,13 +7,12 @@ import psutil
 
 from pdserve.errors import ConfigError
 
-BACKLOG = 2048
 
-
-def listen(host: str, port: int) -> socket.socket:
-    """Bound with SO_REUSEPORT: the kernel spreads connections over the processes that listen. Raises
-    ConfigError, naming who holds the port, where it is not one of our siblings: with SO_REUSEPORT a stranger
-    would otherwise get a part of our requests."""
+def bind(host: str, port: int) -> socket.socket:
+    """Bound with SO_REUSEPORT: the kernel spreads connections over the processes that listen, which this
+    socket does not yet: a frontend that still loads must not get any. Raises ConfigError, naming who holds
+    the port, where it is not one of our siblings: with SO_REUSEPORT a stranger would otherwise get a part of
+    our requests."""
     if stranger := _stranger(port):
         raise ConfigError([f"Frontend.port: {port} is in use by {stranger}. Stop it or choose another port."])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -22,7 +21,6 @@ def listen(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((host, port))
-        sock.listen(BACKLOG)
         sock.setblocking(False)
     except OSError as error:
         sock.close()

@@ -115,6 +115,12 @@ class Roster:
             return serving.problem or "its tokenizer and configuration are being loaded"
         return "" if serving.live else "no decode worker is connected"
 
+    async def settled(self) -> None:
+        """Until each model that the registry has now is served, or known not to be."""
+        self._take()
+        for serving in list(self._models.values()):
+            await serving.settled.wait()
+
     def live(self) -> dict[str, int]:
         """Connected decode workers by model."""
         return {name: serving.live for name, serving in sorted(self._models.items())}

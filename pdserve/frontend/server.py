@@ -18,11 +18,11 @@ from pdserve.errors import RegistryUnavailable
 from pdserve.frontend.app import Edge
 from pdserve.frontend.asgi import App
 from pdserve.frontend.auth import load_keys
-from pdserve.frontend.listen import listen
+from pdserve.frontend.listen import bind
 from pdserve.frontend.metrics_page import MetricsPage
 from pdserve.frontend.roster import Roster
 from pdserve.frontend.versions import vllm_version
-from pdserve.messages import Instance, encode_record
+from pdserve.messages import Instance, Role, encode_record
 from pdserve.observe.page import serve_metrics
 from pdserve.processor.surroundings import Surroundings
 from pdserve.queue.jetstream import connect_blobs
@@ -35,6 +35,8 @@ from pdserve.worker.identity import new_instance_id
 
 logger = logging.getLogger(__name__)
 
+LOAD_WITHIN = 60.0
+"""seconds that a frontend beside others takes to load its models before it takes requests nevertheless"""
 _STOPPERS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -46,7 +48,7 @@ async def main(config: Config, slot: Slot) -> None:
     assert frontend is not None, f"{config.path} has no section for a frontend"
     assert config.etcd is not None
     api_keys = load_keys()
-    with listen(frontend.host, frontend.port) as sock:
+    with bind(frontend.host, frontend.port) as sock:
         async with AsyncExitStack() as stack:
             me = _describe(config, slot, sock, stack.enter_context(serve_metrics(config.host)))
             registry = await stack.enter_async_context(connect_registry(config.etcd, config.namespace))
@@ -54,8 +56,17 @@ async def main(config: Config, slot: Slot) -> None:
             around = _surroundings(config, frontend.router, me.id)
             roster = await stack.enter_async_context(Roster(view, around, config.served_model_name))
             client = await stack.enter_async_context(httpx.AsyncClient())
+            if view.instances(Role.FRONTEND):
+                await _load_models(roster)
             edge = Edge(roster, MetricsPage(view, me.id, client), api_keys, config.request_timeout)
             await _serve(edge, sock, registry, me, config.drain_timeout)
+
+
+async def _load_models(roster: Roster) -> None:
+    """Others answer on this port meanwhile: whoever came to us would wait for all of our start."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LOAD_WITHIN):
+            await roster.settled()
 
 
 def _surroundings(config: Config, router: str, me: str) -> Surroundings:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from pdserve.config.schema import Config, Slot
-from pdserve.supervisor.ports import port_holder
+from pdserve.ports import port_holder
 
 
 def busy_ports(config: Config, slots: Iterable[Slot]) -> list[str]:

@@ -1,28 +1,24 @@
 """The life of a server process that belongs to us: start, ready, watch, stop, restart."""
 
 import asyncio
-import ctypes
 import fcntl
 import logging
-import os
 import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
 
 from pdserve.errors import ConfigError
-from pdserve.supervisor.ports import free_port, port_holder
+from pdserve.ports import free_port, port_holder
+from pdserve.supervisor.exits import dies_with_parent, exit_of
 
 log = logging.getLogger(__name__)
 
 READY_WITHIN = 20.0
 STOP_WITHIN = 5.0
-_PR_SET_PDEATHSIG = 1
-_prctl = ctypes.CDLL(None).prctl
 
 
 class ServerProcess(ABC):
@@ -102,7 +98,7 @@ class ServerProcess(ABC):
                 pass_fds=(lock.fileno(),),
                 # not a session: that would be a scheduling group of its own on most hosts, and starve (FACTS)
                 process_group=0,
-                preexec_fn=_die_with_parent(),
+                preexec_fn=dies_with_parent(signal.SIGKILL),
             )
             lock.truncate(0)
             lock.write(str(process.pid))
@@ -136,8 +132,7 @@ class ServerProcess(ABC):
         process = self._process
         if process is None:
             return 0
-        await _exit_of(process)
-        return process.wait()
+        return await exit_of(process)
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL for one that does not end within a few seconds. Fine when it does not run."""
@@ -147,7 +142,7 @@ class ServerProcess(ABC):
         process.terminate()
         try:
             async with asyncio.timeout(STOP_WITHIN):
-                await _exit_of(process)
+                await exit_of(process)
         except TimeoutError:
             log.warning("%s did not stop within %g s and is killed", self.name, STOP_WITHIN)
         finally:
@@ -159,27 +154,3 @@ class ServerProcess(ABC):
         """Stop it if it runs, and start it on the same port and data."""
         await self.stop()
         await self.start()
-
-
-async def _exit_of(process: subprocess.Popen[bytes]) -> None:
-    """A pidfd works under every event loop, without child watchers or threads."""
-    if process.poll() is not None:
-        return
-    loop, ended, pidfd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(process.pid)
-    loop.add_reader(pidfd, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
-
-
-def _die_with_parent() -> Callable[[], None]:
-    parent = os.getpid()
-
-    def in_child() -> None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)  # it died between fork and prctl
-
-    return in_child

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from pdserve.ports import free_port
 from pdserve.queue import connect as connect_queue
 from pdserve.registry import connect as connect_registry
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, etcd_binary, nats_binary
-from pdserve.supervisor.ports import free_port
 from tests.deploy.compose import FOLDER, HEALTH_KEYS, SERVICE_KEYS, load, replaced
 from tests.queue.requests import publish
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.ports import free_port
 from tests.e2e.cases import Case, identity_cases
-from tests.e2e.graph import Graph, free_port, serving
+from tests.e2e.graph import Graph, serving
 
 # float32: in bfloat16 one and the same vLLM engine disagrees with itself when prompts share its batches
 # (docs/decisions/0005-float32-in-identity-tests.md), so identity can only be asked for here.
@@ -55,7 +56,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory, reference: dict[str, list[in
     # `reference` comes first so that three engines never load at once on a small machine.
     del reference
     folder: Path = tmp_path_factory.mktemp("graph")
-    yaml = GRAPH.format(port=free_port(), kv_port=free_port(), decode=1, prefill=1)
+    yaml = GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1"), decode=1, prefill=1)
     with serving(yaml, folder) as graph:
         yield graph
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.frontend.listen import listen
+from pdserve.frontend.listen import bind
 
 _HOLD = (
     "import socket, os\n"
@@ -19,9 +19,9 @@ _HOLD = (
 
 
 def test_processes_share_a_port() -> None:
-    with listen("127.0.0.1", 0) as one:
+    with bind("127.0.0.1", 0) as one:
         port = one.getsockname()[1]
-        with listen("127.0.0.1", port) as other:
+        with bind("127.0.0.1", port) as other:
             assert other.getsockname()[1] == port
 
 
@@ -34,7 +34,7 @@ def test_a_stranger_on_the_port_is_named() -> None:
     port, pid = map(int, holder.stdout.readline().split())
     try:
         with pytest.raises(ConfigError, match=rf"{port} is in use by process {pid} .*python"):
-            listen("127.0.0.1", port)
+            bind("127.0.0.1", port)
     finally:
         holder.stdin.close()
         holder.stdout.close()
@@ -43,11 +43,11 @@ def test_a_stranger_on_the_port_is_named() -> None:
 
 def test_an_address_that_is_not_ours() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1"):
-        listen("203.0.113.1", 0)
+        bind("203.0.113.1", 0)
 
 
 def test_ipv6() -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6 on this machine")
-    with listen("::1", 0) as sock:
+    with bind("::1", 0) as sock:
         assert sock.family == socket.AF_INET6

@@ -8,9 +8,9 @@ import pytest
 
 from pdserve.errors import ConfigError, QueueUnavailable
 from pdserve.messages import PrefillFailed
+from pdserve.ports import free_port
 from pdserve.queue import connect, connect_blobs
 from pdserve.supervisor.embedded import EmbeddedNats
-from pdserve.supervisor.ports import free_port
 from tests.queue.conftest import NatsOutage, Outage
 from tests.queue.requests import ids, publish, request, until
 from tests.servers import hung, nats_server

@@ -9,11 +9,11 @@ import time
 import pytest
 
 from pdserve.errors import ConfigError, RegistryUnavailable
+from pdserve.ports import free_port
 from pdserve.registry import connect
 from pdserve.registry.base import Change
 from pdserve.registry.etcd import EtcdRegistry
 from pdserve.registry.etcd_session import Lost
-from pdserve.supervisor.ports import free_port
 from tests.registry.conftest import TTL, EtcdStage, MemoryStage, Stage
 from tests.registry.following import following, until
 from tests.servers import hung

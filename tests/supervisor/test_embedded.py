@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from pdserve.errors import ConfigError
+from pdserve.ports import free_port, port_holder
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
-from pdserve.supervisor.ports import free_port, port_holder
 from pdserve.supervisor.server_process import ServerProcess
 from tests.servers import kill
 

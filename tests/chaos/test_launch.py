@@ -1,0 +1,59 @@
+"""The file of the graph under test, made from the user's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pdserve.chaos.launch import SIM_SPEED, derive, free_ports
+from pdserve.config.load import load
+from pdserve.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def _loaded(file: Path, folder: Path, **changes: str) -> "tuple[dict[str, object], Path]":
+    sections = derive(file, 2, 8123, 20100, **changes)
+    written = folder / "derived.yaml"
+    written.write_text(json.dumps(sections))
+    return sections, written
+
+
+def test_two_of_each_and_servers_of_its_own(tmp_path: Path) -> None:
+    config = load(_loaded(ROOT / "configs/local.yaml", tmp_path, dtype="float32")[1], {})
+    assert config.frontend is not None
+    assert config.decode is not None
+    assert config.prefill is not None
+    assert (config.frontend.processes, config.decode.count, config.prefill.count) == (2, 2, 2)
+    assert (config.frontend.port, config.kv_port, config.served_model_name) == (8123, 20100, "demo")
+    assert config.decode.engine_args["dtype"] == config.prefill.engine_args["dtype"] == "float32"
+
+
+def test_somebody_elses_servers_are_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "graph.yaml"
+    file.write_text(
+        "Common: {model: demo}\n"
+        "Graph: {nats: 'nats://10.0.0.5:4222', etcd: '10.0.0.5:2379', state_dir: /elsewhere, kv_port: 7}\n"
+        "Frontend: {port: 80, ServiceArgs: {workers: 3}}\n"
+        "VllmWorker: {engine: sim, common-configs: [model], ServiceArgs: {workers: 4}}\n"
+    )
+    sections, written = _loaded(file, tmp_path)
+    config = load(written, {})
+    assert config.nats is None
+    assert config.etcd is None
+    assert config.frontend is not None
+    assert config.decode is not None
+    assert (config.frontend.processes, config.decode.count, config.prefill) == (3, 4, None)
+    assert config.decode.engine_args["additional-config"] == SIM_SPEED
+    assert "PrefillWorker" not in sections
+
+
+def test_without_a_frontend_nobody_can_ask(tmp_path: Path) -> None:
+    file = tmp_path / "graph.yaml"
+    file.write_text("Common: {model: demo}\nVllmWorker: {engine: sim, common-configs: [model]}\n")
+    with pytest.raises(ConfigError, match="has no Frontend section"):
+        derive(file, 2, 8123, 20100)
+
+
+def test_free_ports_are_below_those_of_connections() -> None:
+    assert 15000 <= free_ports("127.0.0.1", 32) <= 30000

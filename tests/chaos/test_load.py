@@ -1,0 +1,106 @@
+"""The clients, against a server that does what servers should not."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from pdserve.chaos.cases import Case
+from pdserve.chaos.load import Load
+from pdserve.chaos.score import Result
+
+ANSWER = (7, 8, 9)
+HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\nx-pdserve-prefill: remote\r\n"
+STREAM = HEAD + b"content-type: text/event-stream\r\n\r\n"
+
+
+def _event(*tokens: int) -> bytes:
+    choice = {"index": 0, "text": "", "token_ids": list(tokens)}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+def _whole(*tokens: int) -> bytes:
+    body = json.dumps({"choices": [{"text": "", "token_ids": list(tokens)}]}).encode()
+    return HEAD + f"content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+DONE = b"data: [DONE]\n\n"
+SAYS = {
+    "right": STREAM + _event(7) + _event(8, 9) + DONE,
+    "wrong": STREAM + _event(7) + _event(9, 9) + DONE,
+    "doubled": STREAM + _event(7) + _event(7, 8, 9) + DONE,
+    "short": STREAM + _event(7, 8) + DONE,
+    "broken off": STREAM + _event(7, 8),
+    "error event": STREAM + _event(7) + b'data: {"error": {"message": "lost", "code": 503}}\n\n' + DONE,
+    "503": b'HTTP/1.1 503 No\r\ncontent-length: 31\r\n\r\n{"error": {"message": "nobody"}}',
+    "hangs": STREAM + _event(7),
+    "whole": _whole(7, 8, 9),
+    "whole wrong": _whole(7, 8, 8),
+}
+
+
+@asynccontextmanager
+async def _server(kind: str) -> AsyncIterator[str]:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+        asked = json.loads(await reader.readexactly(int(length.split(b":")[1])))
+        assert asked["prompt"] == [1, 2]
+        writer.write(SAYS[kind])
+        if kind == "hangs":
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def _cases(stream: bool) -> Iterator[Case]:
+    while True:
+        yield Case((1, 2), 3, stream, ANSWER)
+
+
+@pytest.mark.parametrize(
+    ("kind", "result", "error"),
+    [
+        ("right", Result.OK, ""),
+        ("whole", Result.OK, ""),
+        ("wrong", Result.WRONG, ""),
+        ("whole wrong", Result.WRONG, ""),
+        ("doubled", Result.WRONG, ""),
+        ("short", Result.FAILED, ""),
+        ("broken off", Result.FAILED, "the stream ended without [DONE]"),
+        ("error event", Result.FAILED, "in the stream: lost"),
+        ("503", Result.FAILED, "HTTP 503 nobody"),
+        ("hangs", Result.HUNG, "no end within 0.5 s"),
+    ],
+)
+async def test_what_clients_see(kind: str, result: Result, error: str) -> None:
+    async with _server(kind) as url, Load(url, "demo", _cases("whole" not in kind), 2, 0.5) as load:
+        await load.until(lambda one: True, 2)
+    assert {one.result for one in load.seen()} == {result}
+    assert {one.error for one in load.seen()} == {error}
+    assert {one.prefill for one in load.done} == ({""} if kind == "503" else {"remote"})
+
+
+async def test_connections_of_a_killed_frontend_are_counted_apart() -> None:
+    """All break: some on the killed frontend's connections, one on a living one's, some long after."""
+    async with _server("hangs") as url, Load(url, "demo", _cases(True), 4, 0.2) as load:
+        await load.until(lambda one: True, 4)
+    for one in load.done:
+        one.hung, one.reset, one.error = False, True, "connection: reset"
+    spared, late, *_ = load.done
+    load.frontend_dies({spared.port})
+    killed_at = load.done[-1].ended
+    load._killed_at = killed_at
+    for one in load.done:
+        one.started, one.ended = killed_at - 1, killed_at + 1
+    late.started, late.ended = killed_at + 10, killed_at + 11
+    count = Counter(one.result for one in load.seen())
+    assert count == {Result.FAILED: 2, Result.APART: len(load.done) - 2}
