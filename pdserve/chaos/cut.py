@@ -16,6 +16,7 @@ import ctypes
 import os
 import socket
 import struct
+import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 
@@ -58,23 +59,35 @@ class Cut:
     def __init__(self, group: int, others: Iterable[int]) -> None:
         self._group = group
         self._others = [os.getpid(), *others]
+        self._members: list[int] = []
+        self._known: set[tuple[int, str, str]] = set()
         self._sockets: dict[tuple[int, int, tuple[Address, Address | None]], socket.socket] = {}
+        self._lock = threading.Lock()
+        self._healed = False
 
     @property
     def connections(self) -> int:
         """Ends of connections that drop what arrives."""
-        return sum(remote is not None for _, _, (_, remote) in self._sockets)
+        return sum(remote is not None for _, _, (_, remote) in list(self._sockets))
 
     async def keep(self) -> None:
+        """In a thread, because the clients that measure the pauses are in this one."""
         while True:
             await asyncio.sleep(_LOOK_EVERY)
-            with contextlib.suppress(Cannot):
-                self.extend()
+            if _open_sockets(self._members) != self._known:
+                with contextlib.suppress(Cannot):
+                    await asyncio.to_thread(self.extend)
 
     def extend(self) -> None:
         """Cut what is not cut yet."""
-        members = [pid for pid in psutil.pids() if _group_of(pid) == self._group]
-        inside = [end for pid in members for end in _ends(pid)]
+        with self._lock:
+            if not self._healed:
+                self._extend()
+
+    def _extend(self) -> None:
+        self._members = [pid for pid in psutil.pids() if _group_of(pid) == self._group]
+        self._known = _open_sockets(self._members)
+        inside = [end for pid in self._members for end in _ends(pid)]
         own = {local for _, _, local, remote in inside if remote}
         fresh: set[Address] = set()
         for pid, fd, local, remote in inside:
@@ -101,11 +114,25 @@ class Cut:
         return True
 
     def heal(self) -> None:
-        for each in self._sockets.values():
-            with contextlib.suppress(OSError):
-                each.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-            each.close()
-        self._sockets.clear()
+        with self._lock:  # a thread may still be at it
+            self._healed = True
+            for each in self._sockets.values():
+                with contextlib.suppress(OSError):
+                    each.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+                each.close()
+            self._sockets.clear()
+
+
+def _open_sockets(pids: Iterable[int]) -> set[tuple[int, str, str]]:
+    """All of theirs, by process and descriptor: cheap, and different as soon as there is a new one."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if (link := os.readlink(entry.path)).startswith("socket:"):
+                        found.add((pid, entry.name, link))
+    return found
 
 
 def _group_of(pid: int) -> int:

@@ -133,12 +133,14 @@ def _spawn(graph_file: Path, folder: Path) -> "subprocess.Popen[bytes]":
 
 
 def _environment(ours: Mapping[str, str], state_dir: Path) -> dict[str, str]:
-    """Nobody else's servers are ever harmed. UCX over TCP: shared memory cannot be cut."""
+    """Nobody else's servers are ever harmed. UCX over TCP: shared memory cannot be cut, and neither can the
+    multipath TCP on which servers written in Go listen."""
     clean = {name: value for name, value in ours.items() if name not in ("PDSERVE_NATS", "PDSERVE_ETCD")}
     return {
         **clean,
         "PDSERVE_STATE_DIR": str(state_dir),
         "UCX_TLS": ours.get("UCX_TLS", "tcp,cuda_copy,self"),
+        "GODEBUG": "multipathtcp=0",
     }
 
 

@@ -90,6 +90,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _all(args: argparse.Namespace, options: "Options") -> "list[Row]":
+    """Told to stop, it heals what it has broken and stops what it has started."""
+    import asyncio
+    import signal
+
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    try:
+        return await _exercise(args, options)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+async def _exercise(args: argparse.Namespace, options: "Options") -> "list[Row]":
     import shutil
     import tempfile
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -58,3 +59,33 @@ def _mentioning(text: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+@pytest.mark.chaos
+def test_told_to_stop_in_the_middle_it_leaves_nothing(tmp_path: Path) -> None:
+    file, log = tmp_path / "sim.yaml", tmp_path / "log"
+    file.write_text(YAML)
+    command = [
+        sys.executable,
+        "-m",
+        "pdserve",
+        "chaos",
+        "-f",
+        str(file),
+        "--only",
+        "decode-hang",
+        "--hold",
+        "200",
+    ]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=out, stderr=out
+        )
+    deadline = time.monotonic() + 180
+    while "decode-hang: decode-" not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
+    process.terminate()
+    assert process.wait(60) == 130, log.read_text()
+    assert _mentioning(str(tmp_path)) == []

@@ -35,7 +35,7 @@ SAYS = {
     "short": STREAM + _event(7, 8) + DONE,
     "broken off": STREAM + _event(7, 8),
     "error event": STREAM + _event(7) + b'data: {"error": {"message": "lost", "code": 503}}\n\n' + DONE,
-    "503": b'HTTP/1.1 503 No\r\ncontent-length: 31\r\n\r\n{"error": {"message": "nobody"}}',
+    "503": b'HTTP/1.1 503 No\r\ncontent-length: 32\r\n\r\n{"error": {"message": "nobody"}}',
     "hangs": STREAM + _event(7),
     "whole": _whole(7, 8, 9),
     "whole wrong": _whole(7, 8, 8),

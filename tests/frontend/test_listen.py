@@ -51,3 +51,8 @@ def test_ipv6() -> None:
         pytest.skip("no IPv6 on this machine")
     with bind("::1", 0) as sock:
         assert sock.family == socket.AF_INET6
+
+
+def test_a_bound_port_gets_no_connections_yet() -> None:
+    with bind("127.0.0.1", 0) as sock, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(sock.getsockname())

@@ -19,8 +19,9 @@ from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.spec import EngineSpec, make_engine
 from pdserve.errors import ConfigError
 from pdserve.frontend.server import main
-from pdserve.messages import Role
+from pdserve.messages import Instance, Role, encode_record
 from pdserve.queue.memory import connect as connect_queue
+from pdserve.registry import keys
 from pdserve.registry.etcd import connect as connect_registry
 from pdserve.registry.view import View
 from pdserve.stream.zmq import listen
@@ -178,3 +179,23 @@ async def test_a_busy_port_is_an_error_at_once(config: Config) -> None:
     broken = replace(config, frontend=FrontendConfig(host="203.0.113.1", port=0))
     with pytest.raises(ConfigError, match="cannot listen"):
         await main(broken, Slot(Role.FRONTEND, 0))
+
+
+async def test_beside_another_frontend_it_takes_requests_only_when_it_can_serve_them(config: Config) -> None:
+    """They share a port: whoever came to it earlier would wait for its start, and not at the other one."""
+    other = Instance("frontend-7-other", Role.FRONTEND)
+    assert config.etcd is not None
+    async with (
+        decode_worker(config, 0),
+        connect_registry(config.etcd, config.namespace) as registry,
+        View(registry) as view,
+    ):
+        await registry.put(keys.instance(other), encode_record(other))
+        await until(lambda: bool(view.instances(Role.FRONTEND)))
+        running = asyncio.create_task(main(config, Slot(Role.FRONTEND, 0)))
+        await until(lambda: running.done() or len(view.instances(Role.FRONTEND)) == 2, 30)
+        (me,) = (one for one in view.instances(Role.FRONTEND) if one.id != other.id)
+        async with httpx.AsyncClient(base_url=me.address, timeout=30) as client:
+            assert "loaded" not in (await client.get("/health")).text
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(running, 10)
