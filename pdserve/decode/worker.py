@@ -100,7 +100,7 @@ class DecodeWorker:
         depth = self._queue.depth
         QUEUE_DEPTH.set(depth)
         waiting = usage.waiting + self.requests.waiting
-        return Load(usage.running, waiting, round(usage.kv_usage, 3), depth)
+        return Load(usage.running, waiting, round(usage.kv_usage, 6), depth)
 
     async def _read_frontends(self) -> None:
         async for frontend, message in self._stream.received():

@@ -39,8 +39,7 @@ def build_model(tokenizer: Tokenizer) -> Qwen2ForCausalLM:
 
 
 def ease_start(model: Qwen2ForCausalLM, strength: float = 6.0, pairs: int = 10) -> None:
-    """Start from weights out of which recall grows in a hundred steps;
-    from plain noise a thousand are too few.
+    """Start where recall grows within a hundred steps; from plain noise a thousand are too few.
 
     The blocks begin silent, so that the residual stream carries the tokens, and the heads of the first layers
     begin by looking a few tokens back: RoPE turns a constant key, and a query bias turned by the same angle

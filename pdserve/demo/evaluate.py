@@ -19,7 +19,9 @@ LENGTHS = {50: 200, 200: 200, 500: 200, 1000: 200, 2000: 100, 2500: 100, 3000: 1
 def probe(rng: random.Random, encode: corpus.Encode, tokens: int, chat: bool) -> tuple[list[int], list[int]]:
     """A prompt of about `tokens` tokens with one question about one of its facts, and the right answer."""
     story = corpus.Story(rng, corpus.Mix(tokens, talk=0.0, filler=(0.3, 0.98)), encode)
-    story.tell_context(max(1, tokens - 30))
+    while not story.told:  # some contexts hold no fact at all
+        story.segments, story.length = [], 0
+        story.tell_context(max(1, tokens - 30))
     key, code = rng.choice(list(story.told.items()))
     context = [token for segment in story.segments for token in segment.ids]
     question = phrases.QUESTIONS[0].format(key=key)

@@ -85,7 +85,7 @@ class PrefillWorker:
 
     def _load(self) -> Load:
         usage = self._engine.usage
-        return Load(usage.running, usage.waiting, round(usage.kv_usage, 3), self._queue.depth)
+        return Load(usage.running, usage.waiting, round(usage.kv_usage, 6), self._queue.depth)
 
     # taking requests
 

@@ -12,8 +12,8 @@ from pdserve.ports import free_port
 from tests.e2e.cases import Case, identity_cases
 from tests.e2e.graph import Graph, serving
 
-# float32: in bfloat16 one and the same vLLM engine disagrees with itself when prompts share its batches
-# (docs/decisions/0005-float32-in-identity-tests.md), so identity can only be asked for here.
+# The model's own bfloat16: on the CPU, vLLM's answers do not depend on what else is in the batch, so identity can be
+# asked for in what users run; test_identity.py checks that this is so.
 GRAPH = """
 Graph:
   kv-port: {kv_port}
@@ -21,7 +21,6 @@ Common:
   model: demo
   block-size: 32
   max-model-len: 4096
-  dtype: float32
 Frontend:
   served_model_name: demo
   port: {port}
@@ -31,24 +30,29 @@ VllmWorker:
   max-local-prefill-length: 128
   max-prefill-queue-size: 16
   ServiceArgs: {{workers: {decode}}}
-  common-configs: [model, block-size, max-model-len, dtype]
+  common-configs: [model, block-size, max-model-len]
 PrefillWorker:
   ServiceArgs: {{workers: {prefill}}}
-  common-configs: [model, block-size, max-model-len, dtype]
+  common-configs: [model, block-size, max-model-len]
 """
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    """Greedy tokens of a plain vLLM engine for every identity case, by the case's name."""
+def plain_engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
+    """What a plain vLLM engine says to every identity case: `alone`, and `together` in shared batches."""
     folder = tmp_path_factory.mktemp("reference")
-    cases = identity_cases()
-    (folder / "in.json").write_text(json.dumps([case.as_dict() for case in cases]))
+    (folder / "in.json").write_text(json.dumps([case.as_dict() for case in identity_cases()]))
     command = [sys.executable, "-m", "tests.e2e.reference", str(folder / "in.json"), str(folder / "out.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    tokens = json.loads((folder / "out.json").read_text())
-    return {case.name: ids for case, ids in zip(cases, tokens, strict=True)}
+    answers: dict[str, list[list[int]]] = json.loads((folder / "out.json").read_text())
+    return answers
+
+
+@pytest.fixture(scope="session")
+def reference(plain_engine: dict[str, list[list[int]]]) -> dict[str, list[int]]:
+    """Greedy tokens of a plain vLLM engine for every identity case, by the case's name."""
+    return {case.name: ids for case, ids in zip(identity_cases(), plain_engine["alone"], strict=True)}
 
 
 @pytest.fixture(scope="session")

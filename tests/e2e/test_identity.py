@@ -46,6 +46,11 @@ async def complete(graph: Graph, case: Case, *, stream: bool, salt: str | None =
         return Answer(tokens, response.headers["x-pdserve-prefill"])
 
 
+def test_a_plain_engine_agrees_with_itself(plain_engine: dict[str, list[list[int]]]) -> None:
+    """The ground that all tests below stand on: what else is in the batch does not change a plain engine's answer."""
+    assert plain_engine["together"] == plain_engine["alone"]
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("length", LENGTHS)
 async def test_every_length(
