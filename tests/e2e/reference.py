@@ -1,6 +1,6 @@
 """The yardstick: one plain vLLM engine, no graph, no prefix cache, one prompt at a time.
 
-`python -m tests.e2e.reference IN OUT [--dtype bfloat16]` reads a JSON list of `{"prompt": [token ids], "max_tokens": n}`
+`python -m tests.e2e.reference IN OUT [--dtype bfloat16]` reads a JSON list of `{"prompt": [ids], "max_tokens": n}`
 and writes `{"alone": [greedy token ids of each], "together": [the same with all prompts in shared batches]}`. Where the
 two differ, batching alone changes the numbers, and nobody can ask the graph for identity in that dtype.
 """
