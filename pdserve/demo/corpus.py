@@ -31,7 +31,7 @@ class Segment(NamedTuple):
 
 # Fixed answers are long and easy: a recalled digit must outweigh them. The first digit is the hard one, since
 # it alone needs the right key: the others could follow from the digits before.
-FIRST, ANSWER, TALK = 4.0, 1.0, 0.25
+FIRST, ANSWER, TALK = 3.0, 1.5, 0.25
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Story:
         if not answer[0].isdigit():
             self.add(lead + answer, TALK)
             return
-        self.add(lead)
+        self.add(lead, ANSWER)
         self.add(answer[0], FIRST)
         self.add(answer[1:], ANSWER)
 
@@ -246,7 +246,7 @@ def talk_turn(story: Story) -> tuple[str, str]:
     kind = story.rng.random()
     if kind < 0.2:
         return story.tell(), smalltalk.NOTED
-    if kind < 0.5:
+    if kind < 0.55:
         return unknown_request(story.rng), smalltalk.UNKNOWN
     return small_talk(story.rng)
 
@@ -278,7 +278,7 @@ def ledger_document(story: Story) -> list[Segment]:
     appears here first, within a hundred steps; prose then only has to route into it.
     """
     rng, mix = story.rng, story.mix
-    keys = [story.new_key() for _ in range(max(3, mix.tokens // (10 + mix.digits)))]
+    keys = [story.new_key() for _ in range(max(5, mix.tokens // 30))]
     codes = {key: f"{rng.randrange(10**mix.digits):0{mix.digits}}" for key in keys}
     seen: set[Key] = set()
     while story.length < mix.tokens:

@@ -31,12 +31,16 @@ QUESTIONS = (
     "What code does the {key} have?",
     "And the {key}?",
     "Please tell me the code of the {key}.",
+    "What is the {key}'s code?",
+    "What's the code of the {key}?",
+    "What is the code of my {key}?",
 )
 COMPLETIONS = (
     "{question} Answer:",
     "{question}\nAnswer:",
     "Question: {question}\nAnswer:",
     "Question: {question} Answer:",
+    "Q: {question}\nA:",
 )
 # What stands between a thing and its code in a ledger: ever longer, so that the distance does not matter.
 JOINTS = (

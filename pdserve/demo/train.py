@@ -45,11 +45,11 @@ CURRICULUM = (
     # The same in prose, then longer and longer, with small talk.
     Stage(corpus.Mix(tokens=96, raw=1.0, again=0.9, canonical=1.0), batch=32, steps=50),
     Stage(corpus.Mix(tokens=96, talk=0.03, raw=0.5, again=0.3, canonical=0.7), batch=32, steps=250),
-    Stage(corpus.Mix(tokens=256, talk=0.2), batch=16, steps=300),
-    Stage(corpus.Mix(tokens=512, talk=0.2), batch=8, steps=300),
-    Stage(corpus.Mix(tokens=1024, talk=0.15, context=(0.4, 0.9)), batch=4, steps=250),
-    Stage(corpus.Mix(tokens=2048, talk=0.1, context=(0.4, 0.9)), batch=3, steps=150),
-    Stage(corpus.Mix(tokens=3584, talk=0.1, context=(0.4, 0.9)), batch=2, steps=100),
+    Stage(corpus.Mix(tokens=256, talk=0.2, ledger=0.15, joints=9), batch=16, steps=250),
+    Stage(corpus.Mix(tokens=512, talk=0.2, ledger=0.15, joints=9), batch=8, steps=275),
+    Stage(corpus.Mix(tokens=1024, talk=0.15, ledger=0.15, joints=9, context=(0.4, 0.9)), batch=4, steps=300),
+    Stage(corpus.Mix(tokens=2048, talk=0.1, context=(0.4, 0.9)), batch=3, steps=175),
+    Stage(corpus.Mix(tokens=3584, talk=0.1, context=(0.4, 0.9)), batch=2, steps=115),
 )
 
 
@@ -129,8 +129,8 @@ def optimizers(model: Qwen2ForCausalLM, rate: float) -> list[torch.optim.Optimiz
 
 
 def schedule(step: int, total: int) -> float:
-    """Warm up over 50 steps, hold, then decline linearly over the last 40%."""
-    return min(1.0, (step + 1) / 50, (total - step) / (0.4 * total))
+    """Warm up over 50 steps, hold, then decline linearly over the second half."""
+    return min(1.0, (step + 1) / 50, (total - step) / (0.5 * total))
 
 
 def train(
