@@ -75,7 +75,7 @@ class Chaos:
                 victim = await self._find(fault)
                 yield await self._stage(fault, victim, cases)
             except (LookupError, Cannot) as reason:
-                self._say(f"{fault.name}: skipped, {reason}")
+                self._say(f"{fault.name}: {reason}")
                 yield Row(fault.name, skipped=str(reason))
 
     async def _find(self, fault: Fault) -> Victim:

@@ -84,6 +84,9 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.ERROR)  # that etcd is away is no news here
     rows = asyncio.run(_all(args, options))
     show(scorecard(rows))
+    for row in rows:
+        if row.skipped:
+            print(f"{row.fault} skipped: {row.skipped}")
     if args.json:
         args.json.write_text(_as_json(rows))
     return 0 if passed(rows) else 1
@@ -120,7 +123,7 @@ async def _exercise(args: argparse.Namespace, options: "Options") -> "list[Row]"
         async with started(args.file, folder, args.workers, args.dtype, _say) as graph:
             rows = await _rows(graph, folder / "state", options)
     finally:
-        if rows and passed(rows):
+        if not (folder / "serve.log").exists() or (rows and passed(rows)):
             shutil.rmtree(folder, ignore_errors=True)
         else:
             _say(f"kept for a look at it: {folder}")
@@ -156,7 +159,8 @@ def _say(text: str) -> None:
 
 
 def _line(row: "Row") -> str:
-    return "  ".join(f"{name} {value}" for name, value in zip(COLUMNS, _cells(row), strict=True) if value)
+    cells = zip(COLUMNS, _cells(row), strict=True)
+    return "  ".join(f"{name} {value}".strip() for name, value in cells if value)
 
 
 COLUMNS = (
@@ -178,9 +182,9 @@ def scorecard(rows: "list[Row]") -> "Table":
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("fault", "") else "right")
+        table.add_column(column, no_wrap=True, justify="left" if column in ("fault", "") else "right")
     for row in rows:
         table.add_row(
             *_cells(row), style=None if row.good and not row.skipped else "yellow" if row.good else "red"
@@ -190,10 +194,10 @@ def scorecard(rows: "list[Row]") -> "Table":
 
 def _cells(row: "Row") -> tuple[str, ...]:
     if row.skipped:
-        return row.fault, *[""] * 9, f"skipped: {row.skipped}"
+        return row.fault, *[""] * 9, "skipped"
     numbers = (row.requests, row.failed, row.hung, row.wrong)
     recovered = "never" if row.recovered is None else f"{row.recovered:.1f} s"
-    ghosts = f"{row.queued} still queued" if row.queued else ""
+    ghosts = f"{row.queued} queued" if row.queued else ""
     return (
         row.fault,
         *map(str, numbers),
