@@ -1,6 +1,6 @@
 """The yardstick: one plain vLLM engine, no graph, no prefix cache, one prompt at a time.
 
-`python -m tests.e2e.reference IN OUT [--dtype bfloat16]` reads a JSON list of `{"prompt": [ids], "max_tokens": n}`
+`python -m tests.e2e.reference IN OUT [--dtype float32]` reads a JSON list of `{"prompt": [ids], "max_tokens": n}`
 and writes `{"alone": [greedy token ids of each], "together": [the same with all prompts in shared batches]}`. Where the
 two differ, batching alone changes the numbers, and nobody can ask the graph for identity in that dtype.
 """
@@ -18,7 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("input", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -59,7 +59,7 @@ def test_transfer_is_counted(graph: Graph) -> None:
     prompt_tokens = answer.json()["usage"]["prompt_tokens"]
     moved = graph.metric("pdserve_kv_transfer_bytes_total") - before[0]
     # FACTS: bytes per token = 2 x layers x kv heads x head dim x dtype bytes, and whole blocks move.
-    per_token = 2 * 4 * 2 * 64 * 2
+    per_token = 2 * 4 * 2 * 64 * 4
     blocks = -(-prompt_tokens // 32)
     assert moved == pytest.approx(blocks * 32 * per_token, rel=0.1)
     assert graph.metric("pdserve_kv_transfer_seconds_count") == before[1] + 1
