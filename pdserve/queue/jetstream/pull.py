@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 import nats.errors
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
@@ -58,7 +59,7 @@ class Puller:
             await self._collect(replies, batch, within, messages)
         except BaseException:
             if client.is_connected:
-                await self._leave(subscription, replies, messages)
+                await self._leave(client, subscription, replies, messages)
             raise
         finally:
             lost.remove_done_callback(wake)
@@ -85,12 +86,19 @@ class Puller:
                         return
 
     async def _leave(
-        self, subscription: Subscription, replies: "asyncio.Queue[Msg | None]", messages: list[Msg]
+        self,
+        client: Client,
+        subscription: Subscription,
+        replies: "asyncio.Queue[Msg | None]",
+        messages: list[Msg],
     ) -> None:
         """Given up: what was delivered, or still is until the server hears of it, goes to somebody else at
-        once."""
+        once. A ping of nats-py overtakes what it has not written yet, so the one within drain() would not
+        prove that the server knows; it does when an earlier one was answered first."""
         with suppress(nats.errors.Error, QueueUnavailable, TimeoutError):
             async with asyncio.timeout(LEAVE_WITHIN):
+                await client._send_unsubscribe(subscription._id)
+                await client.flush()
                 await subscription.drain()  # type: ignore[no-untyped-call]
             while not replies.empty():
                 messages += [late] if (late := replies.get_nowait()) else []
