@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pdserve.processor import migration
 from pdserve.processor.link import Link
 from pdserve.processor.trace import Trace
 from pdserve.processor.vllm_api import EngineCoreRequest
@@ -18,6 +19,8 @@ class Generation:
     """Unix seconds"""
     tokens: list[int] = field(default_factory=list)
     """generated so far, by whichever workers"""
+    ahead: int = 0
+    """how many of these tokens the worker has still to say again, in a replay"""
     attempt: int = 0
     """how often it was sent to a worker"""
     losses: int = 0
@@ -45,9 +48,14 @@ class Generation:
         return prompt
 
     @property
-    def remaining(self) -> int:
+    def replays(self) -> bool:
+        """Whether another worker starts it again from its prompt, instead of going on from its tokens."""
+        return migration.looks_back(self.request.sampling_params) is not None
+
+    @property
+    def max_tokens(self) -> int:
         most: int = self.request.sampling_params.max_tokens
-        return most - len(self.tokens)
+        return most
 
     def attach(self, link: Link, wire_id: str) -> None:
         """A new attempt, under an id never used before: a worker may still know the one before."""
@@ -55,6 +63,7 @@ class Generation:
         self.wire_id = wire_id
         self.link = link
         self.placed = False
+        self.ahead = len(self.tokens) if self.replays else 0
         link.generations[self.wire_id] = self
 
     def detach(self) -> Link | None:
@@ -70,6 +79,15 @@ class Generation:
     def later(self, delay: float, action: Callable[["Generation"], None]) -> None:
         """Do this with it, unless it finds a worker before."""
         self.timers.append(asyncio.get_running_loop().call_later(delay, action, self))
+
+    def heard_again(self, tokens: list[int]) -> int | None:
+        """How many of these tokens, just come, are among those that came before; None where they are others."""
+        again = min(self.ahead, len(tokens))
+        start = len(self.tokens) - self.ahead
+        if tokens[:again] != self.tokens[start : start + again]:
+            return None
+        self.ahead -= again
+        return again
 
     def take(self, tokens: list[int]) -> float | None:
         """Count these tokens; returns the seconds since the one before, None for the first."""

@@ -27,6 +27,7 @@ from pdserve.processor.vllm_api import (
     EngineCoreRequest,
     FinishReason,
     decode_outputs,
+    drop_tokens,
     outputs_now,
 )
 
@@ -82,6 +83,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         if reason := _unsupported(request):
             self._fail(generation, Failure(400, reason))
             return
+        generation.request = migration.repeatable(request)
         if trace is not None:
             trace.prompt(request.external_req_id or request.request_id, len(generation.prompt))
         self._place(generation)
@@ -187,6 +189,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             self._lost(generation, f"{link.instance} gave it up ({output.finish_reason})")
             return False
         output.request_id = generation.id
+        if generation.ahead and not self._replayed(generation, output):
+            return False
         if generation.tokens and generation.attempt > 1:
             output.events = None  # the first worker's already set the times that these would overwrite
         self._count(generation, output.new_token_ids)
@@ -194,6 +198,16 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             generation.detach()
             self._forget(generation)
         return True
+
+    def _replayed(self, generation: Generation, output: EngineCoreOutput) -> bool:
+        """Take away what AsyncLLM has seen before; whether anything is left."""
+        again = generation.heard_again(output.new_token_ids)
+        if again is None or (output.finished and generation.ahead):
+            why = f"{generation.last_loss}, and another worker's answer began differently; send it again"
+            self._fail(generation, Failure(503, why, 1.0))
+            return False
+        drop_tokens(output, again)
+        return bool(output.new_token_ids) or output.finished
 
     def _count(self, generation: Generation, tokens: list[int]) -> None:
         first = generation.trace is not None and generation.trace.first_token is None
@@ -217,10 +231,15 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         generation.attach(link, f"{generation.id}#{generation.attempt + 1}-{_BOOT}{next(_serial):x}")
         if generation.trace is not None:
             generation.trace.sent_to(link.instance)
-        prompt, tokens = generation.prompt, generation.tokens
-        body = migration.body(generation.request, generation.wire_id, tokens)
+        said = [] if generation.replays else generation.tokens
         link.post(
-            Submit(generation.wire_id, prompt + tokens, generation.remaining, generation.deadline, body)
+            Submit(
+                generation.wire_id,
+                generation.prompt + said,
+                generation.max_tokens - len(said),
+                generation.deadline,
+                migration.body(generation.request, generation.wire_id, generation.tokens),
+            )
         )
 
     def _wait(self, generation: Generation) -> None:
@@ -248,10 +267,11 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             generation.avoid.add(link.instance)
         generation.losses += generation.placed
         generation.last_loss = reason
-        if generation.tokens and (generation.remaining < 1 or self._is_full(generation)):
+        if generation.tokens and self._is_complete(generation):
             self._finish(generation)
-        elif failure := self._obstacle(generation, reason):
-            self._fail(generation, failure)
+        elif generation.losses >= MAX_LOSSES:
+            why = f"{generation.losses} decode workers lost this request; the last: {reason}"
+            self._fail(generation, Failure(503, why, RETRY_AFTER))
         else:
             MIGRATIONS.labels(self._model).inc()
             logger.info(
@@ -262,21 +282,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             )
             self._place(generation, only_others=True)
 
-    def _obstacle(self, generation: Generation, reason: str) -> Failure | None:
-        if generation.losses >= MAX_LOSSES:
-            return Failure(
-                503, f"{generation.losses} decode workers lost this request; the last: {reason}", RETRY_AFTER
-            )
-        blocker = migration.blocker(generation.request.sampling_params) if generation.tokens else None
-        if blocker is None:
-            return None
-        message = (
-            f"{reason}, and a request with {blocker} cannot go on elsewhere once it has begun; send it again"
-        )
-        return Failure(503, message, 1.0)
-
-    def _is_full(self, generation: Generation) -> bool:
-        return len(generation.prompt) + len(generation.tokens) >= self._max_model_len
+    def _is_complete(self, generation: Generation) -> bool:
+        said = len(generation.tokens)
+        return said >= min(generation.max_tokens, self._max_model_len - len(generation.prompt))
 
     def _finish(self, generation: Generation) -> None:
         """All of its tokens came, and only the word that it is finished was lost."""

@@ -44,6 +44,7 @@ __all__ = [
     "FinishReason",
     "SamplingParams",
     "decode_outputs",
+    "drop_tokens",
     "encode_request",
     "fail_request",
     "make_app",
@@ -81,6 +82,16 @@ def outputs_now(outputs: list[EngineCoreOutput], sent_at: float) -> EngineCoreOu
         for event in output.events or ():
             event.timestamp += now - sent_at
     return EngineCoreOutputs(outputs=outputs, timestamp=now)
+
+
+def drop_tokens(output: EngineCoreOutput, count: int) -> None:
+    """Take the first `count` tokens and what belongs to them out of it."""
+    kept = len(output.new_token_ids) - count
+    output.new_token_ids = output.new_token_ids[count:]
+    if output.new_logprobs is not None:
+        output.new_logprobs = output.new_logprobs.slice_request(count, kept) if kept else None
+    if output.new_sampling_mask is not None:
+        output.new_sampling_mask = output.new_sampling_mask.slice_request(count, kept) if kept else None
 
 
 def with_params(request: EngineCoreRequest, **changes: Any) -> EngineCoreRequest:

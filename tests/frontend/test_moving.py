@@ -81,21 +81,51 @@ async def test_logprobs_and_several_outputs(graph: Graph) -> None:
     assert not before & after
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"structured_outputs": {"regex": "[a-z ]+"}}],
-)
-async def test_what_cannot_go_on_fails_cleanly(graph: Graph, changes: dict[str, object]) -> None:
+LOOKING_BACK = [
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": 0.5, "temperature": 0.9},
+    {"structured_outputs": {"regex": "[a-z ]+"}, "seed": 7},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("changes", LOOKING_BACK)
+async def test_what_looks_back_at_its_tokens_is_replayed(
+    graph: Graph, changes: dict[str, object], stream: bool
+) -> None:
     async with graph.worker(pace=None) as first:
-        request = post(graph, **changes)
-        await steps(first, 2)
+        request = post(graph, **changes, stream=stream, max_tokens=9, logprobs=1)
+        await steps(first, 3)
+        async with graph.worker(pace=None) as second:
+            await first.die()
+            await steps(second, 2)  # lost again while it is still replaying
+            async with graph.worker() as third:
+                await second.die()
+                answer = await request
+                expected = await text_of(graph, continuation(PROMPT, 9))
+    assert answer.status_code == 200
+    choices = [event["choices"][0] for event in events(answer)] if stream else [answer.json()["choices"][0]]
+    assert "".join(choice["text"] for choice in choices) == expected
+    assert sum(len(choice["logprobs"]["tokens"]) for choice in choices if choice["logprobs"]) == 9
+    assert [submit.prompt for submit in (*second.seen, *third.seen)] == [PROMPT, PROMPT]
+    assert third.seen[0].max_tokens == 9
+    seeds = {one.requests[0].sampling_params.seed for one in (first, second, third)}
+    assert len(seeds) == 1
+
+
+@pytest.mark.parametrize("said", [1, 3])
+async def test_a_replay_that_says_something_else_fails_cleanly(graph: Graph, said: int) -> None:
+    async with graph.worker(pace=None) as first:
+        request = post(graph, presence_penalty=0.5)
+        await steps(first, said)
         async with graph.worker() as second:
+            second.shift = 1
             await first.die()
             answer = await request
+            await second.until(lambda: second.cancelled)
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
-    assert "cannot go on elsewhere" in answer.json()["error"]["message"]
-    assert not second.seen
+    assert "began differently" in answer.json()["error"]["message"]
 
 
 async def test_before_the_first_token_everything_starts_again(graph: Graph) -> None:
@@ -112,10 +142,12 @@ async def test_a_failure_mid_stream_is_an_event(graph: Graph) -> None:
         request = post(graph, stream=True, presence_penalty=0.5)
         await steps(first, 2)
         await asyncio.sleep(0.05)  # the client has the first tokens: the status is sent
-        await first.die()
-        answer = await request
+        async with graph.worker() as second:
+            second.shift = 1
+            await first.die()
+            answer = await request
     assert answer.status_code == 200
-    assert "cannot go on elsewhere" in events(answer)[-1]["error"]["message"]
+    assert "began differently" in events(answer)[-1]["error"]["message"]
 
 
 async def test_a_worker_that_drains_sends_it_on(graph: Graph) -> None:

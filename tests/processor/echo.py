@@ -64,6 +64,8 @@ class EchoWorker:
         self.requests: list[EngineCoreRequest] = []
         self.cancelled: list[str] = []
         self.hello = ""
+        self.shift = 0
+        """added to each token: a worker that says something else"""
         self.fail: Failed | None = None
         """answered to every request instead of tokens, under that request's id"""
         self._model = model
@@ -164,7 +166,7 @@ class EchoWorker:
         self.jobs[submit.request_id] = Job(submit, request)
 
     def _speak(self, job: Job) -> EngineCoreOutput:
-        token = next_token(job.submit.prompt + job.said)
+        token = next_token(job.submit.prompt + job.said) + self.shift
         job.said.append(token)
         params = job.request.sampling_params
         done = len(job.said) >= params.max_tokens

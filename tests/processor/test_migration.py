@@ -5,7 +5,7 @@ from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, Stru
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from pdserve.processor.migration import blocker, body
+from pdserve.processor.migration import body, looks_back, repeatable
 
 
 def request(**params: Any) -> EngineCoreRequest:
@@ -33,15 +33,15 @@ def sent(original: EngineCoreRequest, tokens: list[int]) -> EngineCoreRequest:
         ({"trace_decode_token_ids": [1, 2]}, "trace_decode_token_ids"),
     ],
 )
-def test_blocker(params: dict[str, Any], expected: str | None) -> None:
-    assert blocker(request(**params).sampling_params) == expected
+def test_looks_back(params: dict[str, Any], expected: str | None) -> None:
+    assert looks_back(request(**params).sampling_params) == expected
 
 
 @pytest.mark.parametrize(("words", "expected"), [([[5], [7]], None), ([[5], [7, 8]], "bad_words")])
 def test_bad_words_of_several_tokens_look_back(words: list[list[int]], expected: str | None) -> None:
     params = SamplingParams()
     params._bad_words_token_ids = words
-    assert blocker(params) == expected
+    assert looks_back(params) == expected
 
 
 def test_first_attempt_is_unchanged_but_for_prompt_and_id() -> None:
@@ -68,6 +68,22 @@ def test_seeds_differ_by_position_and_are_repeatable() -> None:
     seeds = [sent(request(seed=5), [9] * count).sampling_params.seed for count in (0, 1, 2, 2)]
     assert len(set(seeds)) == 3
     assert seeds[2] == seeds[3]
+
+
+def test_what_looks_back_starts_anew_and_with_the_same_seed() -> None:
+    there = sent(request(presence_penalty=0.5, seed=5, min_tokens=4, prompt_logprobs=1), [9, 9, 9])
+    params = there.sampling_params
+    assert (params.max_tokens, params.min_tokens, params.seed) == (20, 4, 5)
+    assert params.prompt_logprobs is None
+
+
+def test_sampling_that_may_be_replayed_gets_a_seed() -> None:
+    original = request(presence_penalty=0.5, temperature=0.7)
+    seeds = {repeatable(original).sampling_params.seed for _ in range(3)}
+    assert len(seeds - {None}) == 3
+    assert original.sampling_params.seed is None
+    for params in ({}, {"presence_penalty": 0.5, "temperature": 0.0}, {"presence_penalty": 0.5, "seed": 4}):
+        assert repeatable(same := request(**params)) is same
 
 
 def test_only_transfers_in_extra_args_leaves_none() -> None:
