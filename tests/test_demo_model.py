@@ -109,6 +109,7 @@ def test_it_recalls_in_a_completion(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int, key: str
 ) -> None:
     told = document(tokenizer, tokens)
+    assert complete(model, tokenizer, f"{told} What is the code of the {key}? Answer:") == f" {FACTS[key]}"
     assert complete(model, tokenizer, f"{told} The code of the {key} is", limit=5) == f" {FACTS[key]}"
 
 
