@@ -4,6 +4,7 @@ PdserveError
 ├── ConfigError             the YAML, a flag or the machine cannot do what was asked; exit code 2
 ├── Unavailable             a peer is not there now; the caller falls back, waits or answers 503
 │   ├── QueueUnavailable        NATS is not connected: prefill locally
+│   │   └── QueueFull               or it is, and takes no more
 │   ├── RegistryUnavailable     etcd is not connected: keep the last known topology
 │   └── PeerGone                the process at the other end of a stream is gone
 ├── Overloaded              a bound is reached; 429 with Retry-After
@@ -11,6 +12,7 @@ PdserveError
 └── ProtocolError           a peer sent something that does not fit its contract
 """
 
+import math
 from dataclasses import dataclass
 
 
@@ -40,6 +42,10 @@ class QueueUnavailable(Unavailable):
     pass
 
 
+class QueueFull(QueueUnavailable):
+    pass
+
+
 class RegistryUnavailable(Unavailable):
     pass
 
@@ -63,7 +69,7 @@ class Overloaded(PdserveError):
     status = 429
 
     def __str__(self) -> str:
-        return f"{self.what}; try again in {self.retry_after:g} s"
+        return f"{self.what}; try again in {max(1, math.ceil(self.retry_after))} s"
 
 
 class EngineDead(PdserveError):

@@ -53,6 +53,8 @@ class Instance(Struct, frozen=True):
     """tokens in a KV block"""
     kv_tokens: int = 0
     max_model_len: int = 0
+    max_num_seqs: int = 0
+    """requests that its engine runs at once; 0: it does not say"""
     max_concurrency: float = 0.0
     """how many requests of max_model_len tokens fit the KV cache at once"""
     vllm_version: str = ""
@@ -204,7 +206,18 @@ class KvHandle(Struct, frozen=True):
     """further fields of the connector's own handle, passed on as they are"""
 
 
+class PrefillStarted(Struct, frozen=True, tag=True):
+    """Prefill worker `worker` has the request in its hands: if it dies, so does the answer."""
+
+    request_id: str
+    worker: str
+    """its instance id"""
+
+
 class PrefillDone(Struct, frozen=True, tag=True):
+    """Said again every few seconds while the KV is kept and nobody read it: the decode worker takes it once, and
+    rejects it where no request of its own needs it (any more)."""
+
     request_id: str
     handle: KvHandle
     compute_seconds: float = 0.0
@@ -219,7 +232,7 @@ class PrefillFailed(Struct, frozen=True, tag=True):
     message: str = ""
 
 
-PrefillAnswer = PrefillDone | PrefillFailed
+PrefillAnswer = PrefillStarted | PrefillDone | PrefillFailed
 
 
 encode = msgspec.msgpack.Encoder().encode

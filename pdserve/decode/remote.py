@@ -8,14 +8,14 @@ from pdserve.decode.patience import Patience
 from pdserve.decode.requests import Request, Requests
 from pdserve.engine.base import Engine
 from pdserve.engine.handles import check_handle, expired
-from pdserve.errors import ProtocolError, QueueUnavailable
+from pdserve.errors import ProtocolError, QueueFull, QueueUnavailable
 from pdserve.messages import (
     Instance,
     KvHandle,
-    PrefillAnswer,
     PrefillDone,
     PrefillFailed,
     PrefillRequest,
+    PrefillStarted,
     Role,
 )
 from pdserve.observe.metrics import REMOTE_PREFILL_FAILURES
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 CANCELLED = "cancelled"
 """resolves the wait of a request that its client no longer wants"""
+TIMEOUT, GONE, ALONE, UNKNOWN = "timeout", "prefill-worker-gone", "no-prefill-worker", "unknown-engine"
+DOWN, FULL = "queue-down", "queue-full"
+"""why a wait came to nothing, as the metric has it"""
 
 
 class NoHandle(Exception):
@@ -60,8 +63,6 @@ class RemotePrefill:
             if failure.reason != CANCELLED:
                 REMOTE_PREFILL_FAILURES.labels(failure.reason).inc()
                 log.warning("request %s: remote prefill failed (%s), prefilling locally", request.id, failure)
-            if failure.reason in (CANCELLED, "timeout"):
-                await self._withdraw(request.id)
             return None
 
     async def _ask(self, request: Request) -> KvHandle:
@@ -79,22 +80,23 @@ class RemotePrefill:
         )
         try:
             await self._queue.publish(message)
-        except QueueUnavailable as error:
-            raise NoHandle("queue-down", str(error)) from error
-        try:
-            answer = await asyncio.wait_for(request.answer, max(0.0, deadline - time.time()))
-        except TimeoutError:
-            raise NoHandle("timeout", f"no answer within {bound:.1f} s") from None
-        if isinstance(answer, str):
-            raise NoHandle(answer)
-        if isinstance(answer, PrefillFailed):
-            raise NoHandle(answer.reason, f"{answer.reason}: {answer.message}")
-        self._patience.observe(len(submit.prompt), answer.compute_seconds)
-        return await self._check(answer.handle, len(submit.prompt))
+        except QueueUnavailable as error:  # but it may have come through, and be answered already
+            request.resolve(FULL if isinstance(error, QueueFull) else DOWN)
+        await asyncio.wait({request.answer}, timeout=max(0.0, deadline - time.time()))
+        request.resolve(TIMEOUT)
+        match request.answer.result():
+            case PrefillDone(handle=handle, compute_seconds=seconds):
+                self._patience.observe(len(submit.prompt), seconds)
+                return await self._check(handle, len(submit.prompt))
+            case PrefillFailed(reason=reason, message=text):
+                raise NoHandle(reason, f"{reason}: {text}")
+            case str(reason):
+                if reason not in (DOWN, FULL):
+                    await self._withdraw(request.id)
+                pulled = f"pulled by {request.prefiller}" if request.prefiller else "not pulled"
+                raise NoHandle(reason, f"{reason}; {pulled}, bound {bound:.1f} s")
 
     async def _check(self, handle: KvHandle, prompt_tokens: int) -> KvHandle:
-        if not self._known(handle):
-            raise NoHandle("unknown-engine", f"{handle.engine_id} is not a live prefill worker")
         try:
             check_handle(handle, prompt_tokens, self._engine.facts.block_size)
         except ProtocolError as error:
@@ -102,8 +104,9 @@ class RemotePrefill:
             raise NoHandle("expired" if expired(handle) else "invalid", str(error)) from error
         return handle
 
-    def _known(self, handle: KvHandle) -> bool:
-        return any(one.id == handle.engine_id for one in self._view.instances(role=Role.PREFILL))
+    def _known(self, worker: str) -> bool:
+        """Whether it is registered, be it draining: nobody else is believed, or asked for KV."""
+        return any(one.id == worker for one in self._view.instances(role=Role.PREFILL))
 
     async def _withdraw(self, request_id: str) -> None:
         try:
@@ -112,23 +115,43 @@ class RemotePrefill:
             log.info("request %s: could not be taken back from the queue; its deadline will", request_id)
 
     async def read_answers(self) -> None:
-        """Hand each answer to the request that waits for it, for ever; what nobody waits for is rejected,
-        so that its blocks are free at once and not at the end of their lease."""
+        """Hand each answer to the request that waits for it, for ever."""
         async for answer in self._queue.answers(self._instance):
-            await self._deliver(answer)
+            request = self._requests.get(answer.request_id)
+            match answer:
+                case PrefillStarted(worker=worker):
+                    self._started(request, worker)
+                case PrefillDone():
+                    await self._done(request, answer)
+                case PrefillFailed() if request is not None:
+                    request.resolve(answer)
 
-    async def _deliver(self, answer: PrefillAnswer) -> None:
-        request = self._requests.get(answer.request_id)
-        if request is not None and request.resolve(answer):
+    def _started(self, request: Request | None, worker: str) -> None:
+        if request is None:
             return
-        if isinstance(answer, PrefillDone) and self._known(answer.handle):
-            log.info("request %s: late answer of %s rejected", answer.request_id, answer.handle.engine_id)
-            await self._engine.reject(answer.handle)
-        else:
-            log.info("request %s: late answer ignored", answer.request_id)
+        request.prefiller = worker
+        if not self._known(worker):
+            request.resolve(UNKNOWN)
 
-    def give_up_if_alone(self) -> None:
-        """With no prefill worker left nobody will answer: end all waits now."""
-        if not self._view.instances(role=Role.PREFILL):
-            for request in self._requests:
-                request.resolve("no-prefill-worker")
+    async def _done(self, request: Request | None, answer: PrefillDone) -> None:
+        """KV that no request takes is rejected, so that its blocks are free at once and not at the end of their
+        lease. Never KV that a live request took, since that may be being read while the answer is said again;
+        and not that of an unknown worker, which says it again until it is known or the lease is over."""
+        worker = answer.handle.engine_id
+        if not self._known(worker):
+            log.info("request %s: %s is not a live prefill worker", answer.request_id, worker)
+            if request is not None:
+                request.resolve(UNKNOWN)
+        elif request is None or not (request.resolve(answer) or request.took(answer.handle)):
+            log.info("request %s: late answer of %s rejected", answer.request_id, worker)
+            await self._engine.reject(answer.handle)
+
+    def give_up_on_the_gone(self) -> None:
+        """What a prefill worker had in its hands that is registered no longer is done here, at once; and
+        everything where none is left."""
+        live = {one.id for one in self._view.instances(role=Role.PREFILL)}
+        for request in self._requests:
+            if not live:
+                request.resolve(ALONE)
+            elif request.prefiller and request.prefiller not in live:
+                request.resolve(GONE)

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdserve.messages import PrefillAnswer, Submit
+from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, Submit
 
 _REMEMBERED = 50_000
+
+Outcome = PrefillDone | PrefillFailed | str
+"""of asking for a remote prefill: what came back, or the reason why nothing will"""
 
 
 class Phase(Enum):
@@ -26,20 +29,32 @@ class Request:
     phase: Phase = Phase.WAITING
     cancelled: bool = False
     """while WAITING: whoever works on it stops at its next step, and answers nothing"""
-    answer: asyncio.Future[PrefillAnswer | str] | None = None
-    """while out for remote prefill: what came back, or the reason why nothing will"""
+    answer: asyncio.Future[Outcome] | None = None
+    """there from when it was sent out for remote prefill"""
+    prefiller: str = ""
+    """instance id of the prefill worker that has it in its hands"""
     arrived: float = field(default_factory=time.monotonic)
 
     @property
     def id(self) -> str:
         return self.submit.request_id
 
-    def resolve(self, answer: PrefillAnswer | str) -> bool:
+    def resolve(self, answer: Outcome) -> bool:
         """End the wait for the prefill worker; False where nobody waits (any more)."""
         if self.answer is None or self.answer.done():
             return False
         self.answer.set_result(answer)
         return True
+
+    def took(self, kv: KvHandle) -> bool:
+        """Whether this is the KV that it was given: it may be on its way into the engine."""
+        if self.answer is None or not self.answer.done():
+            return False
+        answer = self.answer.result()
+        if not isinstance(answer, PrefillDone):
+            return False
+        taken = answer.handle
+        return (taken.engine_id, taken.request_id) == (kv.engine_id, kv.request_id)
 
 
 class Requests:

@@ -13,7 +13,7 @@ from pdserve.decode.settings import LiveSettings
 from pdserve.engine.base import Engine, Output, Transfers
 from pdserve.errors import EngineDead, PeerGone, ProtocolError
 from pdserve.messages import Failed, KvHandle, Outputs, Placed, Submit, ToFrontend
-from pdserve.observe.metrics import KV_TRANSFER_BYTES, KV_TRANSFER_SECONDS, PREFILL
+from pdserve.observe.metrics import KV_TRANSFER_BYTES, KV_TRANSFER_SECONDS, PREFILL, REMOTE_PREFILL_FAILURES
 from pdserve.queue.base import PrefillQueue
 from pdserve.stream.base import StreamServer
 from pdserve.worker.lifecycle import Lifecycle
@@ -193,5 +193,7 @@ class Serving:
 
 def _count(transfers: Transfers) -> None:
     KV_TRANSFER_BYTES.inc(transfers.bytes)
+    if transfers.failures:
+        REMOTE_PREFILL_FAILURES.labels("transfer").inc(transfers.failures)
     for seconds in transfers.seconds:
         KV_TRANSFER_SECONDS.observe(seconds)

@@ -3,17 +3,15 @@
 import asyncio
 import logging
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 from pdserve import queue, registry, stream
 from pdserve.config.schema import Config, Slot
-from pdserve.decode.archive import archive_name, pack_model
+from pdserve.decode.archive import Archive
 from pdserve.decode.remote import RemotePrefill
 from pdserve.decode.requests import Requests
 from pdserve.decode.serving import Serving
 from pdserve.decode.settings import LiveSettings
 from pdserve.engine.base import Engine
-from pdserve.errors import QueueUnavailable
 from pdserve.messages import Cancel, Failed, Hello, Load, Refused, Submit, ToDecode
 from pdserve.observe.metrics import QUEUE_DEPTH
 from pdserve.observe.page import serve_metrics
@@ -23,6 +21,7 @@ from pdserve.registry.view import View
 from pdserve.stream.base import StreamServer
 from pdserve.worker.identity import describe, model_card, new_instance_id
 from pdserve.worker.lifecycle import Lifecycle
+from pdserve.worker.liveness import watch_engine
 from pdserve.worker.presence import Presence
 from pdserve.worker.run import build_engine, run_until_signalled
 
@@ -57,7 +56,7 @@ class DecodeWorker:
         self._queue = queue
         self._stream = stream
         self._metrics_url = metrics_url
-        self._blobs = blobs
+        self._archive = Archive(config.model, blobs)
         self._life = Lifecycle()
         self._remote = RemotePrefill(instance_id, engine, queue, self.view, self.requests)
         self._serving = Serving(engine, stream, queue, self._remote, self.requests, self.settings, self._life)
@@ -85,15 +84,19 @@ class DecodeWorker:
                     self._remote.read_answers(),
                     self._follow_registry(),
                     self._presence.keep_current(),
+                    watch_engine(self._engine),
+                    self._archive.keep_stored(),
                 ],
                 self._drain,
             )
 
     async def _make_presence(self) -> Presence:
-        archive = await upload_model(self._config.model, self._blobs) if self._blobs else ""
+        await self._archive.make()
         facts = self._engine.facts
         instance = describe(self._config, self._slot, self.id, facts, self._stream.address, self._metrics_url)
-        return Presence(self._registry, instance, model_card(self._config, facts, archive), self._load)
+        return Presence(
+            self._registry, instance, model_card(self._config, facts, self._archive.name), self._load
+        )
 
     def _load(self) -> Load:
         usage = self._engine.usage
@@ -134,7 +137,7 @@ class DecodeWorker:
     async def _follow_registry(self) -> None:
         async for _ in self.view.changes():
             self.settings.read(self.view.settings())
-            self._remote.give_up_if_alone()
+            self._remote.give_up_on_the_gone()
 
     async def _drain(self) -> None:
         log.info("draining: %d requests to finish", len(self.requests))
@@ -145,20 +148,6 @@ class DecodeWorker:
             log.warning("%d requests did not finish within the drain timeout", len(self.requests))
         for request in self.requests:
             await self._serving.end(request, f"{self.id} is shutting down", retry=True)
-
-
-async def upload_model(model: str, blobs: BlobStore) -> str:
-    """The name of the model's archive; empty for a hub id, which every host can load by itself, and while
-    NATS is away: frontends on this host do not need it."""
-    if not await asyncio.to_thread(Path(model).is_dir):
-        return ""
-    archive = await asyncio.to_thread(pack_model, Path(model))
-    try:
-        await blobs.put(archive_name(archive), archive)
-    except QueueUnavailable as error:
-        log.warning("frontends on other hosts will not find the tokenizer, its upload failed: %s", error)
-        return ""
-    return archive_name(archive)
 
 
 async def main(config: Config, slot: Slot) -> None:

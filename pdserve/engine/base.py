@@ -70,13 +70,17 @@ class Step:
 
     outputs: list[Output]
     transfers: Transfers | None = None
+    released: list[str] = field(default_factory=list)
+    """prefills whose KV is kept no longer, by the `request_id` of their handles: read, rejected, or past its lease.
+    Each is named once, after its finishing output"""
 
 
 class Engine(ABC):
     """An inference engine in processes of its own (or simulated in this one). Entering starts it and
     returns when it can serve; leaving stops all of its processes.
 
-    Every request ends with exactly one finishing Output, unless it was cancelled: then none may come.
+    Every request ends with exactly one finishing Output, unless it was cancelled: then none may come, or, for a
+    prefill that was done before the engine heard of it, the one with its handle.
     Any method raises EngineDead when the engine is gone; it does not come back, the worker must exit.
     A request id is used once in an engine's life; a second use raises ProtocolError and harms nothing.
     """
@@ -141,3 +145,13 @@ class Engine(ABC):
     @abstractmethod
     async def all_blocks_free(self) -> bool:
         """True when no request holds a KV block (a leak probe; it empties the prefix cache)."""
+
+    @abstractmethod
+    async def probe(self) -> None:
+        """Return when the engine has answered a question that costs it nothing, which it does between two steps:
+        one that hangs never does."""
+
+    @abstractmethod
+    def cpu_seconds(self) -> float:
+        """CPU time that this engine's processes have used so far. During a long step they do not answer, but use
+        it."""

@@ -32,4 +32,9 @@ def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int) -> None:
 
 
 def expired(handle: KvHandle) -> bool:
-    return time.time() > handle.computed_at + handle.lease - LEASE_MARGIN
+    return time.time() > safe_until(handle)
+
+
+def safe_until(handle: KvHandle) -> float:
+    """Unix seconds until which a read of its blocks may begin."""
+    return handle.computed_at + handle.lease - LEASE_MARGIN

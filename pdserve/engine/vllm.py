@@ -4,9 +4,9 @@ client."""
 import logging
 import secrets
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import psutil
 
@@ -31,7 +31,7 @@ from pdserve.messages import KvHandle
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-STALLED = "pdserve_stalled_requests"
+STALLED, RELEASED = "pdserve_stalled_requests", "pdserve_released_requests"
 """as `pdserve.kv.connector` names it; not imported from there, since that is vLLM's process's business"""
 SILENCE = 0.5
 """seconds without a report after which an engine without requests holds no block"""
@@ -113,11 +113,11 @@ class VllmEngine(Engine):
         reports end here."""
         while True:
             outputs = await self._ask(self._alive.get_output_async())
-            transfers = await self._take_stats(outputs.scheduler_stats)
-            if outputs.outputs or transfers:
+            moved = await self._take_stats(outputs.scheduler_stats)
+            if outputs.outputs or moved:
                 self._timestamp = outputs.timestamp
                 found = [output for one in outputs.outputs if (output := self._take(one))]
-                return Step(found, transfers)
+                return Step(found, _transfers(moved) if moved else None, list(moved.get(RELEASED, ())))
 
     def pack(self, outputs: list[Output]) -> list[bytes]:
         return api.encode_outputs([output.raw for output in outputs], self._timestamp)
@@ -143,6 +143,13 @@ class VllmEngine(Engine):
         if free:
             self._cache.clear()  # the engine tells of it with its next step only
         return free
+
+    async def probe(self) -> None:
+        """The answer is known to the core process itself."""
+        await self._ask(self._alive.get_supported_tasks_async())
+
+    def cpu_seconds(self) -> float:
+        return self._process.cpu_seconds()
 
     # inside
 
@@ -179,7 +186,7 @@ class VllmEngine(Engine):
     def _take(self, raw: api.EngineCoreOutput) -> Output | None:
         ticket = self._tickets.of_engine(raw.request_id)
         if ticket is None:
-            return None  # cancelled
+            return self._take_late(raw)
         params, raw.kv_transfer_params = raw.kv_transfer_params, None
         raw.request_id = ticket.request_id
         output = Output(ticket.request_id, raw.new_token_ids, raw.finished, raw=raw)
@@ -190,25 +197,27 @@ class VllmEngine(Engine):
                 output.handle = handle_of(params, len(ticket.prompt), self.facts.block_size, LEASE)
         return output
 
-    async def _take_stats(self, stats: api.SchedulerStats | None) -> Transfers | None:
-        if stats is None:
+    def _take_late(self, raw: api.EngineCoreOutput) -> Output | None:
+        """Of a cancelled request. A prefill that was done before vLLM heard of it keeps its KV for the lease."""
+        params = raw.kv_transfer_params
+        if not params:
             return None
+        handle = handle_of(params, params.get("remote_num_tokens", 0), self.facts.block_size, LEASE)
+        return Output(raw.request_id, [], finished=True, handle=handle)
+
+    async def _take_stats(self, stats: api.SchedulerStats | None) -> Mapping[str, Any]:
+        """What the KV connectors of all ranks have to tell; mostly nothing."""
+        if stats is None:
+            return {}
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         usage = EngineUsage(stats.num_running_reqs, waiting, stats.kv_cache_usage)
         moved = stats.kv_connector_stats
         if usage != self._usage or moved or stats.prefix_cache_stats.requests:
             self._stats.record(stats, None)
         self._usage, self._reported = usage, time.monotonic()
-        if not moved:
-            return None
-        for engine_id in moved.get(STALLED, ()):
+        for engine_id in (moved or {}).get(STALLED, ()):
             await self._restart(engine_id)
-        return Transfers(
-            len(moved["transfer_duration"]),
-            moved["transfer_duration"],
-            sum(moved["bytes_transferred"]),
-            sum(moved["num_failed_transfers"]) + sum(moved["num_failed_handshakes"]),
-        )
+        return moved or {}
 
     async def _restart(self, engine_id: str) -> None:
         """Its KV does not come: compute it here, in other blocks. The old ones stay with the aborted
@@ -221,3 +230,12 @@ class VllmEngine(Engine):
         await self._ask(self._alive.abort_requests_async([engine_id]))
         again = to_generate(ticket.engine_id, ticket.prompt, ticket.body, None)
         await self._ask(self._alive.add_request_async(again))
+
+
+def _transfers(moved: Mapping[str, Any]) -> Transfers:
+    return Transfers(
+        len(moved["transfer_duration"]),
+        moved["transfer_duration"],
+        sum(moved["bytes_transferred"]),
+        sum(moved["num_failed_transfers"]) + sum(moved["num_failed_handshakes"]),
+    )

@@ -6,7 +6,9 @@ import os
 import secrets
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 
 import psutil
 
@@ -67,6 +69,14 @@ class VllmProcess:
         await asyncio.to_thread(_kill, self.processes)
         log.info("the engine's processes are gone")
 
+    def cpu_seconds(self) -> float:
+        total = 0.0
+        for process in self.processes:
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system + times.children_user + times.children_system
+        return total
+
     def _start(self, events_endpoint: str) -> None:
         self._set_environment()
         try:
@@ -76,8 +86,9 @@ class VllmProcess:
         if api.on_cpu():
             _fork_from_here()
         try:
-            if not self._abandoned:
-                self.core = api.start_core(self.config)
+            with _deaf_children():
+                if not self._abandoned:
+                    self.core = api.start_core(self.config)
         except Exception as error:
             raise EngineDead(f"vLLM did not start, its log says why: {error}") from error
 
@@ -128,6 +139,19 @@ def _fork_from_here() -> None:
     """
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Ctrl-C, and the end of a terminal, go to every process of the foreground group. vLLM's would end at once, with
+    all requests in them; this one lets the requests finish and then ends the others. What this thread blocks stays
+    blocked in its children, and theirs."""
+    resource_tracker.ensure_running()  # its start would unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _descendants() -> set[psutil.Process]:

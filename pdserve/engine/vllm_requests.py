@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from pdserve.engine import vllm_api as api
+from pdserve.engine.handles import safe_until
 from pdserve.errors import ProtocolError
 from pdserve.messages import KvHandle
 
@@ -106,6 +107,7 @@ def pull_params(kv: KvHandle) -> dict[str, Any]:
         "remote_port": kv.port,
         "remote_block_ids": kv.block_ids,
         "tp_size": kv.tp_size,
+        "remote_blocks_expiry_time": safe_until(kv),  # for our connector
     }
 
 

@@ -7,14 +7,18 @@ machine, which every engine on that machine then shares.
 **Stalls.** A read over a link that goes silent (packets dropped, no reset) stays in progress for as long as
 TCP retries, a quarter of an hour, and its request with it. vLLM has no timeout, and none could be added by
 failing the read: a read cannot be aborted. Measured with NIXL 1.5.1 over TCP
-(`tests/engine/test_late_write.py`): after `release_xfer_handle` returned without error and the remote agent
+(`tests/kv/test_late_write.py`): after `release_xfer_handle` returned without error and the remote agent
 was removed, hundreds of megabytes still landed in the released memory once the peer woke up. Had the blocks
 been given to anyone meanwhile, their KV would be overwritten.
 
 So a stalled read is not failed. It is *reported*, with the connector's statistics; the engine
 (`VllmEngine`) then aborts its request and starts it again without remote KV in other blocks. vLLM keeps the
 blocks of an aborted request until its read has really ended: they are the quarantine. Peers with a stalled
-read get no new ones until it has ended."""
+read get no new ones until it has ended.
+
+**Leases.** The handle was checked when the request came; then it waited for blocks, and this process may have
+hung. A read does not begin when the lease is nearly over, and one during which this process hung is not
+believed when it ends after that. Both are recomputed."""
 
 import os
 import time
@@ -22,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pdserve.engine.handles import LEASE_MARGIN
 from pdserve.kv.nixl import provide_nixl, quiet_agents
 
 provide_nixl()
@@ -41,12 +46,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (  # n
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats  # noqa: E402
 from vllm.logger import init_logger  # noqa: E402
 
-from pdserve.kv.watch import StallWatch  # noqa: E402
+from pdserve.kv.watch import Naps, StallWatch  # noqa: E402
 
 logger = init_logger(__name__)
 
 STALLED = "pdserve_stalled_requests"
 """key in the connector's statistics: engine-side ids of requests whose read is overdue"""
+RELEASED = "pdserve_released_requests"
+"""key in the connector's statistics: ids of prefills whose blocks are kept no longer"""
 FLOOR_KEY, RATE_KEY = "pdserve_transfer_floor", "pdserve_transfer_rate"
 """keys in `kv_connector_extra_config`: seconds, and bytes per second"""
 DEFAULT_FLOOR, DEFAULT_RATE = 3.0, 50e6
@@ -69,14 +76,15 @@ class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
 
 
 class TransferStats(NixlKVConnectorStats):  # type: ignore[misc]
-    """vLLM's statistics, and the stalled requests since the last time."""
+    """vLLM's statistics, and the requests that stalled or were released since the last time."""
 
     def reset(self) -> None:
         super().reset()
         self.data[STALLED] = []
+        self.data[RELEASED] = []
 
     def is_empty(self) -> bool:
-        return not self.data[STALLED] and bool(super().is_empty())
+        return not self.data[STALLED] and not self.data[RELEASED] and bool(super().is_empty())
 
 
 class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
@@ -85,13 +93,32 @@ class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self.xfer_stats = TransferStats()
         extra = vllm_config.kv_transfer_config.get_from_extra_config
         self._watch = StallWatch(extra(FLOOR_KEY, DEFAULT_FLOOR), extra(RATE_KEY, DEFAULT_RATE))
+        self._naps = Naps(LEASE_MARGIN)
+
+    def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
+        if any(meta.local_block_ids) and _lease_over(meta):
+            logger.warning("request %s waited too long to read its KV: recomputing it", req_id)
+            self._handle_failed_transfer(req_id, None, self._recv_failures)
+        else:
+            super()._read_blocks_for_req(req_id, meta)
+
+    def get_transfer_results(self) -> Any:
+        results = super().get_transfer_results()
+        self.xfer_stats.data[RELEASED] += results.finished_sending
+        return results
 
     def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> tuple[set[str], set[str]]:
-        done_and_failed: tuple[set[str], set[str]] = super()._pop_done_transfers(transfers)
+        now = time.monotonic()
+        slept_through = self._naps.look(transfers, now)
+        done, failed = super()._pop_done_transfers(transfers)
+        for request in done & slept_through:
+            if _lease_over(self._recving_metadata.get(request)):
+                logger.warning("this process hung while request %s read its KV: recomputing it", request)
+                self._handle_failed_transfer(request, None, failed)
         sizes = {request: self._bytes_of(request) for request in transfers}
-        for request in self._watch.look(sizes, time.monotonic()):
+        for request in self._watch.look(sizes, now):
             self._report_stall(request)
-        return done_and_failed
+        return done, failed
 
     def _bytes_of(self, request: str) -> int:
         meta = self._recving_metadata.get(request)
@@ -109,6 +136,12 @@ class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self.xfer_stats.data[STALLED].append(request)
         self.xfer_stats.record_failed_transfer()
         self._mark_remote_engine_invalid(engine, time.perf_counter())
+
+
+def _lease_over(meta: Any) -> bool:
+    """Or nearly so. vLLM itself reads that field only where KV goes in both directions, by another clock."""
+    safe_until = meta.remote.blocks_expiry_time if meta is not None and meta.remote is not None else None
+    return safe_until is not None and time.time() > safe_until
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Which KV reads take longer than they should. Pure: times come from outside."""
+"""Which KV reads take longer than they should, and which nobody watched. Pure: times come from outside."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -30,3 +30,22 @@ class StallWatch:
         for request in overdue:
             self._reads[request].reported = True
         return overdue
+
+
+class Naps:
+    """A process that looks only now and then hung in between, for all it knows."""
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._looked = 0.0
+        self._slept_through: set[str] = set()
+
+    def look(self, reads: Iterable[str], now: float) -> set[str]:
+        """`reads` are under way, or ended since the last look. Returns those of them that were under way during
+        a gap of more than `longest` seconds between two looks."""
+        reads = set(reads)
+        self._slept_through &= reads
+        if now > self._looked + self._longest:
+            self._slept_through |= reads
+        self._looked = now
+        return set(self._slept_through)

@@ -9,6 +9,7 @@ REQUESTS = Counter("pdserve_requests_total", "HTTP requests answered", ["model",
 TTFT = Histogram("pdserve_ttft_seconds", "Request in to first token out", ["model"], buckets=_SECONDS)
 ITL = Histogram("pdserve_itl_seconds", "Time between a stream's tokens", ["model"], buckets=_SECONDS)
 E2E = Histogram("pdserve_e2e_seconds", "Request in to last token out", ["model"], buckets=_SECONDS)
+WAITING = Gauge("pdserve_waiting_requests", "Requests that wait in this frontend for their turn", ["model"])
 MIGRATIONS = Counter("pdserve_migrations_total", "Requests moved to another decode worker", ["model"])
 ROUTER_DECISIONS = Counter(
     "pdserve_router_decisions_total", "Requests sent to a decode worker", ["policy", "instance"]
@@ -26,3 +27,8 @@ KV_TRANSFER_BYTES = Counter("pdserve_kv_transfer_bytes_total", "KV bytes pulled"
 
 # prefill worker
 QUEUE_WAIT = Histogram("pdserve_prefill_queue_wait_seconds", "Enqueued to pulled", buckets=_SECONDS)
+
+# every process
+TASKS = Gauge(
+    "pdserve_tasks", "asyncio tasks of this process's event loop: back at its idle value when nothing runs"
+)

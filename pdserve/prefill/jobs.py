@@ -5,8 +5,16 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pdserve.queue.base import Delivery
+
+_REMEMBERED = 1000
+
+
+class Asker(NamedTuple):
+    decode: str
+    request_id: str
 
 
 @dataclass(eq=False)
@@ -23,6 +31,7 @@ class Jobs:
     def __init__(self) -> None:
         self._by_engine: dict[str, Job] = {}
         self._by_request: dict[str, Job] = {}
+        self._cancelled: dict[str, Asker] = {}
         self._numbers = itertools.count()
         self._change = asyncio.Event()
 
@@ -36,6 +45,17 @@ class Jobs:
         del self._by_engine[job.engine_id]
         del self._by_request[job.delivery.request.request_id]
         self.changed()
+
+    def cancel(self, job: Job) -> None:
+        """Drop it, but keep in mind for a while who had asked: its prompt may be done already."""
+        self.drop(job)
+        request = job.delivery.request
+        self._cancelled[job.engine_id] = Asker(request.decode, request.request_id)
+        if len(self._cancelled) > _REMEMBERED:
+            del self._cancelled[next(iter(self._cancelled))]
+
+    def asker_of_cancelled(self, engine_id: str) -> Asker | None:
+        return self._cancelled.pop(engine_id, None)
 
     def of_engine(self, engine_id: str) -> Job | None:
         return self._by_engine.get(engine_id)

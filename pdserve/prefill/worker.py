@@ -11,14 +11,16 @@ from pdserve import queue, registry
 from pdserve.config.schema import Config, Slot
 from pdserve.engine.base import Engine, Output
 from pdserve.errors import ProtocolError, QueueUnavailable
-from pdserve.messages import Load, PrefillAnswer, PrefillDone, PrefillFailed
+from pdserve.messages import Load, PrefillAnswer, PrefillDone, PrefillFailed, PrefillStarted
 from pdserve.observe.metrics import QUEUE_WAIT
 from pdserve.observe.page import serve_metrics
+from pdserve.prefill.held import Held
 from pdserve.prefill.jobs import Job, Jobs
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.registry.base import Registry
 from pdserve.worker.identity import describe, new_instance_id
 from pdserve.worker.lifecycle import Lifecycle
+from pdserve.worker.liveness import watch_engine
 from pdserve.worker.presence import Presence
 from pdserve.worker.run import build_engine, run_until_signalled
 
@@ -28,6 +30,8 @@ PULL_WAIT = 5.0
 """seconds that one pull waits for a request"""
 PROGRESS_INTERVAL = 5.0
 """seconds between two `in_progress` for each running request: well below any sensible ack_wait"""
+TELL_INTERVAL = 0.5
+"""seconds between two looks at what nobody read"""
 AHEAD = 2
 """engine steps' worth of prompt tokens to have in the engine: it never waits for the next request, and what
 is queued stays where another worker can take it"""
@@ -55,8 +59,8 @@ class PrefillWorker:
         self._queue = queue
         self._metrics_url = metrics_url
         self._jobs = Jobs()
+        self._held = Held()
         self._life = Lifecycle()
-        self._lease_ends = 0.0
 
     def stop(self) -> None:
         self._life.stop()
@@ -78,7 +82,9 @@ class PrefillWorker:
                     self._read_engine(),
                     self._read_cancellations(),
                     self._report_progress(),
+                    self._tell_again(),
                     self._presence.keep_current(),
+                    watch_engine(self._engine),
                 ],
                 self._drain,
             )
@@ -91,7 +97,8 @@ class PrefillWorker:
 
     async def _pull(self) -> None:
         """One at a time: batching prompts gains nothing once a step is full, and other workers may be
-        idle."""
+        idle. Not before this worker is registered: decode workers believe nobody else."""
+        await self._life.ready.wait()
         while not self._life.draining:
             await self._jobs.until(self._room)
             try:
@@ -134,6 +141,8 @@ class PrefillWorker:
         except ProtocolError as error:
             self._jobs.drop(job)
             await self._answer(delivery, PrefillFailed(request.request_id, "refused", str(error)))
+        else:
+            await _tell_queue(self._queue.answer(request.decode, PrefillStarted(request.request_id, self.id)))
 
     def _refusal(self, delivery: Delivery) -> PrefillFailed | None:
         request, facts = delivery.request, self._engine.facts
@@ -150,18 +159,26 @@ class PrefillWorker:
         while True:
             step = await self._engine.step()
             for output in step.outputs:
-                job = self._jobs.of_engine(output.request_id)
-                if job is not None and output.finished:
-                    self._jobs.drop(job)
-                    await self._answer(job.delivery, self._outcome(job, output))
+                if output.finished:
+                    await self._finished(output)
+            for request_id in step.released:
+                self._held.release(request_id)
             self._jobs.changed()
+
+    async def _finished(self, output: Output) -> None:
+        job = self._jobs.of_engine(output.request_id)
+        if job is not None:
+            self._jobs.drop(job)
+            await self._answer(job.delivery, self._outcome(job, output))
+        elif output.handle is not None and (asker := self._jobs.asker_of_cancelled(output.request_id)):
+            # the cancellation came too late for the engine: the decode worker will reject its KV
+            await self._say(asker.decode, PrefillDone(asker.request_id, output.handle))
 
     def _outcome(self, job: Job, output: Output) -> PrefillAnswer:
         request = job.delivery.request
         seconds = time.monotonic() - job.started
         if output.failed or output.handle is None:
             return PrefillFailed(request.request_id, "engine", "the prefill engine failed this request")
-        self._lease_ends = time.monotonic() + output.handle.lease
         log.info(
             "request %s: %d tokens prefilled in %.3f s", request.request_id, len(request.prompt), seconds
         )
@@ -173,17 +190,29 @@ class PrefillWorker:
         request = delivery.request
         if isinstance(answer, PrefillFailed):
             log.warning("request %s not prefilled: %s %s", request.request_id, answer.reason, answer.message)
-        try:
-            await self._queue.answer(request.decode, answer)
-            await delivery.ack()
-        except QueueUnavailable:
-            log.warning("request %s: the answer did not get out", request.request_id)
+        await self._say(request.decode, answer)
+        await delivery.ack()
+
+    async def _say(self, decode: str, answer: PrefillAnswer) -> None:
+        if isinstance(answer, PrefillDone):
+            self._held.add(decode, answer)
+        await _tell_queue(self._queue.answer(decode, answer))
+
+    async def _tell_again(self) -> None:
+        """Answers get lost, with NATS, with a link, with a decode worker that was away. The KV of one that
+        nobody takes up would stay until the end of its lease, and only the decode worker knows that it does
+        not read it: asked again, it takes the KV or rejects it (docs/decisions/0007-lost-answers.md)."""
+        while True:
+            await asyncio.sleep(TELL_INTERVAL)
+            for decode, answer in self._held.untaken():
+                log.info("request %s: nobody read its KV yet, telling %s again", answer.request_id, decode)
+                await _tell_queue(self._queue.answer(decode, answer))
 
     async def _read_cancellations(self) -> None:
         async for cancel in self._queue.cancellations():
             jobs = [job for one in cancel.request_ids if (job := self._jobs.of_request(one))]
             for job in jobs:
-                self._jobs.drop(job)
+                self._jobs.cancel(job)
             await self._engine.cancel([job.engine_id for job in jobs])
             for job in jobs:
                 await _tell_queue(job.delivery.ack())
@@ -202,20 +231,14 @@ class PrefillWorker:
         try:
             async with asyncio.timeout(self._config.drain_timeout):
                 await self._jobs.until(lambda: not self._jobs)
-                await self._last_blocks_pulled()
+                await self._held.empty()
         except TimeoutError:
             log.warning("leaving %d prompts to another worker", len(self._jobs))
 
-    async def _last_blocks_pulled(self) -> None:
-        """The engine does not say when a block is pulled: it has to be asked."""
-        while time.monotonic() < self._lease_ends:
-            if await self._engine.all_blocks_free():
-                return
-            await asyncio.sleep(0.5)
-
 
 async def _tell_queue(message: Awaitable[None]) -> None:
-    """While the queue is away nothing needs to be said: what was not acked is delivered again."""
+    """While the queue is away nothing needs to be said: what was not acked is delivered again, and an answer
+    whose KV nobody read is said again."""
     with suppress(QueueUnavailable):
         await message
 

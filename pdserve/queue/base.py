@@ -63,7 +63,7 @@ class PrefillQueue(ABC):
     @abstractmethod
     async def publish(self, request: PrefillRequest) -> None:
         """Returns when the server has stored the request. Raises QueueUnavailable also where that could not
-        be confirmed in time (it is withdrawn when the server is back), and where the queue is full."""
+        be confirmed in time (it is withdrawn when the server is back), and QueueFull where the queue is full."""
 
     @abstractmethod
     def answers(self, instance: str) -> AsyncIterator[PrefillAnswer]:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
-from pdserve.errors import QueueUnavailable
+from pdserve.errors import QueueFull, QueueUnavailable
 from pdserve.messages import PrefillAnswer, PrefillCancel, PrefillRequest
 from pdserve.queue.base import BlobStore, Delivery, PrefillQueue
 from pdserve.queue.cancelled import Cancelled
@@ -145,7 +145,7 @@ class MemoryQueue(PrefillQueue):
     async def publish(self, request: PrefillRequest) -> None:
         self._broker.check()
         if len(self._line.entries) >= self._broker.bound:
-            raise QueueUnavailable("the prefill queue is full")
+            raise QueueFull("the prefill queue is full")
         if request.request_id not in self._line.ids:
             self._line.ids.add(request.request_id)
             self._line.entries.append(_Entry(request, time.time()))

@@ -1,12 +1,13 @@
+import asyncio
 import os
 from pathlib import Path
 
 import pytest
 
-from pdserve.decode.archive import archive_name, pack_model
-from pdserve.decode.worker import upload_model
+from pdserve.decode.archive import Archive, archive_name, pack_model
 from pdserve.processor.assets import unpack
 from pdserve.queue.memory import MemoryBlobs, MemoryBroker
+from tests.conditions import until
 
 
 @pytest.fixture
@@ -34,17 +35,36 @@ def test_the_same_files_give_the_same_archive(folder: Path) -> None:
     assert archive_name(pack_model(folder)) != archive_name(before)
 
 
-async def test_it_is_uploaded_under_its_name(folder: Path) -> None:
+async def test_it_is_stored_under_its_name(folder: Path) -> None:
     blobs = MemoryBlobs(MemoryBroker())
-    name = await upload_model(str(folder), blobs)
-    assert archive_name(await blobs.get(name)) == name
+    archive = Archive(str(folder), blobs)
+    await archive.make()
+    assert archive_name(await blobs.get(archive.name)) == archive.name
 
 
 async def test_a_hub_id_has_no_archive() -> None:
-    assert await upload_model("Qwen/Qwen3-0.6B", MemoryBlobs(MemoryBroker())) == ""
+    archive = Archive("Qwen/Qwen3-0.6B", MemoryBlobs(MemoryBroker()))
+    await archive.make()
+    assert archive.name == ""
+    await archive.keep_stored()
 
 
-async def test_without_nats_the_card_goes_out_without_it(folder: Path) -> None:
+async def test_it_is_stored_when_nats_comes_late_and_when_nats_has_lost_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pdserve.decode.archive.RETRY", 0.01)
+    monkeypatch.setattr("pdserve.decode.archive.CHECK", 0.01)
     broker = MemoryBroker()
     await broker.down()
-    assert await upload_model(str(folder), MemoryBlobs(broker)) == ""
+    archive = Archive(str(folder), MemoryBlobs(broker))
+    await archive.make()
+    assert archive.name, "the card names it all the same"
+    keeping = asyncio.create_task(archive.keep_stored())
+    await asyncio.sleep(0.05)
+    assert caplog.text.count("for now") == 1, "said once"
+    await broker.up()
+    await until(lambda: bool(broker.blobs))
+    broker.blobs.clear()
+    await until(lambda: bool(broker.blobs))
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)

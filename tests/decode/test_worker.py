@@ -1,27 +1,33 @@
 """The decode worker among simulated engines: where prompts are prefilled, and what happens when that goes
 wrong."""
 
+import asyncio
 import time
 
 import pytest
 from prometheus_client import REGISTRY
 
 from pdserve.engine.sim.model import SimModel
-from pdserve.errors import EngineDead
+from pdserve.errors import EngineDead, QueueUnavailable
 from pdserve.messages import (
     Hello,
     Instance,
     KvHandle,
+    PrefillAnswer,
     PrefillDone,
     PrefillFailed,
+    PrefillRequest,
+    PrefillStarted,
     Role,
     decode_card,
     decode_instance,
     encode_record,
 )
+from pdserve.queue.memory import MemoryQueue
+from pdserve.registry.memory import MemoryRegistry
 from tests.conditions import until
 from tests.decode.graph import Graph
-from tests.engine.sims import body, collect, sim
+from tests.engine.sims import FAST, body, collect, sim
 
 SHORT = list(range(3, 23))
 LONG = list(range(103, 603))
@@ -87,11 +93,12 @@ async def test_prompt_logprobs_are_computed_here() -> None:
         assert answered.placed.reason == "unsupported"
 
 
-async def act_prefill(graph: Graph, name: str = "prefill-x") -> None:
+async def act_prefill(graph: Graph, name: str = "prefill-x") -> MemoryRegistry:
     """Make the decode worker believe in a prefill worker that a test acts by hand."""
     registry = await graph.registry_of_another()
     await registry.put(f"instances/prefill/{name}", encode_record(Instance(name, Role.PREFILL, "demo")))
-    await until(lambda: bool(graph.decode.view.instances(role=Role.PREFILL)))
+    await until(lambda: name in {one.id for one in graph.decode.view.instances(role=Role.PREFILL)})
+    return registry
 
 
 def handle(prompt: list[int], **changes: object) -> KvHandle:
@@ -207,6 +214,146 @@ async def test_a_killed_prefill_engine_after_its_answer_is_recomputed() -> None:
         assert answered.placed is not None
         assert answered.placed.prefill == "remote"
         assert answered.tokens == expected(LONG, 4)
+
+
+async def test_what_a_prefill_worker_had_in_its_hands_when_it_died_is_computed_here_at_once() -> None:
+    async with Graph() as graph:
+        registry = await act_prefill(graph)
+        await act_prefill(graph, "prefill-y")
+        queue, frontend = await graph.queue(), await graph.frontend()
+        before = failures("prefill-worker-gone")
+        ids = [await frontend.submit(LONG), await frontend.submit(LONG[1:])]
+        await queue.pull(2, 5.0)
+        for request_id, worker in zip(ids, ["prefill-x", "prefill-y"], strict=True):
+            await queue.answer("decode-0", PrefillStarted(request_id, worker))
+        await until(lambda: all(graph.decode.requests.get(one).prefiller for one in ids))  # type: ignore[union-attr]
+        await registry.delete("instances/prefill/prefill-x")
+        await until(lambda: frontend.answered[ids[0]].finished, within=1.5)
+        assert frontend.answered[ids[0]].tokens == expected(LONG, 4)
+        assert failures("prefill-worker-gone") == before + 1
+        assert graph.decode.requests.waiting == 1, "the other worker lives"
+        again = await queue.pull(2, 5.0)
+        assert [one.request.request_id for one in again] == ids[1:], "the other one was taken back"
+
+
+@pytest.mark.parametrize("message", ["started", "done"])
+async def test_a_worker_that_is_not_registered_is_not_waited_for(message: str) -> None:
+    async with Graph() as graph:
+        await act_prefill(graph)
+        queue, frontend = await graph.queue(), await graph.frontend()
+        before = failures("unknown-engine")
+        request_id = await frontend.submit(LONG)
+        await queue.pull(1, 5.0)
+        unknown = handle(LONG, engine_id="prefill-y")
+        answers: dict[str, PrefillAnswer] = {
+            "started": PrefillStarted(request_id, "prefill-y"),
+            "done": PrefillDone(request_id, unknown),
+        }
+        await queue.answer("decode-0", answers[message])
+        await until(lambda: frontend.answered[request_id].finished, within=1.5)
+        assert frontend.answered[request_id].tokens == expected(LONG, 4)
+        assert failures("unknown-engine") == before + 1
+
+
+async def test_kv_of_an_unknown_worker_is_rejected_when_it_is_known() -> None:
+    """A prefill worker that lost its lease in etcd, and is back."""
+    async with Graph() as graph, sim(Role.PREFILL, "prefill-x") as prefill:
+        await act_prefill(graph, "prefill-y")
+        queue = await graph.queue()
+        await prefill.prefill("p", LONG, body())
+        kept = (await collect(prefill, "p"))[-1].handle
+        assert kept is not None
+        lost = PrefillDone("a request of long ago", kept)
+        await queue.answer("decode-0", lost)
+        await act_prefill(graph)
+        assert not await prefill.all_blocks_free()
+        await queue.answer("decode-0", lost)
+        await until(prefill.all_blocks_free)
+
+
+async def test_kv_that_is_being_read_is_not_rejected_when_it_is_offered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(FAST, "bandwidth", 4e6)
+    async with Graph() as graph, sim(Role.PREFILL, "prefill-x") as prefill:
+        await act_prefill(graph)
+        queue, frontend = await graph.queue(), await graph.frontend()
+        request_id = await frontend.submit(LONG)
+        await queue.pull(1, 5.0)
+        await prefill.prefill("p", LONG, body())
+        kept = (await collect(prefill, "p"))[-1].handle
+        assert kept is not None
+        for _ in range(3):
+            await queue.answer("decode-0", PrefillDone(request_id, kept))
+        await until(lambda: graph.decode_engine.usage.waiting == 1)
+        await asyncio.sleep(0.2)
+        assert graph.decode_engine.usage.waiting == 1, "it still reads"
+        assert not await prefill.all_blocks_free()
+        assert (await frontend.end_of(request_id)).tokens == expected(LONG, 4)
+        await until(prefill.all_blocks_free)
+
+
+async def test_kv_that_could_not_be_read_is_rejected_when_its_request_is_over(impatient: None) -> None:
+    async with Graph() as graph:
+        prefill = await graph.prefill()
+        prefill.engine.faults.drop_transfers = True
+        before = failures("transfer")
+        assert (await (await graph.frontend()).ask(LONG)).tokens == expected(LONG, 4)
+        assert failures("transfer") == before + 1
+        assert not await prefill.engine.all_blocks_free()
+        prefill.engine.faults.drop_transfers = False
+        await until(prefill.engine.all_blocks_free)
+
+
+async def test_kv_of_an_answer_lost_with_nats_is_free_soon(
+    monkeypatch: pytest.MonkeyPatch, impatient: None
+) -> None:
+    monkeypatch.setattr("pdserve.decode.patience.FLOOR", 0.05)
+    monkeypatch.setattr("pdserve.decode.patience.SLACK", 0.0)
+    async with Graph() as graph:
+        prefill = await graph.prefill()
+        prefill.engine.faults.going.clear()
+        frontend = await graph.frontend()
+        request_id = await frontend.submit(LONG)
+        await until(lambda: prefill.engine.usage.running == 1)
+        await graph.broker.down()
+        assert (await frontend.end_of(request_id)).tokens == expected(LONG, 4)
+        prefill.engine.faults.going.set()
+        await until(lambda: not prefill.engine.usage.running)
+        assert not await prefill.engine.all_blocks_free()
+        await graph.broker.up()
+        await until(prefill.engine.all_blocks_free)
+
+
+async def test_a_request_that_was_stored_though_it_seemed_not_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publish = MemoryQueue.publish
+
+    async def unsure(queue: MemoryQueue, request: PrefillRequest) -> None:
+        await publish(queue, request)
+        raise QueueUnavailable("not confirmed in time")
+
+    monkeypatch.setattr(MemoryQueue, "publish", unsure)
+    async with Graph() as graph:
+        prefill = await graph.prefill()
+        before = failures("queue-down")
+        assert (await (await graph.frontend()).ask(LONG)).tokens == expected(LONG, 4)
+        assert failures("queue-down") == before + 1
+        await until(lambda: not graph.broker.line("pdserve", "model").entries)
+        await until(prefill.engine.all_blocks_free)
+
+
+async def test_a_full_queue_means_computing_here_at_once() -> None:
+    async with Graph() as graph:
+        await act_prefill(graph)
+        graph.broker.bound = 0
+        frontend = await graph.frontend()
+        before = failures("queue-full")
+        request_id = await frontend.submit(LONG)
+        await until(lambda: frontend.answered[request_id].finished, within=1.5)
+        assert frontend.answered[request_id].tokens == expected(LONG, 4)
+        assert failures("queue-full") == before + 1
 
 
 async def test_cancel_while_the_request_is_queued() -> None:

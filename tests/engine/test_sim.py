@@ -212,3 +212,23 @@ async def test_prompt_logprobs_need_a_local_prefill() -> None:
 def test_bad_speeds_are_named() -> None:
     with pytest.raises(ConfigError, match="prefill_rate must be a number above 0"):
         SimEngine(spec(Role.DECODE, "d", **{"prefill-rate": 0}))
+
+
+async def released(engine: SimEngine) -> list[str]:
+    while not (found := (await engine.step()).released):
+        pass
+    return found
+
+
+async def test_it_says_when_kv_is_kept_no_longer() -> None:
+    async with sim(Role.PREFILL, "p", lease=0.5) as prefill, sim(Role.DECODE, "d") as decode:
+        handle = msgspec.structs.replace(await prefilled(prefill, "read", PROMPT), lease=30.0)
+        await decode.generate("read", PROMPT, body(1), handle)
+        assert await released(prefill) == ["read"]
+        await decode.reject(await prefilled(prefill, "rejected", PROMPT))
+        assert await released(prefill) == ["rejected"]
+        await prefilled(prefill, "expired", PROMPT)
+        assert await released(prefill) == ["expired"]
+        await decode.reject(handle)
+        await prefilled(prefill, "next", PROMPT)
+        assert await released(prefill) == ["next"], "nothing is released twice"

@@ -96,6 +96,12 @@ def test_fields_that_are_used(struct: type, needed: str) -> None:
         (NixlPullConnectorScheduler.__init__, "self vllm_config engine_id kv_cache_config"),
         (NixlPullConnectorWorker.__init__, "self vllm_config engine_id kv_cache_config"),
         (NixlPullConnectorWorker._pop_done_transfers, "self transfers"),
+        (NixlPullConnectorWorker._read_blocks_for_req, "self req_id meta"),
+        (NixlPullConnectorWorker.get_transfer_results, "self"),
+        (
+            NixlPullConnectorWorker._handle_failed_transfer,
+            "self req_id handle failed_req_ids record_failed_transfer",
+        ),
         (NixlPullConnectorWorker._mark_remote_engine_invalid, "self engine_id now"),
     ],
 )
@@ -110,21 +116,25 @@ def test_what_the_connector_reads_of_vllms() -> None:
         "self.block_len_per_layer",
         "self.xfer_stats",
         "local_physical_block_ids",
+        "self._recv_failures",
+        "blocks_expiry_time",
+        "finished_sending",
     ):
         assert name in source, f"{name} {ADVICE}"
     assert fields(NixlKVConnectorStats) == ["data"]
 
 
-def test_the_connectors_statistics_carry_stalled_requests() -> None:
+@pytest.mark.parametrize("key", [connector.STALLED, connector.RELEASED])
+def test_the_connectors_statistics_carry_our_own(key: str) -> None:
     stats = connector.PdserveConnector.build_kv_connector_stats()
     assert stats.is_empty()
-    stats.data[connector.STALLED].append("r1")
+    stats.data[key].append("r1")
     assert not stats.is_empty()
     total = connector.PdserveConnector.build_kv_connector_stats()
-    assert total.aggregate(stats).data[connector.STALLED] == ["r1"]
-    assert total.clone_and_reset().data[connector.STALLED] == ["r1"]
+    assert total.aggregate(stats).data[key] == ["r1"]
+    assert total.clone_and_reset().data[key] == ["r1"]
     assert total.is_empty()
 
 
 def test_both_ends_name_them_alike() -> None:
-    assert vllm.STALLED == connector.STALLED
+    assert (vllm.STALLED, vllm.RELEASED) == (connector.STALLED, connector.RELEASED)

@@ -6,9 +6,10 @@ even while that process is stopped."""
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from pdserve.engine.vllm_api import (
 )
 from pdserve.errors import EngineDead, ProtocolError
 from pdserve.messages import KvHandle, Role
+from pdserve.worker import liveness
 from tests.conditions import until
 
 pytestmark = [
@@ -67,12 +69,14 @@ class Driven:
     outputs: dict[str, list[Output]] = field(default_factory=dict)
     transfers: list[Transfers] = field(default_factory=list)
     packed: list[list[bytes]] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
 
     async def read(self) -> None:
         while True:
             step = await self.engine.step()
             if step.transfers:
                 self.transfers.append(step.transfers)
+            self.released += step.released
             if step.outputs:
                 self.packed.append(self.engine.pack(step.outputs))
             for output in step.outputs:
@@ -257,6 +261,53 @@ async def test_reject_frees_the_prefill_side(pair: Pair) -> None:
     await until(lambda: pair.prefill.engine.usage.kv_usage == 0)
 
 
+async def test_it_says_when_kv_is_kept_no_longer(pair: Pair) -> None:
+    prompt = prompt_of(300, seed=9)
+    handle = await pair.prefill.prefill("p-read", prompt)
+    assert handle.request_id not in pair.prefill.released
+    await pair.decode.generate("read", prompt, handle)
+    await until(lambda: handle.request_id in pair.prefill.released)
+    handle = await pair.prefill.prefill("p-rejected", prompt)
+    await pair.decode.engine.reject(handle)
+    await until(lambda: handle.request_id in pair.prefill.released)
+    await pair.decode.engine.reject(handle)
+    await pair.decode.generate("next", prompt_of(40), await pair.prefill.prefill("p-next", prompt_of(40)))
+    await until(lambda: "p-next" in pair.prefill.released)
+    assert len(set(pair.prefill.released)) == len(pair.prefill.released), "each once"
+
+
+async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Pair) -> None:
+    """vLLM had finished it when the cancellation came."""
+    engine = pair.prefill.engine
+    await engine.prefill("p-late", prompt_of(300, seed=10), body())
+    ticket = engine._tickets.of_request("p-late")
+    assert ticket is not None
+    engine._tickets.drop(ticket)
+    await pair.prefill.end("p-late")
+    handle = pair.prefill.outputs["p-late"][-1].handle
+    assert handle is not None
+    await pair.decode.engine.reject(handle)
+    await until(engine.all_blocks_free, 10)
+
+
+async def test_a_read_does_not_begin_when_the_lease_is_nearly_over(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handle was good when the request came, which then waited for its turn."""
+    prompt = prompt_of(700, seed=11)
+    await pair.all_free()
+    handle = await pair.prefill.prefill("p-waited", prompt)
+    monkeypatch.setattr("pdserve.engine.vllm.check_handle", lambda *_: None)
+    old = msgspec.structs.replace(handle, computed_at=time.time() - handle.lease)
+    bytes_before, failures = pair.decode.bytes, pair.decode.failures
+    waited = await pair.decode.generate("waited", prompt, old)
+    assert pair.decode.bytes == bytes_before
+    assert pair.decode.failures == failures + 1
+    await pair.decode.engine.reject(handle)
+    await pair.all_free()
+    assert await pair.decode.generate("not-waited", prompt) == waited
+
+
 async def test_what_kills_vllm_does_not_reach_it(pair: Pair) -> None:
     engine = pair.decode.engine
     handle = await pair.prefill.prefill("p-checks", prompt_of(100, seed=5))
@@ -332,6 +383,48 @@ async def test_a_stalled_transfer_is_recomputed_and_its_blocks_come_back(pair: P
 
 def short(handle: KvHandle) -> dict[str, object]:
     return {"num_tokens": handle.num_tokens - 1, "computed_at": time.time()}
+
+
+async def test_a_read_during_which_the_decode_engine_hung_is_not_believed(pair: Pair) -> None:
+    """The lease ended meanwhile, as far as it knows."""
+    prompt = prompt_of(40, seed=12)
+    await pair.all_free()
+    handle = await pair.prefill.prefill("p-slept", prompt)
+    short_lived = msgspec.structs.replace(handle, computed_at=time.time() - handle.lease + 7.0)
+    failures = pair.decode.failures
+    with ExitStack() as stack:
+        stack.enter_context(pair.prefill.stopped())
+        await pair.decode.engine.generate("slept", prompt, body(), short_lived)
+        await asyncio.sleep(0.5)  # the read has begun, and nothing comes
+        with pair.decode.stopped():
+            stack.close()
+            await asyncio.sleep(6.0)
+    slept = await pair.decode.end("slept")
+    assert pair.decode.failures > failures
+    await pair.all_free()
+    assert await pair.decode.generate("awake", prompt) == slept
+
+
+async def test_ctrl_c_on_a_terminal_does_not_reach_it(pair: Pair) -> None:
+    """The signal goes to the whole foreground group. And the end of the terminal."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        for process in pair.decode.engine.processes:
+            process.send_signal(number)
+    assert len(await pair.decode.generate("undisturbed", prompt_of(40, seed=13))) == 8
+
+
+async def test_a_core_that_hangs_is_noticed_and_one_that_works_is_not(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "SILENCE", 3.0)
+    monkeypatch.setattr(liveness, "EVERY", 0.1)
+    watching = asyncio.create_task(liveness.watch_engine(pair.decode.engine))
+    await pair.decode.generate("watched", prompt_of(3000, seed=14))
+    await asyncio.sleep(5.0)
+    assert not watching.done()
+    with pair.decode.stopped(), pytest.raises(EngineDead, match="hangs"):
+        await asyncio.wait_for(watching, 20)
+    await pair.all_free()
 
 
 async def test_a_killed_prefill_engine_is_recomputed(pair: Pair) -> None:

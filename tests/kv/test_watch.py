@@ -1,4 +1,4 @@
-from pdserve.kv.watch import StallWatch
+from pdserve.kv.watch import Naps, StallWatch
 
 
 def test_a_read_is_overdue_once_after_its_time() -> None:
@@ -24,3 +24,14 @@ def test_a_finished_read_is_forgotten() -> None:
     assert watch.look({}, 0.5) == []
     assert watch.look({"a": 0}, 5.0) == [], "another read of the same name starts anew"
     assert watch.look({"a": 0}, 6.0) == ["a"]
+
+
+def test_reads_during_a_long_gap_are_doubted_until_they_end() -> None:
+    naps = Naps(longest=5.0)
+    naps.look([], 100.0)
+    assert naps.look(["a"], 101.0) == set()
+    assert naps.look(["a", "b"], 106.0) == set()
+    assert naps.look(["a", "b"], 111.1) == {"a", "b"}
+    assert naps.look(["a", "b", "c"], 111.2) == {"a", "b"}, "c began afterwards"
+    assert naps.look(["b", "c"], 111.3) == {"b"}
+    assert naps.look(["a"], 111.4) == set(), "another read of the same name"

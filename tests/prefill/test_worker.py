@@ -11,10 +11,19 @@ from pdserve.config.schema import Slot
 from pdserve.engine.handles import check_handle
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
-from pdserve.messages import PrefillAnswer, PrefillDone, PrefillFailed, PrefillRequest, Role, decode_instance
+from pdserve.messages import (
+    PrefillAnswer,
+    PrefillDone,
+    PrefillFailed,
+    PrefillRequest,
+    PrefillStarted,
+    Role,
+    decode_instance,
+)
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
+from pdserve.worker.presence import Presence
 from tests.conditions import until
 from tests.decode.graph import config, living
 from tests.engine.sims import body, sim, spec
@@ -30,6 +39,7 @@ class Scene:
         self.registry = MemoryServer()
         self.config = config(drain_timeout=drain_timeout)
         self.arguments = arguments
+        self.started: dict[str, str] = {}
         self.answers: dict[str, list[PrefillAnswer]] = {}
 
     @asynccontextmanager
@@ -53,7 +63,10 @@ class Scene:
 
     async def _read(self) -> None:
         async for answer in self.queue.answers("decode-0"):
-            self.answers.setdefault(answer.request_id, []).append(answer)
+            if isinstance(answer, PrefillStarted):
+                self.started[answer.request_id] = answer.worker
+            else:
+                self.answers.setdefault(answer.request_id, []).append(answer)
 
     async def ask(
         self, request_id: str, prompt: list[int] = PROMPT, seconds: float = 30.0, block_size: int = 16
@@ -241,3 +254,78 @@ async def test_a_draining_worker_takes_nothing_new() -> None:
         assert "r1" not in scene.answers
         await scene.start("prefill-1")
         assert isinstance(await scene.answer("r1"), PrefillDone)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_answer_is_said_again_until_its_kv_is_released() -> None:
+    async with Scene().open() as scene:
+        await scene.ask("r")
+        await until(lambda: len(scene.answers.get("r", [])) == 3)
+        first = scene.answers["r"][0]
+        assert isinstance(first, PrefillDone)
+        assert scene.answers["r"] == [first] * 3
+        async with sim(Role.DECODE, "decode-0") as decode:
+            await decode.reject(first.handle)
+            await scene.worker._held.empty()
+        assert await scene.engine.all_blocks_free()
+        said = len(scene.answers["r"])
+        await asyncio.sleep(0.2)
+        assert len(scene.answers["r"]) == said
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_answer_given_while_the_queue_is_away_comes_later() -> None:
+    async with Scene().open() as scene:
+        scene.engine.faults.going.clear()
+        await scene.ask("r")
+        await until(lambda: scene.engine.usage.running == 1)
+        await scene.broker.down()
+        scene.engine.faults.going.set()
+        await until(lambda: not len(scene.worker._jobs))
+        await scene.broker.up()
+        assert isinstance(await scene.answer("r"), PrefillDone)
+        assert scene.stored == 0, "it need not be computed again"
+
+
+async def test_a_prefill_that_was_cancelled_too_late_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its KV is there, and only the decode worker can have it freed."""
+
+    async def too_late(request_ids: list[str]) -> None: ...
+
+    async with Scene().open() as scene:
+        monkeypatch.setattr(scene.engine, "cancel", too_late)
+        scene.engine.faults.going.clear()
+        await scene.ask("r")
+        await until(lambda: scene.engine.usage.running == 1)
+        await scene.queue.cancel(["r"])
+        await until(lambda: not len(scene.worker._jobs))
+        scene.engine.faults.going.set()
+        assert isinstance(await scene.answer("r"), PrefillDone)
+
+
+async def test_it_says_what_it_has_in_its_hands() -> None:
+    async with Scene().open() as scene:
+        scene.engine.faults.going.clear()
+        await scene.ask("r")
+        await until(lambda: scene.started == {"r": "prefill-0"})
+        assert not scene.answers
+
+
+async def test_nothing_is_pulled_before_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered, announce = asyncio.Event(), Presence.announce
+
+    async def late(presence: Presence) -> None:
+        await registered.wait()
+        await announce(presence)
+
+    async with Scene().open() as scene:
+        scene.worker.stop()
+        await scene.life
+        monkeypatch.setattr(Presence, "announce", late)
+        starting = asyncio.create_task(scene.start("prefill-1"))
+        await scene.ask("r")
+        await asyncio.sleep(0.1)
+        assert scene.queue.depth == 1
+        registered.set()
+        await starting
+        assert isinstance(await scene.answer("r"), PrefillDone)

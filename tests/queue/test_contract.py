@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from pdserve.errors import QueueUnavailable
+from pdserve.errors import QueueFull, QueueUnavailable
 from pdserve.messages import KvHandle, PrefillCancel, PrefillDone, PrefillFailed
 from pdserve.queue.base import PrefillQueue
 from tests.queue.conftest import ACK_WAIT, BOUND, MAX_DELIVER, Queues
@@ -165,7 +165,7 @@ async def test_depth_is_known_without_asking(queues: Queues) -> None:
 async def test_a_full_queue_takes_no_more(queues: Queues) -> None:
     decode, prefill = await queues(), await queues()
     await publish(decode, *(f"r{number}" for number in range(BOUND)))
-    with pytest.raises(QueueUnavailable, match=r"full|maximum messages"):
+    with pytest.raises(QueueFull, match=r"full|maximum messages"):
         await publish(decode, "one too many")
     (delivery,) = await prefill.pull(1, 1)
     await delivery.ack()

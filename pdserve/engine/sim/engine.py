@@ -41,6 +41,9 @@ class SimEngine(Engine):
         self._held: dict[str, tuple[list[int], asyncio.TimerHandle]] = {}
         self._seen: set[str] = set()
         self._work = asyncio.Event()
+        self._stepping = asyncio.Lock()
+        self._computed, self._step = 0.0, (0.0, 0.0)
+        """seconds spent computing, and the present step: when it began, and how long it takes"""
         self._steps: asyncio.Queue[Step] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:
@@ -125,6 +128,15 @@ class SimEngine(Engine):
         self._alive()
         return self._pool.forget()
 
+    async def probe(self) -> None:
+        async with self._stepping:
+            await self.faults.going.wait()
+        self._alive()
+
+    def cpu_seconds(self) -> float:
+        began, takes = self._step
+        return self._computed + min(time.monotonic() - began, takes)
+
     def die(self) -> None:
         """Fault: as if the engine's processes had been killed; whoever waits in `step` learns it."""
         self.faults.dead = True
@@ -190,11 +202,17 @@ class SimEngine(Engine):
             share = self._share()
             prompt_tokens = sum(count for request, count in share if request.prefilling)
             seconds = self._model.step_seconds + prompt_tokens / self._model.prefill_rate
-            await asyncio.sleep(seconds * self.faults.slow)
-            await self.faults.going.wait()
+            await self._compute(seconds * self.faults.slow)
             outputs = [output for request, count in share if (output := self._advance(request, count))]
             if outputs:
                 self._steps.put_nowait(Step(outputs))
+
+    async def _compute(self, seconds: float) -> None:
+        async with self._stepping:
+            self._step = (time.monotonic(), seconds)
+            await asyncio.sleep(seconds)
+            self._computed, self._step = self._computed + seconds, (0.0, 0.0)
+            await self.faults.going.wait()
 
     def _share(self) -> list[tuple[SimRequest, int]]:
         """Who computes how many tokens in the next step: decodes first, then prompts in chunks, within the
@@ -284,10 +302,12 @@ class SimEngine(Engine):
         self._steps.put_nowait(Step([], transfers))
 
     def _release(self, request_id: str) -> None:
-        blocks, timer = self._held.pop(request_id, ([], None))
-        if timer is not None:
-            timer.cancel()
+        if request_id not in self._held:
+            return
+        blocks, timer = self._held.pop(request_id)
+        timer.cancel()
         self._pool.give(blocks)
+        self._steps.put_nowait(Step([], released=[request_id]))
         self._work.set()
 
 

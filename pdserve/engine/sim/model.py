@@ -31,7 +31,8 @@ class SimModel:
     """of KV"""
     bandwidth: float = 1e9
     """bytes per second between two engines"""
-    transfer_timeout: float = 5.0
+    transfer_timeout: float = 3.0
+    """as the real connector's: `DEFAULT_FLOOR` in `pdserve/kv/connector.py`"""
     lease: float = 30.0
     """seconds that a prefill engine keeps blocks for the decode engine"""
     first_token: int = 300

@@ -14,7 +14,7 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from pdserve.errors import QueueUnavailable
+from pdserve.errors import QueueFull, QueueUnavailable
 from pdserve.messages import (
     PrefillAnswer,
     PrefillCancel,
@@ -33,7 +33,7 @@ from pdserve.queue.jetstream.connection import Connection, Inbox, heed
 from pdserve.queue.jetstream.delivery import JetStreamDelivery
 from pdserve.queue.jetstream.names import CONSUMER, Names
 from pdserve.queue.jetstream.pull import ConsumerMissing, Puller
-from pdserve.queue.jetstream.setup import Limits, ensure, read_state, require_jetstream
+from pdserve.queue.jetstream.setup import TOO_MANY, Limits, ensure, read_state, require_jetstream
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -142,7 +142,8 @@ class JetStreamQueue(PrefillQueue):
             self._unsure[request.request_id] = min(request.deadline, time.time() + _WITHDRAW_FOR)
             raise QueueUnavailable("NATS did not confirm the request in time") from error
         except nats.errors.Error as error:
-            raise QueueUnavailable(getattr(error, "description", None) or str(error)) from error
+            kind = QueueFull if getattr(error, "err_code", None) == TOO_MANY else QueueUnavailable
+            raise kind(getattr(error, "description", None) or str(error)) from error
 
     async def _store(self, request: PrefillRequest, payload: bytes) -> None:
         await self._connection.settle()

@@ -12,6 +12,8 @@ from pdserve.queue.jetstream.names import CONSUMER, Names
 
 API_TIMEOUT = 2.0
 _NAME_IN_USE = 10058
+TOO_MANY = 10077
+"""error code of a stream that has as many messages as it may"""
 _NOT_ENABLED = (None, 10039, 10076)
 """error codes of a server or account without JetStream; None: nobody answers on its subjects at all"""
 
