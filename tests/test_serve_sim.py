@@ -1,13 +1,10 @@
 """`pdserve serve` as a user runs it, with simulated engines: real processes, real NATS and etcd, no model."""
 
-import fcntl
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +15,7 @@ import psutil
 import pytest
 
 from pdserve.ports import free_port, port_holder
+from tests.terminal import Terminal
 
 PDSERVE = [sys.executable, "-m", "pdserve"]
 WORKERS = """
@@ -207,7 +205,7 @@ def test_json_lines_and_sigkill_of_the_supervisor(workers_only: Callable[..., Se
 def test_ctrl_c_on_a_terminal_under_another_program(workers_only: Callable[..., Serve]) -> None:
     """As under `make serve`: only pdserve may get the Ctrl-C, and its exit code is 0."""
     serve = workers_only()
-    with _Terminal(serve) as terminal:
+    with Terminal(serve.command, serve.env) as terminal:
         terminal.until("Ready after")
         assert "Starting, " in terminal.text  # the live line
         terminal.type("\x03")
@@ -217,7 +215,7 @@ def test_ctrl_c_on_a_terminal_under_another_program(workers_only: Callable[..., 
 
 def test_closing_the_terminal_leaves_nothing(workers_only: Callable[..., Serve]) -> None:
     serve = workers_only()
-    with _Terminal(serve) as terminal:
+    with Terminal(serve.command, serve.env) as terminal:
         terminal.until("Ready after")
         terminal.hang_up()
         until(lambda: not serve.processes(), serve, within=15)
@@ -227,50 +225,3 @@ def _instances(graph: Serve) -> list[dict[str, Any]]:
     result = graph.pdserve("status", "--json")
     found: list[dict[str, Any]] = json.loads(result.stdout)["instances"] if result.stdout else []
     return found
-
-
-class _Terminal:
-    """A pseudo terminal in which bash runs `pdserve serve` and then says how it ended."""
-
-    def __init__(self, serve: Serve) -> None:
-        self._serve = serve
-        self.text = ""
-
-    def __enter__(self) -> "_Terminal":
-        self._ours, theirs = pty.openpty()
-        script = f"{' '.join(self._serve.command)}; echo the exit code is $?"
-        self._process = subprocess.Popen(
-            ["bash", "-c", script],
-            env={**self._serve.env, "TERM": "xterm-256color", "COLUMNS": "100"},
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        os.close(theirs)
-        os.set_blocking(self._ours, False)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._ours >= 0:
-            os.close(self._ours)
-        self._process.wait(30)
-
-    def type(self, keys: str) -> None:
-        os.write(self._ours, keys.encode())
-
-    def hang_up(self) -> None:
-        os.close(self._ours)
-        self._ours = -1
-
-    def until(self, words: str, within: float = 90) -> None:
-        deadline = time.monotonic() + within
-        while words not in self.text:
-            assert time.monotonic() < deadline, self.text[-3000:]
-            try:
-                self.text += os.read(self._ours, 1 << 16).decode(errors="replace")
-            except BlockingIOError:
-                time.sleep(0.05)
-            except OSError:  # all of the other side is gone
-                assert words in self.text, self.text[-3000:]

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import signal
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ _HELP = {
 _TEXT = """\
 Run one process of the graph of FILE, on this or another host. It finds the others through etcd and NATS:
 those that the file names (Graph: etcd, nats), else those of the graph that runs on the same state directory.
-SIGTERM lets it finish what it has and end with exit code 0.
+SIGTERM or Ctrl-C lets it finish what it has and end with exit code 0; the second one ends it at once.
 """
 _EXAMPLES = """\
   pdserve {role} -f configs/disagg.yaml
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     level = os.environ.get("PDSERVE_LOG_LEVEL", "INFO")
     vllm_level = "INFO" if args.verbose else os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
     logs.setup(f"{args.role.value}-{args.index}", level, args.log_format, vllm_level)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _stop_early)
     config, slot = _place(args)
     os.environ.update(slot.env)  # before vLLM is imported
     try:
@@ -59,6 +62,13 @@ def run(args: argparse.Namespace) -> int:
         log.exception("%s failed", slot.name)
         return 1
     return 0
+
+
+def _stop_early(number: int, _frame: object) -> None:
+    """Until the role has handlers of its own: vLLM's import takes many seconds. Nothing is there yet that would have
+    to be left in order."""
+    log.info("told to stop while starting (%s)", signal.Signals(number).name)
+    os._exit(0)
 
 
 def _live(config: "Config", slot: "Slot") -> None:

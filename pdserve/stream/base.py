@@ -56,4 +56,4 @@ class StreamClient(ABC):
     def received(self) -> AsyncIterator[ToFrontend]:
         """In order of arrival; raises PeerGone when the worker is gone: its process ended, or nothing,
         heartbeats included, came from it for `silence` seconds (a few), as when it hangs or its network is
-        cut."""
+        cut, or it sent something that cannot be decoded, since tokens would be missing."""

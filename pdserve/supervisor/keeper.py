@@ -97,7 +97,7 @@ class Keeper:
         self.instance = None
         process = self._process = Process.start(self.job, lambda raw: self._watcher.line(self.job.name, raw))
         self._guardian.watch(process.pid)
-        readiness = asyncio.create_task(self._become_ready(process.pid))
+        watching = asyncio.create_task(self._watch(process))
         try:
             if self._stopping.is_set():
                 process.ask_to_stop()
@@ -111,16 +111,27 @@ class Keeper:
             self.ready.clear()
             self._process = None
             self._guardian.forget(process.pid)
-            readiness.cancel()
-            await asyncio.gather(readiness, return_exceptions=True)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
         if self.instance and end.code:
             await self._roll.strike_off(self.instance)
         return Life(started, time.monotonic(), was_ready, end)
 
-    async def _become_ready(self, pid: int) -> None:
-        self.instance = await self._roll.until(pid)
+    async def _watch(self, process: Process) -> None:
+        """See it become ready, and kill it when it hangs. Draining is none of this: who stops a process sees to its
+        end."""
+        self.instance = await self._roll.until(process.pid)
         self.ready.set()
         self._watcher.changed(self.job.name, State.READY)
+        seconds = await self._roll.vanished(self.instance)
+        if not self._stopping.is_set():
+            log.error(
+                "%s hangs: its process %d lives, but its lease in etcd ended %g s ago; killing it",
+                self.job.name,
+                process.pid,
+                seconds,
+            )
+            process.kill()
 
     async def _pause(self, lives: list[Life]) -> None:
         end = lives[-1].end

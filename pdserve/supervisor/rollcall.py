@@ -1,5 +1,6 @@
 """Who of our processes has registered itself: that, and nothing else, makes one ready."""
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
 
@@ -11,6 +12,11 @@ from pdserve.registry.view import View
 
 log = logging.getLogger(__name__)
 
+MISSING = 60.0
+"""seconds that a live process may be missing from the registry before it counts as hung: a lease's ten, an outage's
+hangover, a machine that stalls, and much more. Beyond it nobody would ever use the process again."""
+TICK = 1.0
+
 
 class Roll(ABC):
     """What the supervisor asks and tells the registry."""
@@ -20,16 +26,23 @@ class Roll(ABC):
         """Wait until the process `pid` of this machine is registered."""
 
     @abstractmethod
+    async def vanished(self, instance: Instance) -> float:
+        """Wait until the registry has not had this instance for long although its lease is renewed by anybody who
+        works at all; for how many seconds."""
+
+    @abstractmethod
     async def strike_off(self, instance: Instance) -> None:
         """Its process is dead for certain, though its lease may live for some seconds more."""
 
 
 class RollCall(Roll):
-    def __init__(self, registry: Registry, view: View, host: str) -> None:
-        """`host` is this machine, as its instances call it: other machines have the same pids."""
+    def __init__(self, registry: Registry, view: View, host: str, leaving: float = 0.0) -> None:
+        """`host` is this machine, as its instances call it: other machines have the same pids. `leaving` are the
+        seconds that a process may go on after it took itself off the roll (a frontend that drains)."""
         self._registry = registry
         self._view = view
         self._host = host
+        self._patience = MISSING + leaving
 
     async def until(self, pid: int) -> Instance:
         async for _ in self._view.changes():
@@ -37,6 +50,16 @@ class RollCall(Roll):
                 if instance.pid == pid and instance.host == self._host:
                     return instance
         raise AssertionError("the registry's changes never end")
+
+    async def vanished(self, instance: Instance) -> float:
+        """Ticks are counted, not measured, and none during an outage: where this process was stopped itself, or has
+        no registry, it knows nothing."""
+        missing = 0.0
+        while missing < self._patience:
+            await asyncio.sleep(TICK)
+            there = any(one.id == instance.id for one in self._view.instances())
+            missing = 0.0 if there or not self._registry.connected else missing + TICK
+        return missing
 
     async def strike_off(self, instance: Instance) -> None:
         """Others then see at once what they would see when the lease runs out."""

@@ -67,7 +67,7 @@ async def _serve(config: Config, slots: Sequence[Slot], output: Output, policy: 
         guardian = stack.enter_context(Guardian())
         servers = await stack.enter_async_context(needed_servers(config))
         graph = _describe(config, {server.name: server.url for server in servers})
-        roll = await _roll(stack, graph, config.host)
+        roll = await _roll(stack, graph, config)
         state.write(config.state_dir, graph)
         jobs = [_job(slot, config, graph, output) for slot in slots]
         supervision = Supervision(jobs, roll, output, guardian, policy)
@@ -92,13 +92,13 @@ async def _healthy(config: Config, graph: state.Graph) -> AsyncIterator[str]:
             yield missing
 
 
-async def _roll(stack: AsyncExitStack, graph: state.Graph, host: str) -> RollCall:
+async def _roll(stack: AsyncExitStack, graph: state.Graph, config: Config) -> RollCall:
     try:
         registry = await stack.enter_async_context(connect(graph.etcd, graph.namespace))
         view = await stack.enter_async_context(View(registry))
     except RegistryUnavailable as error:
         raise ConfigError([f"etcd is needed: {error}. Start it, or leave Graph.etcd out."]) from None
-    return RollCall(registry, view, host)
+    return RollCall(registry, view, config.host, config.drain_timeout)
 
 
 def _describe(config: Config, embedded: Mapping[str, str]) -> state.Graph:

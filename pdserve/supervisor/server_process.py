@@ -150,6 +150,10 @@ class ServerProcess(ABC):
                 process.kill()
             process.wait()
 
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
     async def restart(self) -> None:
         """Stop it if it runs, and start it on the same port and data."""
         await self.stop()

@@ -17,6 +17,10 @@ from pdserve.supervisor.server_process import ServerProcess
 
 log = logging.getLogger(__name__)
 
+HANGS_AFTER = 60.0
+"""seconds without any answer; the graph goes on without a server meanwhile, and for short hangs it is left alone"""
+LOOK_EVERY, ANSWER_WITHIN = 5.0, 5.0
+
 
 @asynccontextmanager
 async def needed_servers(config: Config) -> AsyncIterator[list[ServerProcess]]:
@@ -31,17 +35,42 @@ async def needed_servers(config: Config) -> AsyncIterator[list[ServerProcess]]:
 
 
 async def keep(server: ServerProcess, guardian: Guardian, policy: Policy) -> None:
-    """Bring a server back, on the same port and data, whenever it ends; until cancelled. The graph goes on
+    """Bring a server back, on the same port and data, whenever it ends or hangs; until cancelled. The graph goes on
     without it meanwhile. Raises GaveUp."""
     lives: list[Life] = []
     while True:
         started, pid = time.monotonic(), server.pid
         assert pid is not None
         guardian.watch(pid)
-        code = await server.wait()
+        watching = asyncio.create_task(_kill_if_it_hangs(server))
+        try:
+            code = await server.wait()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
         guardian.forget(pid)
         lives.append(Life(started, time.monotonic(), ready=True, end=Ended(code)))
         await _restart(server, lives, policy)
+
+
+async def _kill_if_it_hangs(server: ServerProcess) -> None:
+    """Looks are counted, not seconds: a supervisor that was stopped itself knows nothing."""
+    silent = 0.0
+    while silent < HANGS_AFTER:
+        await asyncio.sleep(LOOK_EVERY)
+        silent = 0.0 if await _answers(server) else silent + LOOK_EVERY
+    log.error("%s hangs: it has answered nothing for %g s; killing it", server.name, silent)
+    server.kill()
+
+
+async def _answers(server: ServerProcess) -> bool:
+    """Anything at all: an etcd that says it is ill would not be cured by a restart."""
+    try:
+        async with asyncio.timeout(ANSWER_WITHIN):
+            await server.answers()
+    except (OSError, EOFError):
+        return False
+    return True
 
 
 async def _restart(server: ServerProcess, lives: list[Life], policy: Policy) -> None:

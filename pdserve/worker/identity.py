@@ -38,6 +38,7 @@ def describe(
         block_size=facts.block_size,
         kv_tokens=facts.kv_tokens,
         max_model_len=facts.max_model_len,
+        max_num_seqs=facts.max_num_seqs,
         max_concurrency=round(facts.max_concurrency, 2),
         vllm_version=facts.vllm_version,
     )

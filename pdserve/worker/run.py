@@ -1,6 +1,7 @@
 """A worker as a process: built from the configuration, stopped by signals."""
 
 import asyncio
+import logging
 import signal
 from typing import Protocol
 
@@ -9,6 +10,8 @@ from pdserve.engine.base import Engine
 from pdserve.engine.spec import EngineSpec, make_engine
 from pdserve.messages import Role
 from pdserve.worker.identity import worker_config
+
+log = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
@@ -36,24 +39,34 @@ def build_engine(config: Config, slot: Slot, instance_id: str) -> Engine:
     return make_engine(section.engine, spec)
 
 
-async def run_until_signalled(worker: Worker) -> None:
-    """The first SIGTERM or SIGINT lets a serving worker drain; one that is still starting, or a second
-    signal, ends it at once. Returns in both cases; what the worker raises comes through."""
-    life = asyncio.create_task(worker.run())
+STOPPERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""from a supervisor, from Ctrl-C, from a terminal that is closed"""
 
-    def asked() -> None:
+
+async def run_until_signalled(worker: Worker) -> None:
+    """The first of `STOPPERS` lets a serving worker drain; one that is still starting, or another SIGTERM or SIGINT,
+    ends it at once. Returns in both cases; what the worker raises comes through."""
+    life = asyncio.create_task(worker.run())
+    told = False
+
+    def stop(number: signal.Signals) -> None:
+        nonlocal told
+        again, told = told, True
+        if again and number is signal.SIGHUP:
+            return  # the shell and the kernel both say that a terminal is closed
         if worker.ready.is_set():
             worker.stop()
         else:
+            log.info("told again: ending at once" if again else "told to stop while starting: ending at once")
             life.cancel()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked)
+    for number in STOPPERS:
+        loop.add_signal_handler(number, stop, number)
     try:
         await asyncio.wait([life])
         if not life.cancelled():
             life.result()
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPPERS:
             loop.remove_signal_handler(number)

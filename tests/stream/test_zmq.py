@@ -124,7 +124,32 @@ async def test_a_frontend_that_stops_reading_costs_a_second_and_is_gone() -> Non
         assert await anext(received) == ("other", None)
 
 
-async def test_what_cannot_be_decoded_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_whose_message_cannot_be_decoded_is_gone_and_told_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with ZmqStreamServer("127.0.0.1") as server:
+        at_server = server.received()
+        waiting = asyncio.ensure_future(anext(at_server))
+        async with ZmqStreamClient(server.address, "f") as client:
+            await client.send(Hello("1"))
+            assert await waiting == ("f", Hello("1"))
+            (peer,) = server._by_identity
+            at_client = client.received()
+            await server.send("f", Failed("r", "before"))
+            server._socket.raw.send_multipart((peer, b"\xc1 not msgpack"))
+            await server.send("f", Failed("r", "after"))
+            assert await anext(at_client) == Failed("r", "before")
+            with pytest.raises(PeerGone):
+                await anext(at_client)
+            with pytest.raises(PeerGone):
+                await client.send(Hello("2"))
+            assert await asyncio.wait_for(anext(at_server), 2) == ("f", None)
+    assert "its message cannot be read" in caplog.text
+
+
+async def test_a_frontends_message_that_cannot_be_decoded_is_skipped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with ZmqStreamServer("127.0.0.1") as server:
         received = server.received()
         waiting = asyncio.ensure_future(anext(received))

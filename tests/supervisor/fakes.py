@@ -43,12 +43,19 @@ class Registered(Roll):
 
     def __init__(self, at_once: bool = True) -> None:
         self.struck_off: list[int] = []
+        self.hung = asyncio.Event()
+        """set: the next instance that is looked for has vanished for long"""
         self._at_once = at_once
 
     async def until(self, pid: int) -> Instance:
         if not self._at_once:
             await asyncio.Event().wait()
         return Instance(id=f"fake-{pid}", role=Role.DECODE, pid=pid)
+
+    async def vanished(self, instance: Instance) -> float:
+        await self.hung.wait()
+        self.hung.clear()
+        return 60.0
 
     async def strike_off(self, instance: Instance) -> None:
         self.struck_off.append(instance.pid)

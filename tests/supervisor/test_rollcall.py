@@ -6,8 +6,11 @@ import pytest
 from pdserve.messages import Instance, ModelCard, Role, encode_record
 from pdserve.registry import connect, keys
 from pdserve.registry.base import Registry
+from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import View
+from pdserve.supervisor import rollcall
 from pdserve.supervisor.rollcall import RollCall
+from tests.conditions import until
 
 HERE = "10.0.0.1"
 WORKER = Instance("decode-0-ab12cd34", Role.DECODE, model="demo", host=HERE, pid=4711)
@@ -42,3 +45,33 @@ async def test_strikes_off_the_instance_and_its_card_alone(registry: Registry) -
     async with View(registry) as view:
         await RollCall(registry, view, HERE).strike_off(WORKER)
     assert set(await registry.read("")) == {keys.instance(other), keys.card("demo", other.id)}
+
+
+async def test_an_instance_vanishes_when_it_is_missing_for_long_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollcall, "TICK", 0.01)
+    monkeypatch.setattr(rollcall, "MISSING", 0.1)
+    server = MemoryServer()
+    async with MemoryRegistry(server) as ours, MemoryRegistry(server) as theirs, View(ours) as view:
+        await register(theirs, WORKER)
+        await until(lambda: bool(view.instances()))
+        waiting = asyncio.create_task(RollCall(ours, view, HERE).vanished(WORKER))
+        assert not (await asyncio.wait([waiting], timeout=0.3))[0], "it is there"
+        await server.down()
+        assert not (await asyncio.wait([waiting], timeout=0.3))[0], "nobody knows, during an outage"
+        await server.up(lose_data=True)
+        assert not (await asyncio.wait([waiting], timeout=0.3))[0], "it registered again"
+        await server.kill(theirs)
+        assert await asyncio.wait_for(waiting, 5) >= 0.1
+
+
+async def test_one_that_takes_itself_off_may_drain_for_as_long_as_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, registry: Registry
+) -> None:
+    monkeypatch.setattr(rollcall, "TICK", 0.01)
+    monkeypatch.setattr(rollcall, "MISSING", 0.1)
+    async with View(registry) as view:
+        waiting = asyncio.create_task(RollCall(registry, view, HERE, leaving=0.4).vanished(WORKER))
+        assert not (await asyncio.wait([waiting], timeout=0.3))[0]
+        assert await asyncio.wait_for(waiting, 5) >= 0.5

@@ -56,6 +56,20 @@ async def test_a_crashed_role_is_started_again_and_the_others_are_not(
     assert not any(map(alive, graph.pids()))
 
 
+async def test_a_role_that_was_told_to_drain_by_somebody_else_is_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rolling restart, by hand."""
+    async with Graph(tmp_path, fake(SERVE)) as graph:
+        await until(lambda: len(graph.pids()) == 1)
+        await asyncio.wait_for(graph.ready.wait(), 5)
+        os.kill(graph.pids()[0], signal.SIGTERM)
+        await until(lambda: len(graph.pids()) == 2)
+        assert "drained" in graph.text
+        assert "decode-0 ended (exit code 0), starts again" in caplog.text
+        assert graph.roll.struck_off == [], "it took itself off"
+
+
 async def test_gives_up_with_the_cause_and_stops_the_others(tmp_path: Path) -> None:
     jobs = [fake(SERVE, Role.FRONTEND), fake(CRASH)]
     async with Graph(tmp_path, *jobs, registered=False) as graph:
@@ -139,3 +153,18 @@ def _pids_by_role(graph: Graph) -> tuple[int, int]:
 def _times(graph: Graph, word: str) -> dict[str, float]:
     lines = [line.split() for line in graph.text.splitlines() if f": {word} " in line]
     return {line[2]: float(line[-1]) for line in lines}
+
+
+async def test_a_role_whose_lease_is_over_for_long_is_killed_and_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Graph(tmp_path, fake(DEAF)) as graph:
+        await until(lambda: len(graph.pids()) == 1)
+        await asyncio.wait_for(graph.ready.wait(), 5)
+        os.kill(graph.pids()[0], signal.SIGSTOP)
+        graph.roll.hung.set()
+        await until(lambda: len(graph.pids()) == 2)
+        assert not alive(graph.pids()[0])
+        assert "decode-0 hangs" in caplog.text
+        graph.supervision.stop()
+        graph.supervision.stop()

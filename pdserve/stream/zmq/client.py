@@ -109,11 +109,23 @@ class ZmqStreamClient(StreamClient):
             body = parts[-1]
             if body == BYE:
                 self._set_gone("it closed the connection")
-            elif body != HEARTBEAT and (message := _decode(self._address, body)) is not None:
-                yield message
+            elif body != HEARTBEAT:
+                yield self._decoded(body)
             count += 1
             if count % _BATCH == 0:
                 await asyncio.sleep(0)
+
+    def _decoded(self, body: bytes) -> ToFrontend:
+        """What can't be read may have had tokens in it: the requests of this connection must go on at another
+        worker. Says good-bye, so that this one drops them."""
+        try:
+            message: ToFrontend = decode_to_frontend(body)
+        except msgspec.MsgspecError as error:
+            with suppress(Unreachable):
+                self._socket.try_send((BYE,))
+            self._set_gone(f"its message cannot be read: {error}")
+            raise PeerGone(self._address) from error
+        return message
 
     def _on_broken(self) -> None:
         with suppress(zmq.Again):
@@ -139,12 +151,3 @@ class ZmqStreamClient(StreamClient):
                 self._socket.try_send((HEARTBEAT,))
             if time.monotonic() - self._heard > self._silence and not self._socket.pending:
                 self._set_gone(f"silent for {self._silence:g} s")
-
-
-def _decode(address: str, body: bytes) -> ToFrontend | None:
-    try:
-        message: ToFrontend = decode_to_frontend(body)
-        return message
-    except msgspec.MsgspecError as error:
-        log.warning("message of worker at %s skipped: %s", address, error)
-        return None

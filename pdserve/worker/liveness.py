@@ -1,0 +1,48 @@
+"""Whether the engine works. One that hangs (stopped, or deadlocked in a lock or a kernel) looks alive to everybody
+else: its process is there, and the worker's own heartbeats and lease go on."""
+
+import asyncio
+
+from pdserve.engine.base import Engine
+from pdserve.errors import EngineDead
+
+EVERY = 5.0
+"""seconds between two questions"""
+SILENCE = 30.0
+"""seconds without an answer, and without CPU time to speak of, after which an engine hangs. Engines answer
+between two steps, and how long a step may take nobody knows: a long prompt on a CPU, a kernel that is compiled
+on its first use. But whoever is at that uses CPU time. What spins without end is left to vLLM, which gives a
+step up after 300 s."""
+BUSY = 0.1
+"""share of a core that counts as work; an idle vLLM engine on the CPU takes 0.03"""
+TICK = 1.0
+
+
+async def watch_engine(engine: Engine) -> None:
+    """For ever, or until EngineDead."""
+    while True:
+        await asyncio.sleep(EVERY)
+        await _until_it_answers(engine)
+
+
+async def _until_it_answers(engine: Engine) -> None:
+    asking = asyncio.ensure_future(engine.probe())
+    try:
+        while not asking.done():
+            used = engine.cpu_seconds()
+            await _wait(asking)
+            if not asking.done() and engine.cpu_seconds() - used < BUSY * SILENCE:
+                raise EngineDead(f"it hangs: no answer for {SILENCE:g} s, in which it computed nothing")
+        asking.result()
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+async def _wait(asking: "asyncio.Future[None]") -> None:
+    """For `SILENCE`, in ticks that are counted and not measured: a worker that was stopped together with its engine
+    must not blame the engine when both go on."""
+    silent = 0.0
+    while silent < SILENCE and not asking.done():
+        await asyncio.wait([asking], timeout=TICK)
+        silent += TICK
