@@ -18,7 +18,7 @@ from pdserve.config.agreement import compare_workers, merge_processor
 from pdserve.config.common import Common
 from pdserve.config.findings import Findings, or_nearest
 from pdserve.config.keys import Keys
-from pdserve.config.schema import Config, DecodeConfig, FrontendConfig, PrefillConfig, WorkerConfig
+from pdserve.config.schema import Config, DecodeConfig, FrontendConfig, Limits, PrefillConfig, WorkerConfig
 from pdserve.config.tree import Entry, read_tree
 from pdserve.config.workers import Arguments, read_arguments, read_decode, read_prefill
 from pdserve.processor.router import POLICIES
@@ -73,6 +73,11 @@ def _frontend(entry: Entry | None, findings: Findings) -> tuple[FrontendConfig |
         host=keys.text("host", FrontendConfig.host, places.wrong_host),
         port=keys.integer("port", FrontendConfig.port, 1, 65535),
         processes=_processes(keys),
+        limits=Limits(
+            max_wait=keys.seconds("max-wait", Limits.max_wait),
+            max_waiting=keys.integer("max-waiting", Limits.max_waiting, 1),
+            max_waiting_tokens=keys.integer("max-waiting-tokens", Limits.max_waiting_tokens, 1),
+        ),
     )
     name = keys.text("served-model-name", "")
     keys.done()

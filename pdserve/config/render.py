@@ -111,8 +111,12 @@ def _processes(plan: Plan) -> Table:
     for slot in plan.frontends:
         frontend = plan.config.frontend
         assert frontend is not None
-        router = f"HTTP, {frontend.router} over decode workers"
-        table.add_row(slot.name, "", "CPU", str(frontend.port), router)
+        limits = frontend.limits
+        does = (
+            f"HTTP, {frontend.router} over decode workers; up to {limits.max_waiting:,} requests wait, for up to "
+            f"{limits.max_wait:g} s"
+        )
+        table.add_row(slot.name, "", "CPU", str(frontend.port), does)
     return table
 
 

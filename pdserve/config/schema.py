@@ -9,6 +9,18 @@ from pdserve.messages import Role
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Of each model and frontend process: who waits while the decode workers are full."""
+
+    max_wait: float = 30.0
+    """seconds; whose turn would come later is refused at once"""
+    max_waiting: int = 1024
+    """requests"""
+    max_waiting_tokens: int = 1_000_000
+    """about, of prompts and what they will generate"""
+
+
+@dataclass(frozen=True)
 class FrontendConfig:
     host: str = "127.0.0.1"
     port: int = 8000
@@ -16,6 +28,7 @@ class FrontendConfig:
     """how many frontend processes share the port: the larger of Frontend's and Processor's
     ServiceArgs.workers"""
     router: str = "round-robin"
+    limits: Limits = Limits()
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from pdserve.frontend import routes
 from pdserve.frontend.answer import Answer
 from pdserve.frontend.asgi import Receive, Scope, Send, header, respond, respond_error, respond_json
 from pdserve.frontend.auth import ApiKeys
-from pdserve.frontend.body import ClientGone, Refusal, Replay, look_into, read_body
-from pdserve.frontend.limits import Limits, admit, deadline
+from pdserve.frontend.body import Body, ClientGone, Intake, Refusal, Replay, look_into
+from pdserve.frontend.limits import deadline
+from pdserve.frontend.line import Ticket
 from pdserve.frontend.roster import Roster, Serving
 from pdserve.frontend.versions import versions
 from pdserve.messages import ModelCard
@@ -28,6 +29,8 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MODELS = "/v1/models"
 GRACE = 0.3
 """seconds after the deadline within which the processor's own, more exact answer may still come"""
+RETRY_AFTER = 5.0
+"""seconds that a client is told to wait where there is no decode worker"""
 
 
 class Edge:
@@ -39,14 +42,12 @@ class Edge:
         metrics_page: Callable[[], Awaitable[bytes]],
         keys: ApiKeys,
         request_timeout: float,
-        limits: Limits = Limits(),  # noqa: B008  # frozen
     ) -> None:
         self._roster = roster
         self._metrics_page = metrics_page
         self._keys = keys
         self._request_timeout = request_timeout
-        self.limits = limits
-        """may be changed at any time"""
+        self._intake = Intake()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -84,8 +85,8 @@ class Edge:
         if routes.is_generate(path):
             if method != "POST":
                 raise Refusal(405, f"{path} takes POST")
-            body = look_into(await read_body(receive))
-            await self._dispatch(body.model, body.raw, scope, receive, answer, trace)
+            body = look_into(await self._intake.read(receive, trace.deadline))
+            await self._dispatch(body, scope, receive, answer, trace)
         elif method in ("GET", "HEAD") and path in ("/health", "/version", "/metrics"):
             await self._own_page(path, answer)
         elif method == "GET" and (path == _MODELS or path.startswith(_MODELS + "/")):
@@ -93,8 +94,8 @@ class Edge:
         elif routes.is_by_model(path):
             query = re.search(rb"(?:^|&)model=([^&]+)", scope["query_string"])
             name = query[1].decode("latin-1") if query else None
-            raw = await read_body(receive)
-            await self._dispatch(name, raw, scope, receive, answer, trace)
+            raw = await self._intake.read(receive, trace.deadline)
+            await self._dispatch(Body(raw, name), scope, receive, answer, trace)
         elif routes.is_left_out(path):
             raise Refusal(501, f"{path} is not available on a separated graph")
         else:
@@ -132,39 +133,53 @@ class Edge:
     # to a model
 
     async def _dispatch(
-        self, model: str | None, raw: bytes, scope: Scope, receive: Receive, answer: Answer, trace: Trace
+        self, body: Body, scope: Scope, receive: Receive, answer: Answer, trace: Trace
     ) -> None:
-        serving = self._roster.find(model)
+        serving = self._roster.find(body.model)
         trace.model = serving.card.name
-        if serving.processor is not None:
-            busy = max(serving.requests, serving.processor.in_flight)
-            admit(self.limits, busy, serving.processor.queued_tokens)
+        if routes.needs_turn(scope["path"]):
+            ticket = serving.line.join(self._client(scope), body.asks, trace)
         else:
-            admit(self.limits, serving.requests, 0)
-        serving.requests += 1
+            ticket = serving.line.pass_by(trace)
         try:
-            await self._run(serving, raw, scope, receive, answer, trace)
+            await self._run(serving, ticket, body.raw, scope, receive, answer, trace)
         finally:
-            serving.requests -= 1
+            serving.line.leave(ticket)
+
+    def _client(self, scope: Scope) -> str:
+        address = scope["client"][0] if scope.get("client") else ""
+        return self._keys.who(header(scope, "authorization"), header(scope, "x-api-key"), address)
 
     async def _run(
-        self, serving: Serving, raw: bytes, scope: Scope, receive: Receive, answer: Answer, trace: Trace
+        self,
+        serving: Serving,
+        ticket: Ticket,
+        raw: bytes,
+        scope: Scope,
+        receive: Receive,
+        answer: Answer,
+        trace: Trace,
     ) -> None:
         """Until the app has answered, the client is gone or the deadline has passed."""
         gone = asyncio.Event()
         current_trace.set(trace)
-        app = asyncio.create_task(_call(serving, _inside(scope, trace), Replay(raw, gone), answer))
+        app = asyncio.create_task(_call(serving, ticket, _inside(scope, trace), Replay(raw, gone), answer))
         watch = asyncio.create_task(_disconnected(receive))
         left = trace.deadline + GRACE - time.time()
         try:
             done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
+            if not done and ticket.waiting and not serving.live:
+                text = f"no decode worker of {trace.model} came up within the request's deadline"
+                await answer.end_with(503, text, RETRY_AFTER)
+            elif not done:
                 await answer.end_with(504, "the request's deadline passed")
             elif app not in done:
                 answer.mute()
         finally:
             watch.cancel()
             gone.set()  # not cancel: vLLM's handlers would leave their inner tasks behind
+            if ticket.waiting:
+                app.cancel()
             await _finished(app, answer, trace)
 
     def _account(self, path: str, answer: Answer, trace: Trace) -> None:
@@ -190,7 +205,8 @@ class Edge:
         )
 
 
-async def _call(serving: Serving, scope: Scope, receive: Replay, answer: Answer) -> None:
+async def _call(serving: Serving, ticket: Ticket, scope: Scope, receive: Replay, answer: Answer) -> None:
+    await ticket.turn()
     await serving.settled.wait()
     if serving.processor is None:
         raise Refusal(503, f"{serving.card.name} is not being served: {serving.problem}", retry_after=5.0)
@@ -204,7 +220,7 @@ async def _finished(app: "asyncio.Task[None]", answer: Answer, trace: Trace) -> 
     try:
         with suppress(asyncio.CancelledError):
             await app
-    except Refusal:
+    except (Refusal, Overloaded):
         raise
     except Exception:
         if trace.failure is None:

@@ -1,5 +1,6 @@
 """The few ASGI types and answers that the edge needs."""
 
+import math
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -16,6 +17,7 @@ _TYPES = {
     401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "TimeoutError",
     413: "PayloadTooLargeError",
     429: "RateLimitError",
     501: "NotImplementedError",
@@ -59,5 +61,5 @@ async def respond_error(
 
 
 def retry_seconds(seconds: float) -> str:
-    """HTTP wants whole seconds."""
-    return str(max(1, round(seconds)))
+    """HTTP wants whole seconds; rounded up, since who comes too early is refused again."""
+    return str(max(1, math.ceil(seconds)))

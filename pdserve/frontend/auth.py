@@ -20,11 +20,17 @@ class ApiKeys:
         """`Authorization: Bearer KEY` as OpenAI's clients send it, or `x-api-key` as Anthropic's."""
         if not self._digests or path in OPEN_PATHS:
             return True
-        scheme, _, token = (authorization or "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else x_api_key or ""
+        given = _given(authorization, x_api_key)
         digest = _digest(given)
         # all of them, so that the time says nothing about which
         return bool(given) and sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+    def who(self, authorization: str | None, x_api_key: str | None, address: str) -> str:
+        """To be fair between clients: an allowed one's key or, without keys, its address, since any token could
+        be made up."""
+        if not self._digests:
+            return address
+        return _digest(_given(authorization, x_api_key)).hex()
 
 
 def load_keys(environment: Mapping[str, str] = os.environ) -> ApiKeys:
@@ -41,6 +47,11 @@ def load_keys(environment: Mapping[str, str] = os.environ) -> ApiKeys:
     if not keys:  # an empty file must not open the door
         raise ConfigError([f"PDSERVE_API_KEYS: there is no key in {value[1:]}."])
     return ApiKeys(keys)
+
+
+def _given(authorization: str | None, x_api_key: str | None) -> str:
+    scheme, _, token = (authorization or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else x_api_key or ""
 
 
 def _digest(key: str) -> bytes:

@@ -1,14 +1,21 @@
 """The request body: read once with a bound, looked into, and replayed to the app that answers."""
 
 import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
+from pdserve.errors import Overloaded
 from pdserve.frontend.asgi import Message, Receive
 
 MAX_BODY = 32 << 20
 """bytes; prompts of a million tokens fit"""
+MAX_READING = 256 << 20
+"""bytes of all the bodies that are being read"""
+_BYTES_PER_TOKEN = 4
+_BOUNDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 # Where KV comes from is decided inside the graph. vLLM would take these from anybody, and some values kill
 # an engine.
@@ -31,27 +38,64 @@ class ClientGone(Exception):
 
 
 @dataclass(frozen=True)
+class Asks:
+    """How much work a request is, as far as its body tells without a tokenizer."""
+
+    prompt_tokens: int
+    """a guess: bytes / 4"""
+    max_tokens: int | None
+    """for each sequence; None where the body sets no bound"""
+    sequences: int = 1
+
+
+@dataclass(frozen=True)
 class Body:
     raw: bytes
     model: str | None
     """as named in it; None where it names none"""
+    asks: Asks = Asks(0, None)
 
 
-async def read_body(receive: Receive, limit: int = MAX_BODY) -> bytes:
-    """Raises Refusal for a body over the limit, without reading the rest of it, and ClientGone."""
-    parts: list[bytes] = []
-    size = 0
-    while True:
+class Intake:
+    """Reads bodies, all together within a bound: one that comes slowly holds memory."""
+
+    def __init__(self, bound: int = MAX_READING) -> None:
+        self._bound = bound
+        self._held = 0
+
+    async def read(self, receive: Receive, deadline: float) -> bytes:
+        """`deadline` in Unix seconds. Raises Refusal for a body over MAX_BODY, without reading the rest of it, or
+        not whole by then, Overloaded, and ClientGone."""
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(deadline - time.time()):
+                async for part in _parts(receive):
+                    size += len(part)
+                    self._held += len(part)
+                    parts.append(part)
+                    self._check(size)
+        except TimeoutError:
+            raise Refusal(408, "the request body was not complete by the request's deadline") from None
+        finally:
+            self._held -= size
+        return b"".join(parts)
+
+    def _check(self, size: int) -> None:
+        if size > MAX_BODY:
+            raise Refusal(413, f"the request body is larger than {MAX_BODY} bytes")
+        if self._held > self._bound:
+            raise Overloaded(f"request bodies of more than {self._bound} bytes are being read")
+
+
+async def _parts(receive: Receive) -> AsyncIterator[bytes]:
+    more = True
+    while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise Refusal(413, f"the request body is larger than {limit} bytes")
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
 
 
 def look_into(raw: bytes) -> Body:
@@ -73,7 +117,22 @@ def look_into(raw: bytes) -> Body:
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
         raise Refusal(400, "model must be a string", "model")
-    return Body(raw, model or None)
+    return Body(raw, model or None, _asks(raw, fields))
+
+
+def _asks(raw: bytes, fields: Mapping[str, object]) -> Asks:
+    """What is no valid value counts as none: vLLM's app will refuse it."""
+    bounds = [value for name in _BOUNDS if (value := _count(fields.get(name)))]
+    prompt = fields.get("prompt")
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    prompts = len(prompt) if several else 1  # type: ignore[arg-type]
+    return Asks(
+        len(raw) // _BYTES_PER_TOKEN, min(bounds, default=None), prompts * (_count(fields.get("n")) or 1)
+    )
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 class Replay:

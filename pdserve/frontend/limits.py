@@ -1,32 +1,10 @@
-"""What a frontend takes on at once, and for how long."""
+"""How long a request may take, and when it is better refused at once. Pure."""
 
 import time
-from dataclasses import dataclass
 
-from pdserve.errors import Overloaded
 from pdserve.frontend.body import Refusal
 
 MAX_TIMEOUT = 24 * 3600.0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Per model and frontend process."""
-
-    in_flight: int = 1024
-    """sequences; a request with n > 1 is n of them"""
-    queued_tokens: int = 1_000_000
-    """prompt tokens that wait for their first output token"""
-
-
-def admit(limits: Limits, in_flight: int, queued_tokens: int) -> None:
-    """Raises Overloaded where one more request would be too much."""
-    if in_flight >= limits.in_flight:
-        raise Overloaded(f"{in_flight} requests are in flight, and {limits.in_flight} is the limit")
-    if queued_tokens >= limits.queued_tokens:
-        raise Overloaded(
-            f"prompts of {queued_tokens} tokens are queued, and {limits.queued_tokens} is the limit", 2.0
-        )
 
 
 def deadline(asked: str | None, default: float) -> float:
@@ -42,3 +20,12 @@ def deadline(asked: str | None, default: float) -> float:
         message = f"x-request-timeout must be a number of seconds above 0 and up to {MAX_TIMEOUT:.0f}"
         raise Refusal(400, message, "x-request-timeout")
     return time.time() + seconds
+
+
+def too_late(wait: float, left: float, run: float, max_wait: float) -> float:
+    """By how many seconds a turn in `wait` seconds comes too late for a request that has `left` seconds and
+    takes `run`; 0 where it does not. Half of the time to spare may be waited away: all of these are guesses,
+    and whoever starts too late costs as much as whoever is answered. Who is next is never refused."""
+    if not wait:
+        return 0.0
+    return max(0.0, wait - max(0.0, min(max_wait, (left - run) / 2)))

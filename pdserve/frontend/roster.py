@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import logging
+import sys
 from collections.abc import Coroutine
 from contextlib import suppress
 from types import ModuleType, TracebackType
@@ -10,12 +11,16 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
+from pdserve.config.schema import Limits
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.frontend.body import Refusal
+from pdserve.frontend.line import Line
 from pdserve.messages import ModelCard, Role
-from pdserve.observe.metrics import INSTANCES
+from pdserve.observe.metrics import INSTANCES, WAITING
+from pdserve.processor.room import Room
 from pdserve.processor.router import POLICIES
 from pdserve.processor.surroundings import Surroundings
+from pdserve.processor.usual import Usual
 from pdserve.registry.view import View
 
 if TYPE_CHECKING:
@@ -25,12 +30,13 @@ logger = logging.getLogger(__name__)
 
 RETRY = 5.0
 """seconds between attempts to serve a card that could not be served for want of something"""
+EVERYBODY = Room(sys.maxsize, sys.maxsize, float("inf"))
 
 
 class Serving:
     """One model and the task that holds its processor."""
 
-    def __init__(self, card: ModelCard) -> None:
+    def __init__(self, card: ModelCard, limits: Limits) -> None:
         self.card = card
         self.present = True
         """its card is in the registry"""
@@ -41,12 +47,25 @@ class Serving:
         """set when there is a processor or a problem"""
         self.retired = asyncio.Event()
         self.removal: asyncio.TimerHandle | None = None
-        self.requests = 0
-        """HTTP requests inside it"""
+        self.line = Line(limits, self._room, self._usual)
 
     @property
     def live(self) -> int:
         return self.processor.live if self.processor is not None else 0
+
+    async def idle(self) -> None:
+        await self.line.empty()
+        if self.processor is not None:
+            await self.processor.idle()
+
+    def _room(self) -> Room:
+        """Where nobody serves it, those who wait need not wait to be told."""
+        if self.processor is not None:
+            return self.processor.room
+        return EVERYBODY if self.settled.is_set() else Room()
+
+    def _usual(self) -> Usual:
+        return self.processor.usual if self.processor is not None else Usual()
 
 
 class Roster:
@@ -54,7 +73,8 @@ class Roster:
     `request_timeout` seconds requests for it are still taken and wait for a worker (which may just be
     restarting); then the model is unknown, once it is idle."""
 
-    def __init__(self, view: View, around: Surroundings, expected: str) -> None:
+    def __init__(self, view: View, around: Surroundings, expected: str, limits: Limits) -> None:
+        self._limits = limits
         self._view = view
         self._around = around
         self._expected = expected
@@ -163,7 +183,8 @@ class Roster:
         if serving is not None:
             logger.info("%s: its model card changed", name)
             self._remove(name)
-        self._models[name] = serving = Serving(card)
+        self._models[name] = serving = Serving(card, self._limits)
+        WAITING.labels(name).set_function(serving.line.__len__)
         self._start(self._hold(serving), f"model {name}")
 
     def _miss(self, name: str) -> None:
@@ -176,6 +197,7 @@ class Roster:
 
     def _remove(self, name: str) -> None:
         serving = self._models.pop(name)
+        WAITING.remove(name)
         if serving.removal is not None:
             serving.removal.cancel()
         serving.retired.set()
@@ -183,10 +205,12 @@ class Roster:
     def _tell(self, name: str, serving: Serving) -> None:
         if serving.processor is None:
             return
-        serving.processor.update(self._view.instances(Role.DECODE, name))
+        frontends = len(self._view.instances(Role.FRONTEND))
+        serving.processor.update(self._view.instances(Role.DECODE, name), max(1, frontends))
         policy = self._view.settings().get("router", self._around.router)
         if policy in POLICIES:
             serving.processor.route_by(policy)
+        serving.line.advance()
 
     # one model
 
@@ -205,6 +229,7 @@ class Roster:
                 return
             logger.error("%s is not served: %s", name, serving.problem)
             serving.settled.set()
+            serving.line.advance()
             with suppress(TimeoutError):
                 await asyncio.wait_for(serving.retired.wait(), RETRY)
 
@@ -214,16 +239,19 @@ class Roster:
             module = await _load()
             processor: Processor = module.Processor(serving.card, self._around)
             await processor.__aenter__()
+        processor.on_room(serving.line.advance)
         try:
             serving.processor, serving.problem = processor, ""
-            self._tell(name, serving)
             serving.settled.set()
+            self._tell(name, serving)
             logger.info("%s is being served, up to %d tokens", name, serving.card.max_model_len)
             await serving.retired.wait()
-            await processor.idle(self._around.request_timeout)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(serving.idle(), self._around.request_timeout)
             logger.info("%s is no longer served", name)
         finally:
             serving.processor = None
+            serving.line.advance()
             await processor.__aexit__(None, None, None)
 
     def _start(self, work: Coroutine[None, None, None], name: str) -> None:

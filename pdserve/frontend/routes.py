@@ -18,6 +18,9 @@ GENERATE = frozenset(
 )
 """POST, with a JSON body that may name its model"""
 
+_PASSING = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
+"""of these, what needs no engine"""
+
 _BY_MODEL = re.compile(r"/v1/responses/[^/]+(/cancel)?|/docs|/docs/oauth2-redirect|/redoc|/openapi\.json")
 """without a body: answered by the model of the query parameter `model`, or by the only one"""
 
@@ -31,6 +34,11 @@ _ELSEWHERE = re.compile(
 
 def is_generate(path: str) -> bool:
     return path in GENERATE
+
+
+def needs_turn(path: str) -> bool:
+    """Whether a decode worker has to work for it."""
+    return path in GENERATE - _PASSING
 
 
 def is_by_model(path: str) -> bool:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 LOAD_WITHIN = 60.0
 """seconds that a frontend beside others takes to load its models before it takes requests nevertheless"""
-_STOPPERS = (signal.SIGTERM, signal.SIGINT)
+_STOPPERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 async def main(config: Config, slot: Slot) -> None:
@@ -54,7 +54,9 @@ async def main(config: Config, slot: Slot) -> None:
             registry = await stack.enter_async_context(connect_registry(config.etcd, config.namespace))
             view = await stack.enter_async_context(View(registry))
             around = _surroundings(config, frontend.router, me.id)
-            roster = await stack.enter_async_context(Roster(view, around, config.served_model_name))
+            roster = await stack.enter_async_context(
+                Roster(view, around, config.served_model_name, frontend.limits)
+            )
             client = await stack.enter_async_context(httpx.AsyncClient())
             if view.instances(Role.FRONTEND):
                 await _load_models(roster)

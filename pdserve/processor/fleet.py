@@ -11,6 +11,7 @@ from pdserve.errors import PeerGone
 from pdserve.messages import Instance, ToFrontend
 from pdserve.observe.metrics import ROUTER_DECISIONS
 from pdserve.processor.link import Link, LinkOwner
+from pdserve.processor.room import Room, room, total
 from pdserve.processor.router import POLICIES, RouterState, choose, eligible
 from pdserve.processor.surroundings import Connect
 
@@ -29,6 +30,8 @@ class Fleet:
     def __init__(self, policy: str, vllm_version: str, connect: Connect, owner: LinkOwner) -> None:
         self.policy = policy
         """may be changed at any time"""
+        self.frontends = 1
+        """that share the workers; may be changed at any time"""
         self._version = vllm_version
         self._connect = connect
         self._owner = owner
@@ -56,16 +59,20 @@ class Fleet:
             for policy in POLICIES:
                 with suppress(KeyError):
                     ROUTER_DECISIONS.remove(policy, gone)
+        back = now.keys() - self._instances.keys()
         self._instances = now
         for instance in now.values():
             if instance.id not in self._keepers:
                 self._keep(instance)
+        for link in [self._links[name] for name in back if name in self._links]:
+            self._owner.link_up(link)  # it lost its lease and not its link: requests may be waiting
 
     def pick(self, avoid: Collection[str], only_others: bool) -> Link | None:
-        """A connected worker for one request; None while there is none. Those in `avoid` are the last
-        resort, or none with `only_others`."""
+        """A connected worker for one request, with room where there is one; None while there is none. Those in
+        `avoid` are the last resort, or none with `only_others`."""
         connected = [one for one in self._instances.values() if self._usable(one)]
         takers = eligible(connected, avoid, only_others=only_others)
+        takers = [one for one in takers if self._room(one).open] or takers
         in_flight = {name: len(link.generations) for name, link in self._links.items()}
         chosen = choose(self.policy, takers, RouterState(self._last, in_flight))
         if chosen is None:
@@ -78,6 +85,11 @@ class Fleet:
     def live(self) -> int:
         """Workers that would take a request now."""
         return sum(self._usable(one) and not one.draining for one in self._instances.values())
+
+    @property
+    def room(self) -> Room:
+        """For further requests, at all workers."""
+        return total(self._room(one) for one in self._instances.values() if self._usable(one))
 
     # LinkOwner
 
@@ -99,6 +111,9 @@ class Fleet:
     def _usable(self, instance: Instance) -> bool:
         link = self._links.get(instance.id)
         return link is not None and not link.refused
+
+    def _room(self, instance: Instance) -> Room:
+        return room(instance, self._links[instance.id], self.frontends)
 
     def _fits(self, instance: Instance) -> bool:
         if instance.vllm_version == self._version:

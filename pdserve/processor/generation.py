@@ -17,6 +17,8 @@ class Generation:
     trace: Trace | None
     deadline: float
     """Unix seconds"""
+    size: float
+    """tokens of KV that it will probably need"""
     tokens: list[int] = field(default_factory=list)
     """generated so far, by whichever workers"""
     ahead: int = 0
@@ -34,6 +36,9 @@ class Generation:
     """the worker has taken it up"""
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
     """only while there is no worker for it"""
+    sent: float = field(default_factory=time.monotonic)
+    """monotonic; to the first worker, or when it began to wait for one"""
+    first_token: float = 0.0
     last_token: float = 0.0
     """monotonic; 0 before the first"""
 
@@ -65,12 +70,14 @@ class Generation:
         self.placed = False
         self.ahead = len(self.tokens) if self.replays else 0
         link.generations[self.wire_id] = self
+        link.tokens += self.size
 
     def detach(self) -> Link | None:
         """No longer anybody's: late outputs of this attempt find nothing. Returns the link it was on."""
         link, self.link = self.link, None
         if link is not None:
             link.generations.pop(self.wire_id, None)
+            link.tokens -= self.size
         for timer in self.timers:
             timer.cancel()
         self.timers.clear()
@@ -95,6 +102,7 @@ class Generation:
             return None
         now = time.monotonic()
         gap = (now - self.last_token) / len(tokens) if self.last_token else None
+        self.first_token = self.first_token or now
         self.last_token = now
         self.tokens += tokens
         if self.trace is not None:

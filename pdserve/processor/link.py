@@ -31,6 +31,8 @@ class Link:
         self.instance = instance
         self.generations: dict[str, Generation] = {}
         """by wire id: what this worker is at for us"""
+        self.tokens = 0.0
+        """of KV that these will need"""
         self.refused = False
         """the worker takes nothing from us"""
         self._client = client
@@ -38,9 +40,18 @@ class Link:
         self._outbox: asyncio.Queue[ToDecode] = asyncio.Queue()
         self._outbox.put_nowait(Hello(vllm_version))
 
+    @property
+    def requests(self) -> int:
+        return len(self.generations)
+
+    @property
+    def starting(self) -> bool:
+        """One of them has no token yet."""
+        return any(not one.tokens for one in self.generations.values())
+
     def post(self, message: ToDecode) -> None:
         """Send, in order; never waits and never fails: a lost link is told by `link_lost`. What is posted is
-        bounded by what is in flight, which the edge bounds."""
+        bounded by what is in flight, and that by the workers' room."""
         self._outbox.put_nowait(message)
 
     async def run(self) -> None:

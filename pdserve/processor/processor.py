@@ -3,8 +3,8 @@
 import asyncio
 import gc
 import logging
-from collections.abc import Iterable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -18,7 +18,9 @@ from pdserve.processor.card_args import frontend_argv
 from pdserve.processor.fleet import Fleet
 from pdserve.processor.model_metrics import MODEL_METRICS
 from pdserve.processor.remote_core import RemoteCore
+from pdserve.processor.room import Room
 from pdserve.processor.surroundings import Surroundings
+from pdserve.processor.usual import Usual
 from pdserve.processor.vllm_api import (
     VERSION,
     AsyncLLM,
@@ -78,17 +80,17 @@ class Processor:
         self._watch_handler()
         gc.freeze()  # what vLLM loaded stays: the collector need not walk it again and again
 
-    def update(self, instances: Iterable[Instance]) -> None:
-        """This model's decode workers, as the registry has them now."""
+    def update(self, instances: Iterable[Instance], frontends: int) -> None:
+        """This model's decode workers and how many frontends share them, as the registry has them now."""
+        self._fleet.frontends = frontends
         self._fleet.update(instances)
 
     def route_by(self, policy: str) -> None:
         self._fleet.policy = policy
 
-    async def idle(self, patience: float) -> None:
-        """Until nothing is in flight, or for `patience` seconds."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._core.idle(), patience)
+    async def idle(self) -> None:
+        """Until nothing is in flight."""
+        await self._core.idle()
 
     @property
     def live(self) -> int:
@@ -96,12 +98,17 @@ class Processor:
         return self._fleet.live
 
     @property
-    def in_flight(self) -> int:
-        return self._core.in_flight
+    def room(self) -> Room:
+        """For further requests, at all of its workers."""
+        return self._fleet.room
 
     @property
-    def queued_tokens(self) -> int:
-        return self._core.queued_tokens
+    def usual(self) -> Usual:
+        return self._core.usual
+
+    def on_room(self, tell: Callable[[], None]) -> None:
+        """`tell` is called whenever there may be more room than before."""
+        self._core.on_room = tell
 
     def _watch_handler(self) -> None:
         restart_output_handler(self._engine)

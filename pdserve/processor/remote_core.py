@@ -20,6 +20,7 @@ from pdserve.processor import migration
 from pdserve.processor.generation import Generation
 from pdserve.processor.link import Link
 from pdserve.processor.trace import Failure, current_trace
+from pdserve.processor.usual import Usual
 from pdserve.processor.vllm_api import (
     EngineCoreClient,
     EngineCoreOutput,
@@ -61,6 +62,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         """set before the first request"""
         self.fail_request: Callable[[str, str, int], list[str]]
         """ends a request of AsyncLLM with an error; set when AsyncLLM is there"""
+        self.on_room: Callable[[], None] = lambda: None
+        """called when there may be more room at the workers than before"""
+        self.usual = Usual()
         self._model = model
         self._tasks = tuple(tasks)
         self._max_model_len = max_model_len
@@ -78,7 +82,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         """Never raises: AsyncLLM has registered the request already, and would keep it for ever."""
         trace = current_trace.get()
         deadline = time.time() + self._request_timeout if trace is None else trace.deadline
-        generation = Generation(request, trace, deadline)
+        generation = Generation(request, trace, deadline, self._size(request))
         self._generations[request.request_id] = generation
         if reason := _unsupported(request):
             self._fail(generation, Failure(400, reason))
@@ -128,21 +132,13 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             self._emptied.clear()
             await self._emptied.wait()
 
-    @property
-    def in_flight(self) -> int:
-        return len(self._generations)
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens of requests without a first token."""
-        return sum(len(one.prompt) for one in self._generations.values() if not one.tokens)
-
     # what links tell
 
     def link_up(self, link: Link) -> None:
         waiting = [one for one in self._generations.values() if one.link is None]
         for generation in waiting:
             self._place(generation)
+        self.on_room()
 
     def link_lost(self, link: Link, reason: str) -> None:
         if link.generations:
@@ -179,6 +175,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         kept = [output for output in outputs.outputs if self._take(link, output)]
         if kept:
             self._outputs.put_nowait(outputs_now(kept, outputs.timestamp))
+        self.on_room()
 
     def _take(self, link: Link, output: EngineCoreOutput) -> bool:
         """Whether AsyncLLM should see it."""
@@ -196,6 +193,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         self._count(generation, output.new_token_ids)
         if output.finished:
             generation.detach()
+            self._learn(generation)
             self._forget(generation)
         return True
 
@@ -208,6 +206,15 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             return False
         drop_tokens(output, again)
         return bool(output.new_token_ids) or output.finished
+
+    def _learn(self, generation: Generation) -> None:
+        if generation.attempt == 1 and generation.tokens:
+            first, last = generation.first_token, generation.last_token
+            self.usual.learn(len(generation.tokens), first - generation.sent, last - first)
+
+    def _size(self, request: EngineCoreRequest) -> float:
+        params = request.sampling_params
+        return len(request.prompt_token_ids or ()) + self.usual.output(params and params.max_tokens)
 
     def _count(self, generation: Generation, tokens: list[int]) -> None:
         first = generation.trace is not None and generation.trace.first_token is None
@@ -302,6 +309,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         del self._generations[generation.id]
         if not self._generations:
             self._emptied.set()
+        self.on_room()
 
     def _leave_worker(self, generation: Generation) -> None:
         wire_id = generation.wire_id

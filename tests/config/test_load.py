@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.config.load import load
-from pdserve.config.schema import Config
+from pdserve.config.schema import Config, FrontendConfig, Limits
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import ConfigError
 
@@ -101,6 +101,14 @@ def test_a_dynamo_file_runs_unchanged(tmp_path: Path) -> None:
     assert prefill.engine_args == {**common, **both, "max-num-batched-tokens": 32768}
     assert decode.origins["block-size"] == "Common"
     assert decode.origins["max-num-seqs"] == "VllmWorker"
+
+
+def test_limits(tmp_path: Path) -> None:
+    limits = "{port: 8000, max-wait: 2.5, max-waiting: 7, max_waiting_tokens: 90}"
+    config = read(tmp_path, GOOD.replace("Frontend:\n  port: 8000", f"Frontend: {limits}"))
+    assert config.frontend is not None
+    assert config.frontend.limits == Limits(2.5, 7, 90)
+    assert read(tmp_path, GOOD).frontend == FrontendConfig()
 
 
 def test_what_means_something_else_is_said_once(tmp_path: Path) -> None:
@@ -264,7 +272,19 @@ BAD = {
     "unknown key without a likeness": (
         GOOD.replace("port: 8000", "zzz: 1"),
         "FILE:5: Frontend.zzz is not a key of Frontend: remove it, or use one of: endpoint, host, port, "
-        "ServiceArgs, served-model-name.",
+        "ServiceArgs, max-wait, max-waiting, max-waiting-tokens, served-model-name.",
+    ),
+    "a limit of nothing": (
+        GOOD.replace("port: 8000", "max_waiting: 0"),
+        "FILE:5: Frontend.max_waiting is 0, but must be a whole number, 1 or more.",
+    ),
+    "a limit in the wrong place": (
+        GOOD + "Graph: {max-wait: 3}\n",
+        "FILE:11: Graph.max-wait is not a key of Graph: move it to Frontend.",
+    ),
+    "a misspelled limit": (
+        GOOD.replace("port: 8000", "max-waiting-token: 1"),
+        "FILE:5: Frontend.max-waiting-token is not a key of Frontend: did you mean max-waiting-tokens?",
     ),
     "wrong type": (
         GOOD.replace("8000", "eighty"),

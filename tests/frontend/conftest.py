@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 import uvicorn
 
+from pdserve.config.schema import Limits
 from pdserve.frontend.app import Edge
 from pdserve.frontend.asgi import App
 from pdserve.frontend.auth import ApiKeys
@@ -69,11 +70,17 @@ class Graph:
 
     @asynccontextmanager
     async def worker(
-        self, model: str = "demo", *, pace: float | None = 0.0, prefill: str = "local", connected: bool = True
+        self,
+        model: str = "demo",
+        *,
+        pace: float | None = 0.0,
+        prefill: str = "local",
+        connected: bool = True,
+        at_once: int = 0,
     ) -> AsyncIterator[EchoWorker]:
         """A worker that is registered and connected; leaving kills it and its lease."""
         self._count += 1
-        worker = EchoWorker(f"decode-0-{self._count:04}", model, pace=pace, prefill=prefill)
+        worker = EchoWorker(f"decode-0-{self._count:04}", model, pace=pace, prefill=prefill, at_once=at_once)
         async with worker, MemoryRegistry(self.registry) as registry:
             await registry.put(keys.card(model, worker.id), encode_record(card(model)))
             await registry.put(keys.instance(worker.instance), encode_record(worker.instance))
@@ -112,7 +119,7 @@ async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph
             20.0,
         )
         graph = Graph(server)
-        graph.roster = await stack.enter_async_context(Roster(view, around, "demo"))
+        graph.roster = await stack.enter_async_context(Roster(view, around, "demo", Limits()))
         client = await stack.enter_async_context(httpx.AsyncClient())
         graph.edge = Edge(graph.roster, MetricsPage(view, "frontend-0-test", client), ApiKeys(), 20.0)
         graph.url = await serve(cross_origin(graph.edge), stack)

@@ -45,3 +45,20 @@ def test_a_key_file_without_keys_opens_nothing(tmp_path: Path, content: str | No
         file.write_text(content)
     with pytest.raises(ConfigError, match="PDSERVE_API_KEYS"):
         load_keys({"PDSERVE_API_KEYS": f"@{file}"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "authorization", "address", "same"),
+    [
+        (["one", "two"], "Bearer one", "10.0.0.2", True),
+        (["one", "two"], "Bearer two", "10.0.0.1", False),
+        ([], "Bearer two", "10.0.0.1", True),
+        ([], "Bearer one", "10.0.0.2", False),
+    ],
+)
+def test_who_is_the_same_client(keys: list[str], authorization: str, address: str, same: bool) -> None:
+    known = ApiKeys(keys)
+    who = known.who("Bearer one", None, "10.0.0.1")
+    assert (known.who(authorization, None, address) == who) is same
+    assert "one" not in who
+    assert not keys or known.who(None, "one", "10.0.0.3") == who

@@ -3,15 +3,19 @@
 import asyncio
 import logging
 import time
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 
-from pdserve.frontend.body import MAX_BODY
+from pdserve.config.schema import Limits
+from pdserve.frontend.body import MAX_BODY, Intake
 from pdserve.messages import Failed
+from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.test_generate import chat, completion
+from tests.processor.echo import EchoWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -151,23 +155,82 @@ async def test_a_strange_timeout_is_refused(graph: Graph, value: str) -> None:
     assert answer.json()["error"]["param"] == "x-request-timeout"
 
 
-@pytest.mark.parametrize("limit", [{"in_flight": 1}, {"queued_tokens": 4}])
-async def test_too_much_is_429(graph: Graph, limit: dict[str, int]) -> None:
-    usual = graph.edge.limits
-    async with graph.worker(pace=None) as worker:
-        graph.edge.limits = replace(usual, **limit)
+@asynccontextmanager
+async def full(
+    graph: Graph, limits: Limits
+) -> AsyncIterator[tuple[EchoWorker, "asyncio.Task[httpx.Response]"]]:
+    """A worker with two places, both taken; what it is at can be finished by `finish`."""
+    async with graph.worker(pace=None, at_once=1) as worker:
+        await until(lambda: bool(graph.roster.live().get("demo")))
+        running = asyncio.create_task(
+            graph.http.post("/v1/completions", json=completion(n=2, temperature=1.0))
+        )
+        await worker.until(lambda: len(worker.jobs) == 2)
+        line = graph.roster.find("demo").line
+        usual, line.limits = line.limits, limits
         try:
-            first = asyncio.create_task(graph.http.post("/v1/completions", json=completion(stream=True)))
-            await worker.until(lambda: worker.jobs)
-            second = await graph.http.post("/v1/completions", json=completion())
+            yield worker, running
         finally:
-            graph.edge.limits = usual
-        while worker.jobs:
-            await worker.step()
-        assert (await first).status_code == 200
-    assert second.status_code == 429
-    assert int(second.headers["retry-after"]) >= 1
-    assert second.json()["error"]["type"] == "RateLimitError"
+            line.limits = usual
+            running.cancel()
+
+
+async def finish(worker: EchoWorker) -> None:
+    while worker.jobs:
+        await worker.step()
+
+
+async def test_too_much_is_429_before_anything_is_answered(graph: Graph) -> None:
+    async with full(graph, Limits(max_waiting=1)) as (worker, running):
+        line = graph.roster.find("demo").line
+        waiting = asyncio.create_task(graph.http.post("/v1/completions", json=completion(stream=True)))
+        await until(lambda: len(line) == 1)
+        refused = await graph.http.post("/v1/completions", json=completion(stream=True))
+        counted = await graph.http.post("/tokenize", json={"model": "demo", "prompt": "a b"})
+        assert len(worker.seen) == 2
+        await finish(worker)
+        assert (await running).status_code == 200
+        await worker.until(lambda: len(worker.seen) == 3)
+        await finish(worker)
+        assert (await waiting).status_code == 200
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["type"] == "RateLimitError"
+    assert counted.status_code == 200  # needs no engine
+
+
+async def test_who_waits_and_leaves_costs_nothing(graph: Graph) -> None:
+    async with full(graph, Limits()) as (worker, running):
+        line = graph.roster.find("demo").line
+        waiting = asyncio.create_task(graph.http.post("/v1/completions", json=completion()))
+        await until(lambda: len(line) == 1)
+        waiting.cancel()
+        await until(lambda: not len(line))
+        late = await graph.http.post(
+            "/v1/completions", json=completion(), headers={"x-request-timeout": "0.2"}
+        )
+        await finish(worker)
+        assert (await running).status_code == 200
+    assert late.status_code == 504
+    assert "deadline" in late.json()["error"]["message"]
+    assert len(worker.seen) == 2
+
+
+async def test_a_body_that_does_not_come_ends_at_the_deadline(graph: Graph) -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b'{"model": '
+        await asyncio.sleep(5)
+
+    answer = await graph.http.post("/v1/completions", content=slow(), headers={"x-request-timeout": "0.2"})
+    assert answer.status_code == 408
+
+
+async def test_bodies_being_read_are_bounded_together(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
+    monkeypatch.setattr(graph.edge, "_intake", Intake(bound=1000))
+    async with graph.worker():
+        refused = await graph.http.post("/v1/completions", json=completion(prompt="a" * 1000))
+        fine = await graph.http.post("/v1/completions", json=completion(prompt="a" * 100))
+    assert (refused.status_code, fine.status_code) == (429, 200)
 
 
 @pytest.mark.parametrize("stream", [False, True])

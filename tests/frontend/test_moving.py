@@ -5,7 +5,10 @@ import asyncio
 import httpx
 import pytest
 
-from pdserve.messages import Failed
+from pdserve.messages import Failed, encode_record
+from pdserve.registry import keys
+from pdserve.registry.memory import MemoryRegistry
+from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.test_generate import PROMPT, chat, completion, events, text_of
 from tests.processor.echo import EchoWorker, continuation
@@ -223,6 +226,24 @@ async def test_without_a_worker_it_waits_for_one(graph: Graph) -> None:
         expected = await text_of(graph, continuation(PROMPT, 6))
         for answer in (await request, await fresh):
             assert answer.json()["choices"][0]["text"] == expected
+
+
+async def test_a_worker_whose_lease_comes_back_ends_the_wait(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its link held all the time, so nobody connects again."""
+    monkeypatch.setattr("pdserve.processor.remote_core.PAUSE", 0.01)
+    async with graph.worker() as away, MemoryRegistry(graph.registry) as registry:
+        async with graph.worker(pace=None) as first:
+            await registry.delete(keys.instance(away.instance))
+            await until(lambda: graph.roster.live().get("demo") == 1)
+            request = post(graph, max_tokens=6)
+            await steps(first, 2)
+        await until(lambda: graph.roster.live().get("demo") == 0)
+        await asyncio.sleep(0.1)  # longer than PAUSE: from then on nobody tries again by itself
+        assert not request.done()
+        await registry.put(keys.instance(away.instance), encode_record(away.instance))
+        assert (await asyncio.wait_for(request, 5)).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])

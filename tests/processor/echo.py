@@ -54,9 +54,16 @@ class Job:
 
 class EchoWorker:
     def __init__(
-        self, id: str, model: str = "demo", *, pace: float | None = 0.0, prefill: str = "local"
+        self,
+        id: str,
+        model: str = "demo",
+        *,
+        pace: float | None = 0.0,
+        prefill: str = "local",
+        at_once: int = 0,
     ) -> None:
         self.id = id
+        self._at_once = at_once
         self.instance: Instance
         """set on entering"""
         self.jobs: dict[str, Job] = {}
@@ -89,6 +96,7 @@ class EchoWorker:
             address=self._stream.address,
             vllm_version=VERSION,
             max_concurrency=4.0,
+            max_num_seqs=self._at_once,
         )
         self._spawn(self._read())
         if self._pace is not None:

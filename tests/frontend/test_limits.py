@@ -1,0 +1,40 @@
+import pytest
+
+from pdserve.frontend.body import Asks, look_into
+from pdserve.frontend.limits import too_late
+
+
+@pytest.mark.parametrize(
+    ("wait", "left", "run", "max_wait", "expected"),
+    [
+        (0, 600, 2, 30, 0),
+        (29, 600, 2, 30, 0),
+        (35, 600, 2, 30, 5),
+        (4, 10, 2, 30, 0),  # half of the 8 s to spare
+        (5, 10, 2, 30, 1),
+        (1, 10, 20, 30, 1),  # hopeless but for luck ...
+        (0, 10, 20, 30, 0),  # ... which whoever is next may try
+        (0, -1, 0, 30, 0),
+        (1, -1, 0, 30, 1),
+    ],
+)
+def test_too_late(wait: float, left: float, run: float, max_wait: float, expected: float) -> None:
+    assert too_late(wait, left, run, max_wait) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "max_tokens", "sequences"),
+    [
+        (b'{"prompt": "a"}', None, 1),
+        (b'{"prompt": "a", "max_tokens": 5}', 5, 1),
+        (b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 5}', 5, 1),
+        (b'{"input": "a", "max_output_tokens": 7}', 7, 1),
+        (b'{"prompt": ["a", "b"], "n": 3}', None, 6),
+        (b'{"prompt": [[1, 2], [3]]}', None, 2),
+        (b'{"prompt": [1, 2, 3]}', None, 1),
+        (b'{"prompt": [], "n": true, "max_tokens": "x"}', None, 1),
+        (b'{"n": -4, "max_tokens": 0}', None, 1),
+    ],
+)
+def test_what_a_body_asks_for(body: bytes, max_tokens: int | None, sequences: int) -> None:
+    assert look_into(body).asks == Asks(len(body) // 4, max_tokens, sequences)

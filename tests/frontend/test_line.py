@@ -1,0 +1,265 @@
+"""The line by itself: the room is a number that the test sets."""
+
+import asyncio
+import time
+from contextlib import suppress
+
+import pytest
+
+from pdserve.config.schema import Limits
+from pdserve.errors import Overloaded
+from pdserve.frontend.body import Asks, Refusal
+from pdserve.frontend.line import Line, Ticket
+from pdserve.processor.room import Room
+from pdserve.processor.trace import Trace
+from pdserve.processor.usual import Usual
+
+ASKS = Asks(99, 0)  # 100 tokens
+
+
+class Model:
+    """As the decode workers: so many places, some of them taken."""
+
+    def __init__(self, places: int, limits: Limits = Limits()) -> None:  # noqa: B008  # frozen
+        self.places, self.tokens = places, float("inf")
+        self.running: list[Ticket] = []
+        self.usual = Usual()
+        self.line = Line(limits, self.room, lambda: self.usual)
+
+    def room(self) -> Room:
+        there = [one for one in self.running if one.trace.prompt_tokens]
+        return Room(self.places, self.places - len(there), self.tokens)
+
+    def ask(self, client: str, asks: Asks = ASKS, left: float = 600.0) -> Ticket:
+        return self.line.join(client, asks, Trace(client, time.time() + left))
+
+    def take(self, *tickets: Ticket) -> None:
+        """They reach the workers."""
+        for ticket in tickets:
+            ticket.trace.prompt("p", 100)
+            self.running.append(ticket)
+
+    def end(self) -> None:
+        """The first one that runs is done."""
+        self.line.leave(self.running.pop(0))
+
+    def serve(self, waiting: list[Ticket]) -> list[str]:
+        """Everybody, one after another: the clients in order of their turns."""
+        order = []
+        while waiting:
+            self.end()
+            (called,) = [one for one in waiting if not one.waiting]
+            waiting.remove(called)
+            self.take(called)
+            order.append(called.client)
+        return order
+
+
+def full(places: int = 1, limits: Limits = Limits()) -> Model:  # noqa: B008  # frozen
+    model = Model(places, limits)
+    for _ in range(places):
+        model.take(model.ask("early"))
+    return model
+
+
+def paced(limits: Limits, seconds: float) -> Model:
+    """Full, and for some time a turn of 100 tokens came every so many seconds."""
+    model = full(1, limits)
+    pace = model.line._pace
+    now = time.monotonic()
+    pace.waiting(True, now - 100 * seconds)
+    for step in range(100):
+        pace.turn(100, now - (100 - step) * seconds)
+    pace.waiting(False, now)
+    return model
+
+
+def test_there_is_room() -> None:
+    model = Model(2)
+    assert not model.ask("a").waiting
+    assert not model.ask("a").waiting
+    assert model.ask("a").waiting  # nobody has begun, and still both places are taken
+
+
+def test_kv_is_room_too() -> None:
+    model = Model(8)
+    model.tokens = 150.0
+    assert not model.ask("a").waiting  # needs 100
+    assert not model.ask("a").waiting  # something is left: it may be longer
+    assert model.ask("a").waiting
+    model.tokens = 0.0
+    model.line.advance()
+    assert len(model.line) == 1
+
+
+def test_turns_go_round() -> None:
+    model = full()
+    waiting = [model.ask(client) for client in "aaaabbc"]
+    assert model.serve(waiting) == list("abcabaa")
+
+
+def test_a_client_that_comes_later_goes_before_a_crowd() -> None:
+    model = full()
+    crowd = [model.ask("crowd") for _ in range(50)]
+    assert model.serve(crowd[:1]) == ["crowd"]
+    single = model.ask("single")
+    assert model.serve([crowd[1]]) == ["crowd"]
+    model.end()
+    assert not single.waiting
+    assert all(one.waiting for one in crowd[2:])
+
+
+def test_turns_are_fair_in_tokens() -> None:
+    model = full()
+    waiting = [model.ask("long", Asks(399, 0)) for _ in range(3)] + [model.ask("short") for _ in range(8)]
+    order = model.serve(waiting)
+    assert order[:6].count("short") >= 4
+
+
+def test_several_outputs_are_paid_for() -> None:
+    model = full()
+    model.usual.learn(100, 0.0, 0.0)
+    waiting = [
+        model.ask("a", Asks(0, 100, sequences=4)),
+        model.ask("a", Asks(0, 100)),
+        model.ask("b", Asks(0, 100)),
+    ]
+    waiting += [model.ask("b", Asks(0, 100)) for _ in range(2)]
+    assert model.serve(waiting) == list("bbbaa")
+
+
+def test_who_was_away_saves_nothing() -> None:
+    model = full()
+    model.serve([model.ask("a") for _ in range(10)])
+    waiting = [model.ask(client) for client in "bbbaaa"]
+    assert model.serve(waiting) == list("baba" + "ba")
+
+
+def test_who_leaves_is_not_charged() -> None:
+    model = full()
+    left = [model.ask("a") for _ in range(5)]
+    stays = model.ask("a")
+    for ticket in left:
+        model.line.leave(ticket)
+    waiting = [stays, model.ask("b"), model.ask("b")]
+    assert model.serve(waiting) == list("abb")
+    assert not len(model.line)
+
+
+def test_too_late_is_said_at_once_with_the_truth() -> None:
+    model = paced(Limits(max_wait=11.0), seconds=2.0)
+    for _ in range(6):
+        model.ask("a")
+    with pytest.raises(Overloaded) as caught:
+        model.ask("a")
+    assert caught.value.retry_after == pytest.approx(12.0 - 11.0, abs=0.6)
+    assert len(model.line) == 6
+    assert model.ask("b").waiting  # its turn is the next but one
+
+
+def test_a_deadline_leaves_time_to_run() -> None:
+    model = paced(Limits(max_wait=100.0), seconds=1.0)
+    model.usual.learn(100, first=4.0, rest=0.0)
+    for _ in range(3):
+        model.ask("a", left=600)
+    model.ask("a", left=10.5)  # 6.5 to spare: may wait for 3
+    with pytest.raises(Overloaded):
+        model.ask("a", left=10.5)
+
+
+async def test_a_deadline_that_cannot_be_met_any_more() -> None:
+    model = full()
+    late, fine = model.ask("a", left=2.0), model.ask("a")
+    model.usual.learn(100, first=5.0, rest=0.0)
+    model.end()
+    with pytest.raises(Overloaded):
+        await late.turn()
+    await fine.turn()
+
+
+def test_before_the_pace_is_known_it_is_places_and_what_is_usual() -> None:
+    model = full(3)
+    for _ in range(3):
+        model.ask("a")  # nobody knows anything
+    model.usual.learn(100, first=20.0, rest=0.0)
+    for _ in range(2):
+        model.ask("a")
+    with pytest.raises(Overloaded) as caught:
+        model.ask("a")  # after 5, in rounds of 3, 20 s each
+    assert caught.value.retry_after == pytest.approx(100 / 3 - 30)
+    assert model.ask("b").waiting
+
+
+def test_without_workers_everybody_waits_within_the_bounds() -> None:
+    model = Model(0, Limits(max_waiting=5))
+    waiting = [model.ask("a") for _ in range(5)]
+    with pytest.raises(Overloaded):
+        model.ask("a")
+    assert all(one.waiting for one in waiting)
+    model.places = 10
+    model.line.advance()
+    assert not any(one.waiting for one in waiting)
+
+
+@pytest.mark.parametrize("limits", [Limits(max_waiting=4), Limits(max_waiting_tokens=400)])
+async def test_a_full_line_makes_place_for_who_has_less(limits: Limits) -> None:
+    model = Model(0, limits)
+    crowd = [model.ask("crowd") for _ in range(4)]
+    single = model.ask("single")
+    assert single.waiting
+    with pytest.raises(Overloaded):
+        await crowd[-1].turn()
+    assert all(one.waiting for one in crowd[:-1])
+    other = model.ask("single")  # two each
+    assert other.waiting
+    with pytest.raises(Overloaded):
+        model.ask("single")
+
+
+def test_one_that_is_over_a_bound_by_itself() -> None:
+    model = Model(0, Limits(max_waiting_tokens=50, max_waiting=8))
+    assert model.ask("a").waiting
+    with pytest.raises(Refusal, match="9 outputs"):
+        model.ask("b", Asks(1, 1, sequences=9))
+
+
+def test_answers_that_nobody_reads_are_bounded() -> None:
+    model = Model(4, Limits(max_waiting=3))
+    for _ in range(7):
+        ticket = model.ask("a")
+        ticket.trace.prompt("p", 100)  # generated, and not yet read
+    with pytest.raises(Overloaded):
+        model.ask("b")
+    with pytest.raises(Overloaded):
+        model.line.pass_by(Trace("x", 0))
+
+
+async def test_empty_when_all_have_left() -> None:
+    model = full()
+    waits = model.ask("a")
+    passing = model.line.pass_by(Trace("x", 0))
+    await passing.turn()
+    empty = asyncio.create_task(model.line.empty())
+    model.line.leave(waits)
+    model.line.leave(passing)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(empty), 0.01)
+    assert not empty.done()
+    model.end()
+    await empty
+
+
+def test_clients_are_forgotten() -> None:
+    model = Model(1)
+    for number in range(5000):
+        model.line.leave(model.ask(f"client {number}"))
+    assert not model.line._ends
+    model = full()
+    waiting = [model.ask("crowd") for _ in range(3)]
+    for number in range(3000):  # somebody waits all the time
+        waiting.append(model.ask(f"client {number}"))
+        model.end()
+        (called,) = [one for one in waiting if not one.waiting]
+        waiting.remove(called)
+        model.take(called)
+    assert len(model.line._ends) < 1100

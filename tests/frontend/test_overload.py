@@ -1,0 +1,127 @@
+"""A flood on a real decode worker with a simulated engine: the engine gets what it can run, a polite client its
+turn, and the rest is told at once when to come again."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from pdserve.config.schema import Config, DecodeConfig, Limits, Slot
+from pdserve.decode.worker import DecodeWorker
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.frontend.line import Line
+from pdserve.messages import Role
+from pdserve.queue.memory import MemoryBroker, MemoryQueue
+from pdserve.registry.memory import MemoryRegistry
+from pdserve.stream.memory import MemoryStreamServer
+from tests.conditions import until
+from tests.decode.graph import config, living
+from tests.engine.sims import spec
+from tests.frontend.conftest import MODEL, Graph
+from tests.frontend.test_edge import finish
+from tests.frontend.test_generate import completion
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+NAME = "flooded"
+PLACES = 5
+_serial = itertools.count()
+ENGINE = {"max-num-seqs": 4, "additional-config": {"sim": {"step-seconds": 0.01}}}
+
+
+@asynccontextmanager
+async def worker(graph: Graph) -> AsyncIterator[SimEngine]:
+    decode = DecodeConfig(engine_args={"max-num-seqs": 4})
+    settings: Config = replace(config(decode), model=str(MODEL), served_model_name=NAME)
+    name = f"decode-5-sim{next(_serial)}"
+    engine = SimEngine(spec(Role.DECODE, name, **ENGINE))
+    server, queue = MemoryRegistry(graph.registry), MemoryQueue(MemoryBroker(ack_wait=0.5))
+    made = DecodeWorker(settings, Slot(Role.DECODE, 5), name, engine, server, queue, MemoryStreamServer())
+    async with living(made):
+        await until(lambda: bool(graph.roster.live().get(NAME)), within=20)
+        yield engine
+
+
+class Flood:
+    """So many requests at once, from one address."""
+
+    def __init__(self, graph: Graph, count: int, **headers: str) -> None:
+        body = completion(model=NAME, max_tokens=30, stream=True)
+        self.tasks = [
+            asyncio.create_task(graph.http.post("/v1/completions", json=body, headers=headers))
+            for _ in range(count)
+        ]
+
+    async def answers(self) -> list[httpx.Response]:
+        return await asyncio.gather(*self.tasks)
+
+
+async def settle(line: Line, waiting: int) -> None:
+    await until(lambda: len(line) == waiting, within=10)
+
+
+async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(worker(graph))
+        other = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        polite = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=graph.url, transport=other, timeout=30)
+        )
+        line = graph.roster.find(NAME).line
+        line.limits = Limits(max_waiting=40)
+        flood = Flood(graph, 60)
+        await settle(line, 40)
+        waits = []
+        for _ in range(3):
+            begun = time.monotonic()
+            answer = await polite.post("/v1/completions", json=completion(model=NAME, max_tokens=2))
+            waits.append(time.monotonic() - begun)
+            assert answer.status_code == 200
+            assert engine.usage.running + engine.usage.waiting <= PLACES
+        assert len(line) > 10  # they did not wait for the flood
+        answers = await flood.answers()
+        assert not len(line)
+        assert await engine.all_blocks_free()
+    codes = [answer.status_code for answer in answers]
+    assert codes.count(200) + codes.count(429) == 60
+    assert codes.count(200) >= 40
+    for answer in answers:
+        if answer.status_code == 429:
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["type"] == "RateLimitError"
+        else:
+            assert answer.text.endswith("data: [DONE]\n\n")
+
+
+async def test_the_worker_with_room_is_chosen(graph: Graph) -> None:
+    async with graph.worker(pace=None, at_once=1) as one, graph.worker(pace=None, at_once=1) as other:
+        await until(lambda: graph.roster.live().get("demo") == 2)
+        line = graph.roster.find("demo").line
+        answers = [
+            asyncio.create_task(graph.http.post("/v1/completions", json=completion())) for _ in range(5)
+        ]
+        await until(lambda: (len(one.jobs), len(other.jobs), len(line)) == (2, 2, 1))
+        full, free = (one, other) if one.id < other.id else (other, one)  # it would be the turn of the first
+        await finish(free)
+        await free.until(lambda: len(free.seen) == 3)
+        await finish(free)
+        await finish(full)
+        assert [(await answer).status_code for answer in answers] == [200] * 5
+    assert (len(full.seen), len(free.seen)) == (2, 3)
+
+
+async def test_what_waits_in_vain_reaches_no_engine(graph: Graph) -> None:
+    async with worker(graph) as engine:
+        engine.faults.going.clear()
+        running = Flood(graph, PLACES)
+        await until(lambda: engine.usage.running + engine.usage.waiting == PLACES, within=10)
+        late = await Flood(graph, 10, **{"x-request-timeout": "0.3"}).answers()
+        engine.faults.going.set()
+        assert {answer.status_code for answer in await running.answers()} == {200}
+        assert len(engine._seen) == PLACES
+    assert {answer.status_code for answer in late} <= {429, 504}
