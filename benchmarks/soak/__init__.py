@@ -1,0 +1,1 @@
+"""Whether a graph is where it was after thousands of requests that ended badly."""

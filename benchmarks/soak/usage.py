@@ -1,0 +1,115 @@
+"""What each process of a graph holds, and which growth is a leak."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import httpx
+import psutil
+
+from pdserve.messages import Instance
+from pdserve.queue.jetstream.connection import discard, open_client
+
+MARGINS = {"blocks": 0, "sockets": 2, "files": 2, "tasks": 2, "threads": 4, "MiB": 24, "kept": 0}
+"""by how much each may be above where it was. Threads: pools (asyncio's, gRPC's) fill up as they are needed.
+MiB: what allocators keep; a leak of 10 KB for each of some thousand requests is beyond it. Sockets: a frontend's
+scrape of metrics or an etcd call may be under way."""
+ENGINE_MIB = 96
+"""of vLLM's own processes: on the CPU the one that computes grows for its first 4,000 requests or so, and then no more
+(small blocks that it keeps, most likely what oneDNN prepares for each new shape)"""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of one process; None where it does not apply."""
+
+    blocks: int | None = None
+    """KV blocks that requests hold"""
+    sockets: int | None = None
+    files: int | None = None
+    """open ones that are no sockets"""
+    tasks: int | None = None
+    """of asyncio"""
+    threads: int | None = None
+    MiB: int | None = None
+    """resident"""
+    kept: int | None = None
+    """what a server stores for us: NATS messages and consumers, etcd keys"""
+
+
+Picture = Mapping[str, Usage]
+"""by name of the process"""
+
+
+async def picture(supervisor: int, instances: list[Instance], stored: Mapping[str, int]) -> Picture:
+    """All processes of the graph. `stored` is what the servers keep, by server."""
+    found: dict[str, Usage] = {"serve": _of(psutil.Process(supervisor))}
+    roles = {one.pid: one for one in instances}
+    async with httpx.AsyncClient(trust_env=False) as http:
+        for child in psutil.Process(supervisor).children():
+            if one := roles.get(child.pid):
+                name = one.id.rpartition("-")[0]
+                found[name] = _of(
+                    child, blocks=round(one.load.kv_usage * one.kv_blocks), tasks=await _tasks(http, one)
+                )
+                found |= {f"{name} {kind}": usage for kind, usage in _below(child)}
+            elif (server := child.name().partition("-")[0]) in stored:
+                found[server] = _of(child, kept=stored[server])
+    return found
+
+
+def _below(role: psutil.Process) -> Iterator[tuple[str, Usage]]:
+    """An engine's own processes."""
+    for number, child in enumerate(role.children(recursive=True)):
+        with suppress(psutil.Error):
+            yield f"child {number}", _of(child)
+
+
+def _of(process: psutil.Process, **more: int | None) -> Usage:
+    links = []
+    for number in os.listdir(f"/proc/{process.pid}/fd"):
+        with suppress(OSError):  # closed meanwhile
+            links.append(os.readlink(f"/proc/{process.pid}/fd/{number}"))
+    sockets = sum(link.startswith("socket:") for link in links)
+    return Usage(
+        sockets=sockets,
+        files=len(links) - sockets,
+        threads=process.num_threads(),
+        MiB=process.memory_info().rss >> 20,
+        **more,
+    )
+
+
+async def _tasks(http: httpx.AsyncClient, instance: Instance) -> int:
+    page = (await http.get(instance.metrics)).text
+    (line,) = (line for line in page.splitlines() if line.startswith("pdserve_tasks "))
+    return round(float(line.split()[1]))
+
+
+async def nats_keeps(url: str) -> int:
+    """Messages and consumers of all streams; the model's archive among them."""
+    from nats.aio.client import Client
+
+    client = Client()
+    await open_client(client, url)
+    try:
+        streams = await client.jetstream().streams_info()
+        return sum(one.state.messages + one.state.consumer_count for one in streams)
+    finally:
+        await discard(client)
+
+
+def leaks(before: Picture, after: Picture) -> list[str]:
+    """A sentence for each thing that grew by more than its margin, and for each process that is not there."""
+    found = [f"{name} is gone" for name in before.keys() - after.keys()]
+    found += [f"{name} is new" for name in after.keys() - before.keys()]
+    for name in sorted(before.keys() & after.keys()):
+        margins = {**MARGINS, "MiB": ENGINE_MIB} if " child " in name else MARGINS
+        for what, margin in margins.items():
+            was, now = getattr(before[name], what), getattr(after[name], what)
+            if what == "blocks" and was:
+                was = 0  # held already before: leaked by the warm-up
+            if was is not None and now is not None and now - was > margin:
+                found.append(f"{name}: {what} {was} -> {now}")
+    return found
