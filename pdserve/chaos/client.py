@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,15 +22,19 @@ class Exchange:
     """A request and what has come of it so far. Times are monotonic."""
 
     case: Case
+    request_id: str = field(default_factory=lambda: f"chaos-{uuid.uuid4().hex[:12]}")
+    """sent along, so that the logs can be searched for it even where no answer ever came"""
     started: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     port: int = 0
     """the client's end of its connection, 0 while there is none"""
     tokens: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
-    """when tokens came, where it is streamed"""
+    """when each of them came, where it is streamed"""
     prefill: str = ""
     """`local` or `remote`, as the response header says"""
+    instance: str = ""
+    """who answered, as the response header says"""
     error: str = ""
     reset: bool = False
     """the connection was refused, or ended before the answer did"""
@@ -70,10 +75,11 @@ class Client:
         options: dict[str, Any] = {
             "json": body,
             "extensions": {"trace": trace},
-            "headers": {"connection": "close"},
+            "headers": {"connection": "close", "x-request-id": exchange.request_id},
         }
         async with self._http.stream("POST", self._url, **options) as response:
             exchange.prefill = response.headers.get("x-pdserve-prefill", "")
+            exchange.instance = response.headers.get("x-pdserve-instance", "")
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
                 raise Broken(f"HTTP {response.status_code} {_message(text)}")
@@ -106,13 +112,13 @@ def _take(exchange: Exchange, event: Mapping[str, Any]) -> None:
     if "error" in event:
         raise Broken(f"in the stream: {_message(json.dumps(event))}")
     for choice in event["choices"]:
-        if choice.get("token_ids"):
-            exchange.tokens += choice["token_ids"]
-            exchange.arrivals.append(time.monotonic())
+        if tokens := choice.get("token_ids"):
+            exchange.tokens += tokens
+            exchange.arrivals += [time.monotonic()] * len(tokens)
 
 
 def _message(text: str) -> str:
     try:
-        return str(json.loads(text)["error"]["message"])[:300]
+        return str(json.loads(text)["error"]["message"] or text)[:300]
     except (ValueError, LookupError, TypeError):
         return text[:300]

@@ -10,7 +10,7 @@ import httpx
 
 from pdserve.chaos.cases import Case
 from pdserve.chaos.client import Client, Exchange
-from pdserve.chaos.score import Result, Seen, judge, longest_pause
+from pdserve.chaos.verdict import Result, Seen, judge, longest_pause, trace
 
 AFTER_FAILURE = 0.2
 """seconds that a client waits after an answer that was none: nobody hammers a server that is down"""
@@ -80,16 +80,18 @@ class Load:
         living frontends'."""
         self._killed_at, self._spared = time.monotonic(), spared
 
-    def seen(self) -> list[Seen]:
-        """All requests that have ended."""
-        return [self._seen(one) for one in self.done]
+    def seen(self, fault: str, began: float) -> list[Seen]:
+        """What came of all requests that have ended; `began` is when the fault did."""
+        return [self._seen(one, fault, began) for one in self.done]
 
-    def _seen(self, one: Exchange) -> Seen:
+    def _seen(self, one: Exchange, fault: str, began: float) -> Seen:
         pause = longest_pause(one.started, one.arrivals, one.ended) if one.case.stream else None
         result = judge(one.tokens, one.case.expected, one.error, one.hung)
+        if result is Result.OK:
+            return Seen(result, pause, None, one.request_id)
         if result is Result.FAILED and self._was_on_killed(one):
-            result = Result.APART
-        return Seen(result, pause, one.error)
+            return Seen(Result.APART, pause, None, one.request_id)
+        return Seen(result, pause, trace(one, result, fault, began), one.request_id)
 
     def _was_on_killed(self, one: Exchange) -> bool:
         there = one.started <= self._killed_at + DYING and one.ended >= self._killed_at

@@ -11,7 +11,7 @@ from pdserve.chaos.cases import Case
 from pdserve.chaos.client import Client, Exchange
 from pdserve.errors import Unavailable
 
-POOL = 48
+POOL = 30
 AT_ONCE = 8
 
 

@@ -2,9 +2,8 @@
 
 import asyncio
 import logging
-import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +14,12 @@ from pdserve.chaos import cases as questions
 from pdserve.chaos import reference
 from pdserve.chaos.cases import Case
 from pdserve.chaos.client import Client
-from pdserve.chaos.cut import Cannot, cut_off
-from pdserve.chaos.faults import Fault, Kind, Target, Victim, find, send
+from pdserve.chaos.cut import Cannot
+from pdserve.chaos.faults import Fault, Kind, Target, Victim, find
+from pdserve.chaos.inject import injected
 from pdserve.chaos.load import Load
 from pdserve.chaos.score import Row, score
-from pdserve.chaos.watch import Watch
+from pdserve.chaos.watch import Watch, told
 from pdserve.config.load import load as load_config
 from pdserve.errors import Unavailable
 from pdserve.messages import Role
@@ -30,6 +30,17 @@ log = logging.getLogger(__name__)
 
 CALM = "none"
 """the first row: the same load, and no fault"""
+WARM_WITHIN = 60.0
+SETTLE = 10.0
+"""seconds after the last request in which every block has to be free: long before a lease ends"""
+SETTLE_AFTER_DEATH = 40.0
+"""the same where decode workers were killed: a lease, and some more"""
+KILLED_FRONTEND = Fault(Target.FRONTEND, Kind.KILL)
+"""nobody can save what was on its connections"""
+NOBODY_LEFT = Fault(Target.ALL_DECODE, Kind.KILL)
+"""requests wait until somebody is back, however long that takes"""
+MOST_TOLD = 8
+"""requests of a row that get a line of their own; the scorecard's JSON has all"""
 
 
 @dataclass(frozen=True)
@@ -43,9 +54,6 @@ class Options:
     patience: float = 60.0
     """seconds after which a client says that its request hangs"""
     recover_within: float = 180.0
-    settle: float = 40.0
-    """seconds after the last request in which every block has to be free: the lease of KV that a dead decode
-    worker never fetched, and some more"""
     seed: int = 1
 
 
@@ -66,22 +74,35 @@ class Chaos:
     async def rows(self) -> AsyncIterator[Row]:
         instances = await self._watch.learn()
         self._remote = any(one.role is Role.PREFILL for one in instances)
-        there = ", ".join(f"{count} {role}" for role, count in sorted(self._watch.whole.items()))
-        self._say(f"{self._graph.model} at {self._graph.url}: {there}")
+        self._say(f"{self._graph.model} at {self._graph.url}: {told(self._watch.whole)}")
         cases = await self._cases(min(one.max_model_len for one in instances if one.max_model_len))
-        yield await self._stage(None, None, cases)
-        for fault in self._options.faults:
+        yield await self._while_it_lives(self._stage(CALM, None, [], cases))
+        for number, fault in enumerate(self._options.faults, 1):
+            name = f"[{number}/{len(self._options.faults)}] {fault.name}"
             try:
-                victim = await self._find(fault)
-                yield await self._stage(fault, victim, cases)
+                stage = self._stage(name, fault, await self._find(fault), cases)
+                yield await self._while_it_lives(stage)
             except (LookupError, Cannot) as reason:
-                self._say(f"{fault.name}: {reason}")
+                self._say(f"{name}: skipped, {reason}")
                 yield Row(fault.name, skipped=str(reason))
 
-    async def _find(self, fault: Fault) -> Victim:
+    async def _find(self, fault: Fault) -> list[list[Victim]]:
         self._turn += 1
         instances = await self._watch.instances()
         return find(fault.target, self._turn, instances, self._graph.pid, self._state_dir)
+
+    async def _while_it_lives(self, stage: Coroutine[None, None, Row]) -> Row:
+        """Raises Unavailable once the graph's supervisor is gone: nobody will start anything again."""
+        work = asyncio.create_task(stage)
+        try:
+            while not work.done():
+                if not _lives(self._graph.pid):
+                    raise Unavailable("the graph has given up: its supervisor is gone")
+                await asyncio.wait({work}, timeout=1)
+            return work.result()
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
 
     # questions
 
@@ -99,89 +120,99 @@ class Chaos:
 
     # one fault
 
-    async def _stage(self, fault: Fault | None, victim: Victim | None, cases: Iterator[Case]) -> Row:
-        options, name = self._options, fault.name if fault else CALM
+    async def _stage(
+        self, name: str, fault: Fault | None, rounds: Sequence[Sequence[Victim]], cases: Iterator[Case]
+    ) -> Row:
+        options = self._options
+        patience = options.recover_within if fault == NOBODY_LEFT else options.patience
         started = time.monotonic()
         recovered: float | None = 0.0
-        async with Load(
-            self._graph.url, self._graph.model, cases, options.concurrency, options.patience
-        ) as load:
+        async with Load(self._graph.url, self._graph.model, cases, options.concurrency, patience) as load:
             await self._until_warm(load)
-            if fault and victim:
-                self._say(
-                    f"{name}: {victim.name} (group {victim.group}), {load.in_flight} requests in flight"
-                )
-                recovered = await self._harm(fault, victim, load)
-                self._say(f"{name}: {_after(recovered)}, {len(load.done)} requests so far")
+            began = time.monotonic()
+            if fault:
+                recovered = await self._harm(name, fault, rounds, load)
             await asyncio.sleep(max(0.0, started + options.seconds - time.monotonic()))
-        left = await self._watch.leftovers(options.settle)
-        row = score(name, victim.name if victim else "", load.seen(), recovered, left)
-        for trouble in (
-            *row.errors,
-            *(f"{one} still holds {held} blocks" for one, held in left.blocks.items()),
-        ):
+        self._say(f"{name}: {len(load.done)} requests; waiting until every KV block is free")
+        left = await self._watch.leftovers(SETTLE_AFTER_DEATH if fault and fault.kills_decode else SETTLE)
+        victims = " ".join(one.name for each in rounds for one in each)
+        plain = fault.name if fault else CALM
+        row = score(plain, victims, load.seen(plain, began), recovered, left)
+        for trouble in _troubles(row):
             self._say(f"{name}: {trouble}")
         return row
 
     async def _until_warm(self, load: Load) -> None:
         """All clients are at it, and KV crosses."""
         try:
-            async with asyncio.timeout(self._options.patience):
+            async with asyncio.timeout(WARM_WITHIN):
                 await load.until(lambda one: not one.error, self._options.concurrency)
                 if self._remote:
                     await load.until(lambda one: one.prefill == "remote")
         except TimeoutError:
             errors = {one.error for one in load.done if one.error}
-            raise Unavailable(
-                f"the graph does not serve this load: {errors or 'no remote prefill'}"
-            ) from None
+            why = ", ".join(errors) or f"no remote prefill in {WARM_WITHIN:g} s"
+            raise Unavailable(f"the graph does not serve: {why}") from None
 
-    async def _harm(self, fault: Fault, victim: Victim, load: Load) -> float | None:
-        """Seconds from the fault's end to the recovery; None where it did not recover in time."""
-        async with self._injected(fault, victim, load):
-            if fault.kind is not Kind.KILL:
-                await asyncio.sleep(self._options.hold)
+    async def _harm(
+        self, name: str, fault: Fault, rounds: Sequence[Sequence[Victim]], load: Load
+    ) -> float | None:
+        """Seconds from the fault's end to the recovery, the longest of all rounds; None where it did not recover
+        in time."""
+        gone: set[str] = set()
+        slowest = 0.0
+        for victims in rounds:
+            hit = ", ".join(f"{one.name} (group {one.group})" for one in victims)
+            self._say(f"{name}: {hit}, {load.in_flight} requests in flight")
+            if fault == KILLED_FRONTEND:
+                load.frontend_dies(await self._ports_of_others(victims))
+            async with injected(fault.kind, victims, self._graph.pid, self._state_dir):
+                if fault.kind.lasts:
+                    await asyncio.sleep(self._options.hold)
+                else:
+                    gone |= {one.name for one in victims}
+            seconds = await self._recovery(name, gone, load)
+            if seconds is None:
+                return None
+            slowest = max(slowest, seconds)
+        return slowest
+
+    async def _recovery(self, name: str, gone: set[str], load: Load) -> float | None:
         ended = time.monotonic()
         try:
             async with asyncio.timeout(self._options.recover_within):
-                await self._watch.until_whole(victim.name if fault.kind is Kind.KILL else "")
+                await self._watch.until_whole(gone, lambda missing: self._say(f"{name}: {missing}"))
                 if self._remote:
                     await load.until(lambda one: one.prefill == "remote" and one.started > ended)
         except TimeoutError:
+            self._say(f"{name}: not recovered after {self._options.recover_within:g} s")
             return None
-        return time.monotonic() - ended
+        seconds = time.monotonic() - ended
+        self._say(f"{name}: recovered after {seconds:.1f} s, {len(load.done)} requests so far")
+        return seconds
 
-    @asynccontextmanager
-    async def _injected(self, fault: Fault, victim: Victim, load: Load) -> AsyncIterator[None]:
-        match fault.kind:
-            case Kind.KILL:
-                if fault.target is Target.FRONTEND:
-                    load.frontend_dies(await self._ports_of_others(victim))
-                send(victim, signal.SIGKILL)
-                yield
-            case Kind.HANG:
-                send(victim, signal.SIGSTOP)
-                try:
-                    yield
-                finally:
-                    send(victim, signal.SIGCONT)
-            case Kind.CUT:
-                async with cut_off(victim.group, _family(self._graph.pid)):
-                    yield
-
-    async def _ports_of_others(self, victim: Victim) -> set[int]:
+    async def _ports_of_others(self, victims: Sequence[Victim]) -> set[int]:
         """Clients' ports of the connections that the other frontends hold."""
+        dying = {one.name for one in victims}
         frontends = [one for one in await self._watch.instances() if one.role is Role.FRONTEND]
-        others = [psutil.Process(one.pid) for one in frontends if one.pid != victim.group]
+        others = [psutil.Process(one.pid) for one in frontends if one.id not in dying]
         return {end.raddr.port for one in others for end in one.net_connections("tcp") if end.raddr}
 
 
-def _family(supervisor: int) -> list[int]:
-    return [supervisor, *(one.pid for one in psutil.Process(supervisor).children(recursive=True))]
+def _lives(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
-def _after(recovered: float | None) -> str:
-    return "not recovered in time" if recovered is None else f"recovered after {recovered:.1f} s"
+def _troubles(row: Row) -> Iterator[str]:
+    """One line for each request that went amiss, up to some, and one for each instance that leaks."""
+    yield from map(str, row.traces[:MOST_TOLD])
+    if (more := len(row.traces) - MOST_TOLD) > 0:
+        yield f"and {more} more: {'; '.join(row.errors)}"
+    for one, held in row.held.items():
+        yield f"{one} still holds {held} blocks"
 
 
 @asynccontextmanager

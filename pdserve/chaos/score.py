@@ -1,33 +1,12 @@
-"""From what the clients saw to a row of the scorecard, and to the verdict: pure."""
+"""From what came of the requests to a row of the scorecard, and to the verdict: pure."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field
 
-
-class Result(StrEnum):
-    OK = "ok"
-    FAILED = "failed"
-    """an error status, an error in the stream, or an end before the end"""
-    HUNG = "hung"
-    """no end within the client's patience"""
-    WRONG = "wrong"
-    """tokens other than those of the undisturbed graph"""
-    APART = "apart"
-    """its connection was one to the frontend that was killed"""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One request, as its client saw it."""
-
-    result: Result
-    pause: float | None = None
-    """seconds of the longest wait for a token, the first one included; None where it was not streamed"""
-    error: str = ""
+from pdserve.chaos.verdict import Result, Seen, Trace
 
 
 @dataclass(frozen=True)
@@ -56,6 +35,8 @@ class Row:
     """requests whose connection was to the killed frontend: nobody can save them"""
     p99_pause: float = 0.0
     """seconds"""
+    slowest: str = ""
+    """id of the request with the longest pause"""
     recovered: float | None = None
     """seconds from the end of the fault until all were registered again and remote prefill happened; None:
     not within the bound"""
@@ -68,6 +49,10 @@ class Row:
     skipped: str = ""
     errors: tuple[str, ...] = ()
     """what failed requests said, the most frequent first"""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """the leaked blocks by instance"""
+    traces: tuple[Trace, ...] = ()
+    """of every request that failed, hung or was answered wrongly"""
 
     @property
     def good(self) -> bool:
@@ -77,7 +62,9 @@ class Row:
 
 def score(fault: str, victim: str, seen: Sequence[Seen], recovered: float | None, left: Leftovers) -> Row:
     counts = Counter(one.result for one in seen)
-    errors = Counter(one.error for one in seen if one.error and one.result is not Result.APART)
+    traces = tuple(one.trace for one in seen if one.trace)
+    slowest = max(seen, key=lambda one: one.pause or 0.0, default=None)
+    errors = Counter(one.error for one in traces if one.error)
     return Row(
         fault=fault,
         victim=victim,
@@ -87,11 +74,14 @@ def score(fault: str, victim: str, seen: Sequence[Seen], recovered: float | None
         wrong=counts[Result.WRONG],
         apart=counts[Result.APART],
         p99_pause=percentile([one.pause for one in seen if one.pause is not None], 0.99),
+        slowest=slowest.request_id if slowest else "",
         recovered=recovered,
         leaked=sum(left.blocks.values()),
         queued=left.queued,
         freed=left.seconds,
         errors=tuple(f"{count} x {text}" for text, count in errors.most_common(5)),
+        held=left.blocks,
+        traces=traces,
     )
 
 
@@ -101,21 +91,13 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
-def judge(tokens: Sequence[int], expected: Sequence[int], error: str, hung: bool) -> Result:
-    """What a request came to that was not on the killed frontend's connections. Tokens that are wrong count as
-    wrong however it ended."""
-    if list(tokens) != list(expected[: len(tokens)]):
-        return Result.WRONG
-    if hung:
-        return Result.HUNG
-    return Result.FAILED if error or len(tokens) != len(expected) else Result.OK
+def passed(rows: Sequence[Row]) -> bool:
+    """Nothing was dropped, and something was tried."""
+    return all(row.good for row in rows) and any(row.victim for row in rows)
 
 
-def longest_pause(started: float, arrivals: Sequence[float], ended: float) -> float:
-    """`ended` counts where no token ever came: then all of it was waiting."""
-    times = [started, *(arrivals or [ended])]
-    return max(after - before for before, after in pairwise(times))
-
-
-def passed(rows: Iterable[Row]) -> bool:
-    return all(row.good for row in rows)
+def as_json(rows: Sequence[Row], complete: bool) -> str:
+    """A row per line. Rows that are good are not enough where the run was broken off."""
+    lines = (json.dumps({**asdict(row), "good": row.good}) for row in rows)
+    good = json.dumps(complete and passed(rows))
+    return f'{{"good": {good}, "complete": {json.dumps(complete)}, "rows": [\n' + ",\n".join(lines) + "\n]}\n"

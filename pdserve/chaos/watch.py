@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from pdserve.chaos.score import Leftovers
 from pdserve.errors import RegistryUnavailable
@@ -15,6 +15,7 @@ from pdserve.registry.base import Registry
 log = logging.getLogger(__name__)
 
 LOOK_EVERY = 0.25
+TELL_EVERY = 15.0
 
 
 class Watch:
@@ -40,10 +41,14 @@ class Watch:
         self.whole = _count(instances)
         return instances
 
-    async def until_whole(self, but: str = "") -> None:
-        """Until as many of each role are registered as at the beginning. `but` is the instance that was
-        killed: its lease may outlive it."""
-        while _count([one for one in await self.instances() if one.id != but]) != self.whole:  # noqa: ASYNC110 (an outage of etcd must not freeze it)
+    async def until_whole(self, but: Collection[str], say: Callable[[str], None]) -> None:
+        """Until as many of each role are registered as at the beginning. `but` are the instances that were
+        ended: their leases may outlive them. Says now and then what is still missing."""
+        told_at = time.monotonic()
+        while (there := _count([one for one in await self.instances() if one.id not in but])) != self.whole:
+            if time.monotonic() - told_at > TELL_EVERY:
+                say(f"waiting for {told(self.whole)}; there are {told(there) or 'none, or etcd is silent'}")
+                told_at = time.monotonic()
             await asyncio.sleep(LOOK_EVERY)
 
     async def leftovers(self, within: float) -> Leftovers:
@@ -59,6 +64,10 @@ class Watch:
             if seconds >= within or (clean and _count(instances) == self.whole):
                 return left
             await asyncio.sleep(LOOK_EVERY)
+
+
+def told(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {role}" for role, count in sorted(counts.items()))
 
 
 def _count(instances: list[Instance]) -> Counter[str]:

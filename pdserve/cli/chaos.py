@@ -2,14 +2,16 @@
 
 import argparse
 import sys
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pdserve.cli.options import Commands, command, show
+from pdserve.cli.scorecard import line, scorecard, verdict
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from collections.abc import AsyncIterator
 
     from pdserve.chaos.run import Options
     from pdserve.chaos.score import Row
@@ -17,10 +19,11 @@ if TYPE_CHECKING:
 
 _TEXT = """\
 Break a graph on purpose, under load, one fault after the other: {prefill, decode, nats, etcd, frontend} x
-{kill, hang, cut}. Starts the graph of FILE in a folder of its own, with ports, NATS and etcd of its own and at
-least two of each process, and stops it at the end; or takes the one that runs on --state-dir. Every answer is
-compared, token for token, with that of the undisturbed graph. Exit code 1 where a request was dropped, hung
-or answered wrongly, where KV blocks stayed held, or where the graph did not recover.
+{kill, hang, cut}, NATS and etcd losing their data, all workers of a kind at once, a rolling restart (--list).
+Starts the graph of FILE in a folder of its own, with ports, NATS and etcd of its own and at least two of each
+process, and stops it at the end; or takes the one that runs on --state-dir. Every answer is compared, token for
+token, with that of the undisturbed graph. Exit code 1 where a request was dropped, hung or answered wrongly,
+where KV blocks stayed held, or where the graph did not recover; Ctrl-C shows what is known by then.
 """
 _EXAMPLES = """\
   pdserve chaos -f configs/local.yaml --dtype float32       every fault, on real engines (bf16 batches differ)
@@ -28,6 +31,8 @@ _EXAMPLES = """\
   pdserve chaos --state-dir ~/.pdserve --only prefill-hang    a graph that runs here; it will feel it
   pdserve chaos --list
 """
+CARD = "scorecard.json"
+"""in the folder that is kept where something went wrong, beside the logs"""
 
 
 def add(commands: Commands) -> None:
@@ -38,8 +43,10 @@ def add(commands: Commands) -> None:
         "--state-dir", type=Path, metavar="DIR", help="a running graph's, instead of starting one"
     )
     parser.add_argument("--url", metavar="URL", help="with --state-dir: ask here, not where the graph says")
-    parser.add_argument("--list", action="store_true", help="the names of the faults, and nothing else")
-    parser.add_argument("--only", default="", metavar="NAMES", help="decode-kill,etcd: these faults only")
+    parser.add_argument("--list", action="store_true", help="the faults, and nothing else")
+    parser.add_argument(
+        "--only", default="", metavar="NAMES", help="decode-kill,etcd,drain: these faults only"
+    )
     parser.add_argument(
         "--workers", type=_positive, default=2, metavar="N", help="of each kind, where the file has fewer (2)"
     )
@@ -66,79 +73,95 @@ def _positive(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    import asyncio
     import logging
+    import shutil
+    import tempfile
 
     from pdserve.chaos.faults import FAULTS, choose
     from pdserve.chaos.run import Options
     from pdserve.chaos.score import passed
 
     if args.list:
-        print("\n".join(fault.name for fault in FAULTS))
+        print("\n".join(f"{fault.name:18} {fault.told}" for fault in FAULTS))
         return 0
     if not args.file and not args.state_dir:
         raise ConfigError(["Give the graph to break: -f FILE, or --state-dir DIR for one that runs."])
     options = Options(
-        choose(args.only), args.seconds, args.hold, args.concurrency, args.patience, seed=args.seed
+        choose(args.only, not args.state_dir),
+        args.seconds,
+        args.hold,
+        args.concurrency,
+        args.patience,
+        seed=args.seed,
     )
     logging.basicConfig(level=logging.ERROR)  # that etcd is away is no news here
-    rows = asyncio.run(_all(args, options))
+    folder = Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
+    rows: list[Row] = []
+    complete = good = False
+    try:
+        _fill(rows, args, options, folder)
+        complete, good = True, passed(rows)
+    finally:  # what is known is shown, however it ends
+        if rows:
+            _report(rows, complete, args.json or folder / CARD)
+        if good or not any(folder.iterdir()):
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            _say(f"kept for a look at it: {folder}")
+    return 0 if good else 1
+
+
+def _report(rows: "list[Row]", complete: bool, file: Path) -> None:
+    from pdserve.chaos.score import as_json
+
     show(scorecard(rows))
-    for row in rows:
-        if row.skipped:
-            print(f"{row.fault} skipped: {row.skipped}")
-    if args.json:
-        args.json.write_text(_as_json(rows))
-    return 0 if passed(rows) else 1
+    print(verdict(rows, complete))
+    file.write_text(as_json(rows, complete))
 
 
-async def _all(args: argparse.Namespace, options: "Options") -> "list[Row]":
-    """Told to stop, it heals what it has broken and stops what it has started."""
+def _fill(rows: "list[Row]", args: argparse.Namespace, options: "Options", folder: Path) -> None:
+    """Told to stop, it heals what it has broken and stops what it has started. Raises KeyboardInterrupt then."""
     import asyncio
     import signal
 
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    async def work() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def stop() -> None:
+            _say("told to stop: healing what is broken, stopping what was started")
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+        async with _graph(args, folder) as (graph, state_dir):
+            await _exercise(rows, graph, state_dir, options)
+
     try:
-        return await _exercise(args, options)
+        asyncio.run(work())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 
 
-async def _exercise(args: argparse.Namespace, options: "Options") -> "list[Row]":
-    import shutil
-    import tempfile
-
+@asynccontextmanager
+async def _graph(args: argparse.Namespace, folder: Path) -> "AsyncIterator[tuple[Graph, Path]]":
     from pdserve.chaos.launch import started
-    from pdserve.chaos.score import passed
 
     if args.state_dir:
-        return await _rows(_running(args), args.state_dir.expanduser(), options)
-    folder = Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
-    rows: list[Row] = []
-    try:
-        _say(f"starting the graph of {args.file}; its logs: {folder}/state/logs")
-        async with started(args.file, folder, args.workers, args.dtype, _say) as graph:
-            rows = await _rows(graph, folder / "state", options)
-    finally:
-        if not (folder / "serve.log").exists() or (rows and passed(rows)):
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
-            _say(f"kept for a look at it: {folder}")
-    return rows
+        yield _running(args), args.state_dir.expanduser()
+        return
+    _say(f"starting the graph of {args.file}; its logs: {folder}/state/logs")
+    async with started(args.file, folder, args.workers, args.dtype, _say) as graph:
+        yield graph, folder / "state"
 
 
-async def _rows(graph: "Graph", state_dir: Path, options: "Options") -> "list[Row]":
+async def _exercise(rows: "list[Row]", graph: "Graph", state_dir: Path, options: "Options") -> None:
     from pdserve.chaos.run import chaos
 
-    rows = []
     async with chaos(graph, state_dir, options, _say) as exercise:
         async for row in exercise.rows():
             rows.append(row)
-            _say(_line(row))
-    return rows
+            _say(line(row))
 
 
 def _running(args: argparse.Namespace) -> "Graph":
@@ -156,63 +179,3 @@ def _say(text: str) -> None:
     import time
 
     print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
-
-
-def _line(row: "Row") -> str:
-    cells = zip(COLUMNS, _cells(row), strict=True)
-    return "  ".join(f"{name} {value}".strip() for name, value in cells if value)
-
-
-COLUMNS = (
-    "fault",
-    "requests",
-    "failed",
-    "hung",
-    "wrong",
-    "p99 pause",
-    "recovered",
-    "freed",
-    "leaked",
-    "apart",
-    "",
-)
-
-
-def scorecard(rows: "list[Row]") -> "Table":
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in COLUMNS:
-        table.add_column(column, no_wrap=True, justify="left" if column in ("fault", "") else "right")
-    for row in rows:
-        table.add_row(
-            *_cells(row), style=None if row.good and not row.skipped else "yellow" if row.good else "red"
-        )
-    return table
-
-
-def _cells(row: "Row") -> tuple[str, ...]:
-    if row.skipped:
-        return row.fault, *[""] * 9, "skipped"
-    numbers = (row.requests, row.failed, row.hung, row.wrong)
-    recovered = "never" if row.recovered is None else f"{row.recovered:.1f} s"
-    ghosts = f"{row.queued} queued" if row.queued else ""
-    return (
-        row.fault,
-        *map(str, numbers),
-        f"{row.p99_pause:.2f} s",
-        recovered,
-        f"{row.freed:.1f} s",
-        str(row.leaked),
-        str(row.apart or ""),
-        ghosts or ("" if row.good else "BAD"),
-    )
-
-
-def _as_json(rows: "list[Row]") -> str:
-    import json
-    from dataclasses import asdict
-
-    found: list[dict[str, Any]] = [{**asdict(row), "good": row.good} for row in rows]
-    return json.dumps({"good": all(row.good for row in rows), "rows": found}, indent=2) + "\n"

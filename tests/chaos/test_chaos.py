@@ -1,14 +1,17 @@
-"""`pdserve chaos` as a user runs it, its short form: simulated engines, two of each, everything killed once."""
+"""Simulated engines, two of each: every fault there is."""
 
 import json
-import os
-import subprocess
-import sys
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
+
+from pdserve.chaos.faults import FAULTS
+from tests.chaos.command import Run
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 YAML = """
 Common: {model: demo, block-size: 32, max-model-len: 4096, num-gpu-blocks-override: 600}
@@ -18,74 +21,42 @@ VllmWorker:
   engine: sim
   remote-prefill: true
   max-local-prefill-length: 64
+  max-prefill-queue-size: 4
   common-configs: [model, block-size, max-model-len, num-gpu-blocks-override]
 PrefillWorker:
   engine: sim
   common-configs: [model, block-size, max-model-len, num-gpu-blocks-override]
 """
+SHARES = ("kill,lose,drain,nats-cut,etcd-cut", "hang,prefill-cut,decode-cut,frontend-cut")
+"""of two graphs that are broken side by side, because each row is mostly waiting"""
 
 
-@pytest.mark.chaos
-def test_everything_killed_once_and_nothing_dropped(tmp_path: Path) -> None:
-    file, card = tmp_path / "sim.yaml", tmp_path / "card.json"
-    file.write_text(YAML)
-    command = [sys.executable, "-m", "pdserve", "chaos", "-f", str(file)]
-    options = ["--only", "kill", "--seconds", "3", "--json", str(card)]
-    result = subprocess.run(
-        [*command, *options],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-5000:] + result.stdout
-    rows = {row["fault"]: row for row in json.loads(card.read_text())["rows"]}
-    killed = ["prefill-kill", "decode-kill", "nats-kill", "etcd-kill", "frontend-kill"]
-    assert list(rows) == ["none", *killed]
-    assert all(row["requests"] >= 8 and not row["skipped"] for row in rows.values())
-    assert all(rows[name]["victim"] for name in killed)
-    assert all(name in result.stdout for name in rows)
-    assert not list(tmp_path.glob("pdserve-chaos-*"))
-    assert _mentioning(str(tmp_path)) == []
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "sim.yaml"
+    path.write_text(YAML)
+    return path
 
 
-def _mentioning(text: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if text in " ".join(process.cmdline()) or text in process.environ().get("PDSERVE_STATE_DIR", ""):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+def test_whatever_breaks_nothing_is_dropped(file: Path, chaos: Callable[..., Run]) -> None:
+    runs = [chaos(file, "--only", share, "--seconds", "3", "--hold", "11") for share in SHARES]
+    rows = [row for run in runs for row in run.good()]
+    assert sorted(row["fault"] for row in rows) == sorted(fault.name for fault in FAULTS)
 
 
-@pytest.mark.chaos
-def test_told_to_stop_in_the_middle_it_leaves_nothing(tmp_path: Path) -> None:
-    file, log = tmp_path / "sim.yaml", tmp_path / "log"
-    file.write_text(YAML)
-    command = [
-        sys.executable,
-        "-m",
-        "pdserve",
-        "chaos",
-        "-f",
-        str(file),
-        "--only",
-        "decode-hang",
-        "--hold",
-        "200",
-    ]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=out, stderr=out
-        )
+def test_told_to_stop_in_the_middle_it_leaves_nothing(file: Path, chaos: Callable[..., Run]) -> None:
+    """And shows the rows that it has, keeps the logs, and says that this is not all."""
+    run = chaos(file, "--only", "decode-hang", "--hold", "200", "--seconds", "3")
     deadline = time.monotonic() + 180
-    while "decode-hang: decode-" not in log.read_text():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
+    while "decode-hang: decode-" not in run.log:
+        assert run.process.poll() is None, run.log
+        assert time.monotonic() < deadline, run.log
         time.sleep(0.2)
-    process.terminate()
-    assert process.wait(60) == 130, log.read_text()
-    assert _mentioning(str(tmp_path)) == []
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == 130, run.log
+    assert "Broken off" in run.out
+    assert [row["fault"] for row in run.rows] == ["none"]
+    assert not json.loads((run.folder / "card.json").read_text())["good"]
+    (kept,) = run.folder.glob("pdserve-chaos-*")
+    assert str(kept) in run.log
+    assert run.processes() == []

@@ -8,13 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.chaos.faults import FAULTS, Target, choose, find
+from pdserve.chaos.faults import FAULTS, Target, Victim, choose, find
 from pdserve.errors import ConfigError
 from pdserve.messages import Instance, Role
 
 
 def test_every_target_by_every_kind() -> None:
-    assert len({fault.name for fault in FAULTS}) == 15
+    names = {fault.name for fault in FAULTS}
+    assert len(names) == len(FAULTS)
+    assert names >= {
+        f"{target}-{kind}"
+        for target in ("prefill", "decode", "nats", "etcd", "frontend")
+        for kind in ("kill", "hang", "cut")
+    }
+    assert all(fault.told for fault in FAULTS)
 
 
 @pytest.mark.parametrize(
@@ -22,8 +29,9 @@ def test_every_target_by_every_kind() -> None:
     [
         ("decode-kill", ["decode-kill"]),
         ("etcd-hang, decode-kill", ["etcd-hang", "decode-kill"]),
-        ("nats", ["nats-kill", "nats-hang", "nats-cut"]),
-        ("nats-kill,nats", ["nats-kill", "nats-hang", "nats-cut"]),
+        ("nats", ["nats-kill", "nats-hang", "nats-cut", "nats-lose"]),
+        ("nats-hang,nats", ["nats-hang", "nats-kill", "nats-cut", "nats-lose"]),
+        ("drain", ["rolling", "frontend-drain"]),
         ("cut", ["prefill-cut", "decode-cut", "nats-cut", "etcd-cut", "frontend-cut"]),
         ("", [fault.name for fault in FAULTS]),
     ],
@@ -32,34 +40,58 @@ def test_choose(only: str, names: list[str]) -> None:
     assert [fault.name for fault in choose(only)] == names
 
 
+def test_somebody_elses_data_is_lost_only_on_demand() -> None:
+    assert not any(fault.name.endswith("lose") for fault in choose("", ours=False))
+    assert [fault.name for fault in choose("etcd-lose", ours=False)] == ["etcd-lose"]
+
+
 def test_choose_knows_no_others() -> None:
     with pytest.raises(ConfigError, match="no fault decode-melt; there are: prefill-kill"):
         choose("decode-kill,decode-melt")
 
 
 @pytest.fixture
-def child() -> Iterator[int]:
-    """A process of ours that leads a group."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, process_group=0)
-    yield process.pid
-    process.communicate()
+def children() -> Iterator[list[int]]:
+    """Processes of ours that lead groups."""
+    command = [sys.executable, "-c", "input()"]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0) for _ in range(3)]
+    yield [process.pid for process in processes]
+    for process in processes:
+        process.communicate()
 
 
-def test_only_children_of_the_supervisor_are_found(child: int, tmp_path: Path) -> None:
-    mine = Instance("decode-0-aa", Role.DECODE, pid=child)
-    instances = [mine, Instance("decode-1-bb", Role.DECODE, pid=1), Instance("decode-2-cc", Role.DECODE)]
-    assert [find(Target.DECODE, turn, instances, os.getpid(), tmp_path).group for turn in (0, 1)] == [
-        child
-    ] * 2
-    with pytest.raises(LookupError, match="no prefill process of this graph"):
-        find(Target.PREFILL, 0, instances, os.getpid(), tmp_path)
-    with pytest.raises(LookupError, match="no decode process of this graph"):
-        find(Target.DECODE, 0, instances, os.getppid(), tmp_path)
+@pytest.mark.parametrize(
+    ("target", "turn", "rounds"),
+    [
+        (Target.DECODE, 0, [["decode-0"]]),
+        (Target.DECODE, 1, [["decode-1"]]),
+        (Target.DECODE, 2, [["decode-0"]]),
+        (Target.ALL_DECODE, 1, [["decode-0", "decode-1"]]),
+        (Target.ALL_PREFILL, 0, [["prefill-0"]]),
+        (Target.WORKERS, 0, [["prefill-0"], ["decode-0"], ["decode-1"]]),
+    ],
+)
+def test_only_children_of_the_supervisor_are_found(
+    children: list[int], tmp_path: Path, target: Target, turn: int, rounds: list[list[str]]
+) -> None:
+    instances = [
+        Instance("decode-1", Role.DECODE, pid=children[0]),
+        Instance("decode-0", Role.DECODE, pid=children[1]),
+        Instance("prefill-0", Role.PREFILL, pid=children[2]),
+        Instance("decode-of-another", Role.DECODE, pid=1),
+        Instance("decode-of-another-host", Role.DECODE),
+    ]
+    found = find(target, turn, instances, os.getpid(), tmp_path)
+    assert [[one.name for one in each] for each in found] == rounds
+    with pytest.raises(LookupError, match="no frontend process of this graph"):
+        find(Target.FRONTEND, turn, instances, os.getpid(), tmp_path)
+    with pytest.raises(LookupError, match="of this graph on this machine"):
+        find(target, turn, instances, os.getppid(), tmp_path)
 
 
-def test_a_server_is_found_by_its_lock(child: int, tmp_path: Path) -> None:
+def test_a_server_is_found_by_its_lock(children: list[int], tmp_path: Path) -> None:
     with pytest.raises(LookupError, match="nats is not a server of this graph's own"):
         find(Target.NATS, 0, [], os.getpid(), tmp_path)
     (tmp_path / "nats").mkdir()
-    (tmp_path / "nats" / "lock").write_text(str(child))
-    assert find(Target.NATS, 0, [], os.getpid(), tmp_path).group == child
+    (tmp_path / "nats" / "lock").write_text(str(children[0]))
+    assert find(Target.NATS, 0, [], os.getpid(), tmp_path) == [[Victim("nats", children[0])]]

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.chaos.cases import Case
 from pdserve.chaos.load import Load
-from pdserve.chaos.score import Result
+from pdserve.chaos.verdict import Result
 
 ANSWER = (7, 8, 9)
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\nx-pdserve-prefill: remote\r\n"
@@ -84,8 +84,9 @@ def _cases(stream: bool) -> Iterator[Case]:
 async def test_what_clients_see(kind: str, result: Result, error: str) -> None:
     async with _server(kind) as url, Load(url, "demo", _cases("whole" not in kind), 2, 0.5) as load:
         await load.until(lambda one: True, 2)
-    assert {one.result for one in load.seen()} == {result}
-    assert {one.error for one in load.seen()} == {error}
+    seen = load.seen("none", 0.0)
+    assert {one.result for one in seen} == {result}
+    assert {one.trace.error if one.trace else "" for one in seen} == {error}
     assert {one.prefill for one in load.done} == ({""} if kind == "503" else {"remote"})
 
 
@@ -102,5 +103,5 @@ async def test_connections_of_a_killed_frontend_are_counted_apart() -> None:
     for one in load.done:
         one.started, one.ended = killed_at - 1, killed_at + 1
     late.started, late.ended = killed_at + 10, killed_at + 11
-    count = Counter(one.result for one in load.seen())
+    count = Counter(one.result for one in load.seen("frontend-kill", killed_at))
     assert count == {Result.FAILED: 2, Result.APART: len(load.done) - 2}

@@ -1,43 +1,14 @@
 """From what clients saw to the verdict, by tables."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from pdserve.chaos.score import (
-    Leftovers,
-    Result,
-    Row,
-    Seen,
-    judge,
-    longest_pause,
-    passed,
-    percentile,
-    score,
-)
-
-RIGHT = (5, 6, 7)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "error", "hung", "result"),
-    [
-        ([5, 6, 7], "", False, Result.OK),
-        ([5, 6], "", False, Result.FAILED),  # too few
-        ([5, 6, 7, 8], "", False, Result.WRONG),  # too many
-        ([5, 6, 6], "", False, Result.WRONG),
-        ([6, 7], "", False, Result.WRONG),  # one lost
-        ([5, 5, 6, 7], "", False, Result.WRONG),  # one twice
-        ([5, 6], "HTTP 503", False, Result.FAILED),
-        ([], "HTTP 503", False, Result.FAILED),
-        ([5, 6, 7], "no [DONE]", False, Result.FAILED),
-        ([5, 9], "HTTP 503", False, Result.WRONG),  # an error does not excuse wrong tokens
-        ([5], "no end", True, Result.HUNG),
-        ([9], "no end", True, Result.WRONG),
-    ],
-)
-def test_judge(tokens: list[int], error: str, hung: bool, result: Result) -> None:
-    assert judge(tokens, RIGHT, error, hung) is result
+from pdserve.chaos.cases import Case
+from pdserve.chaos.client import Exchange
+from pdserve.chaos.score import Leftovers, Row, as_json, passed, percentile, score
+from pdserve.chaos.verdict import Result, Seen, Trace, trace
 
 
 @pytest.mark.parametrize(
@@ -55,28 +26,20 @@ def test_percentile(values: list[float], share: float, value: float) -> None:
     assert percentile(values, share) == value
 
 
-@pytest.mark.parametrize(
-    ("arrivals", "ended", "pause"),
-    [
-        ([10.5, 10.6, 10.7], 10.7, 0.5),  # until the first token
-        ([10.1, 12.1, 12.2], 12.2, 2.0),  # in the middle
-        ([], 13.0, 3.0),  # nothing ever came
-        ([10.1, 10.2], 19.0, 0.1),  # all tokens were there
-    ],
-)
-def test_longest_pause(arrivals: list[float], ended: float, pause: float) -> None:
-    assert longest_pause(10.0, arrivals, ended) == pytest.approx(pause)
+def _trace(result: Result, error: str = "") -> Trace:
+    one = Exchange(Case((1, 2), 3, True, (5, 6, 7)), tokens=[5, 9], error=error)
+    return trace(one, result, "decode-kill", 0.0)
 
 
 def test_a_row_counts() -> None:
     seen = [
         Seen(Result.OK, 0.1),
         Seen(Result.OK, None),
-        Seen(Result.FAILED, 0.4, "HTTP 503"),
-        Seen(Result.FAILED, 0.3, "HTTP 503"),
-        Seen(Result.HUNG, 60.0, "no end"),
-        Seen(Result.WRONG, 0.1),
-        Seen(Result.APART, 0.2, "connection: reset"),
+        Seen(Result.FAILED, 0.4, _trace(Result.FAILED, "HTTP 503")),
+        Seen(Result.FAILED, 0.3, _trace(Result.FAILED, "HTTP 503")),
+        Seen(Result.HUNG, 60.0, _trace(Result.HUNG, "no end"), "chaos-slow"),
+        Seen(Result.WRONG, 0.1, _trace(Result.WRONG)),
+        Seen(Result.APART, 0.2),
     ]
     row = score("decode-kill", "decode-0-ab", seen, 2.5, Leftovers({"prefill-0": 3, "decode-1": 1}, 2, 40.0))
     assert row == Row(
@@ -88,15 +51,23 @@ def test_a_row_counts() -> None:
         wrong=1,
         apart=1,
         p99_pause=60.0,
+        slowest="chaos-slow",
         recovered=2.5,
         leaked=4,
         queued=2,
         freed=40.0,
         errors=("2 x HTTP 503", "1 x no end"),
+        held={"prefill-0": 3, "decode-1": 1},
+        traces=tuple(one.trace for one in seen if one.trace),
     )
+    card = json.loads(as_json([row], complete=True))
+    assert not card["good"]
+    assert card["complete"]
+    assert card["rows"][0]["traces"][-1]["got"] == [5, 9]
+    assert len(card["rows"][0]["traces"]) == 4
 
 
-GOOD = Row("etcd-kill", requests=10, recovered=1.0)
+GOOD = Row("etcd-kill", "etcd", requests=10, recovered=1.0)
 
 
 @pytest.mark.parametrize(
@@ -118,3 +89,10 @@ GOOD = Row("etcd-kill", requests=10, recovered=1.0)
 def test_verdict(row: Row, good: bool) -> None:
     assert row.good is good
     assert passed([GOOD, row]) is good
+    assert json.loads(as_json([GOOD, row], complete=True))["good"] is good
+    assert json.loads(as_json([GOOD, row], complete=False))["good"] is False
+
+
+def test_nothing_tried_is_nothing_passed() -> None:
+    assert not passed([])
+    assert not passed([Row("none", requests=10, recovered=0.0), Row("etcd-cut", skipped="needs root")])

@@ -1,0 +1,70 @@
+"""`pdserve chaos` as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+@dataclass
+class Run:
+    """A run in a folder of its own, which nothing but its output is left in where all went well."""
+
+    process: "subprocess.Popen[bytes]"
+    folder: Path
+
+    @classmethod
+    def start(cls, folder: Path, file: Path, *options: str) -> "Run":
+        folder.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "pdserve", "chaos", "-f", str(file), *options]
+        with (folder / "out").open("wb") as out, (folder / "log").open("wb") as log:
+            environment = {**os.environ, "TMPDIR": str(folder)}
+            process = subprocess.Popen(
+                [*command, "--json", str(folder / "card.json")], env=environment, stdout=out, stderr=log
+            )
+        return cls(process, folder)
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads((self.folder / "card.json").read_text())["rows"]
+        return found
+
+    def good(self) -> list[dict[str, Any]]:
+        """Wait for its end; the rows after the undisturbed one, in which nothing was dropped or skipped, or
+        left behind."""
+        code = self.process.wait()
+        assert code == 0, self.log[-8000:] + self.out
+        calm, *rows = self.rows
+        assert calm["fault"] == "none"
+        assert all(row["fault"] in self.out for row in rows)
+        for row in rows:
+            assert row["victim"], row
+            assert row["requests"] >= 8, row
+            assert not any(row[what] for what in ("failed", "hung", "wrong", "leaked", "queued", "skipped"))
+        assert not list(self.folder.glob("pdserve-chaos-*"))
+        assert self.processes() == []
+        return rows
+
+    def processes(self) -> list[psutil.Process]:
+        """What still runs of it."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if str(self.folder) in process.environ().get("PDSERVE_STATE_DIR", ""):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found

@@ -1,0 +1,27 @@
+"""Runs of the command that end with their test, and what the tests of workers have for those of their losses."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.command import Run
+from tests.decode.conftest import impatient
+
+__all__ = ["impatient"]
+
+
+@pytest.fixture
+def chaos(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """`chaos(file, *options)` starts one; several may run at a time."""
+    runs: list[Run] = []
+
+    def start(file: Path, *options: str) -> Run:
+        runs.append(Run.start(tmp_path / f"run-{len(runs)}", file, *options))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.process.terminate()
+    for run in runs:
+        run.process.wait()
