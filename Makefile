@@ -1,6 +1,6 @@
 # pdserve: one command each. PLATFORM=cpu|gpu chooses the build, PYTHON=python3.12 the interpreter.
 .DEFAULT_GOAL := help
-.PHONY: help install dev serve test lint format lock clean
+.PHONY: help install dev serve chaos test lint format lock clean
 SHELL := /bin/bash
 
 CONFIG ?= configs/local.yaml
@@ -22,6 +22,9 @@ dev:
 
 serve: install  ## install what is missing, then run the graph of CONFIG until Ctrl-C
 	@exec $(BIN)/pdserve serve -f $(CONFIG)
+
+chaos: install  ## break the graph of CONFIG in every way, under load, and print a scorecard (some 20 minutes)
+	@exec $(BIN)/pdserve chaos -f $(CONFIG) --dtype float32
 
 test: lint  ## install what is missing, lint, type-check, and run the tests (what CI runs)
 	$(BIN)/pytest $(TESTS)
