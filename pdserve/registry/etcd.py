@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 LEASE_TTL = 10
 """seconds after which others see that this process is gone"""
-CONNECT_WITHIN = 5.0
+CONNECT_WITHIN = 10.0
 SETTLE = 2.0
 """seconds that others get to register again after an outage before they count as gone"""
 RETRY = 0.3
