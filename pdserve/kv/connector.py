@@ -16,6 +16,11 @@ So a stalled read is not failed. It is *reported*, with the connector's statisti
 blocks of an aborted request until its read has really ended: they are the quarantine. Peers with a stalled
 read get no new ones until it has ended.
 
+**Broken connections.** UCX gives an endpoint up whose peer was silent for some seconds, and from then on every
+read from there and every notification to there fails, also when the peer is long back; vLLM makes a new
+connection only where NIXL itself dropped the peer's metadata, which it does not then. Here every failure
+of the transport makes a new one.
+
 **Leases.** The handle was checked when the request came; then it waited for blocks, and this process may have
 hung. A read does not begin when the lease is nearly over, and one during which this process hung is not
 believed when it ends after that. Both are recomputed."""
@@ -102,6 +107,12 @@ class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         else:
             super()._read_blocks_for_req(req_id, meta)
 
+    def _log_failure(self, failure_type: str, req_id: str | None, *args: Any, **context: Any) -> None:
+        super()._log_failure(failure_type, req_id, *args, **context)
+        engine = context.get("dst_engine_id") or self._source_of(req_id)
+        if engine in self._remote_agents and engine not in self._invalid_remote_engines:
+            self._mark_remote_engine_invalid(engine, time.perf_counter())
+
     def get_transfer_results(self) -> Any:
         results = super().get_transfer_results()
         self.xfer_stats.data[RELEASED] += results.finished_sending
@@ -127,11 +138,14 @@ class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         blocks = sum(len(group) for group in meta.local_physical_block_ids)
         return blocks * sum(self.block_len_per_layer)
 
-    def _report_stall(self, request: str) -> None:
+    def _source_of(self, request: str | None) -> str | None:
         meta = self._recving_metadata.get(request)
-        if meta is None or meta.remote is None:
+        return None if meta is None or meta.remote is None else meta.remote.engine_id
+
+    def _report_stall(self, request: str) -> None:
+        engine = self._source_of(request)
+        if engine is None:
             return
-        engine = meta.remote.engine_id
         logger.warning("KV read of request %s from %s is overdue: recomputing it elsewhere", request, engine)
         self.xfer_stats.data[STALLED].append(request)
         self.xfer_stats.record_failed_transfer()

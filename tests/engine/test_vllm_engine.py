@@ -7,6 +7,7 @@ even while that process is stopped."""
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
@@ -19,6 +20,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import REGISTRY, generate_latest
 
+from pdserve.chaos.cut import _duplicate, _ends
 from pdserve.engine.base import Output, Transfers
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import VllmEngine
@@ -403,6 +405,40 @@ async def test_a_read_during_which_the_decode_engine_hung_is_not_believed(pair: 
     assert pair.decode.failures > failures
     await pair.all_free()
     assert await pair.decode.generate("awake", prompt) == slept
+
+
+async def test_a_broken_connection_is_made_anew(pair: Pair) -> None:
+    """As after a silence that was too long for UCX: it gives up the endpoint, for good."""
+    prompt = prompt_of(700, seed=15)
+    handle = await pair.prefill.prefill("p-broken", prompt)
+    await pair.decode.generate("whole", prompt, handle)
+    handle = await pair.prefill.prefill("p-broken-again", prompt[1:])
+    assert break_connections(pair) > 0
+    broken = await pair.decode.generate("broken", prompt[1:], handle)
+    async with asyncio.timeout(10):
+        while not await pair.prefill.engine.all_blocks_free():
+            await pair.decode.engine.reject(handle)
+            await asyncio.sleep(0.2)
+    before, failures = pair.decode.bytes, pair.decode.failures
+    handle = await pair.prefill.prefill("p-mended", prompt[2:])
+    mended = await pair.decode.generate("mended", prompt[2:], handle)
+    await pair.all_free()
+    assert pair.decode.bytes > before
+    assert pair.decode.failures == failures
+    assert await pair.prefill.generate("broken-there", prompt[1:]) == broken
+    assert await pair.prefill.generate("mended-there", prompt[2:]) == mended
+
+
+def break_connections(pair: Pair) -> int:
+    """End all TCP connections between the two engines."""
+    ports = {local[1] for one in pair.prefill.engine.processes for _, _, local, _ in _ends(one.pid)}
+    ends = [end for one in pair.decode.engine.processes for end in _ends(one.pid)]
+    found = [_duplicate(pid, fd) for pid, fd, _, remote in ends if remote and remote[1] in ports]
+    broken = [connection for connection in found if connection is not None]
+    for connection in broken:
+        with connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    return len(broken)
 
 
 async def test_ctrl_c_on_a_terminal_does_not_reach_it(pair: Pair) -> None:
