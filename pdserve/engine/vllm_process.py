@@ -146,9 +146,10 @@ def _deaf_children() -> Iterator[None]:
     """Ctrl-C, and the end of a terminal, go to every process of the foreground group. vLLM's would end at once, with
     all requests in them; this one lets the requests finish and then ends the others. What this thread blocks stays
     blocked in its children, and theirs."""
-    resource_tracker.ensure_running()  # its start would unblock SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
+        resource_tracker.ensure_running()  # deaf to SIGINT by itself, but its start would unblock that here
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
