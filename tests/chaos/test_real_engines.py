@@ -17,8 +17,8 @@ NEEDED = 13 << 30
 
 
 @pytest.mark.skipif(psutil.virtual_memory().total < NEEDED, reason="needs 13 GB of memory")
-def test_killed_and_hung_engines_drop_nothing(chaos: Callable[..., Run]) -> None:
-    faults = ["prefill-hang", "prefill-kill", "decode-kill"]
+def test_killed_hung_and_cut_engines_drop_nothing(chaos: Callable[..., Run]) -> None:
+    faults = ["prefill-cut", "prefill-hang", "prefill-kill", "decode-kill"]
     options = ("--dtype", "float32", "--only", ",".join(faults), "--seconds", "3")
     rows = chaos(ROOT / "configs/local.yaml", *options).good()
     assert [row["fault"] for row in rows] == faults
