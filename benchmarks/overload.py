@@ -4,9 +4,11 @@
 
 Capacity is found by a closed loop; then requests arrive at 1, 2, 5 and 10 times that rate (Poisson, nobody waits for
 anybody), each with a deadline. Goodput: requests completed within their deadline, by second. Each client has an API
-key of its own. Without --real the engines are simulated, so that the load generator is not the bottleneck. `stall` is
-the longest time that the generator itself did not get to run: with more than half a second, somebody else had the
-machine, and the row says nothing about the graph.
+key of its own. Without --real the engines are simulated, so that the load generator is not the bottleneck. With it,
+generator, frontend and engines share the machine: `client`, `front` and `rest` are the cores that each took, and
+`good/core` is the goodput by core-second of the rest, the engines. `stall` is the longest time that the generator
+itself did not get to run: with more than half a second, somebody else had the machine, and the row says nothing
+about the graph.
 """
 
 import argparse
@@ -23,8 +25,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
+import psutil
 
 from pdserve.chaos.launch import started
+from pdserve.supervisor.state import Graph
 
 _SIM = """
 Common: {model: demo, block-size: 32, max-model-len: 4096}
@@ -60,6 +64,28 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Cpu:
+    """Seconds of it, so far or in a run."""
+
+    client: float = 0.0
+    front: float = 0.0
+    rest: float = 0.0
+
+    @classmethod
+    def now(cls, supervisor: int) -> "Cpu":
+        graph = psutil.Process(supervisor)
+        front = rest = 0.0
+        for process in (graph, *graph.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                taken, is_front = sum(process.cpu_times()[:2]), "frontend" in process.cmdline()
+                front, rest = front + is_front * taken, rest + (not is_front) * taken
+        return cls(sum(os.times()[:2]), front, rest)
+
+    def since(self, before: "Cpu") -> "Cpu":
+        return Cpu(self.client - before.client, self.front - before.front, self.rest - before.rest)
+
+
+@dataclass(frozen=True)
 class Shape:
     """What every request is."""
 
@@ -69,8 +95,9 @@ class Shape:
 
 
 class Caller:
-    def __init__(self, http: httpx.AsyncClient, url: str, model: str, shape: Shape) -> None:
-        self._http, self._url, self._model = http, f"{url}/v1/completions", model
+    def __init__(self, http: httpx.AsyncClient, graph: Graph, shape: Shape) -> None:
+        self._http, self._url, self._model = http, f"{graph.url}/v1/completions", graph.model
+        self._supervisor = graph.pid
         self.shape = shape
         self._random = random.Random(4711)
 
@@ -97,8 +124,8 @@ class Caller:
         return Answer(status, begun, ended, ttft, whole)
 
     async def watched(self, work: Coroutine[None, None, "Run"]) -> "Run":
-        """With the generator's own longest stall."""
-        longest = 0.0
+        """With the CPU time that everybody took, and the generator's own longest stall."""
+        longest, begin, before_all = 0.0, time.monotonic(), Cpu.now(self._supervisor)
 
         async def watch() -> None:
             nonlocal longest
@@ -109,7 +136,9 @@ class Caller:
 
         watcher = asyncio.create_task(watch())
         try:
-            return replace(await work, stall=longest)
+            run = await work
+            taken, seconds = Cpu.now(self._supervisor).since(before_all), time.monotonic() - begin
+            return replace(run, stall=longest, cpu=taken, seconds=seconds)
         finally:
             watcher.cancel()
 
@@ -149,6 +178,9 @@ class Run:
     end: float
     answers: list[Answer]
     stall: float = 0.0
+    cpu: Cpu = Cpu()
+    seconds: float = 1.0
+    """until the last answer"""
 
     @property
     def goodput(self) -> float:
@@ -170,6 +202,10 @@ class Run:
             "TTFT p50": _quantile(ttft, 0.5),
             "TTFT p99": _quantile(ttft, 0.99),
             "429 p99": _quantile(refused, 0.99),
+            "client": self.cpu.client / self.seconds,
+            "front": self.cpu.front / self.seconds,
+            "rest": self.cpu.rest / self.seconds,
+            "good/core": sum(one.whole for one in self.answers) / self.cpu.rest,
             "stall": self.stall,
         }
 
@@ -220,13 +256,13 @@ def _print(rows: dict[str, dict[str, float]]) -> None:
 
 
 @asynccontextmanager
-async def _graph(file: Path | None, folder: Path) -> AsyncIterator[tuple[str, str]]:
+async def _graph(file: Path | None, folder: Path) -> AsyncIterator[Graph]:
     os.environ["PDSERVE_API_KEYS"] = ",".join([*CROWD, FLOOD, POLITE])
     if file is None:
         file = folder / "sim.yaml"
         file.write_text(_SIM)
     async with started(file, folder, 1, "", print) as graph:
-        yield graph.url, graph.model
+        yield graph
 
 
 async def _main(args: argparse.Namespace) -> None:
@@ -234,10 +270,10 @@ async def _main(args: argparse.Namespace) -> None:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     with tempfile.TemporaryDirectory(prefix="pdserve-overload-") as folder:
         async with (
-            _graph(args.real, Path(folder)) as (url, model),
+            _graph(args.real, Path(folder)) as graph,
             httpx.AsyncClient(limits=limits, timeout=3 * args.deadline) as http,
         ):
-            report = await measure(Caller(http, url, model, shape), args.clients, args.seconds)
+            report = await measure(Caller(http, graph, shape), args.clients, args.seconds)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2))
 

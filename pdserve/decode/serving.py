@@ -63,7 +63,7 @@ class Serving:
 
     async def forget(self, frontend: str) -> None:
         """This frontend is gone."""
-        gone = self._requests.of(frontend)
+        gone = [request for request in self._requests.of(frontend) if not request.cancelled]
         if gone:
             log.warning("frontend %s is gone: cancelling its %d requests", frontend, len(gone))
         for request in gone:

@@ -97,6 +97,8 @@ class Session:
 
     async def watch(self, root: str, prefix: str, revision: int) -> AsyncIterator[list[Change]]:
         """Raises Lost also where only this watch is over (compacted, cancelled by the server)."""
+        if self.lost.is_set():  # closed, it has no channel any more
+            raise self._fail("the session was closed")
         start = (root + prefix).encode()
         create = rpc.WatchCreateRequest(key=start, range_end=prefix_range_end(start), start_revision=revision)
         call = rpc.WatchStub(self._client.channel).Watch()

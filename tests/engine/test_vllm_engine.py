@@ -411,7 +411,7 @@ async def test_a_broken_connection_is_made_anew(pair: Pair) -> None:
     """As after a silence that was too long for UCX: it gives up the endpoint, for good."""
     prompt = prompt_of(700, seed=15)
     handle = await pair.prefill.prefill("p-broken", prompt)
-    await pair.decode.generate("whole", prompt, handle)
+    await pair.decode.generate("unbroken", prompt, handle)
     handle = await pair.prefill.prefill("p-broken-again", prompt[1:])
     assert break_connections(pair) > 0
     broken = await pair.decode.generate("broken", prompt[1:], handle)
