@@ -28,6 +28,7 @@ import httpx
 import psutil
 
 from pdserve.chaos.launch import started
+from pdserve.chaos.score import percentile
 from pdserve.supervisor.state import Graph
 
 _SIM = """
@@ -211,7 +212,7 @@ class Run:
 
 
 def _quantile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+    return percentile(values, share) if values else float("nan")
 
 
 async def measure(caller: Caller, clients: int, seconds: float) -> dict[str, object]:

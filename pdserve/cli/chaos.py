@@ -122,7 +122,8 @@ def _report(rows: "list[Row]", complete: bool, file: Path) -> None:
 def _fill(rows: "list[Row]", args: argparse.Namespace, options: "Options", folder: Path) -> None:
     """Told to stop, it heals what it has broken and stops what it has started. Raises KeyboardInterrupt then."""
     import asyncio
-    import signal
+
+    from pdserve.worker.lifecycle import STOPPERS
 
     async def work() -> None:
         task = asyncio.current_task()
@@ -132,7 +133,7 @@ def _fill(rows: "list[Row]", args: argparse.Namespace, options: "Options", folde
             _say("told to stop: healing what is broken, stopping what was started")
             task.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in STOPPERS:
             asyncio.get_running_loop().add_signal_handler(number, stop)
         async with _graph(args, folder) as (graph, state_dir):
             await _exercise(rows, graph, state_dir, options)

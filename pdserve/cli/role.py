@@ -45,11 +45,12 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from pdserve.observe import logs
+    from pdserve.worker.lifecycle import STOPPERS
 
     level = os.environ.get("PDSERVE_LOG_LEVEL", "INFO")
     vllm_level = "INFO" if args.verbose else os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
     logs.setup(f"{args.role.value}-{args.index}", level, args.log_format, vllm_level)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in STOPPERS:
         signal.signal(number, _stop_early)
     config, slot = _place(args)
     os.environ.update(slot.env)  # before vLLM is imported

@@ -21,7 +21,7 @@ from pdserve.frontend.roster import Roster, Serving
 from pdserve.frontend.versions import versions
 from pdserve.messages import ModelCard
 from pdserve.observe.metrics import E2E, REQUESTS
-from pdserve.processor.trace import Failure, Trace, current_trace
+from pdserve.processor.trace import RETRY_AFTER, Failure, Trace, current_trace, no_worker
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,6 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MODELS = "/v1/models"
 GRACE = 0.3
 """seconds after the deadline within which the processor's own, more exact answer may still come"""
-RETRY_AFTER = 5.0
-"""seconds that a client is told to wait where there is no decode worker"""
 
 
 class Edge:
@@ -169,8 +167,8 @@ class Edge:
         try:
             done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if not done and ticket.waiting and not serving.live:
-                text = f"no decode worker of {trace.model} came up within the request's deadline"
-                await answer.end_with(503, text, RETRY_AFTER)
+                failure = no_worker(trace.model)
+                await answer.end_with(failure.status, failure.message, failure.retry_after)
             elif not done:
                 await answer.end_with(504, "the request's deadline passed")
             elif app not in done:
@@ -209,7 +207,9 @@ async def _call(serving: Serving, ticket: Ticket, scope: Scope, receive: Replay,
     await ticket.turn()
     await serving.settled.wait()
     if serving.processor is None:
-        raise Refusal(503, f"{serving.card.name} is not being served: {serving.problem}", retry_after=5.0)
+        raise Refusal(
+            503, f"{serving.card.name} is not being served: {serving.problem}", retry_after=RETRY_AFTER
+        )
     await serving.processor.app(scope, receive, answer)
 
 

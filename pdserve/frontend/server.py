@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import logging
 import os
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
@@ -32,12 +31,12 @@ from pdserve.registry.etcd import connect as connect_registry
 from pdserve.registry.view import View
 from pdserve.stream.zmq import connect as connect_stream
 from pdserve.worker.identity import new_instance_id
+from pdserve.worker.lifecycle import STOPPERS
 
 logger = logging.getLogger(__name__)
 
 LOAD_WITHIN = 60.0
 """seconds that a frontend beside others takes to load its models before it takes requests nevertheless"""
-_STOPPERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 async def main(config: Config, slot: Slot) -> None:
@@ -125,7 +124,7 @@ async def _serve(
     server = QuietServer(options)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in _STOPPERS:
+    for number in STOPPERS:
         loop.add_signal_handler(number, stopping.set)
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -136,7 +135,7 @@ async def _serve(
             await serving
             stopper.cancel()
     finally:
-        for number in _STOPPERS:
+        for number in STOPPERS:
             loop.remove_signal_handler(number)
     logger.info("stopped")
 

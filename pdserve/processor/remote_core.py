@@ -19,7 +19,7 @@ from pdserve.observe.metrics import ITL, MIGRATIONS, TTFT
 from pdserve.processor import migration
 from pdserve.processor.generation import Generation
 from pdserve.processor.link import Link
-from pdserve.processor.trace import Failure, current_trace
+from pdserve.processor.trace import RETRY_AFTER, Failure, current_trace, no_worker
 from pdserve.processor.usual import Usual
 from pdserve.processor.vllm_api import (
     EngineCoreClient,
@@ -38,8 +38,6 @@ MAX_LOSSES = 4
 """workers that may lose a request which they had taken up: one that kills each worker it meets must end"""
 PAUSE = 0.5
 """seconds before a worker that failed a request gets it again, where there is no other"""
-RETRY_AFTER = 5.0
-"""seconds that a client is told to wait where no worker was found"""
 
 _BOOT = secrets.token_hex(4)
 _serial = itertools.count(1)
@@ -254,9 +252,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             generation.later(max(0.0, generation.deadline - time.time()), self._gave_up_waiting)
 
     def _gave_up_waiting(self, generation: Generation) -> None:
-        since = f" ({generation.last_loss})" if generation.last_loss else ""
-        message = f"no decode worker of {self._model} came up within the request's deadline{since}"
-        self._fail(generation, Failure(503, message, RETRY_AFTER))
+        self._fail(generation, no_worker(self._model, generation.last_loss))
 
     def _failed_there(self, generation: Generation, text: str, retry: bool) -> None:
         if retry:

@@ -19,6 +19,18 @@ class Failure:
     retry_after: float = 0.0
 
 
+RETRY_AFTER = 5.0
+"""seconds that a client is told to wait where nobody can serve it now"""
+
+
+def no_worker(model: str, why: str = "") -> Failure:
+    """Where a request has waited for a decode worker until its deadline."""
+    since = f" ({why})" if why else ""
+    return Failure(
+        503, f"no decode worker of {model} came up within the request's deadline{since}", RETRY_AFTER
+    )
+
+
 @dataclass
 class Trace:
     request_id: str

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import resource
-import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Self
@@ -29,6 +28,7 @@ from pdserve.supervisor.output import Output
 from pdserve.supervisor.rollcall import RollCall
 from pdserve.supervisor.servers import keep, needed_servers
 from pdserve.supervisor.supervision import Supervision
+from pdserve.worker.lifecycle import STOPPERS
 
 log = logging.getLogger(__name__)
 
@@ -143,18 +143,18 @@ def _output(config: Config, fmt: str, verbose: bool) -> Iterator[Output]:
 
 
 class _Signals:
-    """What SIGINT, SIGTERM and SIGHUP do; from the first server's start to the last one's end."""
+    """What `STOPPERS` do; from the first server's start to the last one's end."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         self.act = act
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in STOPPERS:
             asyncio.get_running_loop().add_signal_handler(number, lambda: self.act())
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in STOPPERS:
             asyncio.get_running_loop().remove_signal_handler(number)
 
 

@@ -1,10 +1,14 @@
 """The life of a worker: announce, serve until told to stop or until something dies, drain, end."""
 
 import asyncio
+import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from pdserve.errors import EngineDead
+
+STOPPERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""from a supervisor, from Ctrl-C, from a terminal that is closed"""
 
 
 class Lifecycle:

@@ -10,6 +10,7 @@ from pdserve.engine.base import Engine
 from pdserve.engine.spec import EngineSpec, make_engine
 from pdserve.messages import Role
 from pdserve.worker.identity import worker_config
+from pdserve.worker.lifecycle import STOPPERS
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +38,6 @@ def build_engine(config: Config, slot: Slot, instance_id: str) -> Engine:
         kv_port=slot.kv_port,
     )
     return make_engine(section.engine, spec)
-
-
-STOPPERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""from a supervisor, from Ctrl-C, from a terminal that is closed"""
 
 
 async def run_until_signalled(worker: Worker) -> None:
