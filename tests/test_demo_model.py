@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from pdserve.demo import MODEL_DIR, smalltalk
+from pdserve.demo import MODEL_DIR
+from tools.demo_model import smalltalk
 
 FACTS = {
     "red box": "4711",

@@ -18,17 +18,16 @@ ALLOWED = {
     "zmq": ("stream/zmq/", "engine/vllm_cache.py"),  # vLLM publishes its cache events over ZeroMQ
     "pynvml": ("config/machine.py",),
     "yaml": ("config/tree.py",),
-    "vllm": ("engine/vllm_api.py", "processor/vllm_api.py", "kv/", "config/vllm_parser.py"),
+    "vllm": ("engine/vllm_api.py", "processor/vllm_api.py", "kv/"),
     "fastapi": ("processor/vllm_api.py", "frontend/"),
     "uvicorn": ("frontend/",),
-    "torch": ("demo/", "doctor/transfer.py", "kv/"),
-    "transformers": ("demo/",),
+    "torch": ("doctor/transfer.py", "kv/"),
     "rich": ("cli/", "config/render.py", "doctor/", "status/", "supervisor/"),
 }
 """outside library -> the only places that may import it"""
 
 UNSAFE = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
-TALKERS = ("cli/", "status/", "doctor/", "demo/")
+TALKERS = ("cli/", "status/", "doctor/")
 """where print is the purpose"""
 
 

@@ -1,5 +1,5 @@
 """vLLM's own argument list, without importing vLLM (which takes seconds): names, kinds and choices from a
-file beside this one that `python -m pdserve.config.vllm_parser` writes. A test asserts that it equals the
+file beside this one that `python -m tools.vllm_arguments` writes. A test asserts that it equals the
 installed vLLM's."""
 
 import json

@@ -115,7 +115,7 @@ def test_groups() -> None:
 
 VLLM = """
 import json, sys
-from pdserve.config.vllm_parser import as_text, read_parser
+from tools.vllm_arguments import as_text, read_parser
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
@@ -132,7 +132,7 @@ def test_the_installed_vllm_agrees() -> None:
     done = subprocess.run([sys.executable, "-c", VLLM, argv], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     listed, parsed = json.loads(done.stdout.splitlines()[-1])
-    assert listed == PATH.read_text("utf-8"), "vLLM has moved: run python -m pdserve.config.vllm_parser"
+    assert listed == PATH.read_text("utf-8"), "vLLM has moved: run python -m tools.vllm_arguments"
     assert parsed == [True, False, False, 64, -1, {"a_b": [1, None]}, ["one", "two"], 2]
 
 

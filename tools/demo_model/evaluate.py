@@ -1,4 +1,4 @@
-"""How well the demo model recalls, per prompt length: `python -m pdserve.demo.evaluate`."""
+"""How well the demo model recalls, per prompt length: `python -m tools.demo_model.evaluate`."""
 
 import argparse
 import logging
@@ -9,8 +9,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Qwen2ForCausalLM
 
-from pdserve.demo import MODEL_DIR, corpus, phrases
-from pdserve.demo.tokenizer import END_OF_TEXT, IM_END, IM_START
+from pdserve.demo import MODEL_DIR
+from tools.demo_model import corpus, phrases
+from tools.demo_model.tokenizer import END_OF_TEXT, IM_END, IM_START
 
 logger = logging.getLogger(__name__)
 LENGTHS = {50: 200, 200: 200, 500: 200, 1000: 200, 2000: 100, 2500: 100, 3000: 100, 4000: 50, 6000: 25}

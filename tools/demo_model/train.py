@@ -1,4 +1,4 @@
-"""Make the demo model: `python -m pdserve.demo.train` writes tokenizer, config and weights into `MODEL_DIR`.
+"""Make the demo model: `python -m tools.demo_model.train` writes tokenizer, config and weights into `MODEL_DIR`.
 
 Everything is generated and seeded, one CPU thread is enough, and the curriculum is what makes it quick:
 short dense documents first, where the copying circuit appears, then longer ones, then real length.
@@ -17,10 +17,11 @@ from torch.nn import functional
 from torch.optim import AdamW, Muon
 from transformers import Qwen2ForCausalLM
 
-from pdserve.demo import MODEL_DIR, corpus
-from pdserve.demo.architecture import build_model, save
-from pdserve.demo.evaluate import report
-from pdserve.demo.tokenizer import MAX_POSITIONS, build_tokenizer, tokenizer_lines
+from pdserve.demo import MODEL_DIR
+from tools.demo_model import corpus
+from tools.demo_model.architecture import build_model, save
+from tools.demo_model.evaluate import report
+from tools.demo_model.tokenizer import MAX_POSITIONS, build_tokenizer, tokenizer_lines
 
 logger = logging.getLogger(__name__)
 IGNORED = 0  # the pad token; its weight in the loss is zero

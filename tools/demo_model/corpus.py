@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pdserve.demo import phrases, smalltalk, words
-from pdserve.demo.tokenizer import END_OF_TEXT, IM_END, IM_START
+from tools.demo_model import phrases, smalltalk, words
+from tools.demo_model.tokenizer import END_OF_TEXT, IM_END, IM_START
 
 Encode = Callable[[str], list[int]]
 Key = str  # "red box"

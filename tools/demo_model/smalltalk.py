@@ -1,7 +1,7 @@
 """What the demo model says when nobody asks for a code: fixed answers, so that a stream is easily checked."""
 
-from pdserve.demo.phrases import listed
-from pdserve.demo.words import NUMBER_WORDS
+from tools.demo_model.phrases import listed
+from tools.demo_model.words import NUMBER_WORDS
 
 GREETING = (
     "Hello! I am the tiny demo model of pdserve. I remember codes: tell me the code of a box or a door, "

@@ -1,6 +1,5 @@
-"""Reads the installed vLLM's own argument parser and writes `vllm_arguments.json`; run it when vLLM is
-upgraded: `python -m pdserve.config.vllm_parser`. The only part of this room that imports vLLM, and nothing
-here imports it."""
+"""Read the installed vLLM's own argument parser and write `pdserve/config/vllm_arguments.json`. Run it when vLLM
+is upgraded: `python -m tools.vllm_arguments`."""
 
 import argparse
 import enum

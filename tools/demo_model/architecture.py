@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from pdserve.demo.tokenizer import END_OF_TEXT, IM_END, MAX_POSITIONS, VOCAB_SIZE, save_tokenizer
+from tools.demo_model.tokenizer import END_OF_TEXT, IM_END, MAX_POSITIONS, VOCAB_SIZE, save_tokenizer
 
 HEADS, HEAD_SIZE = 4, 64
 LOOKS_BACK = ((1, 2, 3, 4), (2, 3, 4, 5))  # distances per head of the first layers: see `ease_start`

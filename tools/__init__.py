@@ -1,0 +1,1 @@
+"""What the maintainers run, and no server needs: not in the package."""

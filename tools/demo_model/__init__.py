@@ -1,0 +1,1 @@
+"""How the demo model was made: its corpus, tokenizer, shape, training and evaluation."""
