@@ -78,3 +78,10 @@ class EngineDead(PdserveError):
 
 class ProtocolError(PdserveError):
     pass
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors themselves, where a task group wrapped them."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+    return [error]

@@ -2,11 +2,15 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from pdserve.cli import role
+from pdserve.errors import ConfigError, EngineDead, RegistryUnavailable
 
 ROOT = Path(__file__).parent.parent
 LOCAL = ROOT / "configs/local.yaml"
@@ -165,3 +169,39 @@ def test_a_role_that_the_file_does_not_have(tmp_path: Path) -> None:
     result = pdserve("prefill", "-f", LOCAL, "--index", "3", state=tmp_path)
     assert result.returncode == 2
     assert "has no prefill number 3" in result.stderr
+
+
+def test_a_configuration_that_a_role_finds_wrong_is_a_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    """The frontend binds its port after it has started."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        file = tmp_path / "graph.yaml"
+        file.write_text(LOCAL.read_text().replace("port: 8000", f"port: {taken.getsockname()[1]}"))
+        servers = {"PDSERVE_NATS": "nats://127.0.0.1:1", "PDSERVE_ETCD": "127.0.0.1:1"}
+        result = pdserve("frontend", "-f", file, state=tmp_path, **servers)
+    assert result.returncode == 2, result.stderr
+    assert "is in use by process" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError(["model is wrong.", "So is dtype."]), 2, ["model is wrong.", "So is dtype."]),
+        (ExceptionGroup("", [RuntimeError(), ExceptionGroup("", [ConfigError(["wrong"])])]), 2, ["wrong"]),
+        (EngineDead("boom"), 1, ["the engine is gone, and this worker with it: boom"]),
+        (
+            ExceptionGroup("", [RegistryUnavailable("no etcd answers")]),
+            1,
+            ["decode-0 failed: no etcd answers"],
+        ),
+        (RuntimeError("a bug"), 1, ["decode-0 failed"]),
+    ],
+)
+def test_what_a_role_says_of_its_end(
+    error: Exception, code: int, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert role.failed("decode-0", error) == code
+    assert [record.getMessage() for record in caplog.records] == said
+    assert [bool(record.exc_info) for record in caplog.records] == [isinstance(error, RuntimeError)] * len(
+        said
+    )

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pdserve.cli.options import Commands, add_file, add_logging, command
-from pdserve.errors import ConfigError, EngineDead
+from pdserve.errors import ConfigError, EngineDead, PdserveError, leaves
 from pdserve.messages import Role
 
 if TYPE_CHECKING:
@@ -56,13 +56,26 @@ def run(args: argparse.Namespace) -> int:
     os.environ.update(slot.env)  # before vLLM is imported
     try:
         _live(config, slot)
-    except EngineDead as error:
-        log.error("the engine is gone, and this worker with it: %s", error)
-        return 1
-    except Exception:
-        log.exception("%s failed", slot.name)
-        return 1
+    except Exception as error:
+        return failed(slot.name, error)
     return 0
+
+
+def failed(name: str, error: Exception) -> int:
+    """Say why the role ended, in a sentence where it is one of our own errors; the exit code. A wrong configuration is
+    told apart however late it was found: the supervisor does not try it again."""
+    found = leaves(error)
+    if problems := [each for leaf in found if isinstance(leaf, ConfigError) for each in leaf.problems]:
+        for problem in problems:
+            log.error("%s", problem)
+        return 2
+    if dead := next((each for each in found if isinstance(each, EngineDead)), None):
+        log.error("the engine is gone, and this worker with it: %s", dead)
+    elif all(isinstance(each, PdserveError) for each in found):
+        log.error("%s failed: %s", name, "; ".join(map(str, found)))
+    else:
+        log.error("%s failed", name, exc_info=error)
+    return 1
 
 
 def _stop_early(number: int, _frame: object) -> None:
