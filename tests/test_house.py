@@ -59,6 +59,33 @@ def test_no_file_is_too_long_to_read() -> None:
     assert {path: length for path, length in lengths.items() if length > 400} == {}
 
 
+_NOW = {
+    ("time", "time"),
+    ("time", "time_ns"),
+    ("time", "ctime"),
+    ("time", "gmtime"),
+    ("time", "localtime"),
+} | {(kind, name) for kind in ("datetime", "date") for name in ("now", "utcnow", "today")}
+
+
+def reads_the_time_of_day(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "time":
+            yield f"{name(path)}:{node.lineno}"
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        owner, call = ast.unparse(node.func.value).rpartition(".")[2], node.func.attr
+        given = len(node.args) - (call == "strftime")
+        if ((owner, call) in _NOW or (owner, call) == ("time", "strftime")) and given < 1:
+            yield f"{name(path)}:{node.lineno}"
+
+
+def test_the_time_of_day_is_read_in_one_place() -> None:
+    """Other clocks than this host's are different, and any of them may be set: see `pdserve/clock.py`."""
+    found = [place for path in SOURCES if name(path) != "clock.py" for place in reads_the_time_of_day(path)]
+    assert found == []
+
+
 def test_nobody_leaves_the_session() -> None:
     """A session is a scheduling group of its own on most Linux hosts: ten times the TTFT (FACTS)."""
     leaving = re.compile(r"start_new_session\s*=\s*True|os\.setsid\(")

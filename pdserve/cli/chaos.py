@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdserve import clock
 from pdserve.cli.options import Commands, command, show
 from pdserve.cli.scorecard import line, scorecard, verdict
 from pdserve.errors import ConfigError
@@ -179,4 +180,4 @@ def _running(args: argparse.Namespace) -> "Graph":
 def _say(text: str) -> None:
     import time
 
-    print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+    print(f"{time.strftime('%H:%M:%S', time.localtime(clock.unix()))}  {text}", file=sys.stderr, flush=True)

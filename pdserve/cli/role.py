@@ -44,9 +44,11 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from pdserve import clock
     from pdserve.observe import logs
     from pdserve.worker.lifecycle import STOPPERS
 
+    clock.skew_role(args.role.value)
     level = os.environ.get("PDSERVE_LOG_LEVEL", "INFO")
     vllm_level = "INFO" if args.verbose else os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
     logs.setup(f"{args.role.value}-{args.index}", level, args.log_format, vllm_level)

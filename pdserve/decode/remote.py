@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-import time
 
+from pdserve import clock
 from pdserve.decode.patience import Patience
 from pdserve.decode.requests import Request, Requests
 from pdserve.engine.base import Engine
@@ -69,7 +69,7 @@ class RemotePrefill:
         assert request.answer is not None
         submit = request.submit
         bound = self._patience.bound(len(submit.prompt), self._queue.depth, len(self.workers()))
-        deadline = min(submit.deadline, time.time() + bound)
+        deadline = min(submit.deadline, clock.unix() + bound)
         message = PrefillRequest(
             submit.request_id,
             self._instance,
@@ -82,7 +82,7 @@ class RemotePrefill:
             await self._queue.publish(message)
         except QueueUnavailable as error:  # but it may have come through, and be answered already
             request.resolve(FULL if isinstance(error, QueueFull) else DOWN)
-        await asyncio.wait({request.answer}, timeout=max(0.0, deadline - time.time()))
+        await asyncio.wait({request.answer}, timeout=max(0.0, deadline - clock.unix()))
         request.resolve(TIMEOUT)
         match request.answer.result():
             case PrefillDone(handle=handle, compute_seconds=seconds):

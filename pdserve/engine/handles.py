@@ -1,8 +1,7 @@
 """What must hold before a KV handle may be shown to an engine: vLLM itself dies or answers nonsense where
 it does not."""
 
-import time
-
+from pdserve import clock
 from pdserve.errors import ProtocolError
 from pdserve.messages import KvHandle
 
@@ -32,7 +31,7 @@ def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int) -> None:
 
 
 def expired(handle: KvHandle) -> bool:
-    return time.time() > safe_until(handle)
+    return clock.unix() > safe_until(handle)
 
 
 def safe_until(handle: KvHandle) -> float:

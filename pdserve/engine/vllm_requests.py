@@ -1,10 +1,10 @@
 """What the vLLM engine makes of a request body and of KV handles, and back."""
 
-import time
 from typing import Any
 
 import msgspec
 
+from pdserve import clock
 from pdserve.engine import vllm_api as api
 from pdserve.engine.handles import safe_until
 from pdserve.errors import ProtocolError
@@ -78,7 +78,7 @@ def to_reject(request_id: str, kv: KvHandle) -> api.EngineCoreRequest:
         mm_features=None,
         sampling_params=api.SamplingParams(max_tokens=1, extra_args={_KV: pull_params(kv)}),
         pooling_params=None,
-        arrival_time=time.time(),
+        arrival_time=clock.unix(),
         lora_request=None,
         cache_salt=None,
         data_parallel_rank=None,
@@ -124,7 +124,7 @@ def handle_of(params: dict[str, Any], prompt_tokens: int, block_size: int, lease
             block_size=block_size,
             tp_size=params["tp_size"],
             lease=lease,
-            computed_at=time.time(),
+            computed_at=clock.unix(),
             extra={key: value for key, value in params.items() if key not in _KNOWN},
         )
     except (KeyError, TypeError):

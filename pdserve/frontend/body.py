@@ -1,12 +1,12 @@
 """The request body: read once with a bound, looked into, and replayed to the app that answers."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
+from pdserve import clock
 from pdserve.errors import Overloaded
 from pdserve.frontend.asgi import Message, Receive
 
@@ -69,7 +69,7 @@ class Intake:
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(deadline - time.time()):
+            async with asyncio.timeout(deadline - clock.unix()):
                 async for part in _parts(receive):
                     size += len(part)
                     self._held += len(part)

@@ -1,7 +1,6 @@
 """How long a request may take, and when it is better refused at once. Pure."""
 
-import time
-
+from pdserve import clock
 from pdserve.frontend.body import Refusal
 
 MAX_TIMEOUT = 24 * 3600.0
@@ -11,7 +10,7 @@ def deadline(asked: str | None, default: float) -> float:
     """Unix seconds, from the header `x-request-timeout` (seconds) or the configured default. Raises
     Refusal."""
     if asked is None:
-        return time.time() + default
+        return clock.unix() + default
     try:
         seconds = float(asked)
     except ValueError:
@@ -19,7 +18,7 @@ def deadline(asked: str | None, default: float) -> float:
     if not 0 < seconds <= MAX_TIMEOUT:  # also catches NaN
         message = f"x-request-timeout must be a number of seconds above 0 and up to {MAX_TIMEOUT:.0f}"
         raise Refusal(400, message, "x-request-timeout")
-    return time.time() + seconds
+    return clock.unix() + seconds
 
 
 def too_late(wait: float, left: float, run: float, max_wait: float) -> float:

@@ -11,6 +11,7 @@ import time
 from bisect import insort
 from collections.abc import Callable
 
+from pdserve import clock
 from pdserve.config.schema import Limits
 from pdserve.errors import Overloaded
 from pdserve.frontend.body import Asks, Refusal
@@ -147,7 +148,7 @@ class Line:
     def _call(self, ticket: Ticket) -> None:
         if (
             ticket.waited
-            and time.time() + self._usual().seconds(ticket.asks.max_tokens) > ticket.trace.deadline
+            and clock.unix() + self._usual().seconds(ticket.asks.max_tokens) > ticket.trace.deadline
         ):
             self._refuse(ticket, "its turn has come too late for its deadline")
             return
@@ -191,7 +192,7 @@ class Line:
             return  # nobody knows when a worker will come
         before = self._waiting[: self._waiting.index(ticket)]
         wait = self._pace.seconds(sum(one.size for one in before), time.monotonic())
-        usual, left = self._usual(), ticket.trace.deadline - time.time()
+        usual, left = self._usual(), ticket.trace.deadline - clock.unix()
         if wait is None:
             wait = len(before) / places * usual.seconds(None)
         late = too_late(wait, left, usual.seconds(ticket.asks.max_tokens), self.limits.max_wait)

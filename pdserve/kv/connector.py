@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pdserve import clock
 from pdserve.engine.handles import LEASE_MARGIN
 from pdserve.kv.nixl import provide_nixl, quiet_agents
 
@@ -155,7 +156,7 @@ class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
 def _lease_over(meta: Any) -> bool:
     """Or nearly so. vLLM itself reads that field only where KV goes in both directions, by another clock."""
     safe_until = meta.remote.blocks_expiry_time if meta is not None and meta.remote is not None else None
-    return safe_until is not None and time.time() > safe_until
+    return safe_until is not None and clock.unix() > safe_until
 
 
 @contextmanager

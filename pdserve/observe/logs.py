@@ -17,6 +17,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve import clock
+
 _CONFIG = Path(__file__).with_name("logging.json")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LEVELS = {"D": "debug", "I": "info", "W": "warning", "E": "error", "C": "critical"}
@@ -101,7 +103,7 @@ class JsonFormatter(logging.Formatter):
 
 def stamp(seconds: float | None = None) -> str:
     """Local time in ISO form with milliseconds; now by default."""
-    seconds = time.time() if seconds is None else seconds
+    seconds = clock.unix() if seconds is None else seconds
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(seconds))}.{int(seconds % 1 * 1000):03d}"
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
 
-from pdserve import queue, registry
+from pdserve import clock, queue, registry
 from pdserve.config.schema import Config, Slot
 from pdserve.engine.base import Engine, Output
 from pdserve.errors import ProtocolError, QueueUnavailable
@@ -128,7 +128,7 @@ class PrefillWorker:
         if self._life.draining:
             await _tell_queue(delivery.give_back())
             return
-        if time.time() >= request.deadline:
+        if clock.unix() >= request.deadline:
             await _tell_queue(delivery.ack())
             return
         QUEUE_WAIT.observe(delivery.queued)

@@ -9,11 +9,11 @@ import asyncio
 import itertools
 import logging
 import secrets
-import time
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Protocol
 
+from pdserve import clock
 from pdserve.messages import Cancel, Failed, Outputs, Placed, Refused, Submit, ToFrontend
 from pdserve.observe.metrics import ITL, MIGRATIONS, TTFT
 from pdserve.processor import migration
@@ -79,7 +79,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Never raises: AsyncLLM has registered the request already, and would keep it for ever."""
         trace = current_trace.get()
-        deadline = time.time() + self._request_timeout if trace is None else trace.deadline
+        deadline = clock.unix() + self._request_timeout if trace is None else trace.deadline
         generation = Generation(request, trace, deadline, self._size(request))
         self._generations[request.request_id] = generation
         if reason := _unsupported(request):
@@ -249,7 +249,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
 
     def _wait(self, generation: Generation) -> None:
         if not generation.timers:
-            generation.later(max(0.0, generation.deadline - time.time()), self._gave_up_waiting)
+            generation.later(max(0.0, generation.deadline - clock.unix()), self._gave_up_waiting)
 
     def _gave_up_waiting(self, generation: Generation) -> None:
         self._fail(generation, no_worker(self._model, generation.last_loss))
@@ -258,7 +258,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         if retry:
             self._lost(generation, text)
             return
-        late = time.time() >= generation.deadline
+        late = clock.unix() >= generation.deadline
         self._fail(generation, Failure(504 if late else 500, text))
 
     def _lost(self, generation: Generation, reason: str) -> None:

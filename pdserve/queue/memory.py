@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
+from pdserve import clock
 from pdserve.errors import QueueFull, QueueUnavailable
 from pdserve.messages import PrefillAnswer, PrefillCancel, PrefillRequest
 from pdserve.queue.base import BlobStore, Delivery, PrefillQueue
@@ -100,7 +101,7 @@ class MemoryDelivery(Delivery):
         self._entry = entry
         self.request = entry.request
         self.redelivered = entry.deliveries > 1
-        self.queued = time.time() - entry.stored
+        self.queued = clock.unix() - entry.stored
 
     async def ack(self) -> None:
         if self._entry in self._line.entries:
@@ -148,7 +149,7 @@ class MemoryQueue(PrefillQueue):
             raise QueueFull("the prefill queue is full")
         if request.request_id not in self._line.ids:
             self._line.ids.add(request.request_id)
-            self._line.entries.append(_Entry(request, time.time()))
+            self._line.entries.append(_Entry(request, clock.unix()))
         await self._broker.tell()
 
     def answers(self, instance: str) -> AsyncIterator[PrefillAnswer]:
@@ -195,7 +196,7 @@ class MemoryQueue(PrefillQueue):
     def _wanted(self, entry: _Entry) -> bool:
         return (
             entry.deliveries <= self._broker.max_deliver
-            and entry.request.deadline > time.time()
+            and entry.request.deadline > clock.unix()
             and entry.request.request_id not in self._cancelled
         )
 

@@ -1,6 +1,5 @@
 """The state of a graph, for people and for machines."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pdserve import clock
 from pdserve.messages import Instance
 from pdserve.registry.view import View
 from pdserve.status.find import Found
@@ -93,7 +93,7 @@ def _row(each: Instance) -> tuple[str | Text, ...]:
 def _up(each: Instance) -> str:
     """How long its process runs, where it is one of this machine."""
     try:
-        seconds = time.time() - psutil.Process(each.pid).create_time()
+        seconds = clock.unix() - psutil.Process(each.pid).create_time()
     except psutil.Error:
         return ""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

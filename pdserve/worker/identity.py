@@ -2,9 +2,9 @@
 
 import os
 import secrets
-import time
 from pathlib import Path
 
+from pdserve import clock
 from pdserve.config.schema import Config, Slot, WorkerConfig
 from pdserve.engine.base import EngineFacts
 from pdserve.messages import Instance, ModelCard, Role
@@ -62,5 +62,5 @@ def model_card(config: Config, facts: EngineFacts, archive: str = "") -> ModelCa
         vllm_version=facts.vllm_version,
         blob=archive,
         supported_tasks=facts.supported_tasks,
-        created=int(time.time()),
+        created=int(clock.unix()),
     )

@@ -13,6 +13,7 @@ from typing import Self
 
 import msgspec
 
+from pdserve import clock
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
 from pdserve.engine.handles import check_handle
 from pdserve.engine.sim import wire
@@ -257,7 +258,7 @@ class SimEngine(Engine):
             num_tokens=len(request.prompt),
             block_size=self._model.block_size,
             lease=lease,
-            computed_at=time.time(),
+            computed_at=clock.unix(),
         )
 
     # transfers

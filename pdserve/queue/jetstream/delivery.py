@@ -1,9 +1,8 @@
 """A message from the stream, as a request in a worker's hands."""
 
-import time
-
 from nats.aio.msg import Msg
 
+from pdserve import clock
 from pdserve.errors import QueueUnavailable
 from pdserve.messages import PrefillRequest
 from pdserve.queue.base import Delivery
@@ -17,7 +16,7 @@ class JetStreamDelivery(Delivery):
         self._reply = message.reply
         self.request = request
         self.redelivered = message.metadata.num_delivered > 1
-        self.queued = max(0.0, time.time() - message.metadata.timestamp.timestamp())
+        self.queued = max(0.0, clock.unix() - message.metadata.timestamp.timestamp())
 
     async def ack(self) -> None:
         """During an outage it is remembered, and said when the server is back: nothing is raised."""

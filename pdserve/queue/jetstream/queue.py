@@ -14,6 +14,7 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from pdserve import clock
 from pdserve.errors import QueueFull, QueueUnavailable
 from pdserve.messages import (
     PrefillAnswer,
@@ -93,7 +94,7 @@ class JetStreamQueue(PrefillQueue):
     async def _withdraw_unsure(self, client: Client) -> None:
         """What could not be confirmed counts as failed here, so nobody needs to work on it. Said more than
         once, because after an outage the prefill workers may be back later than we are."""
-        now = time.time()
+        now = clock.unix()
         self._unsure = {one: until for one, until in self._unsure.items() if until > now}
         if self._unsure:
             await client.publish(self._names.cancel, encode(PrefillCancel(list(self._unsure))))
@@ -139,7 +140,7 @@ class JetStreamQueue(PrefillQueue):
                 await heed(ensure(self._connection.client(), self._names, self._limits))
                 await self._store(request, payload)
         except nats.errors.TimeoutError as error:
-            self._unsure[request.request_id] = min(request.deadline, time.time() + _WITHDRAW_FOR)
+            self._unsure[request.request_id] = min(request.deadline, clock.unix() + _WITHDRAW_FOR)
             raise QueueUnavailable("NATS did not confirm the request in time") from error
         except nats.errors.Error as error:
             kind = QueueFull if getattr(error, "err_code", None) == TOO_MANY else QueueUnavailable
@@ -205,7 +206,7 @@ class JetStreamQueue(PrefillQueue):
             log.error(
                 "request %s dropped after %d deliveries without an answer", request.request_id, deliveries - 1
             )
-        elif request.deadline <= time.time():
+        elif request.deadline <= clock.unix():
             log.info("request %s dropped: its deadline is over", request.request_id)
         elif request.request_id in self._cancelled:
             log.debug("request %s dropped: cancelled", request.request_id)
