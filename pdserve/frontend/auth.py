@@ -34,17 +34,21 @@ class ApiKeys:
 
 
 def load_keys(environment: Mapping[str, str] = os.environ) -> ApiKeys:
-    """From PDSERVE_API_KEYS: keys with commas between, or `@FILE` with one key on each line. Raises
-    ConfigError."""
+    """From PDSERVE_API_KEYS: keys with commas between, or `@FILE` with one key on each line; unset or empty means no
+    keys. Raises ConfigError for a value without a key: a slip must not open the server to everybody."""
     value = environment.get("PDSERVE_API_KEYS", "")
     if not value.startswith("@"):
-        return ApiKeys(filter(None, map(str.strip, value.split(","))))
+        keys = [key.strip() for key in value.split(",") if key.strip()]
+        if value and not keys:
+            text = f"PDSERVE_API_KEYS is {value!r}, which holds no key: set KEY1,KEY2 or @FILE, or unset it."
+            raise ConfigError([text])
+        return ApiKeys(keys)
     try:
         lines = Path(value[1:]).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"PDSERVE_API_KEYS: {value[1:]} cannot be read: {error}."]) from error
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not keys:  # an empty file must not open the door
+    if not keys:
         raise ConfigError([f"PDSERVE_API_KEYS: there is no key in {value[1:]}."])
     return ApiKeys(keys)
 

@@ -131,7 +131,8 @@ class Line:
         ticket.place = max(self._served, self._ends.get(client, 0.0)) + ticket.size
         self._ends[client] = ticket.place
         if len(self._ends) > _REMEMBERED + len(self._waiting):
-            self._ends = {one: end for one, end in self._ends.items() if end > self._served}
+            wait = {one.client for one in self._waiting}  # their places move when an earlier one leaves
+            self._ends = {c: end for c, end in self._ends.items() if end > self._served or c in wait}
         insort(self._waiting, ticket, key=_place)
         self._count(ticket.size)
 

@@ -1,6 +1,7 @@
 """The graph's metrics on one page: those of this process and of every other one that the registry knows."""
 
 import asyncio
+import time
 
 import httpx
 from prometheus_client import generate_latest
@@ -11,6 +12,8 @@ from pdserve.registry.view import View
 
 PATIENCE = 0.5
 """seconds for the pages of the others, all at once: what does not answer is left out"""
+KEPT = 1.0
+"""seconds for which a page is given again: many scrapers must not multiply the work in every process"""
 
 
 class MetricsPage:
@@ -20,8 +23,19 @@ class MetricsPage:
         self._view = view
         self._own = own
         self._client = client
+        self._making = asyncio.Lock()
+        self._page = b""
+        self._made = float("-inf")
+        """monotonic"""
 
     async def __call__(self) -> bytes:
+        async with self._making:
+            if time.monotonic() - self._made > KEPT:
+                self._page = await self._make()
+                self._made = time.monotonic()
+            return self._page
+
+    async def _make(self) -> bytes:
         others = [one for one in self._view.instances() if one.metrics and one.id != self._own]
         texts = await asyncio.gather(*(self._fetch(one) for one in others))
         pages = {one.id: text for one, text in zip(others, texts, strict=True) if text}

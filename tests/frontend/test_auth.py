@@ -36,6 +36,7 @@ def test_keys_of_the_environment(tmp_path: Path) -> None:
     assert load_keys({"PDSERVE_API_KEYS": f"@{file}"}).allow("/x", "Bearer beta")
     assert not load_keys({"PDSERVE_API_KEYS": f"@{file}"}).allow("/x", "Bearer # ours")
     assert load_keys({}).allow("/x", None)
+    assert load_keys({"PDSERVE_API_KEYS": ""}).allow("/x", None)
 
 
 @pytest.mark.parametrize("content", [None, "", "# only a comment\n"])
@@ -45,6 +46,12 @@ def test_a_key_file_without_keys_opens_nothing(tmp_path: Path, content: str | No
         file.write_text(content)
     with pytest.raises(ConfigError, match="PDSERVE_API_KEYS"):
         load_keys({"PDSERVE_API_KEYS": f"@{file}"})
+
+
+@pytest.mark.parametrize("value", [",", " ", " , ,", "\t"])
+def test_a_variable_without_keys_opens_nothing(value: str) -> None:
+    with pytest.raises(ConfigError, match="PDSERVE_API_KEYS"):
+        load_keys({"PDSERVE_API_KEYS": value})
 
 
 @pytest.mark.parametrize(

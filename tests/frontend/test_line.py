@@ -263,3 +263,16 @@ def test_clients_are_forgotten() -> None:
         waiting.remove(called)
         model.take(called)
     assert len(model.line._ends) < 1100
+
+
+def test_a_client_that_waits_is_never_forgotten() -> None:
+    model = full()
+    first, second = model.ask("a", Asks(999, 0)), model.ask("a")
+    other = model.ask("b", Asks(499, 0))
+    model.end()
+    assert not other.waiting
+    model.line.leave(first)  # the second one moves up, to a place that has been served
+    for number in range(2000):
+        model.line.leave(model.ask(f"client {number}"))
+    model.line.leave(second)
+    assert not len(model.line)

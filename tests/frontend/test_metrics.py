@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from pdserve.frontend import metrics_page
+from pdserve.frontend.metrics_page import MetricsPage
 from pdserve.messages import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
@@ -15,15 +17,24 @@ from tests.frontend.test_generate import completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page is made anew."""
+    monkeypatch.setattr(metrics_page, "KEPT", 0.0)
+
+
 PAGE = (
     b"# HELP pdserve_prefill_total Where\n# TYPE pdserve_prefill_total counter\npdserve_prefill_total 7.0\n"
 )
 
 
 @asynccontextmanager
-async def page_server(answers: bool) -> AsyncIterator[str]:
+async def page_server(answers: bool, fetched: list[float] | None = None) -> AsyncIterator[str]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
+        if fetched is not None:
+            fetched.append(time.monotonic())
         if answers:
             head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(PAGE)}\r\nContent-Type: text/plain\r\n\r\n"
             writer.write(head.encode() + PAGE)
@@ -59,6 +70,19 @@ async def test_pages_of_the_others_are_in_it(graph: Graph) -> None:
         assert any(line.startswith(f"pdserve_{name}{{") and own in line for line in page.splitlines()), name
     assert f'vllm:generation_tokens_total{{engine="0",{own},model_name="demo"}}' in page
     assert "vllm:kv_cache_usage_perc" not in page, "a frontend has no KV cache"
+
+
+async def test_many_scrapers_fetch_once(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
+    monkeypatch.setattr(metrics_page, "KEPT", 60.0)
+    fetched: list[float] = []
+    async with page_server(answers=True, fetched=fetched) as good, MemoryRegistry(graph.registry) as registry:
+        instance = Instance("p-7", Role.PREFILL, metrics=good)
+        await registry.put(keys.instance(instance), encode_record(instance))
+        page = MetricsPage(graph.roster._view, "frontend-0-test", graph.http)
+        pages = await asyncio.gather(*(page() for _ in range(50)))
+    assert len(fetched) == 1
+    assert set(pages) == {pages[0]}
+    assert b'instance="p-7"' in pages[0]
 
 
 async def test_requests_are_counted_by_code(graph: Graph) -> None:
