@@ -41,9 +41,16 @@ class NoHandle(Exception):
 
 class RemotePrefill:
     def __init__(
-        self, instance: str, engine: Engine, queue: PrefillQueue, view: View, requests: Requests
+        self,
+        instance: str,
+        model: str,
+        engine: Engine,
+        queue: PrefillQueue,
+        view: View,
+        requests: Requests,
     ) -> None:
         self._instance = instance
+        self._model = model
         self._engine = engine
         self._queue = queue
         self._view = view
@@ -51,7 +58,12 @@ class RemotePrefill:
         self._patience = Patience()
 
     def workers(self) -> list[Instance]:
-        return [one for one in self._view.instances(role=Role.PREFILL) if not one.draining]
+        """Those that take requests from this decode worker's queue."""
+        return [worker for worker in self._registered() if not worker.draining]
+
+    def _registered(self) -> list[Instance]:
+        """The model's prefill workers, also draining ones. Those of other models share only the registry."""
+        return self._view.instances(Role.PREFILL, self._model)
 
     async def handle(self, request: Request) -> KvHandle | None:
         """The KV of the request's prompt, checked; None where it has to be computed here (counted and
@@ -105,8 +117,8 @@ class RemotePrefill:
         return handle
 
     def _known(self, worker: str) -> bool:
-        """Whether it is registered, be it draining: nobody else is believed, or asked for KV."""
-        return any(one.id == worker for one in self._view.instances(role=Role.PREFILL))
+        """Whether it is registered, be it draining: no other one is believed, or asked for KV."""
+        return any(registered.id == worker for registered in self._registered())
 
     async def _withdraw(self, request_id: str) -> None:
         try:
@@ -149,7 +161,7 @@ class RemotePrefill:
     def give_up_on_the_gone(self) -> None:
         """What a prefill worker had in its hands that is registered no longer is done here, at once; and
         everything where none is left."""
-        live = {one.id for one in self._view.instances(role=Role.PREFILL)}
+        live = {worker.id for worker in self._registered()}
         for request in self._requests:
             if not live:
                 request.resolve(ALONE)

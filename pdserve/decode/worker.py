@@ -58,7 +58,9 @@ class DecodeWorker:
         self._metrics_url = metrics_url
         self._archive = Archive(config.model, blobs)
         self._life = Lifecycle()
-        self._remote = RemotePrefill(instance_id, engine, queue, self.view, self.requests)
+        self._remote = RemotePrefill(
+            instance_id, config.served_model_name, engine, queue, self.view, self.requests
+        )
         self._serving = Serving(engine, stream, queue, self._remote, self.requests, self.settings, self._life)
 
     def stop(self) -> None:

@@ -93,10 +93,10 @@ async def test_prompt_logprobs_are_computed_here() -> None:
         assert answered.placed.reason == "unsupported"
 
 
-async def act_prefill(graph: Graph, name: str = "prefill-x") -> MemoryRegistry:
+async def act_prefill(graph: Graph, name: str = "prefill-x", model: str = "demo") -> MemoryRegistry:
     """Make the decode worker believe in a prefill worker that a test acts by hand."""
     registry = await graph.registry_of_another()
-    await registry.put(f"instances/prefill/{name}", encode_record(Instance(name, Role.PREFILL, "demo")))
+    await registry.put(f"instances/prefill/{name}", encode_record(Instance(name, Role.PREFILL, model)))
     await until(lambda: name in {one.id for one in graph.decode.view.instances(role=Role.PREFILL)})
     return registry
 
@@ -170,6 +170,22 @@ async def test_no_answer_within_the_bound_is_computed_here(monkeypatch: pytest.M
         assert (await (await graph.frontend()).ask(LONG)).tokens == expected(LONG, 4)
         assert failures("timeout") == before + 1
         assert await queue.pull(1, 0.1) == [], "the request was taken back from the queue"
+
+
+async def test_prefill_workers_of_another_model_do_not_count() -> None:
+    async with Graph() as graph:
+        await act_prefill(graph, "prefill-other", model="other")
+        frontend = await graph.frontend()
+        answered = await frontend.ask(LONG)
+        assert answered.placed is not None
+        assert answered.placed.reason == "no-prefill-worker"
+        registry = await act_prefill(graph)
+        request_id = await frontend.submit(LONG[::-1])
+        await until(lambda: graph.depth == 1)
+        await registry.delete("instances/prefill/prefill-x")
+        answered = await asyncio.wait_for(frontend.end_of(request_id), 2.0)
+        assert answered.placed is not None
+        assert answered.placed.reason == "fallback", "the other model's worker is not waited for"
 
 
 async def test_the_last_prefill_worker_gone_ends_the_wait() -> None:
