@@ -10,6 +10,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from pdserve.errors import ProtocolError
+
 
 class Role(StrEnum):
     FRONTEND = "frontend"
@@ -242,6 +244,16 @@ decode_prefill_request = msgspec.msgpack.Decoder(PrefillRequest).decode
 decode_prefill_cancel = msgspec.msgpack.Decoder(PrefillCancel).decode
 decode_prefill_answer = msgspec.msgpack.Decoder(PrefillAnswer).decode
 decode_queue_state = msgspec.msgpack.Decoder(QueueState).decode
+
+
+def encode_to_decode(message: ToDecode) -> bytes:
+    """Raises ProtocolError for what does not fit the wire."""
+    try:
+        return encode(message)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from error
+
+
 encode_record = msgspec.json.Encoder().encode
 """registry values are JSON, so that `etcdctl get --prefix` can be read"""
 decode_instance = msgspec.json.Decoder(Instance).decode

@@ -17,7 +17,7 @@ class Generation:
     trace: Trace | None
     deadline: float
     """Unix seconds"""
-    size: float
+    size: float = 0.0
     """tokens of KV that it will probably need"""
     tokens: list[int] = field(default_factory=list)
     """generated so far, by whichever workers"""

@@ -5,8 +5,8 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-from pdserve.errors import PeerGone
-from pdserve.messages import Hello, ToDecode, ToFrontend
+from pdserve.errors import PeerGone, ProtocolError
+from pdserve.messages import Failed, Hello, Submit, ToDecode, ToFrontend
 from pdserve.stream.base import StreamClient
 
 if TYPE_CHECKING:
@@ -91,4 +91,9 @@ class Link:
 
     async def _write(self) -> None:
         while True:
-            await self._client.send(await self._outbox.get())
+            message = await self._outbox.get()
+            try:
+                await self._client.send(message)
+            except ProtocolError as error:
+                if isinstance(message, Submit):
+                    self._owner.arrived(self, Failed(message.request_id, str(error)))

@@ -10,8 +10,9 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable, Collection
+from functools import wraps
 from types import SimpleNamespace
-from typing import Protocol
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from pdserve import clock
 from pdserve.messages import Cancel, Failed, Outputs, Placed, Refused, Submit, ToFrontend
@@ -27,6 +28,7 @@ from pdserve.processor.vllm_api import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    Unencodable,
     decode_outputs,
     drop_tokens,
     outputs_now,
@@ -41,6 +43,27 @@ PAUSE = 0.5
 
 _BOOT = secrets.token_hex(4)
 _serial = itertools.count(1)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _by_itself(
+    act: "Callable[Concatenate[RemoteCore, Generation, P], T]",
+) -> "Callable[Concatenate[RemoteCore, Generation, P], T | None]":
+    """Whatever goes wrong with one request ends that request with an error, and nothing else."""
+
+    @wraps(act)
+    def guarded(core: "RemoteCore", generation: Generation, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
+        try:
+            return act(core, generation, *args, **kwargs)
+        except Unencodable as error:
+            core._fail(generation, Failure(400, str(error)))
+        except Exception:
+            logger.exception("request %s failed in the frontend", generation.id)
+            core._fail(generation, Failure(500, "internal error in the frontend"))
+        return None
+
+    return guarded
 
 
 class Router(Protocol):
@@ -80,15 +103,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         """Never raises: AsyncLLM has registered the request already, and would keep it for ever."""
         trace = current_trace.get()
         deadline = clock.unix() + self._request_timeout if trace is None else trace.deadline
-        generation = Generation(request, trace, deadline, self._size(request))
+        generation = Generation(request, trace, deadline)
         self._generations[request.request_id] = generation
-        if reason := _unsupported(request):
-            self._fail(generation, Failure(400, reason))
-            return
-        generation.request = migration.repeatable(request)
-        if trace is not None:
-            trace.prompt(request.external_req_id or request.request_id, len(generation.prompt))
-        self._place(generation)
+        self._begin(generation)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -160,6 +177,18 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 link.refused = True
                 logger.warning("%s takes no requests from this frontend: %s", link.instance, text)
 
+    @_by_itself
+    def _begin(self, generation: Generation) -> None:
+        request, trace = generation.request, generation.trace
+        if reason := _unsupported(request):
+            self._fail(generation, Failure(400, reason))
+            return
+        generation.size = self._size(request)
+        generation.request = migration.repeatable(request)
+        if trace is not None:
+            trace.prompt(request.external_req_id or request.request_id, len(generation.prompt))
+        self._place(generation)
+
     # outputs
 
     def _take_outputs(self, link: Link, body: list[bytes]) -> None:
@@ -170,16 +199,18 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             logger.exception("undecodable outputs from %s", link.instance)
             self._desert(link, f"{link.instance} sent outputs that cannot be read: {error}")
             return
-        kept = [output for output in outputs.outputs if self._take(link, output)]
+        found = [(link.generations.get(output.request_id), output) for output in outputs.outputs]
+        # no generation: it was aborted, or went on elsewhere
+        kept = [output for generation, output in found if generation and self._take(generation, link, output)]
         if kept:
             self._outputs.put_nowait(outputs_now(kept, outputs.timestamp))
         self.on_room()
 
-    def _take(self, link: Link, output: EngineCoreOutput) -> bool:
+    @_by_itself
+    def _take(self, generation: Generation, link: Link, output: EngineCoreOutput) -> bool:
         """Whether AsyncLLM should see it."""
-        generation = link.generations.get(output.request_id)
-        if generation is None:
-            return False  # aborted, or it went on elsewhere
+        if generation.link is not link:
+            return False  # ended together with a sibling (n > 1) in this very step
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._lost(generation, f"{link.instance} gave it up ({output.finish_reason})")
             return False
@@ -224,27 +255,33 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
 
     # placing and moving
 
+    @_by_itself
     def _place(self, generation: Generation, only_others: bool = False) -> None:
-        """Give it to a worker, or let it wait for one."""
+        """Give it to a worker, or let it wait for one. It is written out before anybody counts it as the worker's:
+        what cannot be encoded is nobody's."""
         link = self.router.pick(generation.avoid, only_others)
         if link is None:
             self._wait(generation)
             if only_others:  # a worker that just failed it may do better in a moment
                 generation.later(PAUSE, self._place)
             return
+        submit = self._submit(generation)
         generation.detach()
-        generation.attach(link, f"{generation.id}#{generation.attempt + 1}-{_BOOT}{next(_serial):x}")
+        generation.attach(link, submit.request_id)
         if generation.trace is not None:
             generation.trace.sent_to(link.instance)
+        link.post(submit)
+
+    def _submit(self, generation: Generation) -> Submit:
+        """The next attempt, under an id never used before. Raises Unencodable."""
+        wire_id = f"{generation.id}#{generation.attempt + 1}-{_BOOT}{next(_serial):x}"
         said = [] if generation.replays else generation.tokens
-        link.post(
-            Submit(
-                generation.wire_id,
-                generation.prompt + said,
-                generation.max_tokens - len(said),
-                generation.deadline,
-                migration.body(generation.request, generation.wire_id, generation.tokens),
-            )
+        return Submit(
+            wire_id,
+            generation.prompt + said,
+            generation.max_tokens - len(said),
+            generation.deadline,
+            migration.body(generation.request, wire_id, generation.tokens),
         )
 
     def _wait(self, generation: Generation) -> None:
@@ -254,6 +291,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
     def _gave_up_waiting(self, generation: Generation) -> None:
         self._fail(generation, no_worker(self._model, generation.last_loss))
 
+    @_by_itself
     def _failed_there(self, generation: Generation, text: str, retry: bool) -> None:
         if retry:
             self._lost(generation, text)
@@ -261,6 +299,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         late = clock.unix() >= generation.deadline
         self._fail(generation, Failure(504 if late else 500, text))
 
+    @_by_itself
     def _lost(self, generation: Generation, reason: str) -> None:
         """Its worker will not finish it: go on elsewhere, end it where it is complete, or fail it."""
         if generation.id not in self._generations:

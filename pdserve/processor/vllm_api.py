@@ -7,12 +7,14 @@ changes. Importing this module costs 6 to 7 seconds of CPU: do it late, and in a
 import threading
 import time
 from argparse import ArgumentError, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import fields, is_dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
+import msgspec
 import vllm.envs
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -43,6 +45,7 @@ __all__ = [
     "EngineCoreRequest",
     "FinishReason",
     "SamplingParams",
+    "Unencodable",
     "decode_outputs",
     "drop_tokens",
     "encode_request",
@@ -65,8 +68,44 @@ _constructing = threading.Lock()
 # ── messages ───────────────────────────────────────────────────────────────────────────────────────────
 
 
+class Unencodable(ValueError):
+    """A request that cannot travel: an integer over 64 bits, text that is no UTF-8. The message names the field."""
+
+
 def encode_request(request: EngineCoreRequest) -> list[bytes]:
-    return [bytes(part) for part in _encoder.encode(request)]
+    """Raises Unencodable."""
+    try:
+        return [bytes(part) for part in _encoder.encode(request)]
+    except Exception as error:
+        where = _refused_part(request).removeprefix("sampling_params.") or "the request"
+        raise Unencodable(f"{where} cannot be served: {error}") from error
+
+
+def _refused_part(value: object) -> str:
+    """The path to the innermost part that the encoder refuses."""
+    path, inner = "", iter(_parts(value))
+    while (found := next(filter(_is_refused, inner), None)) is not None:
+        path, inner = path + found[0], iter(_parts(found[1]))
+    return path.removeprefix(".")
+
+
+def _is_refused(part: tuple[str, object]) -> bool:
+    try:
+        _encoder.encode(part[1])
+    except Exception:
+        return True
+    return False
+
+
+def _parts(value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        yield from ((f".{name}", part) for name, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{number}]", part) for number, part in enumerate(value))
+    elif isinstance(value, msgspec.Struct):
+        yield from ((f".{name}", getattr(value, name)) for name in value.__struct_fields__)
+    elif is_dataclass(value):
+        yield from ((f".{field.name}", getattr(value, field.name)) for field in fields(value))
 
 
 def decode_outputs(body: Sequence[bytes]) -> EngineCoreOutputs:

@@ -50,7 +50,8 @@ class StreamClient(ABC):
 
     @abstractmethod
     async def send(self, message: ToDecode) -> None:
-        """Raises PeerGone."""
+        """Raises PeerGone, and ProtocolError for a message that cannot be encoded: nothing was sent then, and the
+        connection holds."""
 
     @abstractmethod
     def received(self) -> AsyncIterator[ToFrontend]:

@@ -8,7 +8,7 @@ from typing import Self
 from weakref import WeakValueDictionary
 
 from pdserve.errors import PeerGone
-from pdserve.messages import ToDecode, ToFrontend
+from pdserve.messages import ToDecode, ToFrontend, encode_to_decode
 from pdserve.stream.base import StreamClient, StreamServer
 
 _listening: "WeakValueDictionary[str, MemoryStreamServer]" = WeakValueDictionary()
@@ -89,6 +89,7 @@ class MemoryStreamClient(StreamClient):
     async def send(self, message: ToDecode) -> None:
         if self._server is None or not self._server.has(self):
             raise PeerGone(self._address)
+        encode_to_decode(message)
         self._server.take(self._frontend, message)
 
     async def received(self) -> AsyncIterator[ToFrontend]:

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from pdserve.errors import PeerGone
-from pdserve.messages import ToDecode, ToFrontend, decode_to_frontend, encode
+from pdserve.messages import ToDecode, ToFrontend, decode_to_frontend, encode_to_decode
 from pdserve.stream.base import StreamClient
 from pdserve.stream.zmq.socket import BEAT_EVERY, BYE, HEARTBEAT, HELLO, AsyncSocket, Unreachable
 
@@ -90,7 +90,7 @@ class ZmqStreamClient(StreamClient):
         if self._gone:
             raise PeerGone(self._address)
         try:
-            await self._socket.send((encode(message),))
+            await self._socket.send((encode_to_decode(message),))
         except Unreachable as error:
             self._set_gone(f"it {error}")
             raise PeerGone(self._address) from error
