@@ -107,9 +107,9 @@ def _memory_fits(worker: Worker, machine: Machine) -> Iterator[str]:
         card = next(gpu for gpu in machine.gpus if gpu.index in worker.slot.gpus)
         share = gpu_share(worker.config.engine_args)
         yield (
-            f"{role} does not fit: {_gib(memory.weights)} of weights and {_gib(memory.allowance)} for "
-            f"activations on each GPU, but {share:g} x {_gib(card.memory)} of a {card.name} is "
-            f"{_gib(int(share * card.memory))}: short by {_gib(-memory.kv_space)}; raise "
+            f"{role} does not fit: {_gib(memory.weights)} of weights, {_gib(memory.activations)} for activations "
+            f"and {_gib(memory.fixed)} of fixed costs on each GPU, but {share:g} x {_gib(card.memory)} of a "
+            f"{card.name} is {_gib(int(share * card.memory))}: short by {_gib(-memory.kv_space)}; raise "
             "tensor-parallel-size or lower max-num-batched-tokens."
         )
     elif memory.tokens < memory.max_model_len:

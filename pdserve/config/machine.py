@@ -17,28 +17,28 @@ from pdserve.errors import ConfigError
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-_MIB = 2**20
+MIB = 2**20
 
-# Total memory as NVML reports it, which is less than the name says.
 _KNOWN_GPUS = {
-    "T4": 15360,
-    "V100": 16384,
-    "L4": 23034,
-    "A10": 23028,
-    "A10G": 23028,
-    "RTX3090": 24576,
-    "RTX4090": 24564,
-    "RTX5090": 32607,
-    "A30": 24576,
-    "A40": 46068,
-    "L40S": 46068,
-    "A100-40GB": 40960,
-    "A100-80GB": 81920,
-    "H100": 81559,
-    "H200": 143771,
-    "B200": 183359,
+    "T4": 14.56,
+    "V100": 15.77,
+    "L4": 22.03,
+    "A10": 21.99,
+    "A10G": 21.99,
+    "RTX3090": 23.58,
+    "RTX4090": 23.55,
+    "RTX5090": 31.36,
+    "A30": 23.59,
+    "A40": 44.42,
+    "L40S": 44.42,
+    "A100-40GB": 39.39,
+    "A100-80GB": 79.25,
+    "H100": 79.19,
+    "H200": 139.8,
+    "B200": 178.35,
 }
-"""MiB by name"""
+"""GiB by name as CUDA counts them, from logs of vLLM and torch: less than the name and NVML say, because the driver
+keeps some 1 to 3 %"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Gpu:
     """in PCI order, as nvidia-smi counts"""
     name: str
     memory: int
-    """bytes in all"""
+    """bytes as CUDA counts them, by which vLLM sizes its KV cache"""
     uuid: str = ""
 
 
@@ -94,7 +94,7 @@ def _kind(text: str, gpus: str) -> tuple[str, int]:
         return f"GPU of {size[1]} GiB", int(float(size[1]) * GIB)
     plain = text.upper().replace(" ", "").replace("_", "-")
     if plain in _KNOWN_GPUS:
-        return plain, _KNOWN_GPUS[plain] * _MIB
+        return plain, int(_KNOWN_GPUS[plain] * GIB)
     known = ", ".join(_KNOWN_GPUS)
     hint = or_nearest(plain, _KNOWN_GPUS, f"give its memory, as in 4x24GiB, or use one of: {known}.")
     raise ConfigError([f"--gpus {gpus} names a GPU that pdserve does not know: {hint}"])
@@ -130,8 +130,18 @@ def _nvml_gpus() -> list[Gpu]:
 
 def _nvml_gpu(index: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    return Gpu(index, str(pynvml.nvmlDeviceGetName(handle)), memory, str(pynvml.nvmlDeviceGetUUID(handle)))
+    name, uuid = str(pynvml.nvmlDeviceGetName(handle)), str(pynvml.nvmlDeviceGetUUID(handle))
+    return Gpu(index, name, _cuda_memory(handle), uuid)
+
+
+def _cuda_memory(handle: object) -> int:
+    """NVML's total less what the driver keeps for itself, which CUDA does not count: 22.49 and 21.99 GiB on an A10.
+    Drivers before 510 do not tell the difference."""
+    try:
+        info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        return int(info.total - info.reserved)
+    except pynvml.NVMLError:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
 
 
 def _vllm_build() -> str:

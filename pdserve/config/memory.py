@@ -1,16 +1,30 @@
-"""The arithmetic of memory: weights, KV bytes per token, what is left for the KV cache. Pure; everything is
-bytes of one rank (one GPU, or one CPU process of an engine) unless it says otherwise."""
+"""The arithmetic of memory: weights, activations, fixed costs, and what vLLM 0.32 leaves for the KV cache. Pure;
+everything is bytes of one rank (one GPU, or one CPU process of an engine) unless it says otherwise.
 
+vLLM takes `CUDA's total x gpu-memory-utilization` and subtracts what it finds used after loading, the peak of a
+profile run of max-num-batched-tokens, and its estimate of the CUDA graphs (`gpu_worker.determine_available_memory`).
+docs/memory.md holds these terms against the logs of real starts."""
+
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pdserve.config.machine import GIB, Gpu
+from pdserve.config.machine import GIB, MIB, Gpu
 from pdserve.config.model_folder import DTYPE_BYTES, ModelFacts
 
 GPU_UTILIZATION = 0.92
 """vLLM's default of gpu-memory-utilization"""
-GPU_FIXED_ALLOWANCE = 3 * GIB // 2
-"""CUDA context, NCCL buffers and CUDA graphs, and what the driver keeps of the card"""
+GPU_RUNTIME_BYTES = GIB // 4
+"""CUDA modules, cuBLAS and FlashInfer workspaces. Logs: 0.24 to 0.26 GiB in vLLM 0.19 to 0.31; 0.05 to 0.25 in 0.7.
+The CUDA context itself is made before vLLM's first look and not charged"""
+NVSWITCH_BYTES = 185 * GIB // 100
+"""what NCCL allocates more where the ranks are joined by NVSwitch. Logs: 2.06 to 2.21 GiB in all on H100 with TP 2
+and 4, 1.39 and 2.10 on A100 with TP 4 and 8, but 0.20 to 0.30 on cards joined by PCIe"""
+GRAPH_POOL_BYTES = GIB // 5
+GRAPH_LAYER_BYTES = 3 * MIB // 20
+"""vLLM's own estimate of its CUDA graphs, which it extrapolates from two captures: a pool, and for each graph some
+driver memory per layer. Logs: 0.26 GiB for 5 graphs, 0.36 for 16, 0.53 for 86 of 28 layers; far off in some (1.2 for
+86 of 32 layers, 2.75 for 86 of 80)"""
 CPU_KV_GIB = 1
 """KV space per rank on the CPU where kv-cache-memory-bytes is not set"""
 CPU_ENGINE_BYTES = 13 * GIB // 10
@@ -28,8 +42,10 @@ class Memory:
     kv_per_token: int
     max_model_len: int
     block_size: int
-    allowance: int = 0
-    """activations and fixed costs on a GPU"""
+    activations: int = 0
+    """the peak of a step, on a GPU"""
+    fixed: int = 0
+    """runtime, collectives and CUDA graphs, on a GPU"""
     kv_space: int | None = None
     """for the KV cache; negative where not even the weights fit; None: no GPU to measure against"""
 
@@ -53,37 +69,101 @@ def size(
     """On the CPU `cpu_kv` is the space for KV. On a GPU, `gpu` is None where there is none to measure
     against."""
     on_cpu = cpu_kv is not None
-    ranks = _ranks(args)
-    weights = model.weights(model.resolve_dtype(args.get("dtype", "auto"))) // (ranks.tensor * ranks.pipeline)
-    allowance = 0 if on_cpu else gpu_allowance(model, args, gpu)
-    return Memory(
+    weights = weight_bytes(model, args, on_cpu=on_cpu)
+    activations = 0 if on_cpu else activation_bytes(model, args, gpu)
+    fixed = 0 if on_cpu else fixed_bytes(model, args, gpu)
+    memory = Memory(
         weights=weights,
         kv_per_token=kv_bytes_per_token(model, args),
         max_model_len=max_model_len(model, args),
         block_size=block_size(args, on_cpu=on_cpu),
-        allowance=allowance,
-        kv_space=cpu_kv if on_cpu else _gpu_kv_space(args, gpu, weights + allowance),
+        activations=activations,
+        fixed=fixed,
+        kv_space=cpu_kv if on_cpu else _gpu_kv_space(args, gpu, weights + activations + fixed),
     )
+    if (blocks := args.get("num-gpu-blocks-override")) is None:
+        return memory
+    return replace(memory, kv_space=int(str(blocks)) * memory.block_size * memory.kv_per_token)
+
+
+def weight_bytes(model: ModelFacts, args: Mapping[str, object], *, on_cpu: bool) -> int:
+    """The stored weights, shared out; the first or last pipeline stage has an embedding more than the others. On a
+    GPU also the rotary table, which every rank has whole, and what torch's allocator loses."""
+    ranks, dtype = _ranks(args), model.resolve_dtype(args.get("dtype", "auto"))
+    width, stored = DTYPE_BYTES[dtype], model.weights(dtype)
+    embedding = model.vocab * model.hidden * width
+    body = stored - embedding * (1 if model.tied else 2)
+    if ranks.pipeline > 1 and body > 0:
+        stored = body * _layers(model, ranks) // model.layers + embedding
+    if on_cpu:
+        return stored // ranks.tensor
+    rotary = 0 if model.latent else model.positions * model.head_dim * width
+    return (
+        stored // ranks.tensor + rotary + _layers(model, ranks) * _allocator_loss(model, ranks.tensor, width)
+    )
+
+
+def _allocator_loss(model: ModelFacts, tensor: int, width: int) -> int:
+    """Of a layer's four matrices. torch's CUDA allocator asks for multiples of 2 MiB for whatever has 10 MiB and
+    more, and splits off the rest only if that is over 1 MiB (c10/cuda/CUDACachingAllocator.cpp). 0.17 GiB of the
+    13.95 that a rank of a 14B model takes with TP 2."""
+    if model.latent or model.quantized:
+        return 0
+    heads, kv_heads = model.heads // tensor, max(1, model.kv_heads // tensor)
+    inner = model.intermediate // tensor
+    rows = ((heads + 2 * kv_heads) * model.head_dim, heads * model.head_dim, 2 * inner, inner)
+    matrices = [row * model.hidden * width for row in rows]
+    rests = [-matrix % (2 * MIB) for matrix in matrices if matrix >= 10 * MIB]
+    return sum(rest for rest in rests if rest <= MIB)
 
 
 def kv_bytes_per_token(model: ModelFacts, args: Mapping[str, object]) -> int:
     """2 (K and V) x layers x (kv_heads / TP) x head_dim x dtype bytes (FACTS); with fewer KV heads than ranks
     each rank holds one. Latent attention stores one entry for all heads, on every rank."""
     ranks = _ranks(args)
-    layers = -(-model.layers // ranks.pipeline)
+    layers = _layers(model, ranks)
     dtype_bytes = _kv_dtype_bytes(model, args)
     if model.latent:
         return int(layers * model.latent * dtype_bytes)
     return int(2 * layers * max(1, model.kv_heads // ranks.tensor) * model.head_dim * dtype_bytes)
 
 
-def gpu_allowance(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) -> int:
-    """The peak of a step of max-num-batched-tokens: residual, attention and MLP buffers, and float32 logits
-    of every sequence twice; plus the fixed part. A rule of thumb."""
+def activation_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) -> int:
+    """The peak of vLLM's profile run: of a layer's MLP at max-num-batched-tokens, or of the logits of max-num-seqs
+    requests beside the last hidden states, whichever is more.
+
+    In the MLP, gate_up (2 x intermediate / TP) and its activation (intermediate / TP) live beside the hidden states:
+    eagerly the layer's input, the residual, the normalized input and the output, and the all-reduce's output where
+    there is one; compiled the attention's output (hidden / TP), the residual before and after it and the normalized
+    input. Logits are gathered and copied across ranks; the sampler of vLLM's model runner V2 copies none in this
+    run."""
     tokens, sequences = _batch(args, gpu)
-    dtype_bytes = DTYPE_BYTES[model.resolve_dtype(args.get("dtype", "auto"))]
-    wide = 6 * model.hidden + 3 * model.intermediate // _ranks(args).tensor
-    return GPU_FIXED_ALLOWANCE + tokens * wide * dtype_bytes + sequences * model.vocab * 4 * 2
+    tensor = _ranks(args).tensor
+    copies = 3 + 1 / tensor if _compiled(args) else 4 + (tensor > 1)
+    mlp = 3 * model.intermediate / tensor + copies * model.hidden
+    logits = model.vocab * (1 if tensor == 1 else 2 + 1 / tensor)
+    elements = max(tokens * mlp, tokens * model.hidden + min(sequences, tokens) * logits)
+    return int(elements * DTYPE_BYTES[model.resolve_dtype(args.get("dtype", "auto"))])
+
+
+def fixed_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) -> int:
+    """What does not grow with the batch: CUDA's and NCCL's own memory, and the graphs."""
+    ranks = _ranks(args)
+    switched = gpu is not None and re.search(r"A100|[HB][1-3]00", gpu.name) and "PCI" not in gpu.name.upper()
+    collectives = NVSWITCH_BYTES if ranks.tensor > 1 and switched else 0
+    if not _compiled(args):
+        return GPU_RUNTIME_BYTES + collectives
+    graphs = _graphs(*_batch(args, gpu)) * _layers(model, ranks) * GRAPH_LAYER_BYTES
+    return GPU_RUNTIME_BYTES + collectives + GRAPH_POOL_BYTES + graphs
+
+
+def _graphs(tokens: int, sequences: int) -> int:
+    """How many vLLM captures: piecewise ones of 1, 2, 4, multiples of 8 up to 256 and of 16 up to twice max-num-seqs
+    and 512 tokens, and full ones as far as max-num-seqs (`VllmConfig._set_cudagraph_sizes`)."""
+    sizes = [each for each in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if each <= tokens]
+    return len([each for each in sizes if each <= 2 * sequences]) + len(
+        [each for each in sizes if each <= sequences]
+    )
 
 
 def block_size(args: Mapping[str, object], *, on_cpu: bool) -> int:
@@ -108,14 +188,24 @@ def _ranks(args: Mapping[str, object]) -> _Ranks:
     )
 
 
+def _layers(model: ModelFacts, ranks: _Ranks) -> int:
+    """Of the largest pipeline stage."""
+    return -(-model.layers // ranks.pipeline)
+
+
+def _compiled(args: Mapping[str, object]) -> bool:
+    """With torch.compile and CUDA graphs, vLLM's default."""
+    return args.get("enforce-eager") is not True
+
+
 def _batch(args: Mapping[str, object], gpu: Gpu | None) -> tuple[int, int]:
     """max-num-batched-tokens and max-num-seqs; vLLM's defaults for a server are larger on cards of 70 GiB and
-    more."""
-    large = gpu is not None and gpu.memory >= 70 * GIB and "A100" not in gpu.name
-    tokens, sequences = (8192, 1024) if large else (2048, 256)
+    more (`EngineArgs.get_batch_defaults`)."""
+    memory = gpu.memory if gpu is not None and "A100" not in gpu.name else 0
+    tokens = 16384 if memory >= 160 * GIB else 8192 if memory >= 70 * GIB else 2048
     return (
         int(str(args.get("max-num-batched-tokens", tokens))),
-        int(str(args.get("max-num-seqs", sequences))),
+        int(str(args.get("max-num-seqs", 1024 if memory >= 70 * GIB else 256))),
     )
 
 

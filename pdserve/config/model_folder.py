@@ -37,6 +37,10 @@ class ModelFacts:
     """kinds of layers that keep no KV blocks of the usual size"""
     latent: int = 0
     """width of a compressed KV entry (multi-head latent attention), which replaces all heads"""
+    positions: int = 0
+    """rows of the rotary table: the config's max_position_embeddings"""
+    tied: bool = False
+    """the embedding is also the output layer"""
 
     def resolve_dtype(self, asked: object) -> str:
         """What vLLM computes in: `auto` is the model's own, but never float32."""
@@ -44,6 +48,10 @@ class ModelFacts:
         if dtype != "auto":
             return dtype
         return self.dtype if self.dtype in ("float16", "bfloat16") else "bfloat16"
+
+    @property
+    def quantized(self) -> bool:
+        return bool(self.stored.keys() - _FLOATS.keys() - {"?"})
 
     def weights(self, dtype: str) -> int:
         """Bytes of all weights once loaded; quantized ones stay as they are stored."""
@@ -100,6 +108,8 @@ def _facts(folder: Path, config: dict[str, Any]) -> ModelFacts:
         latent=int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
         if config.get("kv_lora_rank")
         else 0,
+        positions=int(config.get("max_position_embeddings") or 0),
+        tied=bool(config.get("tie_word_embeddings")),
     )
 
 

@@ -61,6 +61,15 @@ def make_plan(
     return Plan(config, machine, workers, frontends, model, tuple(problems), tuple(notes))
 
 
+def worker_memory(config: Config, slot: Slot, env: Mapping[str, str] = os.environ) -> Memory | None:
+    """What the plan says of a worker of this machine that has its slot already; None where sizes are unknown."""
+    section = config.decode if slot.role is Role.DECODE else config.prefill
+    assert section is not None, f"{config.path} has no section for a {slot.role.value} worker"
+    machine = Machine.detect({})  # a slot counts the cards as NVML does, whatever CUDA shows of them
+    seat = Seat(slot, section, len(slot.gpus))
+    return _planned(seat, _model(config, [], []), machine, env).memory
+
+
 def _model(config: Config, problems: list[str], notes: list[str]) -> ModelFacts | None:
     """None where its sizes cannot be known."""
     worker = config.decode or config.prefill

@@ -147,40 +147,38 @@ def _does(worker: PlannedWorker, plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    numbers = ("weights", "other", "KV space", "KV/token", "KV tokens", "blocks", "requests")
+    numbers = ("weights", "activations", "fixed", "KV space", "KV/token", "KV tokens", "blocks", "requests")
     table = _table(
-        "Memory of each rank, and the KV cache of each worker", "worker", *numbers, numbers=numbers
+        "Memory of each rank in GiB, and the KV cache of each worker", "worker", *numbers, numbers=numbers
     )
     for worker in plan.workers:
         if worker.memory is not None:
             table.add_row(worker.slot.name, *_memory_cells(worker.memory))
     longest = ", ".join(sorted({f"{each.memory.max_model_len:,}" for each in plan.workers if each.memory}))
     table.caption = (
-        "other: activations and fixed costs, a rule of thumb; requests: how many of max-model-len "
-        f"({longest}) fit at once"
+        "activations: the peak of a step; fixed: CUDA, NCCL, CUDA graphs; requests: how many of "
+        f"max-model-len ({longest}) fit at once"
     )
     table.caption_justify = "left"
     return table
 
 
 def _memory_cells(memory: Memory) -> Iterator[str]:
-    yield _size(memory.weights)
-    yield _size(memory.allowance) if memory.allowance else "-"
+    yield f"{memory.weights / GIB:.2f}"
+    yield f"{memory.activations / GIB:.2f}" if memory.activations else "-"
+    yield f"{memory.fixed / GIB:.2f}" if memory.fixed else "-"
     if memory.kv_space is None:
-        yield from ("?", _size(memory.kv_per_token), "?", "?", "?")
+        yield from ("?", _per_token(memory), "?", "?", "?")
         return
-    yield _size(max(0, memory.kv_space))
-    yield _size(memory.kv_per_token)
+    yield f"{max(0, memory.kv_space) / GIB:.2f}"
+    yield _per_token(memory)
     yield f"{memory.tokens:,}"
     yield f"{memory.blocks:,} x {memory.block_size}"
     yield f"{memory.max_concurrency:.1f}"
 
 
-def _size(size: int) -> str:
-    for unit, name in ((GIB, "GiB"), (2**20, "MiB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size / 1024:g} KiB"
+def _per_token(memory: Memory) -> str:
+    return f"{memory.kv_per_token / 1024:,.4g} KiB"
 
 
 def _arguments(plan: Plan) -> Table:

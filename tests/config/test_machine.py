@@ -1,8 +1,11 @@
 """Machines, found and imagined."""
 
+from types import SimpleNamespace
+
+import pynvml
 import pytest
 
-from pdserve.config.machine import GIB, Gpu, Machine, visible, what_if
+from pdserve.config.machine import GIB, MIB, Gpu, Machine, visible, what_if
 from pdserve.errors import ConfigError
 from tests.config.models import machine
 
@@ -10,11 +13,11 @@ from tests.config.models import machine
 @pytest.mark.parametrize(
     ("text", "names", "gib"),
     [
-        ("4xA10", ["A10"] * 4, 22.49),
-        ("1xh100", ["H100"], 79.65),
+        ("4xA10", ["A10"] * 4, 21.99),
+        ("1xh100", ["H100"], 79.19),
         ("2x24GiB", ["GPU of 24 GiB"] * 2, 24.0),
         ("2x24G", ["GPU of 24 GiB"] * 2, 24.0),
-        ("8xA100-80GB", ["A100-80GB"] * 8, 80.0),
+        ("8xA100-80GB", ["A100-80GB"] * 8, 79.25),
     ],
 )
 def test_what_if(text: str, names: list[str], gib: float) -> None:
@@ -69,3 +72,24 @@ def test_this_machine() -> None:
     assert 0 < found.available <= found.memory
     assert found.build in ("cpu", "cuda")
     assert Machine.detect({"CUDA_VISIBLE_DEVICES": ""}).gpus == ()
+
+
+@pytest.mark.parametrize(("driver_tells", "expected"), [(True, 22_516), (False, 23_028)])
+def test_memory_that_the_driver_reserves_is_not_cuda_s(
+    monkeypatch: pytest.MonkeyPatch, driver_tells: bool, expected: int
+) -> None:
+    """An A10: NVML's total is 22.49 GiB, CUDA's 21.99."""
+
+    def memory_info(_handle: object, version: int | None = None) -> SimpleNamespace:
+        if version is not None and not driver_tells:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        return SimpleNamespace(total=23_028 * MIB, reserved=512 * MIB)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda _: "NVIDIA A10")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda _: "GPU-1")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory_info)
+    assert Machine.detect({}).gpus == (Gpu(0, "NVIDIA A10", expected * MIB, "GPU-1"),)
