@@ -65,6 +65,39 @@ class Instance(Struct, frozen=True):
     load: Load = Load()
 
 
+class SlotState(Struct, frozen=True):
+    """A process that a supervisor keeps alive, as the supervisor sees it, under the supervisor's lease: where the
+    process itself is not there to tell."""
+
+    name: str
+    """`decode-0`"""
+    role: Role
+    host: str = ""
+    state: str = "starting"
+    """`starting`, `ready`, `waiting to restart` or `stopped`"""
+    restarts: int = 0
+    """since its supervisor started"""
+    failed_starts: int = 0
+    """since it was last ready"""
+    end: str = ""
+    """how it ended last, `exit code 1`; empty: it never did"""
+    cause: str = ""
+    """the last thing that it said before"""
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready"
+
+    def __str__(self) -> str:
+        """Without the cause, which may name what is nobody else's business."""
+        parts = [self.state]
+        if self.failed_starts:
+            parts.append(f"failed to start {self.failed_starts} times")
+        if self.end:
+            parts.append(f"last end: {self.end}")
+        return ", ".join(parts)
+
+
 class ModelCard(Struct, frozen=True):
     """What a frontend needs to serve a model; each decode worker writes one under its own lease."""
 
@@ -258,3 +291,4 @@ encode_record = msgspec.json.Encoder().encode
 """registry values are JSON, so that `etcdctl get --prefix` can be read"""
 decode_instance = msgspec.json.Decoder(Instance).decode
 decode_card = msgspec.json.Decoder(ModelCard).decode
+decode_slot_state = msgspec.json.Decoder(SlotState).decode

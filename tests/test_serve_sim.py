@@ -4,101 +4,23 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from pdserve.ports import free_port, port_holder
+from tests.serving import FRONTEND, WORKERS, Serve, kv_ports, until
 from tests.terminal import Terminal
-
-PDSERVE = [sys.executable, "-m", "pdserve"]
-WORKERS = """
-Common: {{model: demo, block-size: 32, max-model-len: 4096}}
-Graph: {{kv-port: {kv_port}, drain-timeout: 5}}
-VllmWorker:
-  engine: sim
-  remote-prefill: true
-  max-local-prefill-length: 64
-  common-configs: [model, block-size, max-model-len]
-  ServiceArgs: {{workers: {workers}}}
-PrefillWorker: {{engine: sim, common-configs: [model, block-size, max-model-len]}}
-"""
-FRONTEND = "Frontend: {{served_model_name: demo, port: {port}}}\n"
-LONG = " ".join(f"The code of the red box is {code}." for code in range(1000, 1030))
-
-
-class Serve:
-    """One run of `pdserve serve`, its output in a file."""
-
-    def __init__(self, folder: Path, yaml: str, *options: str, port: int = 0) -> None:
-        self.folder, self.port = folder, port
-        self.file, self.log = folder / "graph.yaml", folder / "log"
-        self.file.write_text(yaml)
-        self.command = [*PDSERVE, "serve", "-f", str(self.file), *options]
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
-        self.env = {**clean, "PDSERVE_STATE_DIR": str(folder / "state"), "PDSERVE_GUARDIAN_PATIENCE": "1"}
-
-    def start(self) -> "subprocess.Popen[bytes]":
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                self.command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0
-            )
-        return self.process
-
-    def pdserve(self, *args: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [*PDSERVE, *args], env=self.env, capture_output=True, text=True, timeout=60, check=False
-        )
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def processes(self) -> list[psutil.Process]:
-        """Everything of this graph that lives: all of it has the state directory in its environment."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                mine = process.environ().get("PDSERVE_STATE_DIR") == self.env["PDSERVE_STATE_DIR"]
-                if mine and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
-
-    def chat(self, prompt: str = LONG) -> tuple[httpx.Response, list[str]]:
-        """The response to a streaming chat, and the content of its chunks."""
-        messages = [{"role": "user", "content": prompt}]
-        body = {"model": "demo", "messages": messages, "max_tokens": 8, "stream": True}
-        with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=60) as response:
-            events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-        assert events[-1] == "[DONE]"
-        deltas = [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]
-        return response, [delta["content"] for delta in deltas if delta.get("content")]
-
-
-def until(condition: Callable[[], object], serve: Serve, within: float = 90) -> None:
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline, serve.text[-5000:]
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """A frontend, two decode workers, a prefill worker. Stopped as by Ctrl-C: exit 0, and nothing is left."""
     port = free_port("127.0.0.1")
-    yaml = (FRONTEND + WORKERS).format(port=port, kv_port=_kv_ports(), workers=2)
+    yaml = (FRONTEND + WORKERS).format(port=port, kv_port=kv_ports(), workers=2)
     serve = Serve(tmp_path_factory.mktemp("graph"), yaml, port=port)
     process = serve.start()
     try:
@@ -117,11 +39,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 @pytest.fixture
 def workers_only(tmp_path: Path) -> Callable[..., Serve]:
     """Quick to start: nothing of vLLM is imported."""
-    return lambda *options: Serve(tmp_path, WORKERS.format(kv_port=_kv_ports(), workers=1), *options)
-
-
-def _kv_ports() -> int:
-    return min(free_port("127.0.0.1"), 60000)
+    return lambda *options: Serve(tmp_path, WORKERS.format(kv_port=kv_ports(), workers=1), *options)
 
 
 def test_a_long_prompt_is_prefilled_remotely(graph: Serve) -> None:
@@ -160,7 +78,17 @@ def test_a_killed_worker_comes_back_as_a_new_instance(graph: Serve) -> None:
     before = {each["id"]: each["pid"] for each in _instances(graph)}
     victim = next(name for name in before if name.startswith("decode-0"))
     os.kill(before[victim], signal.SIGKILL)
+    until(lambda: "decode-0@127.0.0.1" in graph.health().get("degraded", {}), graph)
+    health = graph.health()
+    assert health["status"] in ("degraded", "ok"), "the other one serves"
     until(lambda: "decode-0 is ready again" in graph.text, graph)
+    until(lambda: graph.health() == {"status": "ok", "workers": {"demo": 2}}, graph)
+    metrics = httpx.get(f"{graph.url}/metrics").text
+    assert 'pdserve_restarts_total{host="127.0.0.1",instance="serve",slot="decode-0"} 1.0' in metrics
+    assert 'pdserve_slot_ready{host="127.0.0.1",instance="serve",slot="decode-0"} 1.0' in metrics
+    (slot,) = (each for each in json.loads(_status(graph))["slots"] if each["name"] == "decode-0")
+    assert (slot["state"], slot["restarts"]) == ("ready", 1)
+    assert "restarts" in graph.pdserve("status").stdout
     assert "decode-0 ended (killed by SIGKILL" in graph.text
     assert victim not in {each["id"] for each in _instances(graph)}
     until(lambda: len({each["id"] for each in _instances(graph)} - set(before)) == 1, graph)
@@ -178,7 +106,7 @@ def test_a_killed_server_comes_back_at_the_same_address(graph: Serve, server: st
 
 def test_a_second_graph_on_the_same_state_is_refused(graph: Serve, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
-    other.write_text(WORKERS.format(kv_port=_kv_ports(), workers=1))
+    other.write_text(WORKERS.format(kv_port=kv_ports(), workers=1))
     result = graph.pdserve("serve", "-f", str(other))
     assert result.returncode == 2
     assert f"(pid {graph.process.pid})" in result.stderr
@@ -221,7 +149,11 @@ def test_closing_the_terminal_leaves_nothing(workers_only: Callable[..., Serve])
         until(lambda: not serve.processes(), serve, within=15)
 
 
+def _status(graph: Serve) -> str:
+    return graph.pdserve("status", "--json").stdout
+
+
 def _instances(graph: Serve) -> list[dict[str, Any]]:
-    result = graph.pdserve("status", "--json")
-    found: list[dict[str, Any]] = json.loads(result.stdout)["instances"] if result.stdout else []
+    state = _status(graph)
+    found: list[dict[str, Any]] = json.loads(state)["instances"] if state else []
     return found

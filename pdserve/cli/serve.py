@@ -7,7 +7,8 @@ from pdserve.cli.options import Commands, add_file, add_logging, command, load_p
 _TEXT = """\
 Run the whole graph of FILE on this machine until Ctrl-C: a NATS and an etcd where the file names none,
 frontends, decode workers and prefill workers. What cannot work is said before anything starts (exit code 2).
-A process that crashes is started again; when that does not help, everything is stopped (exit code 1).
+A process that crashes is started again, for ever, and `pdserve status` and /health say which; only where none of its
+kind was ever ready, everything is stopped with the cause (exit code 1, or 2 for a wrong configuration).
 """
 _EXAMPLES = """\
   pdserve serve -f configs/local.yaml               on the CPU, with the bundled demo model

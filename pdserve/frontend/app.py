@@ -107,13 +107,15 @@ class Edge:
             page = await self._metrics_page()
             await respond(answer.own, 200, page, "text/plain; version=0.0.4; charset=utf-8")
         else:
-            missing = self._roster.missing()
+            missing, degraded = self._roster.missing(), self._roster.degraded()
             health: dict[str, object] = {
-                "status": "unavailable" if missing else "ok",
+                "status": "unavailable" if missing else "degraded" if degraded else "ok",
                 "workers": self._roster.live(),
             }
             if missing:
                 health["missing"] = missing
+            if degraded:
+                health["degraded"] = degraded
             await respond_json(answer.own, 503 if missing else 200, health)
 
     async def _models(self, name: str, answer: Answer) -> None:

@@ -4,10 +4,11 @@ import asyncio
 import time
 
 import httpx
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from pdserve.messages import Instance
 from pdserve.observe.merge import merge
+from pdserve.observe.metrics import SlotMetrics
 from pdserve.registry.view import View
 
 PATIENCE = 0.5
@@ -39,8 +40,15 @@ class MetricsPage:
         others = [one for one in self._view.instances() if one.metrics and one.id != self._own]
         texts = await asyncio.gather(*(self._fetch(one) for one in others))
         pages = {one.id: text for one, text in zip(others, texts, strict=True) if text}
-        own = generate_latest().decode()
-        return await asyncio.to_thread(merge, {self._own: own, **pages})
+        pages[self._own] = generate_latest().decode()
+        pages["serve"] = self._slots()
+        return await asyncio.to_thread(merge, pages)
+
+    def _slots(self) -> str:
+        """The supervisors have no page of their own: what they know is in the registry."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(SlotMetrics(self._view.slots()))
+        return generate_latest(registry).decode()
 
     async def _fetch(self, instance: Instance) -> str:
         """Empty where there is no page."""

@@ -145,6 +145,10 @@ class Roster:
         """Connected decode workers by model."""
         return {name: serving.live for name, serving in sorted(self._models.items())}
 
+    def degraded(self) -> dict[str, str]:
+        """The processes that supervisors keep alive and that are not ready now, with what is known of them."""
+        return {f"{slot.name}@{slot.host}": str(slot) for slot in self._view.slots() if not slot.ready}
+
     # following the registry
 
     async def _warm_up(self) -> None:

@@ -1,6 +1,12 @@
 """The metric names that monitoring relies on, all in one place (DESIGN §7). Seconds and bytes, as Prometheus wants."""
 
+from collections.abc import Iterable, Iterator
+
 from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pdserve.messages import SlotState
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -32,3 +38,19 @@ QUEUE_WAIT = Histogram("pdserve_prefill_queue_wait_seconds", "Enqueued to pulled
 TASKS = Gauge(
     "pdserve_tasks", "asyncio tasks of this process's event loop: back at its idle value when nothing runs"
 )
+
+
+class SlotMetrics(Collector):
+    """What supervisors say of the processes that they keep alive."""
+
+    def __init__(self, slots: Iterable[SlotState]) -> None:
+        self._slots = slots
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["slot", "host"]
+        ready = GaugeMetricFamily("pdserve_slot_ready", "1: the process is there and ready", labels=labels)
+        restarts = CounterMetricFamily("pdserve_restarts", "Restarts since `serve` started", labels=labels)
+        for slot in self._slots:
+            ready.add_metric([slot.name, slot.host], slot.ready)
+            restarts.add_metric([slot.name, slot.host], slot.restarts)
+        yield from (ready, restarts)

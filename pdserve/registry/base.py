@@ -1,8 +1,8 @@
 """The registry seam: who is there, which models are served, and the live settings.
 
 Keys are paths relative to the namespace: `instances/<role>/<id>`, `models/<name>/<instance id>`,
-`settings/<key>`. Values are bytes (JSON by convention). Everything put with `leased=True` vanishes when
-this process does.
+`settings/<key>`, `slots/<host>/<name>`. Values are bytes (JSON by convention). Everything put with `leased=True`
+vanishes when this process does.
 """
 
 from abc import ABC, abstractmethod

@@ -1,10 +1,11 @@
 """The key scheme of the registry, relative to the namespace. Instance ids hold no slash; model names may."""
 
-from pdserve.messages import Instance
+from pdserve.messages import Instance, SlotState
 
 INSTANCES = "instances/"
 CARDS = "models/"
 SETTINGS = "settings/"
+SLOTS = "slots/"
 
 
 def instance(one: Instance) -> str:
@@ -17,6 +18,10 @@ def card(model: str, instance_id: str) -> str:
 
 def setting(name: str) -> str:
     return f"{SETTINGS}{name}"
+
+
+def slot(state: SlotState) -> str:
+    return f"{SLOTS}{state.host}/{state.name}"
 
 
 def split_card(key: str) -> tuple[str, str]:

@@ -10,7 +10,15 @@ from typing import Self, TypeVar
 import msgspec
 
 from pdserve.errors import RegistryUnavailable
-from pdserve.messages import Instance, ModelCard, Role, decode_card, decode_instance
+from pdserve.messages import (
+    Instance,
+    ModelCard,
+    Role,
+    SlotState,
+    decode_card,
+    decode_instance,
+    decode_slot_state,
+)
 from pdserve.registry import keys
 from pdserve.registry.base import Change, Registry
 
@@ -34,6 +42,7 @@ class View:
         self._instances: dict[str, Instance] = {}
         self._cards: dict[str, ModelCard] = {}
         self._settings: dict[str, str] = {}
+        self._slots: dict[str, SlotState] = {}
         self._version = 0
         self._changed = asyncio.Condition()
         self._follower: asyncio.Task[None] | None = None
@@ -76,6 +85,10 @@ class View:
         """Live settings as they were written."""
         return {key.removeprefix(keys.SETTINGS): value for key, value in self._settings.items()}
 
+    def slots(self) -> list[SlotState]:
+        """What the supervisors keep alive; empty where roles were started by themselves."""
+        return [state for _, state in sorted(self._slots.items())]
+
     async def changes(self) -> AsyncIterator[None]:
         """Yields once what is there has been read, and then after every change; several may be told as one."""
         seen = 0
@@ -103,6 +116,8 @@ class View:
             _keep(self._cards, change, decode_card)
         elif change.key.startswith(keys.SETTINGS):
             _keep(self._settings, change, bytes.decode)
+        elif change.key.startswith(keys.SLOTS):
+            _keep(self._slots, change, decode_slot_state)
 
 
 def _keep(records: MutableMapping[str, T], change: Change, decode: Callable[[bytes], T]) -> None:

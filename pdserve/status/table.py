@@ -30,6 +30,7 @@ def as_dict(view: View, graph: Found) -> dict[str, Any]:
             name: [{"instance": owner, **msgspec.to_builtins(card)} for owner, card in cards]
             for name, cards in view.cards().items()
         },
+        "slots": [msgspec.to_builtins(each) for each in view.slots()],
         "settings": view.settings(),
     }
 
@@ -41,6 +42,13 @@ def render(view: View, graph: Found) -> RenderableType:
         summary.add_row(
             "model", f"{name}, {len(cards)} decode worker{'s' * (len(cards) != 1)}, {cards[0][1].model}"
         )
+    for slot in view.slots():
+        if not slot.ready:
+            said = f": {slot.cause}" if slot.cause else ""
+            summary.add_row(Text("degraded", "red"), Text(f"{slot.name} on {slot.host}: {slot}{said}"))
+        elif slot.restarts:
+            again = f"{slot.restarts} time{'s' * (slot.restarts != 1)}"
+            summary.add_row("restarts", Text(f"{slot.name} on {slot.host}: {again}, last end: {slot.end}"))
     summary.add_row("queue", f"{queue_depth(instances)} prefill requests waiting")
     for name, value in sorted(view.settings().items()):
         summary.add_row("setting", f"{name} = {value}")

@@ -1,6 +1,11 @@
-"""When a process that ended is started again, and when not: pure decisions."""
+"""When a process that ended is started again, and when not: pure decisions.
 
-from collections.abc import Iterable, Sequence
+A graph is given up only where that can tell the operator something that is true from the first minute on: the
+configuration is wrong, or no process of this role has ever become ready. Later, one process that does not come back is
+no reason to stop the others: it is tried again for ever, at the back-off's ceiling.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.supervisor.process import CONFIG_ERROR, Ended
@@ -14,10 +19,9 @@ class Policy:
     healthy: float = 60.0
     """a life of so many seconds ends the row of failures"""
     failed_starts: int = 3
-    """so many in a row, none of which became ready, and it never will"""
-    crashes: int = 20
-    """so many within the window, and something is badly wrong"""
-    window: float = 600.0
+    """so many since it was last ready, and it does not start"""
+    kills: int = 20
+    """so many starts ended from outside count like failed ones: the kernel has no memory for it, say"""
 
 
 @dataclass(frozen=True)
@@ -44,28 +48,39 @@ class GiveUp:
     reason: str
 
 
-def decide(lives: Sequence[Life], policy: Policy) -> Restart | GiveUp:
+def decide(
+    lives: Sequence[Life], policy: Policy, *, was_ready: bool = False, role_was_ready: bool = False
+) -> Restart | GiveUp:
     """What to do now that the last of these lives (oldest first, at least one) has ended without having been
-    asked."""
-    last = lives[-1]
-    if last.end.code == CONFIG_ERROR and not last.ready:
+    asked. `was_ready`: this process was, ever; `role_was_ready`: any of its role was."""
+    if lives[-1].end.code == CONFIG_ERROR and not was_ready:
         return GiveUp("its configuration is wrong")
-    starts = _trailing(not life.ready for life in reversed(lives))
-    if starts >= policy.failed_starts:
-        return GiveUp(f"it failed to start {_times(starts)} in a row")
-    crashes = sum(last.ended - life.ended <= policy.window for life in lives)
-    if crashes >= policy.crashes:
-        return GiveUp(f"it ended {_times(crashes)} within {policy.window:g} s")
-    row = _trailing(life.seconds < policy.healthy for life in reversed(lives))
-    return Restart(min(policy.ceiling, policy.first * 2 ** max(0, row - 1)))
+    if not role_was_ready:
+        failed = failed_starts(lives)
+        if failed >= policy.failed_starts:
+            return GiveUp(f"it failed to start {_times(failed)} in a row")
+        if len(lives) >= policy.kills:
+            return GiveUp(f"it was ended {_times(len(lives))} while it started")
+    return Restart(min(policy.ceiling, policy.first * 2 ** max(0, _row(lives, policy) - 1)))
 
 
-def _trailing(flags: Iterable[bool]) -> int:
+def failed_starts(lives: Sequence[Life]) -> int:
+    """Since it was last ready. One that was ended from outside did not fail."""
     count = 0
-    for flag in flags:
-        if not flag:
+    for life in reversed(lives):
+        if life.ready:
             break
-        count += 1
+        count += not life.end.from_outside
+    return count
+
+
+def _row(lives: Sequence[Life], policy: Policy) -> int:
+    """Failures in a row: back-off is for a process that fails by itself, not for one that is killed."""
+    count = 0
+    for life in reversed(lives):
+        if life.seconds >= policy.healthy:
+            break
+        count += not life.end.from_outside
     return count
 
 

@@ -5,13 +5,15 @@ import logging
 import signal
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from enum import StrEnum
 
 from pdserve.errors import PdserveError
 from pdserve.graph import Job
-from pdserve.messages import Instance
+from pdserve.messages import Instance, Role, SlotState
 from pdserve.observe import logs
-from pdserve.supervisor.backoff import GiveUp, Life, Policy, decide
+from pdserve.observe.logs import LogLine
+from pdserve.supervisor.backoff import GiveUp, Life, Policy, decide, failed_starts
 from pdserve.supervisor.guardian import Guardian
 from pdserve.supervisor.process import Ended, Process
 from pdserve.supervisor.rollcall import Roll
@@ -19,6 +21,9 @@ from pdserve.supervisor.rollcall import Roll
 log = logging.getLogger(__name__)
 
 LOADING_PATIENCE = 5.0
+CAUSE_LIMIT = 300
+LIVES = 50
+"""remembered for the back-off"""
 
 
 class State(StrEnum):
@@ -40,7 +45,12 @@ class Watcher(ABC):
         """A line of output."""
 
     @abstractmethod
-    def changed(self, name: str, state: State) -> None: ...
+    def changed(self, name: str, state: State) -> None:
+        """The keeper's `state_of_slot` has the rest."""
+
+    @abstractmethod
+    def was_ready(self, role: Role) -> bool:
+        """Whether any process of this role was, ever."""
 
 
 class Keeper:
@@ -49,26 +59,46 @@ class Keeper:
     def __init__(self, job: Job, roll: Roll, watcher: Watcher, guardian: Guardian, policy: Policy) -> None:
         self.job = job
         self.ready = asyncio.Event()
+        self.settled = asyncio.Event()
+        """it has been ready, or does not start while others of its role are: nobody needs to wait for it"""
         self.instance: Instance | None = None
         self._roll = roll
         self._watcher = watcher
         self._guardian = guardian
         self._policy = policy
         self._process: Process | None = None
+        self._state = State.STARTING
+        self._lives: deque[Life] = deque(maxlen=LIVES)
+        self._was_ready = False
+        self._restarts = 0
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
 
     async def run(self) -> None:
         """Returns when stopped. Raises GaveUp when starting it again would not help."""
-        lives: list[Life] = []
         try:
             while not self._stopping.is_set():
-                lives.append(await self._live())
+                self._lives.append(await self._live())
                 if not self._stopping.is_set():
-                    await self._pause(lives)
+                    await self._pause()
+                    self._restarts += 1
         finally:
             self._stopped.set()
-            self._watcher.changed(self.job.name, State.STOPPED)
+            self._become(State.STOPPED)
+
+    @property
+    def state_of_slot(self) -> SlotState:
+        """For everybody to see."""
+        end = self._lives[-1].end if self._lives else None
+        return SlotState(
+            self.job.name,
+            self.job.role,
+            state=self._state,
+            restarts=self._restarts,
+            failed_starts=0 if self._state is State.READY else failed_starts(self._lives),
+            end=str(end) if end else "",
+            cause=_cause(end) if end else "",
+        )
 
     async def stop(self, patience: float) -> None:
         """SIGTERM, `patience` seconds to drain, then the end; returns when nothing of the job is left. One
@@ -93,9 +123,13 @@ class Keeper:
 
     async def _live(self) -> Life:
         started = time.monotonic()
-        self._watcher.changed(self.job.name, State.STARTING)
+        self._become(State.STARTING)
         self.instance = None
-        process = self._process = Process.start(self.job, lambda raw: self._watcher.line(self.job.name, raw))
+        try:
+            process = Process.start(self.job, lambda raw: self._watcher.line(self.job.name, raw))
+        except OSError as error:  # no memory for another process, too many of them, a full disk
+            return Life(started, time.monotonic(), False, Ended(1, (f"it could not be started: {error}",)))
+        self._process = process
         self._guardian.watch(process.pid)
         watching = asyncio.create_task(self._watch(process))
         try:
@@ -121,8 +155,10 @@ class Keeper:
         """See it become ready, and kill it when it hangs. Draining is none of this: who stops a process sees to its
         end."""
         self.instance = await self._roll.until(process.pid)
+        self._was_ready = True
         self.ready.set()
-        self._watcher.changed(self.job.name, State.READY)
+        self.settled.set()
+        self._become(State.READY)
         seconds = await self._roll.vanished(self.instance)
         if not self._stopping.is_set():
             log.error(
@@ -133,9 +169,13 @@ class Keeper:
             )
             process.kill()
 
-    async def _pause(self, lives: list[Life]) -> None:
-        end = lives[-1].end
-        match decide(lives, self._policy):
+    def _become(self, state: State) -> None:
+        self._state = state
+        self._watcher.changed(self.job.name, state)
+
+    async def _pause(self) -> None:
+        end, role_was_ready = self._lives[-1].end, self._watcher.was_ready(self.job.role)
+        match decide(self._lives, self._policy, was_ready=self._was_ready, role_was_ready=role_was_ready):
             case GiveUp(reason):
                 raise GaveUp(
                     f"{self.job.name} ended ({end}); not started again, for {reason}.{_last_lines(end)}"
@@ -148,7 +188,9 @@ class Keeper:
                     decision.delay,
                     _last_lines(end, 5),
                 )
-                self._watcher.changed(self.job.name, State.WAITING)
+                if role_was_ready and failed_starts(self._lives) >= self._policy.failed_starts:
+                    self.settled.set()
+                self._become(State.WAITING)
                 try:
                     async with asyncio.timeout(decision.delay):
                         await self._stopping.wait()
@@ -158,8 +200,19 @@ class Keeper:
 
 def _last_lines(end: Ended, count: int = 15) -> str:
     """None for one that was killed: what it said before has nothing to do with it."""
-    if end.code == -signal.SIGKILL:
-        return ""
-    said = [logs.parse(raw, "") for raw in end.last_lines]
-    lines = [text for line in said if not line.noise for text in line.message.splitlines()][-count:]
+    lines = [text for line in _said(end) for text in line.message.splitlines()][-count:]
     return "\nIts last lines:\n  " + "\n  ".join(lines) if lines else ""
+
+
+def _cause(end: Ended) -> str:
+    """Its last error, or whatever it said last; a line."""
+    said = _said(end)
+    errors = [line for line in said if line.level in "EC"] or said
+    return errors[-1].message.strip().splitlines()[-1][:CAUSE_LIMIT] if errors else ""
+
+
+def _said(end: Ended) -> list[LogLine]:
+    if end.code == -signal.SIGKILL:
+        return []
+    said = [logs.parse(raw, "") for raw in end.last_lines]
+    return [line for line in said if not line.noise and line.message.strip()]

@@ -23,6 +23,7 @@ from pdserve.supervisor.exits import dies_with_parent, end_group, exit_of
 CONFIG_ERROR = 2
 """exit code of a role that finds its configuration wrong: starting it again would change nothing"""
 
+_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 TAIL = 30
 """lines of output that are kept to tell why a process ended"""
 _LONGEST = 1 << 20
@@ -33,6 +34,11 @@ class Ended:
     code: int
     """exit code; negative: the signal"""
     last_lines: tuple[str, ...] = ()
+
+    @property
+    def from_outside(self) -> bool:
+        """An operator, or the kernel for lack of memory, ended it: that says nothing about the process."""
+        return self.code == 0 or -self.code in _FROM_OUTSIDE
 
     def __str__(self) -> str:
         if self.code >= 0:

@@ -4,8 +4,10 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 
+import msgspec
+
 from pdserve.errors import RegistryUnavailable
-from pdserve.messages import Instance
+from pdserve.messages import Instance, SlotState, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import View
@@ -33,6 +35,10 @@ class Roll(ABC):
     @abstractmethod
     async def strike_off(self, instance: Instance) -> None:
         """Its process is dead for certain, though its lease may live for some seconds more."""
+
+    @abstractmethod
+    async def report(self, state: SlotState) -> None:
+        """Let everybody see what has become of a process."""
 
 
 class RollCall(Roll):
@@ -69,3 +75,7 @@ class RollCall(Roll):
                 await self._registry.delete(keys.card(instance.model, instance.id))
         except RegistryUnavailable:
             log.debug("%s stays listed until its lease runs out: etcd is away", instance.id)
+
+    async def report(self, state: SlotState) -> None:
+        state = msgspec.structs.replace(state, host=self._host)
+        await self._registry.put(keys.slot(state), encode_record(state))

@@ -3,15 +3,16 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
-from pdserve.supervisor.backoff import GiveUp, Life, Policy, decide
+from pdserve.supervisor.backoff import Life, Policy, Restart, decide
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
 from pdserve.supervisor.guardian import Guardian
-from pdserve.supervisor.keeper import GaveUp
+from pdserve.supervisor.keeper import LIVES
 from pdserve.supervisor.process import Ended
 from pdserve.supervisor.server_process import ServerProcess
 
@@ -36,8 +37,8 @@ async def needed_servers(config: Config) -> AsyncIterator[list[ServerProcess]]:
 
 async def keep(server: ServerProcess, guardian: Guardian, policy: Policy) -> None:
     """Bring a server back, on the same port and data, whenever it ends or hangs; until cancelled. The graph goes on
-    without it meanwhile. Raises GaveUp."""
-    lives: list[Life] = []
+    without it meanwhile, for as long as it takes."""
+    lives: deque[Life] = deque(maxlen=LIVES)
     while True:
         started, pid = time.monotonic(), server.pid
         assert pid is not None
@@ -73,19 +74,17 @@ async def _answers(server: ServerProcess) -> bool:
     return True
 
 
-async def _restart(server: ServerProcess, lives: list[Life], policy: Policy) -> None:
+async def _restart(server: ServerProcess, lives: deque[Life], policy: Policy) -> None:
     while True:
-        match decide(lives, policy):
-            case GiveUp(reason):
-                raise GaveUp(f"{server.name} ended ({lives[-1].end}); not started again, for {reason}.")
-            case decision:
-                delay = decision.delay
+        decision = decide(lives, policy, was_ready=True, role_was_ready=True)
+        assert isinstance(decision, Restart)
+        delay = decision.delay
         log.error("%s ended (%s), starts again in %g s", server.name, lives[-1].end, delay)
         await asyncio.sleep(delay)
         started = time.monotonic()
         try:
             await server.restart()
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             log.error("%s", error)
             lives.append(Life(started, time.monotonic(), ready=False, end=Ended(1)))
         else:

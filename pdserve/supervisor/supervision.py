@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from pdserve.graph import Job, stop_waves
-from pdserve.messages import Instance
+from pdserve.messages import Instance, Role
 from pdserve.supervisor.backoff import Policy
 from pdserve.supervisor.guardian import Guardian
 from pdserve.supervisor.keeper import GaveUp, Keeper, State, Watcher
@@ -24,9 +24,13 @@ class Supervision(Watcher):
         self, jobs: Sequence[Job], roll: Roll, output: Output, guardian: Guardian, policy: Policy
     ) -> None:
         self._jobs = jobs
+        self._roll = roll
         self._output = output
         self._keepers = {job.name: Keeper(job, roll, self, guardian, policy) for job in jobs}
         self._progress: Progress | None = None
+        self._ready_roles: set[Role] = set()
+        self._unreported: set[str] = set()
+        self._to_report = asyncio.Event()
         self._stop = asyncio.Event()
         self._cause: GaveUp | None = None
 
@@ -38,12 +42,11 @@ class Supervision(Watcher):
         patience: float,
     ) -> None:
         """Start all jobs and return after `stop`, when nothing of them is left. `on_ready` gets the instances
-        and the seconds it took, once. `beside` runs as long. Raises GaveUp, also where one of `beside`
-        does."""
+        and the seconds it took, once. `beside` runs as long. Raises GaveUp."""
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(self._start(healthy, on_ready))
-            keeping = [group.create_task(self._until_given_up(each.run())) for each in self._keepers.values()]
-            others = [group.create_task(self._until_given_up(each)) for each in beside]
+            keeping = [group.create_task(self._keep(each)) for each in self._keepers.values()]
+            others = [group.create_task(each) for each in (*beside, self._report())]
             await self._stop.wait()
             starting.cancel()
             for wave in stop_waves(self._jobs):
@@ -70,10 +73,17 @@ class Supervision(Watcher):
             self._progress.line(name, line.message)
 
     def changed(self, name: str, state: State) -> None:
+        self._unreported.add(name)
+        self._to_report.set()
+        if state is State.READY:
+            self._ready_roles.add(self._keepers[name].job.role)
         if self._progress:
             self._progress.changed(name, state)
         elif state is State.READY:
             log.info("%s is ready again", name)
+
+    def was_ready(self, role: Role) -> bool:
+        return role in self._ready_roles
 
     async def _start(
         self, healthy: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
@@ -84,17 +94,28 @@ class Supervision(Watcher):
             try:
                 async with asyncio.TaskGroup() as group:
                     reminding = group.create_task(_remind(progress))
-                    await asyncio.gather(*(each.ready.wait() for each in keepers))
+                    await asyncio.gather(*(each.settled.wait() for each in keepers))
                     async for missing in healthy:
                         progress.waiting_for(missing)
                     reminding.cancel()
             finally:
                 self._progress = None
+        if absent := [each.job.name for each in keepers if not each.instance]:
+            log.warning("ready, but without %s", ", ".join(absent))
         on_ready([each.instance for each in keepers if each.instance], progress.elapsed)
 
-    async def _until_given_up(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _report(self) -> None:
+        """Tell the registry what has changed, for ever."""
+        while True:
+            await self._to_report.wait()
+            self._to_report.clear()
+            while self._unreported:
+                name = self._unreported.pop()
+                await self._roll.report(self._keepers[name].state_of_slot)
+
+    async def _keep(self, keeper: Keeper) -> None:
         try:
-            await work
+            await keeper.run()
         except GaveUp as cause:
             self._cause = self._cause or cause
             self._stop.set()

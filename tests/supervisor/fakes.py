@@ -6,19 +6,19 @@ import contextlib
 import os
 import sys
 import textwrap
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from io import StringIO
 from pathlib import Path
 
 from pdserve.graph import Job
-from pdserve.messages import Instance, Role
+from pdserve.messages import Instance, Role, SlotState
 from pdserve.supervisor.backoff import Policy
 from pdserve.supervisor.guardian import Guardian
 from pdserve.supervisor.output import Output
 from pdserve.supervisor.rollcall import Roll
 from pdserve.supervisor.supervision import Supervision
 
-QUICK = Policy(first=0.01, ceiling=0.05, healthy=60, failed_starts=3, crashes=5, window=60)
+QUICK = Policy(first=0.01, ceiling=0.05, healthy=60, failed_starts=3, kills=5)
 """for tests that want restarts now"""
 
 SERVE = """
@@ -39,17 +39,18 @@ def fake(script: str, role: Role = Role.DECODE, index: int = 0, **env: str) -> J
 
 
 class Registered(Roll):
-    """A registry in which everybody is at once, or nobody ever."""
+    """A registry in which a process is as soon as it has printed `up` and its pid, or none ever."""
 
-    def __init__(self, at_once: bool = True) -> None:
+    def __init__(self, up: Callable[[], list[int]], ever: bool = True) -> None:
         self.struck_off: list[int] = []
+        self.reported: list[SlotState] = []
         self.hung = asyncio.Event()
         """set: the next instance that is looked for has vanished for long"""
-        self._at_once = at_once
+        self._up, self._ever = up, ever
 
     async def until(self, pid: int) -> Instance:
-        if not self._at_once:
-            await asyncio.Event().wait()
+        while not self._ever or pid not in self._up():  # noqa: ASYNC110 (told by its output)
+            await asyncio.sleep(0.005)
         return Instance(id=f"fake-{pid}", role=Role.DECODE, pid=pid)
 
     async def vanished(self, instance: Instance) -> float:
@@ -59,6 +60,9 @@ class Registered(Roll):
 
     async def strike_off(self, instance: Instance) -> None:
         self.struck_off.append(instance.pid)
+
+    async def report(self, state: SlotState) -> None:
+        self.reported.append(state)
 
 
 async def _healthy() -> AsyncIterator[str]:
@@ -81,7 +85,7 @@ class Graph:
         self.output = Output(folder / "logs", stream=self.stream)
         self.ready = asyncio.Event()
         self._jobs, self._policy, self._patience = jobs, policy, patience
-        self.roll = Registered(registered)
+        self.roll = Registered(self.pids, registered)
         self._guardian = Guardian()
 
     async def __aenter__(self) -> "Graph":

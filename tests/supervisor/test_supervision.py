@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.messages import Role
+from pdserve.messages import Role, SlotState
 from pdserve.supervisor.keeper import GaveUp
 from tests.conditions import until
 from tests.supervisor.fakes import QUICK, SERVE, Graph, alive, fake
@@ -89,6 +89,59 @@ async def test_a_wrong_configuration_is_not_tried_again(tmp_path: Path) -> None:
     assert graph.text.count("no such key") == 1
 
 
+STARTS_ONCE = """
+    import os, pathlib, sys, time
+    if pathlib.Path("%s").exists():
+        print("no memory here", file=sys.stderr)
+        sys.exit(1)
+    pathlib.Path("%s").touch()
+    print("up", os.getpid(), flush=True)
+    time.sleep(600)
+"""
+
+
+async def test_one_that_does_not_start_again_is_tried_for_ever_and_said_to_be(tmp_path: Path) -> None:
+    """The others go on meanwhile."""
+    once = STARTS_ONCE % (tmp_path / "first", tmp_path / "first")
+    async with Graph(tmp_path, fake(SERVE), fake(once, Role.PREFILL)) as graph:
+        await until(lambda: len(graph.pids()) == 2)
+        victim, other = reversed(_pids_by_role(graph))
+        await asyncio.wait_for(graph.ready.wait(), 5)
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: graph.text.count("no memory here") > 2 * QUICK.failed_starts, within=20)
+        assert alive(other)
+        assert not graph.running.done()
+        await until(lambda: _last_said(graph, "prefill-0").failed_starts > QUICK.failed_starts)
+        said = _last_said(graph, "prefill-0")
+        assert not said.ready
+        assert said.restarts >= said.failed_starts
+        assert said.end == "exit code 1"
+        assert said.cause == "no memory here"
+        assert "no memory" not in str(said), "a log line is not for everybody"
+        assert _last_said(graph, "decode-0").ready
+
+
+async def test_ready_without_one_that_does_not_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its sibling shows that it is not the configuration."""
+    async with Graph(tmp_path, fake(SERVE), fake(CRASH, index=1)) as graph:
+        await asyncio.wait_for(graph.ready.wait(), 20)
+        assert "ready, but without decode-1" in caplog.text
+        assert not graph.running.done()
+
+
+async def test_one_that_cannot_even_be_forked_is_tried_again(tmp_path: Path) -> None:
+    """As where the system has no memory for another process."""
+    program = tmp_path / "program"
+    job = replace(fake(SERVE, Role.PREFILL), command=(str(program),))
+    async with Graph(tmp_path, fake(SERVE), job, policy=replace(QUICK, failed_starts=1000)) as graph:
+        await until(lambda: len([each for each in graph.roll.reported if each.restarts > 2]) > 0, within=20)
+        program.write_text("#!/bin/sh\necho up $$\nexec sleep 600\n")
+        program.chmod(0o755)
+        await asyncio.wait_for(graph.ready.wait(), 20)
+
+
 async def test_stops_in_waves(tmp_path: Path) -> None:
     """Each takes a while to drain, and says when it ended: no wave begins before the last one is gone."""
     slow = """
@@ -148,6 +201,10 @@ def _pids_by_role(graph: Graph) -> tuple[int, int]:
         line.split()[2]: int(line.rsplit(" ", 1)[1]) for line in graph.text.splitlines() if " up " in line
     }
     return found["decode-0"], found["prefill-0"]
+
+
+def _last_said(graph: Graph, name: str) -> SlotState:
+    return [state for state in graph.roll.reported if state.name == name][-1]
 
 
 def _times(graph: Graph, word: str) -> dict[str, float]:

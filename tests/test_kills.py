@@ -1,0 +1,75 @@
+"""Workers are killed all the time, also while they start: the graph never ends, and requests are answered."""
+
+import json
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import psutil
+
+from pdserve.ports import free_port
+from tests.serving import FRONTEND, LONG, WORKERS, Serve, kv_ports, until
+
+TOKENS = 25
+"""half a second of a simulated engine"""
+SECONDS, EVERY, CLIENTS = 20.0, 1.5, 4
+
+
+def test_two_of_each_under_random_kills(tmp_path: Path) -> None:
+    """Every 1.5 s a worker is killed that may just be starting: many starts in a row do not end."""
+    port = free_port("127.0.0.1")
+    yaml = (FRONTEND + WORKERS).replace("PrefillWorker: {{", "PrefillWorker: {{ServiceArgs: {{workers: 2}}, ")
+    yaml = yaml.replace("engine: sim", "engine: sim\n  additional-config: {{sim: {{step-seconds: 0.02}}}}", 1)
+    serve = Serve(tmp_path, yaml.format(port=port, kv_port=kv_ports(), workers=2), port=port)
+    process = serve.start()
+    try:
+        until(lambda: "Ready after" in serve.text or process.poll() is not None, serve)
+        answers = _under_kills(serve, random.Random(7))
+        assert process.poll() is None, serve.text[-5000:]
+        until(lambda: serve.health()["status"] == "ok", serve)
+        slots = json.loads(serve.pdserve("status", "--json").stdout)["slots"]
+    finally:
+        process.send_signal(signal.SIGINT)
+        code = process.wait(60)
+    assert code == 0
+    assert sum(slot["restarts"] for slot in slots) > SECONDS / EVERY / 2
+    assert answers.total() > 20
+    assert set(answers) == {(200, TOKENS)}, answers
+    assert serve.processes() == []
+
+
+def _under_kills(serve: Serve, chance: random.Random) -> Counter[tuple[int, int]]:
+    """How often which answer came, as (status, tokens), from clients that ask all the time."""
+    answers: Counter[tuple[int, int]] = Counter()
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            body = {"model": "demo", "prompt": LONG, "max_tokens": TOKENS, "ignore_eos": True}
+            answer = httpx.post(f"{serve.url}/v1/completions", json=body, timeout=120)
+            tokens = answer.json()["usage"]["completion_tokens"] if answer.status_code == 200 else 0
+            answers[answer.status_code, tokens] += 1
+
+    clients = [threading.Thread(target=ask) for _ in range(CLIENTS)]
+    for client in clients:
+        client.start()
+    deadline = time.monotonic() + SECONDS
+    try:
+        while time.monotonic() < deadline:
+            if workers := _workers(serve):
+                chance.choice(workers).kill()
+            time.sleep(EVERY)
+    finally:
+        over.set()
+        for client in clients:
+            client.join()
+    return answers
+
+
+def _workers(serve: Serve) -> list[psutil.Process]:
+    """Of both roles, ready or starting."""
+    return [each for each in serve.processes() if {"decode", "prefill"} & set(each.cmdline()[3:4])]
