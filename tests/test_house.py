@@ -18,10 +18,10 @@ ALLOWED = {
     "zmq": ("stream/zmq/", "engine/vllm_cache.py"),  # vLLM publishes its cache events over ZeroMQ
     "pynvml": ("config/machine.py",),
     "yaml": ("config/tree.py",),
-    "vllm": ("engine/vllm_api.py", "processor/vllm_api.py", "kv/"),
+    "vllm": ("engine/vllm_api.py", "engine/vllm_worker.py", "processor/vllm_api.py", "kv/"),
     "fastapi": ("processor/vllm_api.py", "frontend/"),
     "uvicorn": ("frontend/",),
-    "torch": ("doctor/transfer.py", "kv/"),
+    "torch": ("doctor/transfer.py", "engine/instruction_sets.py", "kv/"),
     "rich": ("cli/", "config/render.py", "doctor/", "status/", "supervisor/"),
 }
 """outside library -> the only places that may import it"""

@@ -21,6 +21,7 @@ _REASONS = {
     "node-rank": "is not how a worker spans hosts here; use distributed-executor-backend: ray.",
     "master-addr": "is not how a worker spans hosts here; use distributed-executor-backend: ray.",
     "master-port": "is not how a worker spans hosts here; use distributed-executor-backend: ray.",
+    "worker-extension-cls": "is pdserve's own, which asks for AMX in each worker before its first pass; remove it.",
     "runner": "is always generate in this graph; remove it.",
     "convert": "would make an embedding model, which has nothing to decode; remove it.",
     "skip-tokenizer-init": "would leave the frontends without a tokenizer; remove it.",

@@ -45,6 +45,20 @@ def gpus(machine: Machine) -> Finding:
     return ok("GPUs", text)
 
 
+def instruction_sets() -> Finding:
+    """Those of the CPU that engines on it compute with. Imports torch, which takes seconds."""
+    try:
+        from pdserve.engine import instruction_sets
+    except ImportError as error:
+        return fail("CPU", f"torch cannot be imported: {error}", "run `make install`.")
+    text = instruction_sets.describe(instruction_sets.request_amx())
+    if instruction_sets.FORBIDDEN in text:
+        return warn(
+            "CPU", text, "Linux before 5.16, or a sandbox: on the CPU, engines need `dtype: float32` here."
+        )
+    return ok("CPU", text)
+
+
 def memory(machine: Machine) -> Finding:
     text = f"{machine.available / GIB:.1f} of {machine.memory / GIB:.1f} GiB free, {machine.cores} cores"
     if machine.available < _RAM:

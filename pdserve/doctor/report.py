@@ -1,5 +1,6 @@
 """The checks in a row, each shown as soon as it is done."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -34,6 +35,7 @@ async def checks(file: Path | None) -> AsyncIterator[Finding]:
     yield host.python()
     yield host.vllm(machine)
     yield host.gpus(machine)
+    yield await asyncio.to_thread(host.instruction_sets)
     yield host.memory(machine)
     yield host.open_files()
     yield host.shared_memory()

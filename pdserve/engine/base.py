@@ -116,6 +116,11 @@ class Engine(ABC):
         now. Does not wait for that, and does not fail where that engine is gone."""
 
     @abstractmethod
+    async def release(self, kv: KvHandle) -> None:
+        """Free the KV of a prefill of this engine, which no other engine will read. Its release is then told by a
+        step, as every other one; unknown ones are ignored."""
+
+    @abstractmethod
     async def cancel(self, request_ids: list[str]) -> None:
         """Stop these and free their blocks; unknown and finished ids are ignored."""
 
@@ -126,6 +131,10 @@ class Engine(ABC):
     @abstractmethod
     def pack(self, outputs: list[Output]) -> list[bytes]:
         """These outputs of one step, in vLLM's encoding of EngineCoreOutputs, for one frontend."""
+
+    @abstractmethod
+    def plain_body(self, max_tokens: int) -> list[bytes]:
+        """The body of a request of this process itself: greedy, for exactly so many tokens."""
 
     @abstractmethod
     def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int:

@@ -18,6 +18,7 @@ from pdserve.engine.vllm_cache import CacheMirror
 from pdserve.engine.vllm_process import LEASE, VllmProcess
 from pdserve.engine.vllm_requests import (
     handle_of,
+    plain_body,
     read_body,
     remote_ok,
     to_generate,
@@ -54,6 +55,8 @@ class VllmEngine(Engine):
             self._stats = api.PrometheusStatLogger(self._process.config)
             self._stats.log_engine_initialized()
             self.facts = await self._facts()
+            if api.on_cpu():
+                log.info("computes with %s", "; ".join(sorted(set(await self.instruction_sets()))))
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -101,6 +104,9 @@ class VllmEngine(Engine):
     async def reject(self, kv: KvHandle) -> None:
         await self._ask(self._alive.add_request_async(to_reject(f"reject-{secrets.token_hex(8)}", kv)))
 
+    async def release(self, kv: KvHandle) -> None:
+        await self._ask(self._alive.collective_rpc_async("pdserve_release", args=(kv.request_id,)))
+
     async def cancel(self, request_ids: list[str]) -> None:
         tickets = [ticket for one in request_ids if (ticket := self._tickets.of_request(one))]
         for ticket in tickets:
@@ -121,6 +127,9 @@ class VllmEngine(Engine):
 
     def pack(self, outputs: list[Output]) -> list[bytes]:
         return api.encode_outputs([output.raw for output in outputs], self._timestamp)
+
+    def plain_body(self, max_tokens: int) -> list[bytes]:
+        return plain_body(max_tokens)
 
     def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int:
         request = read_body(body)
@@ -150,6 +159,10 @@ class VllmEngine(Engine):
 
     def cpu_seconds(self) -> float:
         return self._process.cpu_seconds()
+
+    async def instruction_sets(self) -> list[str]:
+        """Of the CPU, as each of the engine's workers uses them."""
+        return list(await self._ask(self._alive.collective_rpc_async("pdserve_instruction_sets")))
 
     # inside
 

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 LEASE = 30
 """seconds that the prefill side keeps blocks for the decode side"""
+WORKER_EXTENSION = "pdserve.engine.vllm_worker.WorkerExtension"
+"""by name: the module is vLLM's worker processes' business, in which it does its work when it is imported"""
 SHUTDOWN_TIMEOUT = 2.0
 """seconds that the processes get to end before they are killed: they have nothing left to do then, but
 vLLM's worker rarely ends by itself"""
@@ -109,7 +111,7 @@ class VllmProcess:
 
     def _argv(self, events_endpoint: str) -> list[str]:
         spec = self._spec
-        arguments: dict[str, object] = {"model": spec.model}
+        arguments: dict[str, object] = {"model": spec.model, "worker-extension-cls": WORKER_EXTENSION}
         if spec.served_model_name:
             arguments["served-model-name"] = [spec.served_model_name]
         if spec.disaggregated:

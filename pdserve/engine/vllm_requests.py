@@ -70,19 +70,30 @@ def to_prefill(request_id: str, prompt: list[int], body: list[bytes]) -> api.Eng
     return request
 
 
+def plain_body(max_tokens: int) -> list[bytes]:
+    sampling = api.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    return api.encode_request(_request("", [], sampling))
+
+
 def to_reject(request_id: str, kv: KvHandle) -> api.EngineCoreRequest:
     """A request that is aborted before it starts, of which the connector tells the prefill engine."""
+    sampling = api.SamplingParams(max_tokens=1, extra_args={_KV: pull_params(kv)})
+    request = _request(request_id, [0], sampling)
+    request.abort_immediately = True
+    return request
+
+
+def _request(request_id: str, prompt: list[int], sampling: api.SamplingParams) -> api.EngineCoreRequest:
     return api.EngineCoreRequest(
         request_id=request_id,
-        prompt_token_ids=[0],
+        prompt_token_ids=prompt,
         mm_features=None,
-        sampling_params=api.SamplingParams(max_tokens=1, extra_args={_KV: pull_params(kv)}),
+        sampling_params=sampling,
         pooling_params=None,
         arrival_time=clock.unix(),
         lora_request=None,
         cache_salt=None,
         data_parallel_rank=None,
-        abort_immediately=True,
     )
 
 

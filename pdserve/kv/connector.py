@@ -76,6 +76,10 @@ class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
             with _affinity_kept(), quiet_agents():
                 self.connector_worker = WatchfulWorker(vllm_config, self.engine_id, kv_cache_config)
 
+    def release(self, request_id: str) -> None:
+        """In a worker: the blocks of this prefill are kept for nobody."""
+        self.connector_worker.unwanted.add(request_id)
+
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
         return TransferStats(data=data) if data is not None else TransferStats()
@@ -100,6 +104,8 @@ class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         extra = vllm_config.kv_transfer_config.get_from_extra_config
         self._watch = StallWatch(extra(FLOOR_KEY, DEFAULT_FLOOR), extra(RATE_KEY, DEFAULT_RATE))
         self._naps = Naps(LEASE_MARGIN)
+        self.unwanted: set[str] = set()
+        """prefills whose blocks no other engine will read; they may not be kept yet, but are from the next step on"""
 
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
         if any(meta.local_block_ids) and _lease_over(meta):
@@ -113,6 +119,16 @@ class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         engine = context.get("dst_engine_id") or self._source_of(req_id)
         if engine in self._remote_agents and engine not in self._invalid_remote_engines:
             self._mark_remote_engine_invalid(engine, time.perf_counter())
+
+    def _get_new_notifs(self) -> set[str]:
+        read: set[str] = super()._get_new_notifs()
+        unwanted = self.unwanted & self._reqs_to_send.keys()
+        for request in unwanted:
+            del self._reqs_to_send[request]
+            self._reqs_to_process.discard(request)
+        self.unwanted -= unwanted
+        read |= unwanted
+        return read
 
     def get_transfer_results(self) -> Any:
         results = super().get_transfer_results()

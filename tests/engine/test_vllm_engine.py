@@ -9,19 +9,23 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
 import pytest_asyncio
+import torch
 from prometheus_client import REGISTRY, generate_latest
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from pdserve.chaos.cut import _duplicate, _ends
 from pdserve.engine.base import Output, Transfers
+from pdserve.engine.instruction_sets import describe, request_amx
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import VllmEngine
 from pdserve.engine.vllm_api import (
@@ -137,8 +141,32 @@ class Pair:
         await until(self.prefill.engine.all_blocks_free, 10)
 
 
+@contextmanager
+def _telling(log: Path) -> Iterator[None]:
+    """Each process of an engine writes into `log` when it asks for AMX and when it loads the model. It is forked from
+    this one, with the two functions as they are here."""
+
+    def told(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def tell(*args: Any, **named: Any) -> Any:
+            with log.open("a") as out:
+                out.write(f"{os.getpid()} {what}\n")
+            return function(*args, **named)
+
+        return tell
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "_init_amx", told("AMX", torch.cpu._init_amx))
+        patch.setattr(CPUModelRunner, "load_model", told("model", CPUModelRunner.load_model))
+        yield
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("told") / "log"
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair() -> AsyncIterator[Pair]:
+async def pair(told: Path) -> AsyncIterator[Pair]:
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     readers: list[asyncio.Task[None]] = []
@@ -147,7 +175,8 @@ async def pair() -> AsyncIterator[Pair]:
             driven = []
             for role in (Role.DECODE, Role.PREFILL):
                 spec = EngineSpec(role, f"{role.value}-0-test", MODEL, engine_args=ARGUMENTS)
-                driven.append(Driven(await stack.enter_async_context(VllmEngine(spec))))
+                with _telling(told):
+                    driven.append(Driven(await stack.enter_async_context(VllmEngine(spec))))
                 readers.append(asyncio.create_task(driven[-1].read()))
             yield Pair(*driven)
     finally:
@@ -168,6 +197,19 @@ def body(max_tokens: int = 8, **sampling: object) -> list[bytes]:
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [300 + (i * i + 7 * seed + length) % 700 for i in range(length)]
+
+
+async def test_each_worker_asks_for_amx_before_it_loads_the_model(pair: Pair, told: Path) -> None:
+    """Only a CPU with AMX dies without."""
+    lines = [line.split() for line in (await asyncio.to_thread(told.read_text)).splitlines()]
+    workers = {pid for pid, what in lines if what == "model"}
+    assert workers == {str(p.pid) for p in everybody(pair)} & {pid for pid, _ in lines}
+    assert [[what for pid, what in lines if pid == worker] for worker in workers] == [["AMX", "model"]] * 2
+    assert await pair.decode.engine.instruction_sets() == [describe(request_amx())]
+
+
+def everybody(pair: Pair) -> list[psutil.Process]:
+    return [*pair.decode.engine.processes, *pair.prefill.engine.processes]
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 500, 3000])
@@ -278,6 +320,15 @@ async def test_it_says_when_kv_is_kept_no_longer(pair: Pair) -> None:
     assert len(set(pair.prefill.released)) == len(pair.prefill.released), "each once"
 
 
+async def test_it_frees_what_nobody_will_read(pair: Pair) -> None:
+    handle = await pair.prefill.prefill("p-own", prompt_of(300, seed=16))
+    assert not await pair.prefill.engine.all_blocks_free()
+    await pair.prefill.engine.release(handle)
+    await until(lambda: handle.request_id in pair.prefill.released)
+    await until(pair.prefill.engine.all_blocks_free, 10)
+    await pair.prefill.engine.release(handle)
+
+
 async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Pair) -> None:
     """vLLM had finished it when the cancellation came."""
     engine = pair.prefill.engine
@@ -350,8 +401,7 @@ async def test_idle_engines_are_quiet(pair: Pair) -> None:
     await asyncio.sleep(2.0)  # vLLM's worker spins for a second after its last message
 
     def used() -> float:
-        every = [*pair.decode.engine.processes, *pair.prefill.engine.processes]
-        return sum(sum(process.cpu_times()[:2]) for process in every)
+        return sum(sum(process.cpu_times()[:2]) for process in everybody(pair))
 
     before = used()
     await asyncio.sleep(4.0)

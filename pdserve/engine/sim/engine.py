@@ -96,6 +96,10 @@ class SimEngine(Engine):
         self._alive()
         self._say_farewell(kv)
 
+    async def release(self, kv: KvHandle) -> None:
+        self._alive()
+        self._release(kv.request_id)
+
     async def cancel(self, request_ids: list[str]) -> None:
         self._alive()
         for request in [*self._waiting, *self._running, *self._pulling]:
@@ -110,6 +114,9 @@ class SimEngine(Engine):
 
     def pack(self, outputs: list[Output]) -> list[bytes]:
         return wire.write_outputs([output.raw for output in outputs])
+
+    def plain_body(self, max_tokens: int) -> list[bytes]:
+        return wire.write_request(wire.Sampling(max_tokens))
 
     def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int:
         return len(self._pool.hit(prompt)) * self._model.block_size

@@ -69,5 +69,9 @@ def read_request(body: list[bytes]) -> CoreRequest:
     return _request.decode(body[0]) if body else CoreRequest("", None, None, Sampling())
 
 
+def write_request(sampling: Sampling) -> list[bytes]:
+    return [_encoder.encode(CoreRequest("", None, None, sampling))]
+
+
 def write_outputs(outputs: list[CoreOutput]) -> list[bytes]:
     return [_encoder.encode(CoreOutputs(outputs=outputs))]
