@@ -5,7 +5,8 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Self
 
 import psutil
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 
 GIB = 2**30
 MIB = 2**20
+_RDMA = Path("/sys/class/infiniband")
 
 _KNOWN_GPUS = {
     "T4": 14.56,
@@ -64,6 +66,10 @@ class Machine:
     """of the installed vLLM: `cuda`, `cpu`, or empty where there is none"""
     imagined: bool = False
     """true: GPUs that somebody asked about, not found"""
+    devices: Mapping[str, str] = field(default_factory=dict)
+    """names of its network devices by their addresses"""
+    rdma: tuple[str, ...] = ()
+    """its RDMA ports, as UCX names them: `mlx5_0:1`"""
 
     @classmethod
     def detect(cls, env: Mapping[str, str] = os.environ) -> Self:
@@ -74,6 +80,10 @@ class Machine:
             memory=memory.total,
             available=memory.available,
             build=_vllm_build(),
+            devices={
+                entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries
+            },
+            rdma=tuple(f"{port.parts[-3]}:{port.name}" for port in sorted(_RDMA.glob("*/ports/*"))),
         )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from pdserve.config.defaults import cpu_env, gpus_each
 from pdserve.config.machine import Machine
@@ -51,7 +52,8 @@ def seat_workers(
     for role, number, worker in guests:
         request, port = requests[role, number], ports[role, number]
         gpus = placement.gpus[request.worker]
-        slot_env = _env(config, port) | _device_env(worker, machine, gpus, ranks, env)
+        slot_env = _env(config, port) | _network_env(config, worker, machine, env)
+        slot_env |= _device_env(worker, machine, gpus, ranks, env)
         slot = Slot(role, number, gpus, port, slot_env if worker.engine == "vllm" else {})
         if part.has(role, number):
             seats.append(Seat(slot, worker, request.gpus))
@@ -81,6 +83,32 @@ def _env(config: Config, port: int) -> dict[str, str]:
         "VLLM_NIXL_SIDE_CHANNEL_HOST": config.host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
     }
+
+
+def _network_env(
+    config: Config, worker: WorkerConfig, machine: Machine, env: Mapping[str, str]
+) -> dict[str, str]:
+    """Have all that vLLM is made of listen on the network device of `Graph.host` and on no other; by themselves UCX
+    takes all of the machine, and Gloo and NCCL one of their choice. RDMA ports do not listen, and stay in use. What
+    the user's environment says wins; and a worker that spans machines is left alone, since Ray gives their
+    environment to all of them, where a device may have another name."""
+    device = _device(config.host, machine)
+    if not device or worker.engine_args.get("distributed-executor-backend") == "ray":
+        return {}
+    chosen = {
+        "UCX_NET_DEVICES": ",".join([device, *machine.rdma]),
+        "GLOO_SOCKET_IFNAME": device,
+        "NCCL_SOCKET_IFNAME": f"={device}",  # exactly that one; without the sign it would be a prefix
+    }
+    return {name: env.get(name) or value for name, value in chosen.items()}
+
+
+def _device(host: str, machine: Machine) -> str | None:
+    """None where no device of this machine has that address."""
+    try:
+        return machine.devices.get("127.0.0.1" if ip_address(host).is_loopback else host)
+    except ValueError:
+        return machine.devices.get("127.0.0.1") if host == "localhost" else None
 
 
 def _device_env(

@@ -1,5 +1,6 @@
 """The plan: places, ports, environment, sizes, and why something does not fit."""
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -116,6 +117,44 @@ def test_the_cpu(tmp_path: Path) -> None:
         True,
         "pdserve (no GPU)",
     )
+
+
+WIRED = dataclasses.replace(
+    machine(),
+    devices={"127.0.0.1": "lo", "::1": "lo", "10.0.0.5": "eth0", "fd00::5": "eth0"},
+    rdma=("mlx5_0:1", "mlx5_1:1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "ucx", "gloo"),
+    [
+        ("127.0.0.1", "lo,mlx5_0:1,mlx5_1:1", "lo"),
+        ("127.0.0.9", "lo,mlx5_0:1,mlx5_1:1", "lo"),
+        ("localhost", "lo,mlx5_0:1,mlx5_1:1", "lo"),
+        ("10.0.0.5", "eth0,mlx5_0:1,mlx5_1:1", "eth0"),
+        ("fd00::5", "eth0,mlx5_0:1,mlx5_1:1", "eth0"),
+        ("10.0.0.6", None, None),
+        ("another.example", None, None),
+    ],
+)
+def test_workers_listen_on_the_hosts_device_alone(
+    tmp_path: Path, host: str, ucx: str | None, gloo: str | None
+) -> None:
+    for slot in plan(
+        tmp_path, f"Graph:\n  host: '{host}'\n{LOCAL}", WIRED, {Role.DECODE, Role.PREFILL}
+    ).slots:
+        assert (slot.env.get("UCX_NET_DEVICES"), slot.env.get("GLOO_SOCKET_IFNAME")) == (ucx, gloo)
+        assert slot.env.get("NCCL_SOCKET_IFNAME") == (gloo and f"={gloo}")
+
+
+def test_the_users_devices_win(tmp_path: Path) -> None:
+    slot = plan(tmp_path, LOCAL, WIRED, env={"UCX_NET_DEVICES": "eth0", "UCX_TLS": "tcp"}).slots[0]
+    assert slot.env["UCX_NET_DEVICES"] == "eth0"
+    assert slot.env["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "UCX_TLS" not in slot.env
+    ray = LOCAL.replace("remote-prefill: true", "remote-prefill: true\n  distributed-executor-backend: ray")
+    assert "UCX_NET_DEVICES" not in plan(tmp_path, ray, WIRED).slots[0].env
 
 
 def test_what_the_file_or_the_environment_says_wins_on_the_cpu(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """What a user of a running graph sees beside the tokens."""
 
 import json
+from ipaddress import ip_address
 
 import httpx
+import psutil
 import pytest
 from openai import OpenAI
 
@@ -88,6 +90,17 @@ def test_models_health_version(graph: Graph) -> None:
     assert [model["id"] for model in models["data"]] == ["demo"]
     assert httpx.get(f"{graph.url}/health").status_code == 200
     assert set(httpx.get(f"{graph.url}/version").json()) == {"version", "vllm"}
+
+
+def test_nothing_listens_outside_of_loopback(graph: Graph) -> None:
+    listening = [
+        (process.name(), connection.laddr.ip)
+        for process in psutil.Process(graph.process.pid).children(recursive=True)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert {"VLLM::Worker", "nats-server", "etcd"} <= {name for name, _ in listening}
+    assert [each for each in listening if not ip_address(each[1]).is_loopback] == []
 
 
 def test_status_shows_both_workers(graph: Graph) -> None:
