@@ -23,6 +23,7 @@ HOMES = {
     "max-wait": "Frontend",
     "max-waiting": "Frontend",
     "max-waiting-tokens": "Frontend",
+    "max-outputs": "Frontend",
     "router": "Processor",
     "remote-prefill": "VllmWorker",
     "conditional-disagg": "VllmWorker",

@@ -77,6 +77,7 @@ def _frontend(entry: Entry | None, findings: Findings) -> tuple[FrontendConfig |
             max_wait=keys.seconds("max-wait", Limits.max_wait),
             max_waiting=keys.integer("max-waiting", Limits.max_waiting, 1),
             max_waiting_tokens=keys.integer("max-waiting-tokens", Limits.max_waiting_tokens, 1),
+            max_outputs=keys.integer("max-outputs", Limits.max_outputs, 1),
         ),
     )
     name = keys.text("served-model-name", "")

@@ -18,6 +18,8 @@ class Limits:
     """requests"""
     max_waiting_tokens: int = 1_000_000
     """about, of prompts and what they will generate"""
+    max_outputs: int = 128
+    """of one request: n, times its prompts"""
 
 
 @dataclass(frozen=True)

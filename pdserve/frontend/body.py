@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from types import UnionType
 
 import msgspec
 
@@ -46,6 +47,8 @@ class Asks:
     max_tokens: int | None
     """for each sequence; None where the body sets no bound"""
     sequences: int = 1
+    n: int = 1
+    """of these, for each prompt"""
 
 
 @dataclass(frozen=True)
@@ -123,15 +126,22 @@ def look_into(raw: bytes) -> Body:
 def _asks(raw: bytes, fields: Mapping[str, object]) -> Asks:
     """What is no valid value counts as none: vLLM's app will refuse it."""
     bounds = [value for name in _BOUNDS if (value := _count(fields.get(name)))]
-    prompt = fields.get("prompt")
-    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-    prompts = len(prompt) if several else 1  # type: ignore[arg-type]
-    return Asks(
-        len(raw) // _BYTES_PER_TOKEN, min(bounds, default=None), prompts * (_count(fields.get("n")) or 1)
-    )
+    prompts = max(_several(fields.get("prompt"), str | list), _several(fields.get("messages"), list))
+    n = _count(fields.get("n")) or 1
+    return Asks(len(raw) // _BYTES_PER_TOKEN, min(bounds, default=None), prompts * n, n)
+
+
+def _several(value: object, kind: type | UnionType) -> int:
+    """How many prompts a list of such is; anything else is one."""
+    return len(value) if isinstance(value, list) and value and isinstance(value[0], kind) else 1
 
 
 def _count(value: object) -> int | None:
+    """A number above 0, also as vLLM's app reads it: "3" and 3.0 are 3."""
+    if isinstance(value, str):
+        value = int(value) if len(value) < 20 and value.strip().isdecimal() else None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pdserve.processor import migration
 from pdserve.processor.link import Link
-from pdserve.processor.trace import Trace
+from pdserve.processor.trace import Trace, Turn
 from pdserve.processor.vllm_api import EngineCoreRequest
 
 
@@ -32,6 +32,7 @@ class Generation:
     last_loss: str = ""
     link: Link | None = None
     wire_id: str = ""
+    turn: Turn | None = None
     placed: bool = False
     """the worker has taken it up"""
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
@@ -51,6 +52,11 @@ class Generation:
     def prompt(self) -> list[int]:
         prompt: list[int] = self.request.prompt_token_ids
         return prompt
+
+    @property
+    def begun(self) -> bool:
+        """Its turn has come."""
+        return self.turn is None or self.turn.held
 
     @property
     def replays(self) -> bool:

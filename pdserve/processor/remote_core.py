@@ -10,7 +10,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable, Collection
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -150,7 +150,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
     # what links tell
 
     def link_up(self, link: Link) -> None:
-        waiting = [one for one in self._generations.values() if one.link is None]
+        waiting = [one for one in self._generations.values() if one.link is None and one.begun]
         for generation in waiting:
             self._place(generation)
         self.on_room()
@@ -187,7 +187,11 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         generation.request = migration.repeatable(request)
         if trace is not None:
             trace.prompt(request.external_req_id or request.request_id, len(generation.prompt))
-        self._place(generation)
+        if trace is None or trace.turns is None:
+            self._place(generation)
+            return
+        generation.turn = trace.turns.sequence(partial(self._place, generation))
+        generation.turn.ask()
 
     # outputs
 
@@ -342,6 +346,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
 
     def _forget(self, generation: Generation) -> None:
         del self._generations[generation.id]
+        if generation.turn is not None:
+            generation.turn.end()
         if not self._generations:
             self._emptied.set()
         self.on_room()

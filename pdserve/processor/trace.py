@@ -5,8 +5,10 @@ decode worker the request went, and the edge can put that into headers, metrics 
 """
 
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,25 @@ def no_worker(model: str, why: str = "") -> Failure:
     )
 
 
+class Turn(Protocol):
+    """Of one sequence, at the decode workers. It must be ended."""
+
+    @property
+    def held(self) -> bool:
+        """It has come, and the sequence is not over."""
+
+    def ask(self) -> None:
+        """May begin the sequence at once."""
+
+    def end(self) -> None:
+        """May be called twice."""
+
+
+class Turns(Protocol):
+    def sequence(self, begin: Callable[[], None]) -> Turn:
+        """For one more sequence of the request; `begin` is called when its turn has come."""
+
+
 @dataclass
 class Trace:
     request_id: str
@@ -42,6 +63,8 @@ class Trace:
     """monotonic, as `started`"""
     output_tokens: int = 0
     failure: Failure | None = None
+    turns: Turns | None = None
+    """where its sequences wait for places; None: they are begun at once"""
     _prompts: dict[str, int] = field(default_factory=dict)
     _prefill: dict[str, None] = field(default_factory=dict)
     _instances: dict[str, None] = field(default_factory=dict)

@@ -104,10 +104,10 @@ def test_a_dynamo_file_runs_unchanged(tmp_path: Path) -> None:
 
 
 def test_limits(tmp_path: Path) -> None:
-    limits = "{port: 8000, max-wait: 2.5, max-waiting: 7, max_waiting_tokens: 90}"
+    limits = "{port: 8000, max-wait: 2.5, max-waiting: 7, max_waiting_tokens: 90, max-outputs: 3}"
     config = read(tmp_path, GOOD.replace("Frontend:\n  port: 8000", f"Frontend: {limits}"))
     assert config.frontend is not None
-    assert config.frontend.limits == Limits(2.5, 7, 90)
+    assert config.frontend.limits == Limits(2.5, 7, 90, 3)
     assert read(tmp_path, GOOD).frontend == FrontendConfig()
 
 
@@ -272,7 +272,7 @@ BAD = {
     "unknown key without a likeness": (
         GOOD.replace("port: 8000", "zzz: 1"),
         "FILE:5: Frontend.zzz is not a key of Frontend: remove it, or use one of: endpoint, host, port, "
-        "ServiceArgs, max-wait, max-waiting, max-waiting-tokens, served-model-name.",
+        "ServiceArgs, max-wait, max-waiting, max-waiting-tokens, max-outputs, served-model-name.",
     ),
     "a limit of nothing": (
         GOOD.replace("port: 8000", "max_waiting: 0"),

@@ -1,6 +1,6 @@
 import pytest
 
-from pdserve.frontend.body import Asks, look_into
+from pdserve.frontend.body import look_into
 from pdserve.frontend.limits import too_late
 
 
@@ -34,7 +34,12 @@ def test_too_late(wait: float, left: float, run: float, max_wait: float, expecte
         (b'{"prompt": [1, 2, 3]}', None, 1),
         (b'{"prompt": [], "n": true, "max_tokens": "x"}', None, 1),
         (b'{"n": -4, "max_tokens": 0}', None, 1),
+        (b'{"n": "4", "max_tokens": 5.0}', 5, 4),
+        (b'{"n": 1e300, "max_tokens": "\xd9\xa3"}', 3, int(1e300)),
+        (b'{"messages": [[], [], []]}', None, 3),
+        (b'{"messages": [{}, {}]}', None, 1),
     ],
 )
 def test_what_a_body_asks_for(body: bytes, max_tokens: int | None, sequences: int) -> None:
-    assert look_into(body).asks == Asks(len(body) // 4, max_tokens, sequences)
+    asks = look_into(body).asks
+    assert (asks.prompt_tokens, asks.max_tokens, asks.sequences) == (len(body) // 4, max_tokens, sequences)

@@ -9,7 +9,7 @@ import pytest
 from pdserve.config.schema import Limits
 from pdserve.errors import Overloaded
 from pdserve.frontend.body import Asks, Refusal
-from pdserve.frontend.line import Line, Ticket
+from pdserve.frontend.line import GROUP, Line, Ticket, Turn
 from pdserve.processor.room import Room
 from pdserve.processor.trace import Trace
 from pdserve.processor.usual import Usual
@@ -22,26 +22,43 @@ class Model:
 
     def __init__(self, places: int, limits: Limits = Limits()) -> None:  # noqa: B008  # frozen
         self.places, self.tokens = places, float("inf")
-        self.running: list[Ticket] = []
+        self.running: list[Turn] = []
+        self.order: list[str] = []
+        """the clients whose sequences began"""
         self.usual = Usual()
         self.line = Line(limits, self.room, lambda: self.usual)
 
     def room(self) -> Room:
-        there = [one for one in self.running if one.trace.prompt_tokens]
-        return Room(self.places, self.places - len(there), self.tokens)
+        return Room(self.places, self.places - len(self.running), self.tokens)
 
     def ask(self, client: str, asks: Asks = ASKS, left: float = 600.0) -> Ticket:
         return self.line.join(client, asks, Trace(client, time.time() + left))
 
     def take(self, *tickets: Ticket) -> None:
-        """They reach the workers."""
+        """As the engine core: all of their sequences ask for a turn."""
         for ticket in tickets:
-            ticket.trace.prompt("p", 100)
-            self.running.append(ticket)
+            for _ in range(ticket.asks.sequences):
+                self.sequence(ticket)
 
-    def end(self) -> None:
-        """The first one that runs is done."""
-        self.line.leave(self.running.pop(0))
+    def sequence(self, ticket: Ticket) -> Turn:
+        turn = ticket.sequence(lambda: self.begin(turn))
+        turn.ask()
+        return turn
+
+    def begin(self, turn: Turn) -> None:
+        self.running.append(turn)
+        self.order.append(turn.ticket.client)
+
+    def end(self, turn: Turn | None = None) -> None:
+        """This one is done, or the first one that runs; with its last one a request is."""
+        turn = turn or self.running[0]
+        self.running.remove(turn)
+        turn.end()
+        ticket = turn.ticket
+        if ticket.asked or any(one.ticket is ticket for one in self.running):
+            self.line.advance()
+        else:
+            self.line.leave(ticket)
 
     def serve(self, waiting: list[Ticket]) -> list[str]:
         """Everybody, one after another: the clients in order of their turns."""
@@ -116,16 +133,120 @@ def test_turns_are_fair_in_tokens() -> None:
     assert order[:6].count("short") >= 4
 
 
+def several(model: Model, client: str, sequences: int) -> Ticket:
+    model.usual.learn(100, 0.0, 0.0)
+    ticket = model.ask(client, Asks(0, 100, sequences, sequences))
+    if not ticket.waiting:
+        model.take(ticket)
+    return ticket
+
+
+def test_the_outputs_of_one_request_take_turns_like_those_of_many() -> None:
+    model = Model(2)
+    crowd = several(model, "crowd", 8)
+    assert model.order == ["crowd", "crowd"]  # alone it may have every place
+    singles = [model.ask("single", Asks(0, 100)) for _ in range(2)]
+    assert len(crowd.asked) == 6
+    model.end()
+    assert not singles[0].waiting
+    model.take(singles[0])
+    model.end()  # each has one of two places: round in turn
+    model.end(model.running[0])
+    assert singles[1].waiting is False
+    model.take(singles[1])
+    while model.running:
+        model.end()
+    assert model.order.count("crowd") == 8
+    assert not len(model.line)
+    assert not model.line._tokens
+
+
 def test_several_outputs_are_paid_for() -> None:
     model = full()
-    model.usual.learn(100, 0.0, 0.0)
-    waiting = [
-        model.ask("a", Asks(0, 100, sequences=4)),
-        model.ask("a", Asks(0, 100)),
-        model.ask("b", Asks(0, 100)),
-    ]
-    waiting += [model.ask("b", Asks(0, 100)) for _ in range(2)]
-    assert model.serve(waiting) == list("bbbaa")
+    first = several(model, "a", 4)
+    second = model.ask("a", Asks(0, 100))
+    others = [model.ask("b", Asks(0, 100)) for _ in range(3)]
+    model.order.clear()
+    for _ in range(9):
+        model.end()
+        model.take(*[one for one in [first, second, *others] if one.unused])
+    assert model.order == list("ababab" + "aa")
+
+
+def test_what_is_left_of_a_request_is_not_charged() -> None:
+    model = full()
+    crowd, later = several(model, "a", 100), model.ask("a")
+    model.end()
+    model.take(crowd)
+    other = [model.ask("b") for _ in range(2)]
+    for turn in list(crowd.asked):
+        turn.end()
+    model.line.leave(crowd)
+    assert model.serve([later, *other]) in (list("bab"), list("abb"))
+    assert not len(model.line)
+
+
+def test_one_large_request_lets_others_of_its_client_pass() -> None:
+    model = full()
+    crowd, small, single = several(model, "a", 100), several(model, "a", 3), model.ask("a")
+    model.order.clear()
+    model.end()
+    model.take(crowd)
+    waited = 0
+    while single.waiting:
+        model.end()
+        waited += 1
+        model.take(*[one for one in (small,) if one.unused])
+    assert waited == GROUP + 3
+    assert len(crowd.asked) == 100 - GROUP
+
+
+def test_more_sequences_than_were_told() -> None:
+    model = Model(1)
+    ticket = model.ask("a")
+    turns = [model.sequence(ticket) for _ in range(3)]  # a beam search
+    assert [turn.held for turn in turns] == [True, False, False]
+    single = model.ask("b")
+    model.end()
+    model.end()
+    assert not single.waiting
+    model.take(single)
+    model.end()
+    model.end()
+    assert model.order == list("aaba")
+    assert not len(model.line)
+
+
+def test_a_client_with_its_share_of_the_places_gets_no_more_while_others_wait() -> None:
+    model = full(4)
+    for _ in range(4):  # the crowd holds every place
+        model.end()
+        model.take(model.ask("crowd"))
+    crowd = [model.ask("crowd", Asks(9, 0)) for _ in range(50)]  # small ones, whose turns would come first
+    singles = [model.ask("single", Asks(999, 0)) for _ in range(3)]
+    model.end()
+    assert not singles[0].waiting
+    model.take(singles[0])
+    model.end()
+    assert not singles[1].waiting
+    model.take(singles[1])
+    model.end(model.running[0])  # two each now
+    assert singles[2].waiting
+    assert sum(not one.waiting for one in crowd) == 1
+
+
+def test_a_client_alone_may_hold_every_place() -> None:
+    model = Model(8)
+    for _ in range(8):
+        model.take(model.ask("a"))
+    assert len(model.running) == 8
+    other = model.ask("b")
+    assert other.waiting
+    model.line.leave(other)
+    model.ask("a")
+    model.end()
+    assert len(model.running) == 7
+    assert not len(model.line)
 
 
 def test_who_was_away_saves_nothing() -> None:
@@ -219,15 +340,21 @@ async def test_a_full_line_makes_place_for_who_has_less(limits: Limits) -> None:
 def test_one_that_is_over_a_bound_by_itself() -> None:
     model = Model(0, Limits(max_waiting_tokens=50, max_waiting=8))
     assert model.ask("a").waiting
-    with pytest.raises(Refusal, match="9 outputs"):
-        model.ask("b", Asks(1, 1, sequences=9))
+    with pytest.raises(Refusal, match="129 outputs") as caught:
+        model.ask("b", Asks(1, 1, sequences=129, n=129))
+    assert caught.value.param == "n"
+    with pytest.raises(Refusal, match="129 outputs") as caught:
+        model.ask("b", Asks(1, 1, sequences=129))
+    assert caught.value.param == "prompt"
 
 
 def test_answers_that_nobody_reads_are_bounded() -> None:
     model = Model(4, Limits(max_waiting=3))
     for _ in range(7):
         ticket = model.ask("a")
-        ticket.trace.prompt("p", 100)  # generated, and not yet read
+        turn = ticket.sequence(lambda: None)
+        turn.ask()
+        turn.end()  # generated, and not yet read
     with pytest.raises(Overloaded):
         model.ask("b")
     with pytest.raises(Overloaded):
@@ -253,7 +380,7 @@ def test_clients_are_forgotten() -> None:
     model = Model(1)
     for number in range(5000):
         model.line.leave(model.ask(f"client {number}"))
-    assert not model.line._ends
+    assert len(model.line._accounts) < 1100
     model = full()
     waiting = [model.ask("crowd") for _ in range(3)]
     for number in range(3000):  # somebody waits all the time
@@ -262,7 +389,7 @@ def test_clients_are_forgotten() -> None:
         (called,) = [one for one in waiting if not one.waiting]
         waiting.remove(called)
         model.take(called)
-    assert len(model.line._ends) < 1100
+    assert len(model.line._accounts) < 1100
 
 
 def test_a_client_that_waits_is_never_forgotten() -> None:

@@ -125,3 +125,54 @@ async def test_what_waits_in_vain_reaches_no_engine(graph: Graph) -> None:
         assert {answer.status_code for answer in await running.answers()} == {200}
         assert len(engine._seen) == PLACES
     assert {answer.status_code for answer in late} <= {429, 504}
+
+
+@pytest.mark.parametrize(
+    "many", [{"n": 30, "temperature": 1.0}, {"prompt": [[310, 320, number] for number in range(30)]}]
+)
+async def test_one_request_with_many_outputs_leaves_others_their_turns(
+    graph: Graph, many: dict[str, object]
+) -> None:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(worker(graph))
+        line = graph.roster.find(NAME).line
+        body = completion(model=NAME, max_tokens=20, **many)
+        crowd = asyncio.create_task(graph.http.post("/v1/completions", json=body))
+        await until(lambda: engine.usage.running + engine.usage.waiting == PLACES, within=10)
+        assert len(line) == 1
+        for _ in range(3):  # of the same client: the line lets them pass
+            answer = await graph.http.post("/v1/completions", json=completion(model=NAME, max_tokens=2))
+            assert answer.status_code == 200
+            assert engine.usage.running + engine.usage.waiting <= PLACES
+        assert not crowd.done()
+        answer = await crowd
+        assert answer.status_code == 200
+        assert len(answer.json()["choices"]) == 30
+        assert answer.json()["usage"]["completion_tokens"] == 30 * 20
+        assert not len(line)
+        assert not any(account.held for account in line._accounts.values())
+        assert await engine.all_blocks_free()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_takes_its_waiting_outputs_along(graph: Graph, stream: bool) -> None:
+    async with worker(graph) as engine:
+        line = graph.roster.find(NAME).line
+        body = completion(model=NAME, max_tokens=300, n=60, temperature=1.0, stream=stream)
+        crowd = asyncio.create_task(graph.http.post("/v1/completions", json=body))
+        await until(lambda: engine.usage.running == PLACES - 1, within=10)
+        crowd.cancel()
+        await until(lambda: not len(line) and not engine.usage.running, within=10)
+        assert not any(account.held for account in line._accounts.values())
+        assert await engine.all_blocks_free()
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [({"n": 200}, "n"), ({"n": "200"}, "n"), ({"prompt": ["a"] * 200}, "prompt")],
+)
+async def test_too_many_outputs_for_one_request(graph: Graph, extra: dict[str, object], param: str) -> None:
+    async with worker(graph):
+        answer = await graph.http.post("/v1/completions", json=completion(model=NAME, **extra))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
