@@ -44,10 +44,17 @@ class Memory:
     block_size: int
     activations: int = 0
     """the peak of a step, on a GPU"""
-    fixed: int = 0
-    """runtime, collectives and CUDA graphs, on a GPU"""
+    graphs: int = 0
+    """CUDA graphs"""
+    runtime: int = 0
+    """what CUDA and NCCL keep for themselves"""
     kv_space: int | None = None
     """for the KV cache; negative where not even the weights fit; None: no GPU to measure against"""
+
+    @property
+    def fixed(self) -> int:
+        """What does not grow with the batch, beside the weights."""
+        return self.graphs + self.runtime
 
     @property
     def blocks(self) -> int:
@@ -71,15 +78,17 @@ def size(
     on_cpu = cpu_kv is not None
     weights = weight_bytes(model, args, on_cpu=on_cpu)
     activations = 0 if on_cpu else activation_bytes(model, args, gpu)
-    fixed = 0 if on_cpu else fixed_bytes(model, args, gpu)
+    graphs = 0 if on_cpu else graph_bytes(model, args, gpu)
+    runtime = 0 if on_cpu else runtime_bytes(args, gpu)
     memory = Memory(
         weights=weights,
         kv_per_token=kv_bytes_per_token(model, args),
         max_model_len=max_model_len(model, args),
         block_size=block_size(args, on_cpu=on_cpu),
         activations=activations,
-        fixed=fixed,
-        kv_space=cpu_kv if on_cpu else _gpu_kv_space(args, gpu, weights + activations + fixed),
+        graphs=graphs,
+        runtime=runtime,
+        kv_space=cpu_kv if on_cpu else _gpu_kv_space(args, gpu, weights + activations + graphs + runtime),
     )
     if (blocks := args.get("num-gpu-blocks-override")) is None:
         return memory
@@ -146,24 +155,20 @@ def activation_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | N
     return int(elements * DTYPE_BYTES[model.resolve_dtype(args.get("dtype", "auto"))])
 
 
-def fixed_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) -> int:
-    """What does not grow with the batch: CUDA's and NCCL's own memory, and the graphs."""
-    ranks = _ranks(args)
+def runtime_bytes(args: Mapping[str, object], gpu: Gpu | None) -> int:
     switched = gpu is not None and re.search(r"A100|[HB][1-3]00", gpu.name) and "PCI" not in gpu.name.upper()
-    collectives = NVSWITCH_BYTES if ranks.tensor > 1 and switched else 0
+    return GPU_RUNTIME_BYTES + (NVSWITCH_BYTES if _ranks(args).tensor > 1 and switched else 0)
+
+
+def graph_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) -> int:
+    """Captured are piecewise graphs of 1, 2, 4, multiples of 8 up to 256 and of 16 up to twice max-num-seqs and 512
+    tokens, and full ones as far as max-num-seqs (`VllmConfig._set_cudagraph_sizes`)."""
     if not _compiled(args):
-        return GPU_RUNTIME_BYTES + collectives
-    graphs = _graphs(*_batch(args, gpu)) * _layers(model, ranks) * GRAPH_LAYER_BYTES
-    return GPU_RUNTIME_BYTES + collectives + GRAPH_POOL_BYTES + graphs
-
-
-def _graphs(tokens: int, sequences: int) -> int:
-    """How many vLLM captures: piecewise ones of 1, 2, 4, multiples of 8 up to 256 and of 16 up to twice max-num-seqs
-    and 512 tokens, and full ones as far as max-num-seqs (`VllmConfig._set_cudagraph_sizes`)."""
-    sizes = [each for each in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if each <= tokens]
-    return len([each for each in sizes if each <= 2 * sequences]) + len(
-        [each for each in sizes if each <= sequences]
-    )
+        return 0
+    tokens, sequences = _batch(args, gpu)
+    sizes: list[int] = [each for each in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if each <= tokens]
+    count = sum(1 + (each <= sequences) for each in sizes if each <= 2 * sequences)
+    return GRAPH_POOL_BYTES + count * _layers(model, _ranks(args)) * GRAPH_LAYER_BYTES
 
 
 def block_size(args: Mapping[str, object], *, on_cpu: bool) -> int:

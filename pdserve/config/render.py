@@ -67,6 +67,7 @@ def _worker_as_dict(worker: PlannedWorker, plan: Plan) -> dict[str, Any]:
 def _derived(memory: Memory) -> dict[str, Any]:
     known = memory.kv_space is not None
     return {
+        "fixed": memory.fixed,
         "kv_blocks": memory.blocks if known else None,
         "kv_tokens": memory.tokens if known else None,
         "max_concurrency": round(memory.max_concurrency, 2) if known else None,

@@ -22,6 +22,7 @@ from pdserve.stream.base import StreamServer
 from pdserve.worker.identity import describe, model_card, new_instance_id
 from pdserve.worker.lifecycle import Lifecycle
 from pdserve.worker.liveness import watch_engine
+from pdserve.worker.measured import log_memory
 from pdserve.worker.presence import Presence
 from pdserve.worker.run import build_engine, run_until_signalled
 
@@ -76,6 +77,7 @@ class DecodeWorker:
         async with AsyncExitStack() as stack:
             for seam in (self._engine, self._stream, self._queue, self._registry, self.view):
                 await stack.enter_async_context(seam)
+            log_memory(self._config, self._slot, self._engine.facts)
             self._presence = await self._make_presence()
             await self._life.run(
                 self._presence.announce,

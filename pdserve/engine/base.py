@@ -25,6 +25,12 @@ class EngineFacts:
     """requests of max_model_len tokens that fit the KV cache at once"""
     vllm_version: str
     supported_tasks: list[str]
+    weight_bytes: int = 0
+    """of the rank that has most; 0 here and below: the engine does not tell"""
+    consumed_bytes: int = 0
+    """on a GPU: weights, and what the runtime keeps"""
+    peak_bytes: int = 0
+    """on a GPU: reserved for activations and CUDA graphs"""
 
     @property
     def kv_tokens(self) -> int:

@@ -21,6 +21,7 @@ from pdserve.registry.base import Registry
 from pdserve.worker.identity import describe, new_instance_id
 from pdserve.worker.lifecycle import Lifecycle
 from pdserve.worker.liveness import watch_engine
+from pdserve.worker.measured import log_memory
 from pdserve.worker.presence import Presence
 from pdserve.worker.run import build_engine, run_until_signalled
 
@@ -73,6 +74,7 @@ class PrefillWorker:
         async with AsyncExitStack() as stack:
             for seam in (self._engine, self._queue, self._registry):
                 await stack.enter_async_context(seam)
+            log_memory(self._config, self._slot, self._engine.facts)
             instance = describe(self._config, self._slot, self.id, self._engine.facts, "", self._metrics_url)
             self._presence = Presence(self._registry, instance, None, self._load)
             await self._life.run(
