@@ -71,9 +71,9 @@ class VllmEngine(Engine):
     async def _facts(self) -> EngineFacts:
         config = self._process.config
         cache, scheduler = config.cache_config, config.scheduler_config
-        blocks = cache.num_gpu_blocks
+        ranks = await self._ask(self._alive.collective_rpc_async("pdserve_memory"))
         return EngineFacts(
-            kv_blocks=blocks,
+            kv_blocks=cache.num_gpu_blocks,
             block_size=cache.block_size,
             max_model_len=config.model_config.max_model_len,
             max_num_seqs=scheduler.max_num_seqs,
@@ -81,6 +81,9 @@ class VllmEngine(Engine):
             max_concurrency=cache.kv_cache_max_concurrency or 0.0,
             vllm_version=api.VERSION,
             supported_tasks=list(await self._ask(self._alive.get_supported_tasks_async())),
+            weight_bytes=max(weights for weights, _, _ in ranks),
+            consumed_bytes=max(consumed for _, consumed, _ in ranks),
+            peak_bytes=max(peak for _, _, peak in ranks),
         )
 
     # the contract

@@ -13,6 +13,13 @@ class WorkerExtension:
     def pdserve_instruction_sets(self) -> str:
         return describe(AMX_PERMITTED)
 
+    def pdserve_memory(self) -> tuple[int, int, int]:
+        """Bytes: of the weights; of all that was taken when the model was loaded; reserved for activations and CUDA
+        graphs. 0 is what was not measured: all of them on the CPU, where weights are packed anew."""
+        weights = getattr(getattr(self, "model_runner", None), "model_memory_usage", 0)
+        found = weights, getattr(self, "total_consumed", 0), getattr(self, "peak_activation_memory", 0)
+        return int(found[0]), int(found[1]), int(found[2])
+
     def pdserve_release(self, request_id: str) -> None:
         """Free the KV blocks that this engine keeps of a prefill, as if another one had read them."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group

@@ -4,6 +4,8 @@ on."""
 import dataclasses
 import inspect
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -122,6 +124,16 @@ def test_what_the_connector_reads_of_vllms() -> None:
     ):
         assert name in source, f"{name} {ADVICE}"
     assert fields(NixlKVConnectorStats) == ["data"]
+
+
+def test_what_is_read_of_vllms_memory_profile() -> None:
+    """Of its GPU worker, whose module is not imported here: it needs a GPU's libraries."""
+    folder = Path(str(find_spec("vllm.v1.worker").submodule_search_locations[0]))  # type: ignore[union-attr, index]
+    worker = (folder / "gpu_worker.py").read_text()
+    assert "self.total_consumed = profile_result.total_consumed" in worker, f"total_consumed {ADVICE}"
+    assert "self.peak_activation_memory = (" in worker, f"peak_activation_memory {ADVICE}"
+    for runner in ("gpu_model_runner.py", "gpu/model_runner.py"):
+        assert "self.model_memory_usage = m.consumed_memory" in (folder / runner).read_text(), ADVICE
 
 
 @pytest.mark.parametrize("key", [connector.STALLED, connector.RELEASED])

@@ -24,6 +24,9 @@ from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from pdserve.chaos.cut import _duplicate, _ends
+from pdserve.config.machine import GIB
+from pdserve.config.memory import size
+from pdserve.config.model_folder import read_model
 from pdserve.engine.base import Output, Transfers
 from pdserve.engine.instruction_sets import describe, request_amx
 from pdserve.engine.spec import EngineSpec
@@ -327,6 +330,15 @@ async def test_it_frees_what_nobody_will_read(pair: Pair) -> None:
     await until(lambda: handle.request_id in pair.prefill.released)
     await until(pair.prefill.engine.all_blocks_free, 10)
     await pair.prefill.engine.release(handle)
+
+
+async def test_the_engine_finds_the_memory_that_was_planned(pair: Pair) -> None:
+    """On the CPU: the KV blocks exactly, and nothing is measured of the rest."""
+    planned = size(read_model(Path(MODEL)), ARGUMENTS, None, cpu_kv=GIB)
+    for each in (pair.decode, pair.prefill):
+        facts = each.engine.facts
+        assert facts.kv_blocks == planned.blocks
+        assert (facts.weight_bytes, facts.consumed_bytes, facts.peak_bytes) == (0, 0, 0)
 
 
 async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Pair) -> None:
