@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import yaml
 
@@ -57,10 +58,19 @@ def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
     return f"{place}: this is not YAML ({said}): correct the line, its indentation or its quotes."
 
 
+class _Constructor(yaml.constructor.SafeConstructor):
+    """With dates, whatever others made of them in PyYAML's own tables: lm-format-enforcer, which vLLM imports, makes
+    them words for all of its process."""
+
+    yaml_constructors: ClassVar = yaml.constructor.SafeConstructor.yaml_constructors | {
+        "tag:yaml.org,2002:timestamp": yaml.constructor.SafeConstructor.construct_yaml_timestamp
+    }
+
+
 class _Reader:
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
-        self._construct = yaml.constructor.SafeConstructor()
+        self._construct = _Constructor()
 
     def children(self, path: str, node: yaml.MappingNode, above: tuple[yaml.Node, ...]) -> dict[str, Entry]:
         """`above` are the nodes that this one is inside of: an alias to one of them would never end."""

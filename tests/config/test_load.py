@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pdserve.config.load import load
 from pdserve.config.schema import Config, FrontendConfig, Limits
@@ -504,6 +505,15 @@ def test_what_a_mistake_is_answered_with(tmp_path: Path, case: str) -> None:
     found = problems(tmp_path, text)
     assert any(problem.startswith(expected) for problem in found), found
     assert all(problem.startswith("FILE") and problem.endswith((".", "?")) for problem in found), found
+
+
+def test_dates_are_read_alike_whatever_else_was_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-format-enforcer, which vLLM imports, makes words of every YAML date in its process."""
+    constructors = yaml.SafeLoader.yaml_constructors
+    monkeypatch.setitem(constructors, "tag:yaml.org,2002:timestamp", constructors["tag:yaml.org,2002:str"])
+    test_what_a_mistake_is_answered_with(tmp_path, "a date that is none")
 
 
 OWNED = {
