@@ -84,17 +84,20 @@ class Ticket:
         self._refusal = refusal
         self._called.set()
 
-    def sequence(self, begin: Callable[[], None]) -> "Turn":
-        """For one sequence; `begin` is called when its turn has come."""
-        return Turn(self._line, self, begin)
+    def sequence(self, begin: Callable[[], None], drop: Callable[[], None]) -> "Turn":
+        """For one sequence; `begin` is called when its turn has come, or `drop` when the request ended before."""
+        return Turn(self._line, self, begin, drop)
 
 
 class Turn:
     """Of one sequence. It must be ended."""
 
-    def __init__(self, line: "Line", ticket: Ticket, begin: Callable[[], None]) -> None:
+    def __init__(
+        self, line: "Line", ticket: Ticket, begin: Callable[[], None], drop: Callable[[], None]
+    ) -> None:
         self.ticket = ticket
         self.begin = begin
+        self.drop = drop
         self.held = False
         """the sequence has its place"""
         self._line = line
@@ -170,6 +173,8 @@ class Line:
             self._account(ticket.client).held -= 1
         self._inside.discard(ticket)
         self._entering.discard(ticket)
+        for turn in list(ticket.asked):
+            turn.drop()
         self._left.set()
         self.advance()
 

@@ -190,7 +190,12 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         if trace is None or trace.turns is None:
             self._place(generation)
             return
-        generation.turn = trace.turns.sequence(partial(self._place, generation))
+        if trace.failure is not None:  # a sibling (n > 1) has just ended all of them
+            self._forget(generation)
+            return
+        generation.turn = trace.turns.sequence(
+            partial(self._place, generation), partial(self._forget, generation)
+        )
         generation.turn.ask()
 
     # outputs

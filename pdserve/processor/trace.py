@@ -48,8 +48,9 @@ class Turn(Protocol):
 
 
 class Turns(Protocol):
-    def sequence(self, begin: Callable[[], None]) -> Turn:
-        """For one more sequence of the request; `begin` is called when its turn has come."""
+    def sequence(self, begin: Callable[[], None], drop: Callable[[], None]) -> Turn:
+        """For one more sequence of the request; `begin` is called when its turn has come, or `drop` when the request
+        ended before."""
 
 
 @dataclass

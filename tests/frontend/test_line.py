@@ -41,7 +41,7 @@ class Model:
                 self.sequence(ticket)
 
     def sequence(self, ticket: Ticket) -> Turn:
-        turn = ticket.sequence(lambda: self.begin(turn))
+        turn = ticket.sequence(lambda: self.begin(turn), lambda: turn.end())
         turn.ask()
         return turn
 
@@ -201,6 +201,19 @@ def test_one_large_request_lets_others_of_its_client_pass() -> None:
     assert len(crowd.asked) == 100 - GROUP
 
 
+def test_sequences_that_wait_end_with_their_request() -> None:
+    model = full()
+    crowd = model.ask("a", Asks(0, 1, 3, 3))
+    model.end()
+    model.take(crowd)
+    assert len(crowd.asked) == 2
+    model.line.leave(crowd)
+    assert not crowd.asked
+    assert not len(model.line)
+    model.end()
+    assert not model.line._accounts["a"].held
+
+
 def test_more_sequences_than_were_told() -> None:
     model = Model(1)
     ticket = model.ask("a")
@@ -352,7 +365,7 @@ def test_answers_that_nobody_reads_are_bounded() -> None:
     model = Model(4, Limits(max_waiting=3))
     for _ in range(7):
         ticket = model.ask("a")
-        turn = ticket.sequence(lambda: None)
+        turn = ticket.sequence(lambda: None, lambda: None)
         turn.ask()
         turn.end()  # generated, and not yet read
     with pytest.raises(Overloaded):
