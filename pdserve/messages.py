@@ -4,13 +4,16 @@ All are frozen msgspec structs. A new field gets a default, unknown fields are i
 understand each other. Times named `deadline` are Unix seconds, durations are seconds. Nothing is ever pickled.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from pdserve.errors import ProtocolError
+
+T = TypeVar("T")
 
 
 class Role(StrEnum):
@@ -270,13 +273,26 @@ class PrefillFailed(Struct, frozen=True, tag=True):
 PrefillAnswer = PrefillStarted | PrefillDone | PrefillFailed
 
 
+def _reader(decode: Callable[[bytes], T]) -> Callable[[bytes], T]:
+    """`decode`, raising ProtocolError for whatever cannot be read: msgspec lets errors of Python through for text that
+    is not UTF-8 and for what is nested too deep."""
+
+    def read(data: bytes) -> T:
+        try:
+            return decode(data)
+        except (ValueError, TypeError, RecursionError, MemoryError) as error:
+            raise ProtocolError(f"{len(data)} bytes that cannot be read: {error}") from error
+
+    return read
+
+
 encode = msgspec.msgpack.Encoder().encode
-decode_to_decode = msgspec.msgpack.Decoder(ToDecode).decode
-decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode
-decode_prefill_request = msgspec.msgpack.Decoder(PrefillRequest).decode
-decode_prefill_cancel = msgspec.msgpack.Decoder(PrefillCancel).decode
-decode_prefill_answer = msgspec.msgpack.Decoder(PrefillAnswer).decode
-decode_queue_state = msgspec.msgpack.Decoder(QueueState).decode
+decode_to_decode = _reader(msgspec.msgpack.Decoder(ToDecode).decode)
+decode_to_frontend = _reader(msgspec.msgpack.Decoder(ToFrontend).decode)
+decode_prefill_request = _reader(msgspec.msgpack.Decoder(PrefillRequest).decode)
+decode_prefill_cancel = _reader(msgspec.msgpack.Decoder(PrefillCancel).decode)
+decode_prefill_answer = _reader(msgspec.msgpack.Decoder(PrefillAnswer).decode)
+decode_queue_state = _reader(msgspec.msgpack.Decoder(QueueState).decode)
 
 
 def encode_to_decode(message: ToDecode) -> bytes:
@@ -289,6 +305,6 @@ def encode_to_decode(message: ToDecode) -> bytes:
 
 encode_record = msgspec.json.Encoder().encode
 """registry values are JSON, so that `etcdctl get --prefix` can be read"""
-decode_instance = msgspec.json.Decoder(Instance).decode
-decode_card = msgspec.json.Decoder(ModelCard).decode
-decode_slot_state = msgspec.json.Decoder(SlotState).decode
+decode_instance = _reader(msgspec.json.Decoder(Instance).decode)
+decode_card = _reader(msgspec.json.Decoder(ModelCard).decode)
+decode_slot_state = _reader(msgspec.json.Decoder(SlotState).decode)

@@ -92,6 +92,31 @@ def test_nobody_leaves_the_session() -> None:
     assert [name(path) for path in SOURCES if leaving.search(path.read_text())] == []
 
 
+AWAITED_TASKS = {
+    "chaos/cut.py": 1,
+    "chaos/load.py": 1,
+    "chaos/run.py": 1,
+    "engine/vllm_process.py": 1,
+    "frontend/app.py": 2,
+    "processor/link.py": 2,
+    "queue/jetstream/connection.py": 1,
+    "registry/etcd_session.py": 3,
+    "supervisor/keeper.py": 1,
+    "supervisor/process.py": 1,
+    "supervisor/servers.py": 1,
+    "worker/liveness.py": 1,
+    "worker/run.py": 1,
+}
+"""file -> how many tasks it makes itself, each of them awaited, or cancelled and awaited, by the function or the
+`async with` that made it. Background tasks belong to `pdserve/tasks.py`, a TaskGroup or a worker's Lifecycle."""
+
+
+def test_no_background_task_ends_unseen() -> None:
+    made = re.compile(r"(?<!tasks\.)(?<!group\.)(?<!_group\.)\b(?:create_task|ensure_future)\(")
+    found = {name(path): len(made.findall(path.read_text())) for path in SOURCES if name(path) != "tasks.py"}
+    assert {path: count for path, count in found.items() if count} == AWAITED_TASKS
+
+
 def test_only_commands_print() -> None:
     def prints(path: Path) -> bool:
         calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))

@@ -53,9 +53,10 @@ class Archive:
 
     async def keep_stored(self) -> None:
         """For ever: NATS may come late, or lose its data."""
-        while self._blobs is not None and self.name:
+        while True:
             await asyncio.sleep(RETRY if self._missing else CHECK)
-            await self._store(self._blobs)
+            if self._blobs is not None and self.name:
+                await self._store(self._blobs)
 
     async def _store(self, blobs: BlobStore) -> None:
         missed, self._missing = self._missing, False

@@ -19,6 +19,7 @@ from pdserve.queue.base import BlobStore, PrefillQueue
 from pdserve.registry.base import Registry
 from pdserve.registry.view import View
 from pdserve.stream.base import StreamServer
+from pdserve.tasks import forever
 from pdserve.worker.identity import describe, model_card, new_instance_id
 from pdserve.worker.lifecycle import Lifecycle
 from pdserve.worker.liveness import watch_engine
@@ -85,11 +86,11 @@ class DecodeWorker:
                     self._read_frontends(),
                     self._serving.read_engine(),
                     self._serving.watch_deadlines(),
-                    self._remote.read_answers(),
-                    self._follow_registry(),
-                    self._presence.keep_current(),
+                    forever(self._remote.read_answers, "prefill answers"),
+                    forever(self._follow_registry, "registry changes"),
+                    forever(self._presence.keep_current, "load report"),
                     watch_engine(self._engine),
-                    self._archive.keep_stored(),
+                    forever(self._archive.keep_stored, "model archive"),
                 ],
                 self._drain,
             )

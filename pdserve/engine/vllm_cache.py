@@ -1,7 +1,6 @@
 """A mirror of the engine's prefix cache, kept from its KV events, so that a hit is known without asking the
 engine."""
 
-import asyncio
 import logging
 from itertools import islice
 from types import TracebackType
@@ -12,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from pdserve.engine import vllm_api as api
+from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ class CacheMirror:
         self._blocks: set[Any] = set()
         self._config: api.VllmConfig | None = None
         self.endpoint = ""
+        self._tasks = Owner()
 
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
@@ -34,14 +35,13 @@ class CacheMirror:
         self._socket.subscribe(b"")
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{port}"
-        self._reader = asyncio.create_task(self._read(), name="kv events")
+        self._tasks.forever(self._read, "kv events")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        await self._tasks.stop()
         self._context.destroy(linger=0)
 
     def follow(self, config: api.VllmConfig) -> None:
@@ -72,12 +72,10 @@ class CacheMirror:
         while True:
             frames = await self._socket.recv_multipart()
             try:
-                batch = _decode(frames[-1])
-            except msgspec.MsgspecError:
-                log.exception("a KV event that cannot be read")
-                continue
-            for event in batch.events:
-                self._apply(event)
+                for event in _decode(frames[-1]).events:
+                    self._apply(event)
+            except (ValueError, TypeError, RecursionError) as error:
+                log.warning("a KV event is skipped, it cannot be read: %s", error)
 
     def _apply(self, event: object) -> None:
         match event:

@@ -55,6 +55,6 @@ class MetricsPage:
         try:
             async with asyncio.timeout(PATIENCE):
                 answer = await self._client.get(instance.metrics)
-        except (httpx.HTTPError, TimeoutError):
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
             return ""
         return answer.text if answer.status_code == 200 else ""

@@ -4,7 +4,6 @@ import asyncio
 import importlib
 import logging
 import sys
-from collections.abc import Coroutine
 from contextlib import suppress
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Self
@@ -22,6 +21,7 @@ from pdserve.processor.router import POLICIES
 from pdserve.processor.surroundings import Surroundings
 from pdserve.processor.usual import Usual
 from pdserve.registry.view import View
+from pdserve.tasks import Owner, forever
 
 if TYPE_CHECKING:
     from pdserve.processor.processor import Processor
@@ -81,12 +81,12 @@ class Roster:
         """the model of our own configuration: before its first worker is there it is not unknown but
         starting"""
         self._models: dict[str, Serving] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Owner()
         self._building = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        self._start(self._warm_up(), "importing vLLM")
-        self._start(self._follow(), "roster")
+        self._tasks.start(self._warm_up(), "importing vLLM")
+        self._tasks.forever(self._follow, "roster")
         return self
 
     async def __aexit__(
@@ -95,10 +95,7 @@ class Roster:
         for serving in self._models.values():
             if serving.removal is not None:
                 serving.removal.cancel()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.stop()
 
     # what the edge asks
 
@@ -160,10 +157,7 @@ class Roster:
 
     async def _follow(self) -> None:
         async for _ in self._view.changes():
-            try:
-                self._take()
-            except Exception:
-                logger.exception("a change in the registry could not be followed")
+            self._take()
 
     def _take(self) -> None:
         cards = {name: _newest(cards) for name, cards in self._view.cards().items()}
@@ -189,7 +183,8 @@ class Roster:
             self._remove(name)
         self._models[name] = serving = Serving(card, self._limits)
         WAITING.labels(name).set_function(serving.line.__len__)
-        self._start(self._hold(serving), f"model {name}")
+        holding = forever(lambda: self._hold(serving), f"model: {name}", until_done=True)
+        self._tasks.start(holding, f"model: {name}")
 
     def _miss(self, name: str) -> None:
         serving = self._models[name]
@@ -257,11 +252,6 @@ class Roster:
             serving.processor = None
             serving.line.advance()
             await processor.__aexit__(None, None, None)
-
-    def _start(self, work: Coroutine[None, None, None], name: str) -> None:
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 async def _load() -> ModuleType:

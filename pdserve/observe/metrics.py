@@ -35,6 +35,11 @@ KV_TRANSFER_BYTES = Counter("pdserve_kv_transfer_bytes_total", "KV bytes pulled"
 QUEUE_WAIT = Histogram("pdserve_prefill_queue_wait_seconds", "Enqueued to pulled", buckets=_SECONDS)
 
 # every process
+TASK_FAILURES = Counter(
+    "pdserve_task_failures_total",
+    "Background tasks that failed; those that have to go on were restarted",
+    ["task"],
+)
 TASKS = Gauge(
     "pdserve_tasks", "asyncio tasks of this process's event loop: back at its idle value when nothing runs"
 )

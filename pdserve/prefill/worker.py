@@ -18,6 +18,7 @@ from pdserve.prefill.held import Held
 from pdserve.prefill.jobs import Job, Jobs
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.registry.base import Registry
+from pdserve.tasks import forever
 from pdserve.worker.identity import describe, new_instance_id
 from pdserve.worker.lifecycle import Lifecycle
 from pdserve.worker.liveness import watch_engine
@@ -82,10 +83,10 @@ class PrefillWorker:
                 [
                     self._pull(),
                     self._read_engine(),
-                    self._read_cancellations(),
-                    self._report_progress(),
-                    self._tell_again(),
-                    self._presence.keep_current(),
+                    forever(self._read_cancellations, "cancellations"),
+                    forever(self._report_progress, "progress reports"),
+                    forever(self._tell_again, "repeated answers"),
+                    forever(self._presence.keep_current, "load report"),
                     watch_engine(self._engine),
                 ],
                 self._drain,
@@ -101,7 +102,7 @@ class PrefillWorker:
         """One at a time: batching prompts gains nothing once a step is full, and other workers may be
         idle. Not before this worker is registered: decode workers believe nobody else."""
         await self._life.ready.wait()
-        while not self._life.draining:
+        while True:
             await self._jobs.until(self._room)
             try:
                 deliveries = await self._queue.pull(1, PULL_WAIT)
@@ -112,6 +113,8 @@ class PrefillWorker:
                 await self._take(delivery)
 
     def _room(self) -> bool:
+        if self._life.draining:
+            return False
         facts = self._engine.facts
         tokens = self._jobs.tokens
         free = facts.kv_tokens * (1.0 - self._engine.usage.kv_usage)

@@ -14,6 +14,7 @@ from pdserve.processor.link import Link, LinkOwner
 from pdserve.processor.room import Room, room, total
 from pdserve.processor.router import POLICIES, RouterState, choose, eligible
 from pdserve.processor.surroundings import Connect
+from pdserve.tasks import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,9 @@ class Fleet:
         self._owner = owner
         self._instances: dict[str, Instance] = {}
         self._links: dict[str, Link] = {}
-        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._tasks = Owner()
+        self._kept: set[str] = set()
+        """instances to which a task holds a link"""
         self._last = ""
 
     async def __aenter__(self) -> Self:
@@ -47,10 +50,7 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._instances = {}
-        keepers = list(self._keepers.values())
-        for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
+        await self._tasks.stop()
 
     def update(self, instances: Iterable[Instance]) -> None:
         """What the registry has now: this model's decode workers."""
@@ -62,7 +62,7 @@ class Fleet:
         back = now.keys() - self._instances.keys()
         self._instances = now
         for instance in now.values():
-            if instance.id not in self._keepers:
+            if instance.id not in self._kept:
                 self._keep(instance)
         for link in [self._links[name] for name in back if name in self._links]:
             self._owner.link_up(link)  # it lost its lease and not its link: requests may be waiting
@@ -124,12 +124,12 @@ class Fleet:
         return False
 
     def _keep(self, instance: Instance) -> None:
-        keeper = asyncio.create_task(self._keep_link(instance), name=f"link to {instance.id}")
-        self._keepers[instance.id] = keeper
-        keeper.add_done_callback(lambda _: self._kept(instance.id))
+        self._kept.add(instance.id)
+        task = self._tasks.start(self._keep_link(instance), f"link: to {instance.id}")
+        task.add_done_callback(lambda _: self._released(instance.id))
 
-    def _kept(self, instance: str) -> None:
-        del self._keepers[instance]
+    def _released(self, instance: str) -> None:
+        self._kept.discard(instance)
         if instance in self._instances:  # it came back in the very moment
             self._keep(self._instances[instance])
 

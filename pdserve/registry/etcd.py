@@ -17,6 +17,7 @@ from pdserve.errors import ConfigError, RegistryUnavailable
 from pdserve.registry.base import Change, Registry
 from pdserve.registry.diff import apply, difference
 from pdserve.registry.etcd_session import Lost, Session
+from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +44,10 @@ class EtcdRegistry(Registry):
         self._writing = asyncio.Lock()
         self._session: Session | None = None
         self._session_made = asyncio.Condition()
-        self._keeper: asyncio.Task[None] | None = None
+        self._tasks = Owner()
 
     async def __aenter__(self) -> Self:
-        self._keeper = asyncio.create_task(self._keep(), name="etcd session")
+        self._tasks.forever(self._keep, "etcd session")
         try:
             async with asyncio.timeout(CONNECT_WITHIN):
                 await self._live_session()
@@ -58,10 +59,7 @@ class EtcdRegistry(Registry):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._keeper is not None:
-            self._keeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._keeper
+        await self._tasks.stop()
         if self._session is not None:
             with suppress(Lost):
                 await self._session.revoke()
@@ -117,12 +115,19 @@ class EtcdRegistry(Registry):
                 await self._register(session)
                 await session.keep_alive()
             except Lost as error:
-                if self._session is not None:
+                worked = self._session is session
+                await self._end(session)
+                if worked:
                     log.warning("etcd is away (%s); the last known topology stands", error)
-                previous, self._session = self._session, None
-                await session.close()
-                if previous is None:
+                else:
                     await asyncio.sleep(RETRY)
+            except Exception:
+                await self._end(session)
+                raise
+
+    async def _end(self, session: Session) -> None:
+        self._session = None
+        await session.close()
 
     async def _register(self, session: Session) -> None:
         """Everything that is to be there, under the new lease. What an earlier lease of ours still holds

@@ -61,7 +61,7 @@ class Session:
     async def read(self, root: str, prefix: str) -> tuple[dict[str, bytes], int]:
         """Keys without the root, and the revision at which they were read."""
         found = await self._call(self._client.get_prefix((root + prefix).encode()))
-        values = {kv.key.decode().removeprefix(root): kv.value for kv in found.kvs}
+        values = {_name(root, kv.key): kv.value for kv in found.kvs}
         return values, found.header.revision
 
     async def keep_alive(self) -> None:
@@ -142,6 +142,10 @@ def _say(error: BaseException) -> str:
     return (details or type(error).__name__).partition("\n")[0]
 
 
+def _name(root: str, key: bytes) -> str:
+    """Without the root. Keys of ours are UTF-8; others must not end a watch."""
+    return key.decode(errors="replace").removeprefix(root)
+
+
 def _change(root: str, event: Any) -> Change:
-    key = event.kv.key.decode().removeprefix(root)
-    return Change(key, None if event.type == rpc.Event.DELETE else event.kv.value)
+    return Change(_name(root, event.kv.key), None if event.type == rpc.Event.DELETE else event.kv.value)

@@ -3,13 +3,10 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, MutableMapping
-from contextlib import suppress
 from types import TracebackType
 from typing import Self, TypeVar
 
-import msgspec
-
-from pdserve.errors import RegistryUnavailable
+from pdserve.errors import ProtocolError, RegistryUnavailable
 from pdserve.messages import (
     Instance,
     ModelCard,
@@ -21,6 +18,7 @@ from pdserve.messages import (
 )
 from pdserve.registry import keys
 from pdserve.registry.base import Change, Registry
+from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,10 +43,10 @@ class View:
         self._slots: dict[str, SlotState] = {}
         self._version = 0
         self._changed = asyncio.Condition()
-        self._follower: asyncio.Task[None] | None = None
+        self._tasks = Owner()
 
     async def __aenter__(self) -> Self:
-        self._follower = asyncio.create_task(self._follow(), name="registry view")
+        self._tasks.forever(self._follow, "registry view")
         try:
             async with asyncio.timeout(FIRST_READ_WITHIN):
                 await anext(self.changes())
@@ -60,10 +58,7 @@ class View:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._follower is not None:
-            self._follower.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._follower
+        await self._tasks.stop()
 
     def instances(self, role: Role | None = None, model: str | None = None) -> list[Instance]:
         """Live instances, also draining ones; a frontend has model ''."""
@@ -102,12 +97,23 @@ class View:
         return self._version
 
     async def _follow(self) -> None:
+        """A watch begins with all that is there."""
+        anew = True
         async for changes in self._registry.watch(""):
+            if anew:
+                self._forget_all()
+            anew = False
             for change in changes:
                 self._take(change)
             async with self._changed:
                 self._version += 1
                 self._changed.notify_all()
+
+    def _forget_all(self) -> None:
+        self._instances.clear()
+        self._cards.clear()
+        self._settings.clear()
+        self._slots.clear()
 
     def _take(self, change: Change) -> None:
         if change.key.startswith(keys.INSTANCES):
@@ -126,5 +132,5 @@ def _keep(records: MutableMapping[str, T], change: Change, decode: Callable[[byt
         return
     try:
         records[change.key] = decode(change.value)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (ProtocolError, UnicodeDecodeError) as error:
         log.warning("registry: %s is left out, its value cannot be read: %s", change.key, error)

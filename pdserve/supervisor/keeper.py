@@ -17,6 +17,7 @@ from pdserve.supervisor.backoff import GiveUp, Life, Policy, decide, failed_star
 from pdserve.supervisor.guardian import Guardian
 from pdserve.supervisor.process import Ended, Process
 from pdserve.supervisor.rollcall import Roll
+from pdserve.tasks import forever
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class Keeper:
             return Life(started, time.monotonic(), False, Ended(1, (f"it could not be started: {error}",)))
         self._process = process
         self._guardian.watch(process.pid)
-        watching = asyncio.create_task(self._watch(process))
+        watching = asyncio.create_task(forever(lambda: self._watch(process), "role watch", until_done=True))
         try:
             if self._stopping.is_set():
                 process.ask_to_stop()

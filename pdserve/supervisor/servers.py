@@ -15,6 +15,7 @@ from pdserve.supervisor.guardian import Guardian
 from pdserve.supervisor.keeper import LIVES
 from pdserve.supervisor.process import Ended
 from pdserve.supervisor.server_process import ServerProcess
+from pdserve.tasks import forever
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,9 @@ async def keep(server: ServerProcess, guardian: Guardian, policy: Policy) -> Non
         started, pid = time.monotonic(), server.pid
         assert pid is not None
         guardian.watch(pid)
-        watching = asyncio.create_task(_kill_if_it_hangs(server))
+        watching = asyncio.create_task(
+            forever(lambda: _kill_if_it_hangs(server), "server watch", until_done=True)
+        )
         try:
             code = await server.wait()
         finally:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from pdserve.errors import EngineDead
+from pdserve.tasks import unending
 
 STOPPERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """from a supervisor, from Ctrl-C, from a terminal that is closed"""
@@ -34,11 +35,14 @@ class Lifecycle:
         permanent: Sequence[Coroutine[Any, Any, None]],
         drain: Callable[[], Awaitable[None]],
     ) -> None:
-        """`permanent` coroutines never end by themselves. They go on during the drain, since running
-        requests need them. Raises EngineDead as itself; other failures as the group of them."""
+        """`permanent` coroutines never end by themselves: when any does, the worker fails. They go on during the
+        drain, since running requests need them. Raises EngineDead as itself; other failures as the group of them."""
         try:
             async with asyncio.TaskGroup() as self._group:
-                tasks = [self._group.create_task(work) for work in permanent]
+                tasks = [
+                    self._group.create_task(unending(work, getattr(work, "__qualname__", "a task")))
+                    for work in permanent
+                ]
                 await announce()
                 self.ready.set()
                 await self._stop.wait()

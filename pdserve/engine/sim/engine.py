@@ -24,6 +24,7 @@ from pdserve.engine.sim.side import SideServer, ask
 from pdserve.engine.spec import EngineSpec
 from pdserve.errors import EngineDead, ProtocolError, Unavailable
 from pdserve.messages import KvHandle
+from pdserve.tasks import Owner
 
 
 class SimEngine(Engine):
@@ -38,7 +39,7 @@ class SimEngine(Engine):
         self._waiting: deque[SimRequest] = deque()
         self._pulling: dict[SimRequest, asyncio.Task[None]] = {}
         self._running: list[SimRequest] = []
-        self._farewells: set[asyncio.Task[None]] = set()
+        self._tasks = Owner()
         self._held: dict[str, tuple[list[int], asyncio.TimerHandle]] = {}
         self._seen: set[str] = set()
         self._work = asyncio.Event()
@@ -60,16 +61,13 @@ class SimEngine(Engine):
             supported_tasks=["generate"],
         )
         await self._side.__aenter__()
-        self._loop = asyncio.create_task(self._run(), name="sim-engine")
+        self._tasks.start(self._run(), "sim engine", lambda _: self.die())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks = [self._loop, *self._pulling.values(), *self._farewells]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.stop()
         for _, timer in self._held.values():
             timer.cancel()
         await self._side.__aexit__(kind, error, trace)
@@ -183,7 +181,8 @@ class SimEngine(Engine):
             if request.kv is None:
                 self._running.append(request)
             else:
-                self._pulling[request] = asyncio.create_task(self._pull(request, request.kv))
+                work = self._pull(request, request.kv)
+                self._pulling[request] = self._tasks.start(work, "sim KV pull", lambda _: self.die())
 
     def _drop(self, request: SimRequest) -> None:
         request.gone = True
@@ -298,9 +297,7 @@ class SimEngine(Engine):
         request.salt = int(contents[:whole] != expected)
 
     def _say_farewell(self, kv: KvHandle) -> None:
-        task = asyncio.create_task(self._farewell(kv))
-        self._farewells.add(task)
-        task.add_done_callback(self._farewells.discard)
+        self._tasks.start(self._farewell(kv), "sim farewell")
 
     async def _farewell(self, kv: KvHandle) -> None:
         with suppress(Unavailable):  # then its blocks are gone with it, or go with their lease

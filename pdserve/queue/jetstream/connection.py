@@ -17,6 +17,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from pdserve.errors import ConfigError, QueueUnavailable
+from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
 
@@ -78,12 +79,12 @@ class Connection:
         self._client: Client | None = None
         self._handlers: dict[str, Handler] = {}
         self._unsent: set[str] = set()
-        self._keeper: asyncio.Task[None] | None = None
+        self._tasks = Owner()
         self._parting: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._keeper = asyncio.create_task(self._keep(tried), name="nats connection")
+        self._tasks.forever(lambda: self._keep(tried), "nats connection")
         try:
             await tried
         except BaseException:
@@ -94,10 +95,7 @@ class Connection:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._keeper is not None:
-            self._keeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._keeper
+        await self._tasks.stop()
         if self._parting is not None:
             await self._parting
 
@@ -229,4 +227,8 @@ async def _until_silent(client: Client, lost: "asyncio.Future[None]") -> None:
 
 
 async def _on_error(error: Exception) -> None:
-    log.debug("nats: %s", error)
+    """Also told what a handler raised."""
+    if isinstance(error, _PASSING):
+        log.debug("nats: %s", error)
+    else:
+        log.error("a message of NATS could not be handled", exc_info=error)

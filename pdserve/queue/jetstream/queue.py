@@ -8,14 +8,13 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self, TypeVar
 
-import msgspec
 import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from pdserve import clock
-from pdserve.errors import QueueFull, QueueUnavailable
+from pdserve.errors import ProtocolError, QueueFull, QueueUnavailable
 from pdserve.messages import (
     PrefillAnswer,
     PrefillCancel,
@@ -35,6 +34,7 @@ from pdserve.queue.jetstream.delivery import JetStreamDelivery
 from pdserve.queue.jetstream.names import CONSUMER, Names
 from pdserve.queue.jetstream.pull import ConsumerMissing, Puller
 from pdserve.queue.jetstream.setup import TOO_MANY, Limits, ensure, read_state, require_jetstream
+from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,24 +53,22 @@ class JetStreamQueue(PrefillQueue):
         """when somebody last said how far the queue is"""
         self._cancelled = Cancelled()
         self._cancels: Inbox | None = None
+        self._inboxes: dict[str, Inbox] = {}
         self._owed_acks: set[str] = set()
         self._unsure: dict[str, float] = {}
         """requests whose storing was not confirmed, and until when they are withdrawn"""
-        self._syncer: asyncio.Task[None] | None = None
+        self._tasks = Owner()
 
     async def __aenter__(self) -> Self:
         self._connection.listen(self._names.state, self._on_state)
         await self._connection.__aenter__()
-        self._syncer = asyncio.create_task(self._keep_depth_true(), name="queue depth")
+        self._tasks.forever(self._keep_depth_true, "queue depth")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._syncer is not None:
-            self._syncer.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._syncer
+        await self._tasks.stop()
         await self._connection.__aexit__(kind, error, trace)
 
     @property
@@ -104,7 +102,7 @@ class JetStreamQueue(PrefillQueue):
     async def _on_state(self, message: Msg) -> None:
         try:
             self._depth = self._depth.told(decode_queue_state(message.data))
-        except msgspec.MsgspecError as error:
+        except ProtocolError as error:
             log.warning("queue state skipped: %s", error)
         self._news = time.monotonic()
 
@@ -194,7 +192,7 @@ class JetStreamQueue(PrefillQueue):
         """None where nobody needs to work on it any more."""
         try:
             request = decode_prefill_request(message.data)
-        except msgspec.MsgspecError as error:
+        except ProtocolError as error:
             log.error(
                 "prefill request %d dropped, it cannot be read: %s", message.metadata.sequence.stream, error
             )
@@ -227,7 +225,7 @@ class JetStreamQueue(PrefillQueue):
             inbox = self._cancels = Inbox(self._names.cancel)
 
             async def note(message: Msg) -> None:
-                with suppress(msgspec.MsgspecError):
+                with suppress(ProtocolError):
                     self._cancelled.add(decode_prefill_cancel(message.data).request_ids)
                 await inbox.take(message)
 
@@ -237,9 +235,11 @@ class JetStreamQueue(PrefillQueue):
     # listening
 
     def _inbox(self, subject: str) -> Inbox:
-        inbox = Inbox(subject)
-        self._connection.listen(subject, inbox.take)
-        return inbox
+        """The same one for a reader that starts again: what came meanwhile is in it."""
+        if subject not in self._inboxes:
+            inbox = self._inboxes[subject] = Inbox(subject)
+            self._connection.listen(subject, inbox.take)
+        return self._inboxes[subject]
 
     async def _decoded(self, inbox: Inbox, decode: Callable[[bytes], T]) -> AsyncIterator[T]:
         with suppress(QueueUnavailable):
@@ -247,5 +247,5 @@ class JetStreamQueue(PrefillQueue):
         async for message in inbox:
             try:
                 yield decode(message.data)
-            except msgspec.MsgspecError as error:
+            except ProtocolError as error:
                 log.warning("message on %s skipped: %s", inbox.subject, error)

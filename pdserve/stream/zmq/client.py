@@ -9,13 +9,13 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-import msgspec
 import zmq
 
-from pdserve.errors import PeerGone
+from pdserve.errors import PeerGone, ProtocolError
 from pdserve.messages import ToDecode, ToFrontend, decode_to_frontend, encode_to_decode
 from pdserve.stream.base import StreamClient
 from pdserve.stream.zmq.socket import BEAT_EVERY, BYE, HEARTBEAT, HELLO, AsyncSocket, Unreachable
+from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class ZmqStreamClient(StreamClient):
         self._readable = asyncio.Event()
         self._socket: AsyncSocket
         self._events: zmq.Socket[bytes]
-        self._beat: asyncio.Task[None] | None = None
+        self._tasks = Owner()
 
     async def __aenter__(self) -> Self:
         """Raises PeerGone when nobody answers within a few seconds."""
@@ -53,7 +53,7 @@ class ZmqStreamClient(StreamClient):
         except BaseException:
             self._close()
             raise
-        self._beat = asyncio.create_task(self._keep_beating(), name="stream heartbeats")
+        self._tasks.forever(self._keep_beating, "stream heartbeats")
         return self
 
     async def _shake_hands(self) -> None:
@@ -71,10 +71,7 @@ class ZmqStreamClient(StreamClient):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._beat is not None:
-            self._beat.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._beat
+        await self._tasks.stop()
         if not self._gone:
             with suppress(Unreachable):
                 self._socket.try_send((BYE,))
@@ -120,7 +117,7 @@ class ZmqStreamClient(StreamClient):
         worker. Says good-bye, so that this one drops them."""
         try:
             message: ToFrontend = decode_to_frontend(body)
-        except msgspec.MsgspecError as error:
+        except ProtocolError as error:
             with suppress(Unreachable):
                 self._socket.try_send((BYE,))
             self._set_gone(f"its message cannot be read: {error}")
@@ -141,7 +138,7 @@ class ZmqStreamClient(StreamClient):
         self._readable.set()
 
     async def _keep_beating(self) -> None:
-        while not self._gone:
+        while True:
             before = time.monotonic()
             await asyncio.sleep(BEAT_EVERY)
             if time.monotonic() - before > 2 * BEAT_EVERY:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-import msgspec
 import zmq
 
-from pdserve.errors import PeerGone
+from pdserve.errors import PeerGone, ProtocolError
 from pdserve.messages import ToDecode, ToFrontend, decode_to_decode, encode
 from pdserve.stream.base import StreamServer
 from pdserve.stream.zmq.socket import BEAT_EVERY, BYE, HEARTBEAT, HELLO, AsyncSocket, Unreachable
+from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class ZmqStreamServer(StreamServer):
         self._by_frontend: dict[str, _Peer] = {}
         self._inbox: deque[tuple[str, ToDecode | None]] = deque()
         self._filled = asyncio.Event()
-        self._beat: asyncio.Task[None] | None = None
+        self._tasks = Owner()
 
     async def __aenter__(self) -> Self:
         self._socket = AsyncSocket(zmq.ROUTER, self._drain)
@@ -55,16 +55,13 @@ class ZmqStreamServer(StreamServer):
         port = self._socket.raw.bind_to_random_port(f"tcp://{_bracketed(await _resolved(self._host))}")
         self.address = f"tcp://{_bracketed(self._host)}:{port}"
         self._socket.open()
-        self._beat = asyncio.create_task(self._keep_beating(), name="stream heartbeats")
+        self._tasks.forever(self._keep_beating, "stream heartbeats")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._beat is not None:
-            self._beat.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._beat
+        await self._tasks.stop()
         for peer in self._by_identity.values():
             with suppress(Unreachable):
                 self._socket.try_send((peer.identity, BYE))
@@ -86,7 +83,10 @@ class ZmqStreamServer(StreamServer):
         for _ in range(_BATCH):
             if len(self._inbox) >= _INBOX_BOUND or (parts := self._socket.receive()) is None:
                 return
-            self._take(parts)
+            try:
+                self._take(parts)
+            except Exception:  # the rest must be read all the same: it is not announced again
+                log.exception("a message of %d parts could not be taken", len(parts))
         self._socket.notify_soon()
 
     def _take(self, parts: list[bytes]) -> None:
@@ -115,8 +115,11 @@ class ZmqStreamServer(StreamServer):
         log.info("frontend %s connected", frontend)
 
     def _part_with(self, peer: _Peer, why: str) -> None:
+        """May be called again for the same peer: a failed send and its silence are noticed apart."""
+        if self._by_identity.pop(peer.identity, None) is None:
+            return
         log.info("frontend %s %s", peer.frontend, why)
-        del self._by_identity[peer.identity], self._by_frontend[peer.frontend]
+        del self._by_frontend[peer.frontend]
         self._put(peer.frontend, None)
 
     def _put(self, frontend: str, message: ToDecode | None) -> None:
@@ -130,8 +133,7 @@ class ZmqStreamServer(StreamServer):
         try:
             await self._socket.send((peer.identity, encode(message)))
         except Unreachable as error:
-            if self._by_frontend.get(frontend) is peer:
-                self._part_with(peer, f"is gone: {error}")
+            self._part_with(peer, f"is gone: {error}")
             raise PeerGone(frontend) from error
         peer.told = time.monotonic()
 
@@ -151,8 +153,7 @@ class ZmqStreamServer(StreamServer):
             if self._socket.try_send((peer.identity, control)):
                 peer.told = time.monotonic()
         except Unreachable as error:
-            if peer.identity in self._by_identity:
-                self._part_with(peer, f"is gone: {error}")
+            self._part_with(peer, f"is gone: {error}")
 
 
 async def _resolved(host: str) -> str:
@@ -169,6 +170,6 @@ def _decode(frontend: str, body: bytes) -> ToDecode | None:
     try:
         message: ToDecode = decode_to_decode(body)
         return message
-    except msgspec.MsgspecError as error:
+    except ProtocolError as error:
         log.warning("message of frontend %s skipped: %s", frontend, error)
         return None

@@ -1,0 +1,141 @@
+"""Background tasks: each has an owner, and none ends unseen.
+
+A background task is one that nobody awaits while it runs: heartbeats, watches, connections that come back. When it
+ends by a mistake, its process goes on without a part of itself, and looks healthy. So such tasks are made here and
+nowhere else (`tests/test_house.py` holds it); a task that the next lines await may be made anywhere.
+
+`forever` is for work that has to go on: it is restarted. `Owner` holds tasks for as long as it is entered.
+`unending` is for work whose failure must end the process: it raises.
+"""
+
+import asyncio
+import logging
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from pdserve.errors import EngineDead
+from pdserve.observe.metrics import TASK_FAILURES
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE, LAST_PAUSE = 0.1, 5.0
+"""seconds before a failed task starts again; doubled with each failure"""
+HEALTHY = 30.0
+"""seconds of running after which the next failure counts as the first"""
+_REMEMBERED = 100
+
+Work = Callable[[], Awaitable[None]]
+
+
+class Owner:
+    """The background tasks of one object. Leaving cancels them and waits for their end; may be entered and left
+    again, from any task of the loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        while tasks := list(self._tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._tasks.difference_update(tasks)
+
+    def forever(self, work: Work, name: str) -> asyncio.Task[None]:
+        """Keep `work` running, restarted whenever it ends."""
+        return self.start(forever(work, name), name)
+
+    def start(
+        self,
+        work: Coroutine[Any, Any, None],
+        name: str,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> asyncio.Task[None]:
+        """Run `work` once, to its end. A failure is logged and counted, then told to `on_failure`."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                TASK_FAILURES.labels(_kind(name)).inc()
+                log.error("%s failed", name, exc_info=error)
+                if on_failure is not None:
+                    on_failure(error)
+
+        task.add_done_callback(ended)
+        return task
+
+
+async def forever(work: Work, name: str, *, until_done: bool = False) -> None:
+    """Run `work` again and again, with a back-off, until cancelled (or, with `until_done`, until it returns). Each
+    distinct failure is logged once, all are counted. EngineDead is raised: the process has to end."""
+    seen: set[str] = set()
+    pause = FIRST_PAUSE
+    while True:
+        started = time.monotonic()
+        try:
+            await work()
+            if until_done:
+                return
+            _ended_unasked(name)
+        except asyncio.CancelledError as error:
+            if _asked_to_stop():
+                raise
+            failure: BaseException = error  # a library's, and nobody cancelled this task
+        except EngineDead:
+            raise
+        except Exception as error:
+            failure = error
+        if time.monotonic() - started > HEALTHY:
+            pause = FIRST_PAUSE
+        TASK_FAILURES.labels(_kind(name)).inc()
+        what = _fingerprint(failure)
+        if what not in seen and len(seen) < _REMEMBERED:
+            seen.add(what)
+            log.error("%s failed and starts again (the same failure is logged once)", name, exc_info=failure)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LAST_PAUSE)
+
+
+async def unending(work: Awaitable[None], name: str) -> None:
+    """Await `work`, which must go on until it is cancelled; a return, or a cancellation that comes from inside,
+    raises RuntimeError. A TaskGroup would take both for a good end."""
+    try:
+        await work
+    except asyncio.CancelledError:
+        if _asked_to_stop():
+            raise
+    _ended_unasked(name)
+
+
+def _ended_unasked(name: str) -> NoReturn:
+    raise RuntimeError(f"{name} ended by itself")
+
+
+def _asked_to_stop() -> bool:
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+def _kind(name: str) -> str:
+    """A label of few values: without what comes after a colon."""
+    return name.partition(":")[0]
+
+
+def _fingerprint(failure: BaseException) -> str:
+    """Kind and place."""
+    frames = traceback.extract_tb(failure.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(failure).__name__} {place}"

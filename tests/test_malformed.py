@@ -1,0 +1,152 @@
+"""A message that nobody can read, on every port and subject: it is logged and skipped, and everything goes on."""
+
+import asyncio
+from pathlib import Path
+
+import nats
+import pytest
+import zmq
+
+from pdserve.messages import Hello, Instance, PrefillCancel, PrefillFailed, Role, encode, encode_record
+from pdserve.queue.jetstream import connect_blobs
+from pdserve.queue.jetstream.names import Names
+from pdserve.queue.jetstream.queue import JetStreamQueue
+from pdserve.registry.etcd import EtcdRegistry
+from pdserve.registry.view import View
+from pdserve.stream.zmq.client import ZmqStreamClient
+from pdserve.stream.zmq.server import ZmqStreamServer
+from pdserve.stream.zmq.socket import HEARTBEAT, HELLO
+from tests.conditions import until
+from tests.queue.requests import ids, publish
+
+NOT_UTF8 = encode(Hello("abcd")).replace(b"abcd", b"\xff\xfe\xff\xfe")
+TOO_DEEP = b"\x91" * 100_000
+GARBAGE = [
+    b"",
+    b"\xc1",
+    b"\xff" * 100,
+    b"garbage",
+    NOT_UTF8,
+    TOO_DEEP,
+    encode({"type": "Submit"}),
+    encode([1]),
+]
+
+
+async def test_keys_and_values_in_etcd(etcd_url: str, namespace: str) -> None:
+    async with EtcdRegistry(etcd_url, namespace) as registry, EtcdRegistry(etcd_url, namespace) as other:
+        await _put_raw(other, f"/{namespace}/instances/decode/".encode() + b"\xff\xfe", b"x")
+        async with View(registry) as view:
+            await other.put("instances/decode/a", encode_record(Instance("a", Role.DECODE)))
+            for number, garbage in enumerate([*GARBAGE, b'{"id":"\xff","role":"decode"}', b"[" * 100_000]):
+                for kind in ("instances/decode", "models/m", "settings", "nothing"):
+                    await other.put(f"{kind}/garbage-{number}", garbage)
+            await _put_raw(other, f"/{namespace}/settings/".encode() + b"\xff", b"x")
+            await other.put("instances/decode/b", encode_record(Instance("b", Role.DECODE)))
+            await until(lambda: [one.id for one in view.instances()] == ["a", "b"])
+            assert view.cards() == {}
+        async with View(registry) as late:
+            assert [one.id for one in late.instances()] == ["a", "b"]
+
+
+async def _put_raw(registry: EtcdRegistry, key: bytes, value: bytes) -> None:
+    session = registry._session
+    assert session is not None
+    await session._client.put(key, value, lease=session._lease)
+
+
+async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pytest.LogCaptureFixture) -> None:
+    names = Names(namespace, "m")
+    client = await nats.connect(nats_url)
+    async with (
+        JetStreamQueue(nats_url, namespace, "m") as decode,
+        JetStreamQueue(nats_url, namespace, "m") as prefill,
+    ):
+        answers, cancels = decode.answers("decode-0"), prefill.cancellations()
+        reading = [asyncio.ensure_future(anext(answers)), asyncio.ensure_future(anext(cancels))]
+        for queue in (decode, prefill):
+            await queue._connection.settle()
+            await queue._connection.client().flush()
+            await queue._connection.client().flush()  # now the server knows what is listened to
+        for garbage in GARBAGE:
+            for subject in (names.requests, names.state, names.cancel, names.answers("decode-0")):
+                await client.publish(subject, garbage)
+        await client.flush()
+        await client.flush()  # the first one overtakes what is not written yet
+        await publish(decode, "a")
+        pulled = await prefill.pull(1, 2)
+        assert ids(pulled) == ["a"]
+        await prefill.answer("decode-0", PrefillFailed("a", "x"))
+        await decode.cancel(["b"])
+        assert await asyncio.wait_for(asyncio.gather(*reading), 3) == [
+            PrefillFailed("a", "x"),
+            PrefillCancel(["b"]),
+        ]
+        await until(lambda: decode.depth == 0)
+    await client.close()
+    for what in ("queue state skipped", "prefill request", ".answers.decode-0 skipped", ".cancel skipped"):
+        assert what in caplog.text
+
+
+async def test_a_damaged_model_archive(nats_url: str, namespace: str, tmp_path: Path) -> None:
+    from pdserve.errors import Unavailable
+    from pdserve.processor.assets import unpack
+
+    blobs = connect_blobs(nats_url, namespace)
+    await blobs.put("archive", b"garbage")
+    with pytest.raises(Unavailable, match="cannot be unpacked"):
+        unpack(await blobs.get("archive"), tmp_path)
+
+
+async def test_frames_at_a_decode_worker() -> None:
+    async with ZmqStreamServer("127.0.0.1") as server, ZmqStreamClient(server.address, "good") as good:
+        bad: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        bad.setsockopt(zmq.IDENTITY, b"\xff no number sign")
+        bad.setsockopt(zmq.LINGER, 0)
+        bad.setsockopt(zmq.RCVTIMEO, 3000)
+        bad.connect(server.address)
+        bad.send(GARBAGE[1])  # before its greeting
+        assert await asyncio.to_thread(bad.recv) == b"-"
+        bad.send(HELLO)
+        assert await asyncio.to_thread(bad.recv) == HEARTBEAT
+        for garbage in GARBAGE:
+            bad.send(garbage)
+            bad.send_multipart([b"", garbage, b"", garbage])
+        host, port = server.address.removeprefix("tcp://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"\xff" * 5000)
+        bad.send(encode(Hello("after garbage")))
+        await good.send(Hello("good"))
+        received = server.received()
+        heard: set[str] = set()
+        while len(heard) < 2:
+            _, message = await asyncio.wait_for(anext(received), 3)
+            assert isinstance(message, Hello)
+            heard.add(message.vllm_version)
+        assert heard == {"after garbage", "good"}
+        writer.close()
+        bad.close()
+
+
+async def test_cache_events_of_an_engine() -> None:
+    import msgspec
+
+    from pdserve.engine import vllm_api as api
+    from pdserve.engine.vllm_cache import CacheMirror
+
+    stored = api.BlockStored([7], None, [1], 1, None, None, None)
+    async with CacheMirror() as mirror:
+        publisher: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
+        publisher.setsockopt(zmq.LINGER, 0)
+        publisher.connect(mirror.endpoint)
+        event = msgspec.msgpack.encode(api.KVEventBatch(0.0, [stored]))
+
+        def seen() -> bool:
+            for garbage in GARBAGE:
+                publisher.send_multipart([b"", b"\0" * 8, garbage])
+            publisher.send(TOO_DEEP)
+            publisher.send_multipart([b"", b"\0" * 8, event])
+            return 7 in mirror._blocks
+
+        await until(seen)
+        publisher.close()

@@ -1,0 +1,241 @@
+"""No background task ends unseen: the owner itself, then a failure in each seam that has such tasks."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import zmq
+
+from pdserve import tasks
+from pdserve.errors import EngineDead
+from pdserve.messages import Instance, Role, encode_record
+from pdserve.observe.metrics import TASK_FAILURES
+from pdserve.queue.jetstream import connection
+from pdserve.queue.jetstream.queue import JetStreamQueue
+from pdserve.queue.jetstream.setup import Limits
+from pdserve.registry.etcd import EtcdRegistry
+from pdserve.registry.etcd_session import Session
+from pdserve.registry.view import View
+from pdserve.stream.zmq.client import ZmqStreamClient
+from pdserve.stream.zmq.server import ZmqStreamServer
+from pdserve.stream.zmq.socket import HEARTBEAT, HELLO
+from tests.conditions import until
+from tests.queue.requests import publish
+
+
+def failing_once(work: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """`work`, but its first call raises what nobody expects."""
+    calls = 0
+
+    async def wrapped(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise KeyError("nobody expects this")
+        return await work(*args)
+
+    return wrapped
+
+
+def failures(task: str) -> float:
+    return float(TASK_FAILURES.labels(task)._value.get())
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(tasks, "LAST_PAUSE", 0.01)
+
+
+# the owner
+
+
+async def test_a_task_that_fails_runs_again_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    runs = 0
+
+    async def work() -> None:
+        nonlocal runs
+        runs += 1
+        if runs == 5:
+            raise ValueError("another")
+        if runs == 8:
+            raise asyncio.CancelledError  # as some libraries do, though nobody cancelled the task
+        if runs == 9:
+            return
+        raise KeyError(runs)
+
+    before = failures("some work")
+    owner = tasks.Owner()
+    owner.forever(work, "some work: of a test")
+    await until(lambda: runs > 12)
+    await owner.stop()
+    assert failures("some work") - before >= 12
+    assert [type(record.exc_info[1]) for record in caplog.records if record.exc_info] == [
+        KeyError,
+        ValueError,
+        asyncio.CancelledError,
+        RuntimeError,
+    ]
+    await asyncio.sleep(0.02)
+    assert runs <= 14
+
+
+async def test_what_may_end_is_left_when_it_returned() -> None:
+    work = failing_once(lambda: asyncio.sleep(0))
+    await asyncio.wait_for(tasks.forever(work, "work", until_done=True), 1)
+
+
+async def test_a_dead_engine_is_not_run_again() -> None:
+    async def work() -> None:
+        raise EngineDead("dead")
+
+    with pytest.raises(EngineDead):
+        await tasks.forever(work, "work")
+
+
+async def test_a_single_run_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        raise KeyError("x")
+
+    told: list[BaseException] = []
+    async with tasks.Owner() as owner:
+        owner.start(work(), "work", told.append)
+        await until(lambda: bool(told))
+    assert "work failed" in caplog.text
+
+
+@pytest.mark.parametrize("end", [None, asyncio.CancelledError()])
+async def test_permanent_work_that_ends_in_silence_raises(end: BaseException | None) -> None:
+    async def work() -> None:
+        if end is not None:
+            raise end
+
+    with pytest.raises(RuntimeError, match="a part ended by itself"):
+        async with asyncio.timeout(1):
+            await tasks.unending(work(), "a part")
+
+
+# the seams
+
+
+def raw_dealer(address: str, identity: bytes) -> "zmq.Socket[bytes]":
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RCVTIMEO, 3000)
+    socket.connect(address)
+    return socket
+
+
+async def test_a_frontend_that_is_both_silent_and_unreachable_ends_no_heartbeat() -> None:
+    async with ZmqStreamServer("127.0.0.1", silence=0.2) as server:
+        received = server.received()
+        gone = raw_dealer(server.address, b"gone#1")
+        await asyncio.to_thread(gone.send, HELLO)
+        assert await asyncio.to_thread(gone.recv) == HEARTBEAT
+        gone.close()  # the next beat finds its socket gone, and its silence
+        assert await asyncio.wait_for(anext(received), 3) == ("gone", None)
+        there = raw_dealer(server.address, b"there#1")
+        await asyncio.to_thread(there.send, HELLO)
+        assert await asyncio.to_thread(there.recv) == HEARTBEAT
+        assert await asyncio.wait_for(anext(received), 3) == ("there", None), "nobody notices its silence"
+        there.close()
+
+
+@pytest.mark.parametrize("part", ["server", "client"])
+async def test_heartbeats_go_on(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind: Any = ZmqStreamServer if part == "server" else ZmqStreamClient
+    before, calls = failures("stream heartbeats"), 0
+    beat = kind._keep_beating
+
+    async def keep_beating(self: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise KeyError("nobody expects this")
+        await beat(self)
+
+    monkeypatch.setattr(kind, "_keep_beating", keep_beating)
+    async with (
+        ZmqStreamServer("127.0.0.1", silence=1.6) as server,
+        ZmqStreamClient(server.address, "f", silence=1.6) as client,
+    ):
+        with pytest.raises(TimeoutError):  # and not PeerGone
+            async with asyncio.timeout(2.2):
+                await anext(client.received())
+    assert failures("stream heartbeats") == before + 1
+
+
+async def test_the_lease_is_kept_by_a_new_session(
+    etcd_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = failures("etcd session")
+    monkeypatch.setattr(Session, "keep_alive", failing_once(Session.keep_alive))
+    async with EtcdRegistry(etcd_url, namespace, ttl=2) as registry:
+        await until(lambda: failures("etcd session") == before + 1)
+        await until(lambda: registry.connected)
+        await registry.put("instances/decode/a", b"here")
+        await asyncio.sleep(2.5)
+        assert await registry.read("instances/") == {"instances/decode/a": b"here"}
+
+
+async def test_a_view_follows_on_without_what_went_meanwhile(
+    etcd_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(name: str) -> bytes:
+        return encode_record(Instance(name, Role.DECODE))
+
+    monkeypatch.setattr(tasks, "FIRST_PAUSE", 0.3)
+    async with EtcdRegistry(etcd_url, namespace) as registry, View(registry) as view:
+        await registry.put("instances/decode/a", record("a"))
+        await until(lambda: len(view.instances()) == 1)
+        monkeypatch.setattr(view, "_take", None)  # called for the next change, which fails
+        before = failures("registry view")
+        await registry.put("instances/decode/b", record("b"))
+        await until(lambda: failures("registry view") > before)
+        monkeypatch.undo()
+        await registry.delete("instances/decode/a")
+        await until(lambda: [one.id for one in view.instances()] == ["b"])
+
+
+async def test_nats_is_connected_again(
+    nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = failures("nats connection")
+    monkeypatch.setattr(connection, "_until_silent", failing_once(connection._until_silent))
+    async with JetStreamQueue(nats_url, namespace, "m") as queue:
+        await until(lambda: failures("nats connection") == before + 1)
+        await until(lambda: queue.connected)
+        await publish(queue, "a")
+        assert [one.request.request_id for one in await queue.pull(1, 1)] == ["a"]
+
+
+async def test_the_queues_depth_stays_true(
+    nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = failures("queue depth")
+    limits = Limits(max_age=1.0, resync=0.1)
+    async with JetStreamQueue(nats_url, namespace, "m", limits) as queue:
+        monkeypatch.setattr(queue, "_withdraw_unsure", failing_once(queue._withdraw_unsure))
+        await until(lambda: failures("queue depth") == before + 1)
+        await publish(queue, "a")
+        assert queue.depth == 1
+        await until(lambda: queue.depth == 0, 4)  # nobody pulled it: its age ended it
+
+
+async def test_errors_in_handlers_of_nats_messages_are_seen(
+    nats_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def prepare(_: Any) -> None: ...
+
+    async def handler(_: Any) -> None:
+        raise KeyError("nobody expects this")
+
+    async with connection.Connection(nats_url, prepare) as connected:
+        connected.listen("pdserve.test.handler", handler)
+        await connected.publish("pdserve.test.handler", b"x")
+        await until(lambda: "could not be handled" in caplog.text)
+        assert connected.connected
+        assert logging.getLevelName(caplog.records[-1].levelno) == "ERROR"
