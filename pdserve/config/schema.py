@@ -13,23 +13,25 @@ class Limits:
     """Of each model and frontend process: who waits while the decode workers are full."""
 
     max_wait: float = 30.0
-    """seconds; whose turn would come later is refused at once"""
+    """seconds; a request whose turn would come later is refused at once"""
     max_waiting: int = 1024
-    """requests"""
+    """requests; more are refused"""
     max_waiting_tokens: int = 1_000_000
-    """about, of prompts and what they will generate"""
+    """tokens; about, of the prompts that wait and what they will generate"""
     max_outputs: int = 128
-    """of one request: n, times its prompts"""
+    """outputs; of one request: n, times its prompts"""
 
 
 @dataclass(frozen=True)
 class FrontendConfig:
     host: str = "127.0.0.1"
+    """address that clients connect to; 0.0.0.0: from other machines too"""
     port: int = 8000
+    """of the OpenAI API"""
     processes: int = 1
-    """how many frontend processes share the port: the larger of Frontend's and Processor's
-    ServiceArgs.workers"""
+    """processes; how many frontends share the port: the larger of Frontend's and Processor's ServiceArgs.workers"""
     router: str = "round-robin"
+    """how a decode worker is chosen for a request"""
     limits: Limits = Limits()
 
 
@@ -40,14 +42,14 @@ class WorkerConfig:
     are not in it."""
 
     count: int = 1
+    """workers; each is an engine of its own"""
     gpus: int | None = None
-    """GPUs per worker; 0: on the CPU; None: as many as the engine has ranks where the machine has GPUs, else
-    0. What a worker really got is in its Slot"""
+    """GPUs; per worker; 0: on the CPU; not set: as many as the engine has ranks where the machine has GPUs, else 0"""
     gpu_ids: tuple[int, ...] = ()
-    """exactly these GPUs, `gpus` of them for each worker in turn; workers may share one; empty: the placement
+    """exactly these GPUs, as many as it has ranks for each worker in turn; workers may share one; empty: the placement
     chooses"""
     engine: str = "vllm"
-    """`vllm` or `sim`"""
+    """the real engine, or a simulated one"""
     engine_args: Mapping[str, object] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
     """where each of `engine_args` came from: `Common`, the section's name, or `pdserve, …`"""
@@ -63,6 +65,7 @@ class WorkerConfig:
 @dataclass(frozen=True)
 class DecodeConfig(WorkerConfig):
     remote_prefill: bool = False
+    """prefill long prompts on prefill workers"""
     conditional_disagg: bool = True
     """false: every prompt is prefilled remotely whatever its length, as long as a prefill worker lives"""
     max_local_prefill_length: int = 512
@@ -83,26 +86,27 @@ class Config:
     model: str
     """path of a model folder (absolute) or a hub id; `demo` was resolved to the bundled model's folder"""
     served_model_name: str
+    """what clients put into `model`; not set: the model's own name"""
     frontend: FrontendConfig | None
     decode: DecodeConfig | None
     prefill: PrefillConfig | None
     namespace: str = "pdserve"
     """separates several graphs on one etcd and NATS"""
     nats: str | None = None
-    """URL; None: `serve` starts its own"""
+    """URL; not set: `serve` starts its own"""
     etcd: str | None = None
-    """host:port; None: `serve` starts its own"""
+    """host:port; not set: `serve` starts its own"""
     host: str = "127.0.0.1"
     """address under which the workers of this machine are reached by the others"""
     kv_port: int = 5600
     """first of the ports on which workers hand out their KV handles (NIXL side channel), one for each
     worker"""
     state_dir: Path = Path("~/.pdserve")
-    """where embedded servers keep their data; `load` makes it absolute"""
+    """where embedded servers keep their data; a relative folder counts from the file's"""
     request_timeout: float = 600.0
     """seconds; the deadline of a request that names none"""
     drain_timeout: float = 30.0
-    """seconds that running requests get to finish after SIGTERM"""
+    """seconds; for running requests to finish after SIGTERM"""
     notes: tuple[str, ...] = ()
     """what was read differently from how it was written, one sentence each, to be shown once at start"""
 
