@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 VARIABLE = "PDSERVE_CLOCK_OFFSET"
+LARGE_SKEW = 1.0
+"""seconds that a host's clock may differ from the NATS server's without a word"""
 
 _offset: ContextVar[float | None] = ContextVar("pdserve_clock_offset", default=None)
 

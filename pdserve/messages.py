@@ -1,9 +1,11 @@
 """Every message that crosses a process boundary, one section for each receiver.
 
 All are frozen msgspec structs. A new field gets a default, unknown fields are ignored, so that neighbouring versions
-understand each other. Times named `deadline` are Unix seconds, durations are seconds. Nothing is ever pickled.
+understand each other. No message names a time: clocks of different hosts differ, and so do their monotonic ones. There
+are only durations, in seconds, and ages at the moment of sending. Nothing is ever pickled.
 """
 
+import math
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, TypeVar
@@ -63,6 +65,9 @@ class Instance(Struct, frozen=True):
     max_concurrency: float = 0.0
     """how many requests of max_model_len tokens fit the KV cache at once"""
     vllm_version: str = ""
+    clock_skew: float | None = None
+    """seconds that its clock is ahead of the NATS server's; None where it could not be measured. Nothing depends on
+    it, but logs of different hosts can be compared only where it is small"""
     draining: bool = False
     """true: finishes what it has and takes nothing new"""
     load: Load = Load()
@@ -131,7 +136,8 @@ class Submit(Struct, frozen=True, tag=True):
     prompt: list[int]
     """token ids; never empty"""
     max_tokens: int
-    deadline: float
+    timeout: float
+    """seconds until its deadline"""
     body: list[bytes]
     """vLLM's EngineCoreRequest without its prompt, in vLLM's own encoding; opaque to all but engines"""
 
@@ -197,7 +203,8 @@ class PrefillRequest(Struct, frozen=True, tag=True):
     decode: str
     """instance id of the decode worker to answer"""
     prompt: list[int]
-    deadline: float
+    timeout: float
+    """seconds from its storing in the queue to its deadline"""
     block_size: int
     """the decode side's tokens per KV block; must equal the prefill side's"""
     body: list[bytes]
@@ -207,6 +214,22 @@ class PrefillCancel(Struct, frozen=True, tag=True):
     """The decode worker no longer wants these: drop them where queued, abort them where running."""
 
     request_ids: list[str]
+
+
+class PrefillConfirm(Struct, frozen=True, tag=True):
+    """Say the answer again whose KV `worker` keeps under `held`, and with it this `token`: the answers so far may have
+    been on their way for too long to be trusted. Where that KV is gone, the answer is `PrefillFailed`."""
+
+    request_id: str
+    decode: str
+    worker: str
+    """instance id of the prefill worker"""
+    held: str
+    """the handle's own `request_id`"""
+    token: str
+
+
+ToPrefill = PrefillCancel | PrefillConfirm
 
 
 class QueueState(Struct, frozen=True, tag=True):
@@ -222,7 +245,7 @@ class QueueState(Struct, frozen=True, tag=True):
 
 
 class KvHandle(Struct, frozen=True):
-    """Where finished KV blocks lie. Valid until `computed_at + lease` on the prefill worker, no longer."""
+    """Where finished KV blocks lie. The prefill worker keeps them for `lease` seconds from their computation."""
 
     engine_id: str
     """the prefill instance id: it names the boot, so blocks of an earlier life are never read"""
@@ -238,8 +261,9 @@ class KvHandle(Struct, frozen=True):
     tp_size: int = 1
     lease: float = 30.0
     """seconds that the blocks are kept, counted from `computed_at`"""
-    computed_at: float = 0.0
-    """Unix seconds on the prefill worker's clock"""
+    computed_at: float = -math.inf
+    """When the blocks were computed at the earliest, on the monotonic clock of the host that holds this object. It
+    means nothing elsewhere: a receiver sets it from what it knows of the age (`decode/freshness.py`)"""
     extra: dict[str, object] = {}
     """further fields of the connector's own handle, passed on as they are"""
 
@@ -260,6 +284,10 @@ class PrefillDone(Struct, frozen=True, tag=True):
     handle: KvHandle
     compute_seconds: float = 0.0
     queue_seconds: float = 0.0
+    age: float = 0.0
+    """seconds since the KV was computed, when this was sent"""
+    token: str = ""
+    """of the `PrefillConfirm` that asked for it"""
 
 
 class PrefillFailed(Struct, frozen=True, tag=True):
@@ -290,7 +318,7 @@ encode = msgspec.msgpack.Encoder().encode
 decode_to_decode = _reader(msgspec.msgpack.Decoder(ToDecode).decode)
 decode_to_frontend = _reader(msgspec.msgpack.Decoder(ToFrontend).decode)
 decode_prefill_request = _reader(msgspec.msgpack.Decoder(PrefillRequest).decode)
-decode_prefill_cancel = _reader(msgspec.msgpack.Decoder(PrefillCancel).decode)
+decode_to_prefill = _reader(msgspec.msgpack.Decoder(ToPrefill).decode)
 decode_prefill_answer = _reader(msgspec.msgpack.Decoder(PrefillAnswer).decode)
 decode_queue_state = _reader(msgspec.msgpack.Decoder(QueueState).decode)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve import clock
 from pdserve.config.machine import GIB, Gpu, Machine
 from pdserve.doctor import host, servers
 from pdserve.doctor.finding import Finding, Grade
@@ -74,3 +75,16 @@ async def test_a_transfer_is_measured() -> None:
 def test_grades_of_the_machine(finding: Finding, grade: Grade) -> None:
     assert finding.grade is grade
     assert (grade is Grade.OK) == (not finding.advice)
+
+
+async def test_a_clock_that_is_wrong(nats_url: str) -> None:
+    right = await servers.clocks(nats_url)
+    assert right is not None
+    assert right.grade is Grade.OK, right
+    with clock.skewed(-40.0):
+        wrong = await servers.clocks(nats_url)
+    assert wrong is not None
+    assert wrong.grade is Grade.WARN
+    assert "40.0 s behind" in wrong.text
+    assert await servers.clocks(None) is None
+    assert await servers.clocks("nats://127.0.0.1:1") is None

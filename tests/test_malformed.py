@@ -62,14 +62,14 @@ async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pyte
         JetStreamQueue(nats_url, namespace, "m") as decode,
         JetStreamQueue(nats_url, namespace, "m") as prefill,
     ):
-        answers, cancels = decode.answers("decode-0"), prefill.cancellations()
+        answers, cancels = decode.answers("decode-0"), prefill.notices()
         reading = [asyncio.ensure_future(anext(answers)), asyncio.ensure_future(anext(cancels))]
         for queue in (decode, prefill):
             await queue._connection.settle()
             await queue._connection.client().flush()
             await queue._connection.client().flush()  # now the server knows what is listened to
         for garbage in GARBAGE:
-            for subject in (names.requests, names.state, names.cancel, names.answers("decode-0")):
+            for subject in (names.requests, names.state, names.notices, names.answers("decode-0")):
                 await client.publish(subject, garbage)
         await client.flush()
         await client.flush()  # the first one overtakes what is not written yet

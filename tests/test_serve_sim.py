@@ -18,10 +18,12 @@ from tests.terminal import Terminal
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """A frontend, two decode workers, a prefill worker. Stopped as by Ctrl-C: exit 0, and nothing is left."""
+    """A frontend, two decode workers, a prefill worker, each role with a clock of its own. Stopped as by
+    Ctrl-C: exit 0, and nothing is left."""
     port = free_port("127.0.0.1")
     yaml = (FRONTEND + WORKERS).format(port=port, kv_port=kv_ports(), workers=2)
     serve = Serve(tmp_path_factory.mktemp("graph"), yaml, port=port)
+    serve.env |= {"PDSERVE_CLOCK_OFFSET_PREFILL": "-40", "PDSERVE_CLOCK_OFFSET_DECODE": "5"}
     process = serve.start()
     try:
         until(lambda: "Ready after" in serve.text or process.poll() is not None, serve)
@@ -64,6 +66,10 @@ def test_status_knows_everybody(graph: Serve) -> None:
     assert [len(cards) for cards in state["models"].values()] == [2]
     table = graph.pdserve("status", "-f", str(graph.file)).stdout
     assert all(each["id"] in table for each in state["instances"])
+    skews = [each["clock_skew"] for each in state["instances"]]
+    assert skews == [pytest.approx(skew, abs=0.5) for skew in (0, 5, 5, -40)]
+    assert table.count("clock +5.0 s") == 2
+    assert table.count("clock -40.0 s") == 1
 
 
 def test_a_setting_reaches_the_workers(graph: Serve) -> None:

@@ -2,8 +2,12 @@
 
 import asyncio
 import logging
+import time
+from contextlib import suppress
 
-from pdserve import clock
+import msgspec
+
+from pdserve.decode.freshness import Freshness
 from pdserve.decode.patience import Patience
 from pdserve.decode.requests import Request, Requests
 from pdserve.engine.base import Engine
@@ -12,6 +16,7 @@ from pdserve.errors import ProtocolError, QueueFull, QueueUnavailable
 from pdserve.messages import (
     Instance,
     KvHandle,
+    PrefillConfirm,
     PrefillDone,
     PrefillFailed,
     PrefillRequest,
@@ -69,6 +74,7 @@ class RemotePrefill:
         """The KV of the request's prompt, checked; None where it has to be computed here (counted and
         logged) or the request was cancelled meanwhile."""
         request.answer = asyncio.get_running_loop().create_future()
+        request.freshness = Freshness(time.monotonic())
         try:
             return await self._ask(request)
         except NoHandle as failure:
@@ -81,12 +87,13 @@ class RemotePrefill:
         assert request.answer is not None
         submit = request.submit
         bound = self._patience.bound(len(submit.prompt), self._queue.depth, len(self.workers()))
-        deadline = min(submit.deadline, clock.unix() + bound)
+        bound = min(bound, request.deadline - time.monotonic())
+        ends = time.monotonic() + bound
         message = PrefillRequest(
             submit.request_id,
             self._instance,
             submit.prompt,
-            deadline,
+            bound,
             self._engine.facts.block_size,
             submit.body,
         )
@@ -94,7 +101,7 @@ class RemotePrefill:
             await self._queue.publish(message)
         except QueueUnavailable as error:  # but it may have come through, and be answered already
             request.resolve(FULL if isinstance(error, QueueFull) else DOWN)
-        await asyncio.wait({request.answer}, timeout=max(0.0, deadline - clock.unix()))
+        await asyncio.wait({request.answer}, timeout=max(0.0, ends - time.monotonic()))
         request.resolve(TIMEOUT)
         match request.answer.result():
             case PrefillDone(handle=handle, compute_seconds=seconds):
@@ -154,9 +161,27 @@ class RemotePrefill:
             log.info("request %s: %s is not a live prefill worker", answer.request_id, worker)
             if request is not None:
                 request.resolve(UNKNOWN)
-        elif request is None or not (request.resolve(answer) or request.took(answer.handle)):
+        elif request is not None and request.awaits:
+            if await self._doubts(request, answer):
+                log.info("request %s: asked %s how old the KV of its answer is", request.id, worker)
+            else:
+                request.resolve(_dated(request, answer))
+        elif request is None or not request.took(answer.handle):
             log.info("request %s: late answer of %s rejected", answer.request_id, worker)
             await self._engine.reject(answer.handle)
+
+    async def _doubts(self, request: Request, answer: PrefillDone) -> bool:
+        """Whether the answer may have been on its way for so long that it has to be confirmed first. Where the
+        confirmation is lost, the answer is said again sooner or later, and a confirmation asked for again."""
+        now, handle = time.monotonic(), answer.handle
+        assert request.freshness is not None
+        if not request.freshness.doubtful(answer, now):
+            return False
+        if token := request.freshness.confirm(now):
+            confirm = PrefillConfirm(request.id, self._instance, handle.engine_id, handle.request_id, token)
+            with suppress(QueueUnavailable):
+                await self._queue.confirm(confirm)
+        return True
 
     def give_up_on_the_gone(self) -> None:
         """What a prefill worker had in its hands that is registered no longer is done here, at once; and
@@ -167,3 +192,13 @@ class RemotePrefill:
                 request.resolve(ALONE)
             elif request.prefiller and request.prefiller not in live:
                 request.resolve(GONE)
+
+
+def _dated(request: Request, answer: PrefillDone) -> PrefillDone:
+    """The answer with its KV's age by this host's clock."""
+    assert request.freshness is not None
+    now = time.monotonic()
+    computed_at = now - request.freshness.age(answer, now)
+    return msgspec.structs.replace(
+        answer, handle=msgspec.structs.replace(answer.handle, computed_at=computed_at)
+    )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pdserve.decode.freshness import Freshness
 from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, Submit
 
 _REMEMBERED = 50_000
@@ -33,15 +34,27 @@ class Request:
     """there from when it was sent out for remote prefill"""
     prefiller: str = ""
     """instance id of the prefill worker that has it in its hands"""
+    freshness: Freshness | None = None
+    """of the KV that it waits for; there from when it was sent out"""
     arrived: float = field(default_factory=time.monotonic)
+
+    @property
+    def deadline(self) -> float:
+        """Monotonic seconds. That the request was on its way for a while only makes it later."""
+        return self.arrived + self.submit.timeout
 
     @property
     def id(self) -> str:
         return self.submit.request_id
 
+    @property
+    def awaits(self) -> bool:
+        """A prefill worker's answer."""
+        return self.answer is not None and not self.answer.done()
+
     def resolve(self, answer: Outcome) -> bool:
         """End the wait for the prefill worker; False where nobody waits (any more)."""
-        if self.answer is None or self.answer.done():
+        if self.answer is None or not self.awaits:
             return False
         self.answer.set_result(answer)
         return True

@@ -3,9 +3,9 @@ for each engine step and frontend."""
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
 
-from pdserve import clock
 from pdserve.decode.policy import Decision, decide
 from pdserve.decode.remote import CANCELLED, RemotePrefill
 from pdserve.decode.requests import Phase, Request, Requests
@@ -79,7 +79,7 @@ class Serving:
         while True:
             await asyncio.sleep(1.0)
             for request in self._requests:
-                if clock.unix() >= request.submit.deadline:
+                if time.monotonic() >= request.deadline:
                     await self.end(request, "the request's deadline passed", retry=False)
 
     # one request
@@ -97,7 +97,7 @@ class Serving:
             await self._fail(request, "internal error in the decode worker", retry=True)
 
     async def _place(self, request: Request) -> None:
-        if clock.unix() >= request.submit.deadline:
+        if time.monotonic() >= request.deadline:
             await self._fail(request, "the deadline passed before the request was started", retry=False)
             return
         decision = self._decide(request)

@@ -99,9 +99,8 @@ class DecodeWorker:
         await self._archive.make()
         facts = self._engine.facts
         instance = describe(self._config, self._slot, self.id, facts, self._stream.address, self._metrics_url)
-        return Presence(
-            self._registry, instance, model_card(self._config, facts, self._archive.name), self._load
-        )
+        card = model_card(self._config, facts, self._archive.name)
+        return Presence(self._registry, instance, card, self._load, lambda: self._queue.clock_skew)
 
     def _load(self) -> Load:
         usage = self._engine.usage

@@ -42,6 +42,8 @@ async def checks(file: Path | None) -> AsyncIterator[Finding]:
     for finding in host.ports(config, slots):
         yield finding
     yield await servers.nats(config.nats)
+    if clocks := await servers.clocks(config.nats):
+        yield clocks
     yield await servers.etcd(config.etcd)
     yield await transfer()
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from pdserve.doctor.finding import Finding, fail, ok
-from pdserve.errors import ConfigError, RegistryUnavailable
+from pdserve import queue
+from pdserve.clock import LARGE_SKEW
+from pdserve.doctor.finding import Finding, fail, ok, warn
+from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
 from pdserve.registry import connect
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
 from pdserve.supervisor.server_process import ServerProcess
@@ -22,6 +24,23 @@ async def nats(url: str | None) -> Finding:
     if url is None:
         return await _embedded("NATS", EmbeddedNats, _ask_nats)
     return await _ask_nats(url)
+
+
+async def clocks(url: str | None) -> Finding | None:
+    """This host's clock against that of the NATS server; None where that is this host's own, or away."""
+    if url is None:
+        return None
+    try:
+        async with asyncio.timeout(PATIENCE):
+            skew = await queue.clock_skew(url)
+    except (QueueUnavailable, TimeoutError):
+        return None
+    if skew is None:
+        return warn("clock", f"NATS at {url} does not tell its time", "NATS 2.10 and later does.")
+    text = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} that of NATS at {url}"
+    if abs(skew) > LARGE_SKEW:
+        return warn("clock", text, "set both by NTP: logs of different hosts cannot be compared.")
+    return ok("clock", text)
 
 
 async def etcd(address: str | None) -> Finding:

@@ -1,13 +1,13 @@
 """What must hold before a KV handle may be shown to an engine: vLLM itself dies or answers nonsense where
 it does not."""
 
-from pdserve import clock
+import time
+
 from pdserve.errors import ProtocolError
 from pdserve.messages import KvHandle
 
 LEASE_MARGIN = 5.0
-"""seconds before the end of its lease at which a handle counts as expired: clock skew, and the way to the
-pull"""
+"""seconds before the end of its lease at which a handle counts as expired: the way to the pull, and the pull itself"""
 
 
 def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int) -> None:
@@ -31,9 +31,9 @@ def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int) -> None:
 
 
 def expired(handle: KvHandle) -> bool:
-    return clock.unix() > safe_until(handle)
+    return time.monotonic() > safe_until(handle)
 
 
 def safe_until(handle: KvHandle) -> float:
-    """Unix seconds until which a read of its blocks may begin."""
+    """Monotonic seconds until which a read of its blocks may begin."""
     return handle.computed_at + handle.lease - LEASE_MARGIN

@@ -210,7 +210,7 @@ class VllmEngine(Engine):
             self._tickets.drop(ticket)
             output.failed = raw.finish_reason in (api.FinishReason.ERROR, api.FinishReason.ABORT)
             if ticket.prefill and params and not output.failed:
-                output.handle = handle_of(params, len(ticket.prompt), self.facts.block_size, LEASE)
+                output.handle = self._handle(params, len(ticket.prompt))
         return output
 
     def _take_late(self, raw: api.EngineCoreOutput) -> Output | None:
@@ -218,8 +218,12 @@ class VllmEngine(Engine):
         params = raw.kv_transfer_params
         if not params:
             return None
-        handle = handle_of(params, params.get("remote_num_tokens", 0), self.facts.block_size, LEASE)
+        handle = self._handle(params, params.get("remote_num_tokens", 0))
         return Output(raw.request_id, [], finished=True, handle=handle)
+
+    def _handle(self, params: dict[str, Any], prompt_tokens: int) -> KvHandle | None:
+        """The lease began when the engine finished the prompt, which may be a while ago where this process hung."""
+        return handle_of(params, prompt_tokens, self.facts.block_size, LEASE, self._timestamp)
 
     async def _take_stats(self, stats: api.SchedulerStats | None) -> Mapping[str, Any]:
         """What the KV connectors of all ranks have to tell; mostly nothing."""

@@ -122,8 +122,10 @@ def pull_params(kv: KvHandle) -> dict[str, Any]:
     }
 
 
-def handle_of(params: dict[str, Any], prompt_tokens: int, block_size: int, lease: float) -> KvHandle | None:
-    """The handle in a finished prefill's parameters; None where they are no such thing."""
+def handle_of(
+    params: dict[str, Any], prompt_tokens: int, block_size: int, lease: float, computed_at: float
+) -> KvHandle | None:
+    """The handle in a finished prefill's parameters; None where they are no such thing. `computed_at` is monotonic."""
     try:
         return KvHandle(
             engine_id=params["remote_engine_id"],
@@ -135,7 +137,7 @@ def handle_of(params: dict[str, Any], prompt_tokens: int, block_size: int, lease
             block_size=block_size,
             tp_size=params["tp_size"],
             lease=lease,
-            computed_at=clock.unix(),
+            computed_at=computed_at,
             extra={key: value for key, value in params.items() if key not in _KNOWN},
         )
     except (KeyError, TypeError):

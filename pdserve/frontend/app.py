@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from pdserve import clock
 from pdserve.errors import Overloaded
 from pdserve.frontend import routes
 from pdserve.frontend.answer import Answer
@@ -60,7 +59,7 @@ class Edge:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        trace = Trace(_request_id(header(scope, "x-request-id")), clock.unix() + self._request_timeout)
+        trace = Trace(_request_id(header(scope, "x-request-id")), time.monotonic() + self._request_timeout)
         answer = Answer(send, trace, path)
         try:
             trace.deadline = deadline(header(scope, "x-request-timeout"), self._request_timeout)
@@ -166,7 +165,7 @@ class Edge:
         current_trace.set(trace)
         app = asyncio.create_task(_call(serving, ticket, _inside(scope, trace), Replay(raw, gone), answer))
         watch = asyncio.create_task(_disconnected(receive))
-        left = trace.deadline + GRACE - clock.unix()
+        left = trace.deadline + GRACE - time.monotonic()
         try:
             done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if not done and ticket.waiting and not serving.live:

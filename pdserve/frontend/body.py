@@ -1,13 +1,13 @@
 """The request body: read once with a bound, looked into, and replayed to the app that answers."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from types import UnionType
 
 import msgspec
 
-from pdserve import clock
 from pdserve.errors import Overloaded
 from pdserve.frontend.asgi import Message, Receive
 
@@ -67,12 +67,12 @@ class Intake:
         self._held = 0
 
     async def read(self, receive: Receive, deadline: float) -> bytes:
-        """`deadline` in Unix seconds. Raises Refusal for a body over MAX_BODY, without reading the rest of it, or
+        """`deadline` in monotonic seconds. Raises Refusal for a body over MAX_BODY, without reading the rest of it, or
         not whole by then, Overloaded, and ClientGone."""
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(deadline - clock.unix()):
+            async with asyncio.timeout(deadline - time.monotonic()):
                 async for part in _parts(receive):
                     size += len(part)
                     self._held += len(part)

@@ -1,16 +1,17 @@
 """How long a request may take, and when it is better refused at once. Pure."""
 
-from pdserve import clock
+import time
+
 from pdserve.frontend.body import Refusal
 
 MAX_TIMEOUT = 24 * 3600.0
 
 
 def deadline(asked: str | None, default: float) -> float:
-    """Unix seconds, from the header `x-request-timeout` (seconds) or the configured default. Raises
+    """Monotonic seconds, from the header `x-request-timeout` (seconds) or the configured default. Raises
     Refusal."""
     if asked is None:
-        return clock.unix() + default
+        return time.monotonic() + default
     try:
         seconds = float(asked)
     except ValueError:
@@ -18,7 +19,7 @@ def deadline(asked: str | None, default: float) -> float:
     if not 0 < seconds <= MAX_TIMEOUT:  # also catches NaN
         message = f"x-request-timeout must be a number of seconds above 0 and up to {MAX_TIMEOUT:.0f}"
         raise Refusal(400, message, "x-request-timeout")
-    return clock.unix() + seconds
+    return time.monotonic() + seconds
 
 
 def too_late(wait: float, left: float, run: float, max_wait: float) -> float:

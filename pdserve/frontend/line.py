@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdserve import clock
 from pdserve.config.schema import Limits
 from pdserve.errors import Overloaded
 from pdserve.frontend.body import Asks, Refusal
@@ -272,7 +271,7 @@ class Line:
         return next(within, self._waiting[0])
 
     def _call(self, ticket: Ticket) -> None:
-        end = clock.unix() + self._usual().seconds(ticket.asks.max_tokens)
+        end = time.monotonic() + self._usual().seconds(ticket.asks.max_tokens)
         if ticket.waiting and ticket.waited and end > ticket.trace.deadline:
             self._refuse(ticket, "its turn has come too late for its deadline")
             return
@@ -322,7 +321,7 @@ class Line:
             return  # nobody knows when a worker will come
         before = [(one, _turns_before(one, ticket)) for one in self._waiting if one.place < ticket.place]
         wait = self._pace.seconds(sum(one.size * turns for one, turns in before), time.monotonic())
-        usual, left = self._usual(), ticket.trace.deadline - clock.unix()
+        usual, left = self._usual(), ticket.trace.deadline - time.monotonic()
         if wait is None:
             wait = sum(turns for _, turns in before) / places * usual.seconds(None)
         late = too_late(wait, left, usual.seconds(ticket.asks.max_tokens), self.limits.max_wait)

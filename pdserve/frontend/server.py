@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 
 import httpx
+import msgspec
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
 from pdserve.config.schema import Config, Slot
-from pdserve.errors import RegistryUnavailable
+from pdserve.errors import QueueUnavailable, RegistryUnavailable
 from pdserve.frontend.app import Edge
 from pdserve.frontend.asgi import App
 from pdserve.frontend.auth import load_keys
@@ -24,6 +25,7 @@ from pdserve.frontend.versions import vllm_version
 from pdserve.messages import Instance, Role, encode_record
 from pdserve.observe.page import serve_metrics
 from pdserve.processor.surroundings import Surroundings
+from pdserve.queue.base import BlobStore
 from pdserve.queue.jetstream import connect_blobs
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
@@ -32,11 +34,15 @@ from pdserve.registry.view import View
 from pdserve.stream.zmq import connect as connect_stream
 from pdserve.worker.identity import new_instance_id
 from pdserve.worker.lifecycle import STOPPERS
+from pdserve.worker.presence import described
 
 logger = logging.getLogger(__name__)
 
 LOAD_WITHIN = 60.0
 """seconds that a frontend beside others takes to load its models before it takes requests nevertheless"""
+
+CLOCK_WITHIN = 3.0
+"""seconds that NATS gets to tell its time"""
 
 
 async def main(config: Config, slot: Slot) -> None:
@@ -59,6 +65,7 @@ async def main(config: Config, slot: Slot) -> None:
             client = await stack.enter_async_context(httpx.AsyncClient())
             if view.instances(Role.FRONTEND):
                 await _load_models(roster)
+            me = msgspec.structs.replace(me, clock_skew=await _clock_skew(around.blobs))
             edge = Edge(roster, MetricsPage(view, me.id, client), api_keys, config.request_timeout)
             await _serve(edge, sock, registry, me, config.drain_timeout)
 
@@ -94,6 +101,13 @@ def _describe(config: Config, slot: Slot, sock: socket.socket, metrics: str) -> 
         pid=os.getpid(),
         vllm_version=vllm_version(),
     )
+
+
+async def _clock_skew(blobs: BlobStore) -> float | None:
+    with suppress(QueueUnavailable, TimeoutError):
+        async with asyncio.timeout(CLOCK_WITHIN):
+            return described(await blobs.clock_skew(), None)
+    return None
 
 
 def cross_origin(app: App) -> App:

@@ -31,7 +31,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pdserve import clock
 from pdserve.engine.handles import LEASE_MARGIN
 from pdserve.kv.nixl import provide_nixl, quiet_agents
 
@@ -52,7 +51,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (  # n
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats  # noqa: E402
 from vllm.logger import init_logger  # noqa: E402
 
-from pdserve.kv.watch import Naps, StallWatch  # noqa: E402
+from pdserve.kv.watch import Naps, SenderClock, StallWatch  # noqa: E402
 
 logger = init_logger(__name__)
 
@@ -106,9 +105,15 @@ class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self._naps = Naps(LEASE_MARGIN)
         self.unwanted: set[str] = set()
         """prefills whose blocks no other engine will read; they may not be kept yet, but are from the next step on"""
+        self._scheduler = SenderClock()
+
+    def start_load_kv(self, metadata: Any) -> None:
+        if metadata.scheduler_clock:
+            self._scheduler.heard(metadata.scheduler_clock, time.perf_counter())
+        super().start_load_kv(metadata)
 
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
-        if any(meta.local_block_ids) and _lease_over(meta):
+        if any(meta.local_block_ids) and self._lease_over(meta):
             logger.warning("request %s waited too long to read its KV: recomputing it", req_id)
             self._handle_failed_transfer(req_id, None, self._recv_failures)
         else:
@@ -140,13 +145,20 @@ class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         slept_through = self._naps.look(transfers, now)
         done, failed = super()._pop_done_transfers(transfers)
         for request in done & slept_through:
-            if _lease_over(self._recving_metadata.get(request)):
+            if self._lease_over(self._recving_metadata.get(request)):
                 logger.warning("this process hung while request %s read its KV: recomputing it", request)
                 self._handle_failed_transfer(request, None, failed)
         sizes = {request: self._bytes_of(request) for request in transfers}
         for request in self._watch.look(sizes, now):
             self._report_stall(request)
         return done, failed
+
+    def _lease_over(self, meta: Any) -> bool:
+        """Or nearly so. vLLM itself reads that field only where KV goes in both directions, by another clock. It is the
+        monotonic one of the scheduler's host (Linux has one for `monotonic` and `perf_counter`), where this process
+        need not be."""
+        safe_until = meta.remote.blocks_expiry_time if meta is not None and meta.remote is not None else None
+        return safe_until is not None and time.perf_counter() > self._scheduler.here(safe_until)
 
     def _bytes_of(self, request: str) -> int:
         meta = self._recving_metadata.get(request)
@@ -167,12 +179,6 @@ class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self.xfer_stats.data[STALLED].append(request)
         self.xfer_stats.record_failed_transfer()
         self._mark_remote_engine_invalid(engine, time.perf_counter())
-
-
-def _lease_over(meta: Any) -> bool:
-    """Or nearly so. vLLM itself reads that field only where KV goes in both directions, by another clock."""
-    safe_until = meta.remote.blocks_expiry_time if meta is not None and meta.remote is not None else None
-    return safe_until is not None and clock.unix() > safe_until
 
 
 @contextmanager

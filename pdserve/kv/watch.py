@@ -1,5 +1,7 @@
-"""Which KV reads take longer than they should, and which nobody watched. Pure: times come from outside."""
+"""Which KV reads take longer than they should, which were not watched, and until when they may begin. Pure: times come
+from outside."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -49,3 +51,19 @@ class Naps:
             self._slept_through |= reads
         self._looked = now
         return set(self._slept_through)
+
+
+class SenderClock:
+    """The monotonic clock of the process from which messages come. Elsewhere than on this host it runs as quickly, but
+    shows another time: the quickest message so far tells by how much, and one that was held back is known by it."""
+
+    def __init__(self) -> None:
+        self._ahead = math.inf
+
+    def heard(self, sent: float, now: float) -> None:
+        """A message came now that was sent when that clock showed `sent`."""
+        self._ahead = min(self._ahead, now - sent)
+
+    def here(self, there: float) -> float:
+        """When this host's clock shows what that one shows at `there`; before any message: for ever ago."""
+        return -math.inf if math.isinf(self._ahead) else there + self._ahead

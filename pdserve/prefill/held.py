@@ -1,9 +1,12 @@
-"""The answers whose KV this prefill worker still keeps."""
+"""The answers whose KV this prefill worker still keeps. It says them with the age that the KV has at that moment."""
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+import msgspec
 
 from pdserve.messages import PrefillDone
 
@@ -31,6 +34,11 @@ class Held:
         self._kept[answer.handle.request_id] = _Kept(decode, answer)
         self._empty.clear()
 
+    def get(self, held: str) -> PrefillDone | None:
+        """By the handle's `request_id`; None where that KV is kept no longer."""
+        kept = self._kept.get(held)
+        return None if kept is None else kept.answer
+
     def release(self, request_id: str) -> None:
         """By the handle's `request_id`; unknown ones are ignored."""
         self._kept.pop(request_id, None)
@@ -49,3 +57,10 @@ class Held:
 
     async def empty(self) -> None:
         await self._empty.wait()
+
+
+def aged(answer: PrefillDone, token: str = "") -> PrefillDone:
+    """As it is sent now: its time of computation, which means something on this host only, as an age."""
+    age = time.monotonic() - answer.handle.computed_at
+    unknown = msgspec.structs.replace(answer.handle, computed_at=-math.inf)
+    return msgspec.structs.replace(answer, handle=unknown, age=age, token=token)

@@ -7,14 +7,22 @@ import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
 
-from pdserve import clock, queue, registry
+from pdserve import queue, registry
 from pdserve.config.schema import Config, Slot
 from pdserve.engine.base import Engine, Output
 from pdserve.errors import ProtocolError, QueueUnavailable
-from pdserve.messages import Load, PrefillAnswer, PrefillDone, PrefillFailed, PrefillStarted
+from pdserve.messages import (
+    Load,
+    PrefillAnswer,
+    PrefillCancel,
+    PrefillConfirm,
+    PrefillDone,
+    PrefillFailed,
+    PrefillStarted,
+)
 from pdserve.observe.metrics import QUEUE_WAIT
 from pdserve.observe.page import serve_metrics
-from pdserve.prefill.held import Held
+from pdserve.prefill.held import Held, aged
 from pdserve.prefill.jobs import Job, Jobs
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.registry.base import Registry
@@ -77,13 +85,15 @@ class PrefillWorker:
                 await stack.enter_async_context(seam)
             log_memory(self._config, self._slot, self._engine.facts)
             instance = describe(self._config, self._slot, self.id, self._engine.facts, "", self._metrics_url)
-            self._presence = Presence(self._registry, instance, None, self._load)
+            self._presence = Presence(
+                self._registry, instance, None, self._load, lambda: self._queue.clock_skew
+            )
             await self._life.run(
                 self._presence.announce,
                 [
                     self._pull(),
                     self._read_engine(),
-                    forever(self._read_cancellations, "cancellations"),
+                    forever(self._read_notices, "notices"),
                     forever(self._report_progress, "progress reports"),
                     forever(self._tell_again, "repeated answers"),
                     forever(self._presence.keep_current, "load report"),
@@ -133,7 +143,7 @@ class PrefillWorker:
         if self._life.draining:
             await _tell_queue(delivery.give_back())
             return
-        if clock.unix() >= request.deadline:
+        if time.monotonic() >= delivery.deadline:
             await _tell_queue(delivery.ack())
             return
         QUEUE_WAIT.observe(delivery.queued)
@@ -201,6 +211,7 @@ class PrefillWorker:
     async def _say(self, decode: str, answer: PrefillAnswer) -> None:
         if isinstance(answer, PrefillDone):
             self._held.add(decode, answer)
+            answer = aged(answer)
         await _tell_queue(self._queue.answer(decode, answer))
 
     async def _tell_again(self) -> None:
@@ -211,16 +222,30 @@ class PrefillWorker:
             await asyncio.sleep(TELL_INTERVAL)
             for decode, answer in self._held.untaken():
                 log.info("request %s: nobody read its KV yet, telling %s again", answer.request_id, decode)
-                await _tell_queue(self._queue.answer(decode, answer))
+                await _tell_queue(self._queue.answer(decode, aged(answer)))
 
-    async def _read_cancellations(self) -> None:
-        async for cancel in self._queue.cancellations():
-            jobs = [job for one in cancel.request_ids if (job := self._jobs.of_request(one))]
-            for job in jobs:
-                self._jobs.cancel(job)
-            await self._engine.cancel([job.engine_id for job in jobs])
-            for job in jobs:
-                await _tell_queue(job.delivery.ack())
+    async def _read_notices(self) -> None:
+        async for notice in self._queue.notices():
+            match notice:
+                case PrefillCancel(request_ids):
+                    await self._cancel(request_ids)
+                case PrefillConfirm(worker=worker) if worker == self.id:
+                    await self._confirm(notice)
+
+    async def _cancel(self, request_ids: list[str]) -> None:
+        jobs = [job for request_id in request_ids if (job := self._jobs.of_request(request_id))]
+        for job in jobs:
+            self._jobs.cancel(job)
+        await self._engine.cancel([job.engine_id for job in jobs])
+        for job in jobs:
+            await _tell_queue(job.delivery.ack())
+
+    async def _confirm(self, confirm: PrefillConfirm) -> None:
+        kept = self._held.get(confirm.held)
+        answer: PrefillAnswer = PrefillFailed(confirm.request_id, "expired", "its KV is kept no longer")
+        if kept is not None:
+            answer = aged(kept, confirm.token)
+        await _tell_queue(self._queue.answer(confirm.decode, answer))
 
     async def _report_progress(self) -> None:
         while True:

@@ -9,12 +9,12 @@ import asyncio
 import itertools
 import logging
 import secrets
+import time
 from collections.abc import Callable, Collection
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from pdserve import clock
 from pdserve.messages import Cancel, Failed, Outputs, Placed, Refused, Submit, ToFrontend
 from pdserve.observe.metrics import ITL, MIGRATIONS, TTFT
 from pdserve.processor import migration
@@ -102,7 +102,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Never raises: AsyncLLM has registered the request already, and would keep it for ever."""
         trace = current_trace.get()
-        deadline = clock.unix() + self._request_timeout if trace is None else trace.deadline
+        deadline = time.monotonic() + self._request_timeout if trace is None else trace.deadline
         generation = Generation(request, trace, deadline)
         self._generations[request.request_id] = generation
         self._begin(generation)
@@ -289,13 +289,13 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             wire_id,
             generation.prompt + said,
             generation.max_tokens - len(said),
-            generation.deadline,
+            max(0.0, generation.deadline - time.monotonic()),
             migration.body(generation.request, wire_id, generation.tokens),
         )
 
     def _wait(self, generation: Generation) -> None:
         if not generation.timers:
-            generation.later(max(0.0, generation.deadline - clock.unix()), self._gave_up_waiting)
+            generation.later(max(0.0, generation.deadline - time.monotonic()), self._gave_up_waiting)
 
     def _gave_up_waiting(self, generation: Generation) -> None:
         self._fail(generation, no_worker(self._model, generation.last_loss))
@@ -305,7 +305,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         if retry:
             self._lost(generation, text)
             return
-        late = clock.unix() >= generation.deadline
+        late = time.monotonic() >= generation.deadline
         self._fail(generation, Failure(504 if late else 500, text))
 
     @_by_itself

@@ -57,7 +57,7 @@ class Turns(Protocol):
 class Trace:
     request_id: str
     deadline: float
-    """Unix seconds"""
+    """monotonic, as `started`"""
     model: str = ""
     started: float = field(default_factory=time.monotonic)
     first_token: float | None = None

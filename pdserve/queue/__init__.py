@@ -21,5 +21,12 @@ def connect_blobs(nats: str, namespace: str) -> BlobStore:
     return store
 
 
+async def clock_skew(nats: str) -> float | None:
+    """Seconds that this process's time of day is ahead of the server's; None where that does not tell its time. Leaves
+    nothing behind on the server. Raises QueueUnavailable."""
+    skew: float | None = await _implementation(nats).clock_skew(nats)
+    return skew
+
+
 def _implementation(nats: str) -> ModuleType:
     return import_module(_IMPLEMENTATIONS["memory" if nats.startswith("memory://") else "nats"])

@@ -2,7 +2,7 @@
 
 One queue per model. A request is delivered to one prefill worker at a time and at least once in all: it is
 delivered again when its worker neither acks nor reports progress for `ack_wait` seconds. Answers and
-cancellations are at most once and reach only who listens: whoever waits for one needs a timeout of its own.
+cancellations are at most once and reach only those that listen: to wait for one needs a timeout.
 """
 
 from abc import ABC, abstractmethod
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
 
-from pdserve.messages import PrefillAnswer, PrefillCancel, PrefillRequest
+from pdserve.messages import PrefillAnswer, PrefillConfirm, PrefillRequest, ToPrefill
 
 
 class Delivery(ABC):
@@ -20,7 +20,9 @@ class Delivery(ABC):
     redelivered: bool
     """true when a worker had it before and did not ack"""
     queued: float
-    """seconds it waited in the queue"""
+    """seconds it waited in the queue, by the server's clock alone; 0 where the server does not tell its time"""
+    deadline: float
+    """its own, in monotonic seconds of this process"""
 
     @abstractmethod
     async def ack(self) -> None:
@@ -58,6 +60,11 @@ class PrefillQueue(ABC):
     def depth(self) -> int:
         """Requests queued but not yet delivered, from what this process has seen: no server round trip."""
 
+    @property
+    @abstractmethod
+    def clock_skew(self) -> float | None:
+        """Seconds that this process's time of day is ahead of the server's, as last measured; None where it was not."""
+
     # decode side
 
     @abstractmethod
@@ -72,6 +79,9 @@ class PrefillQueue(ABC):
     @abstractmethod
     async def cancel(self, request_ids: list[str]) -> None: ...
 
+    @abstractmethod
+    async def confirm(self, confirm: PrefillConfirm) -> None: ...
+
     # prefill side
 
     @abstractmethod
@@ -84,7 +94,8 @@ class PrefillQueue(ABC):
     async def answer(self, instance: str, answer: PrefillAnswer) -> None: ...
 
     @abstractmethod
-    def cancellations(self) -> AsyncIterator[PrefillCancel]: ...
+    def notices(self) -> AsyncIterator[ToPrefill]:
+        """Cancellations and requests to confirm, as they are said to all prefill workers of the model."""
 
 
 class BlobStore(ABC):
@@ -96,3 +107,7 @@ class BlobStore(ABC):
     @abstractmethod
     async def get(self, name: str) -> bytes:
         """Raises KeyError where there is none."""
+
+    async def clock_skew(self) -> float | None:
+        """As of the queue, measured now. Raises QueueUnavailable."""
+        return None

@@ -10,9 +10,8 @@ from types import TracebackType
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
-from pdserve import clock
 from pdserve.errors import QueueFull, QueueUnavailable
-from pdserve.messages import PrefillAnswer, PrefillCancel, PrefillRequest
+from pdserve.messages import PrefillAnswer, PrefillCancel, PrefillConfirm, PrefillRequest, ToPrefill
 from pdserve.queue.base import BlobStore, Delivery, PrefillQueue
 from pdserve.queue.cancelled import Cancelled
 
@@ -26,6 +25,11 @@ def connect(nats: str, namespace: str, model: str) -> "MemoryQueue":
 
 def connect_blobs(nats: str, namespace: str) -> "MemoryBlobs":
     return MemoryBlobs(_broker(nats), namespace)
+
+
+async def clock_skew(nats: str) -> float | None:
+    """The broker has no clock of its own."""
+    return None
 
 
 def _broker(address: str) -> "MemoryBroker":
@@ -101,7 +105,8 @@ class MemoryDelivery(Delivery):
         self._entry = entry
         self.request = entry.request
         self.redelivered = entry.deliveries > 1
-        self.queued = clock.unix() - entry.stored
+        self.queued = time.monotonic() - entry.stored
+        self.deadline = entry.stored + entry.request.timeout
 
     async def ack(self) -> None:
         if self._entry in self._line.entries:
@@ -140,6 +145,11 @@ class MemoryQueue(PrefillQueue):
         return self._broker.alive
 
     @property
+    def clock_skew(self) -> float | None:
+        """The broker has no clock of its own."""
+        return None
+
+    @property
     def depth(self) -> int:
         return sum(1 for entry in self._line.entries if not entry.deliveries)
 
@@ -149,7 +159,7 @@ class MemoryQueue(PrefillQueue):
             raise QueueFull("the prefill queue is full")
         if request.request_id not in self._line.ids:
             self._line.ids.add(request.request_id)
-            self._line.entries.append(_Entry(request, clock.unix()))
+            self._line.entries.append(_Entry(request, time.monotonic()))
         await self._broker.tell()
 
     def answers(self, instance: str) -> AsyncIterator[PrefillAnswer]:
@@ -157,7 +167,11 @@ class MemoryQueue(PrefillQueue):
 
     async def cancel(self, request_ids: list[str]) -> None:
         self._broker.check()
-        self._line.tell("cancel", PrefillCancel(request_ids))
+        self._line.tell("notices", PrefillCancel(request_ids))
+
+    async def confirm(self, confirm: PrefillConfirm) -> None:
+        self._broker.check()
+        self._line.tell("notices", confirm)
 
     async def pull(self, limit: int, wait: float) -> list[Delivery]:
         ends = time.monotonic() + wait
@@ -196,23 +210,25 @@ class MemoryQueue(PrefillQueue):
     def _wanted(self, entry: _Entry) -> bool:
         return (
             entry.deliveries <= self._broker.max_deliver
-            and entry.request.deadline > clock.unix()
+            and entry.stored + entry.request.timeout > time.monotonic()
             and entry.request.request_id not in self._cancelled
         )
 
     def _read_cancels(self) -> None:
         if self._cancels is None:
-            self._cancels = self._listen("cancel")
+            self._cancels = self._listen("notices")
         while not self._cancels.empty():
-            self._cancelled.add(self._cancels.get_nowait().request_ids)
+            notice = self._cancels.get_nowait()
+            if isinstance(notice, PrefillCancel):
+                self._cancelled.add(notice.request_ids)
 
     async def answer(self, instance: str, answer: PrefillAnswer) -> None:
         self._broker.check()
         self._line.tell(f"answers/{instance}", answer)
 
-    def cancellations(self) -> AsyncIterator[PrefillCancel]:
+    def notices(self) -> AsyncIterator[ToPrefill]:
         self._read_cancels()
-        return self._messages(self._listen("cancel"))
+        return self._messages(self._listen("notices"))
 
     def _listen(self, subject: str) -> asyncio.Queue[Any]:
         queue: asyncio.Queue[Any] = asyncio.Queue()

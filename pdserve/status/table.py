@@ -81,6 +81,8 @@ def _row(each: Instance) -> tuple[str | Text, ...]:
     name = Text(each.id)
     if each.draining:
         name.append(" draining", "yellow")
+    if each.clock_skew is not None and abs(each.clock_skew) > clock.LARGE_SKEW:
+        name.append(f"\nclock {each.clock_skew:+.1f} s", "yellow")
     where = f"{each.host or '?'}:{each.pid}"
     if not each.kv_blocks:
         return name, each.model, where, "", _up(each), str(each.load.running), "", "", "", each.address

@@ -1,13 +1,17 @@
 """A worker's records in the registry: its instance with the current load, and its model card."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import msgspec
 
+from pdserve import clock
 from pdserve.messages import Instance, Load, ModelCard, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
+
+log = logging.getLogger(__name__)
 
 INTERVAL = 1.0
 """seconds between two looks at the load; nothing is written while it stays the same"""
@@ -17,9 +21,16 @@ class Presence:
     """Both records are under the process's lease, so that leaving the registry removes them."""
 
     def __init__(
-        self, registry: Registry, instance: Instance, card: ModelCard | None, load: Callable[[], Load]
+        self,
+        registry: Registry,
+        instance: Instance,
+        card: ModelCard | None,
+        load: Callable[[], Load],
+        skew: Callable[[], float | None] = lambda: None,
     ) -> None:
+        """`skew` is how wrong this process's clock is, as far as that is known now."""
         self.instance = instance
+        self._skew = skew
         self._registry = registry
         self._card = card
         self._load = load
@@ -29,6 +40,7 @@ class Presence:
         if self._card is not None:
             key = keys.card(self._card.name, self.instance.id)
             await self._registry.put(key, encode_record(self._card))
+        self._look()
         await self._write()
 
     async def drain(self) -> None:
@@ -37,13 +49,33 @@ class Presence:
         await self._write()
 
     async def keep_current(self) -> None:
-        """Write the load whenever it changed, for ever."""
+        """Write what changed, for ever."""
         while True:
             await asyncio.sleep(INTERVAL)
-            load = self._load()
-            if load != self.instance.load:
-                self.instance = msgspec.structs.replace(self.instance, load=load)
+            before = self.instance
+            self._look()
+            if self.instance != before:
                 await self._write()
+
+    def _look(self) -> None:
+        skew = described(self._skew(), self.instance.clock_skew)
+        self.instance = msgspec.structs.replace(self.instance, load=self._load(), clock_skew=skew)
 
     async def _write(self) -> None:
         await self._registry.put(keys.instance(self.instance), encode_record(self.instance))
+
+
+def described(skew: float | None, before: float | None) -> float | None:
+    """The skew as it is registered, to a tenth of a second; logged where it becomes large."""
+    if skew is None:
+        return before
+    now = round(skew, 1)
+    if abs(now) > clock.LARGE_SKEW and now != before:
+        direction = "ahead of" if now > 0 else "behind"
+        log.warning(
+            "clock: this host's is %.1f s %s the NATS server's; nothing breaks, but logs cannot be compared: set it "
+            "by NTP",
+            abs(now),
+            direction,
+        )
+    return now

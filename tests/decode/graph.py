@@ -1,7 +1,6 @@
 """Decode and prefill workers on simulated engines and in-memory seams, for tests."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -91,9 +90,7 @@ class Frontend:
     ) -> str:
         request_id = request_id or f"r{next(_numbers)}"
         self.answered.setdefault(request_id, Answered())
-        await self.client.send(
-            Submit(request_id, prompt, max_tokens, time.time() + seconds, body(max_tokens, **sampling))
-        )
+        await self.client.send(Submit(request_id, prompt, max_tokens, seconds, body(max_tokens, **sampling)))
         return request_id
 
     async def ask(self, prompt: list[int], max_tokens: int = 4, **sampling: int) -> Answered:

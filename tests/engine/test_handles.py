@@ -7,7 +7,9 @@ from pdserve.engine.handles import LEASE_MARGIN, check_handle, expired
 from pdserve.errors import ProtocolError
 from pdserve.messages import KvHandle
 
-GOOD = KvHandle("prefill-0-ab", "r.1", "10.0.0.1", 5600, [[4, 9, 2]], 33, 16, computed_at=time.time() + 1e6)
+GOOD = KvHandle(
+    "prefill-0-ab", "r.1", "10.0.0.1", 5600, [[4, 9, 2]], 33, 16, computed_at=time.monotonic() + 1e6
+)
 
 
 def test_one_that_fits_passes() -> None:
@@ -37,7 +39,7 @@ def test_one_that_does_not_fit_says_why(change: dict[str, object], says: str) ->
 
 
 def test_the_margin_counts() -> None:
-    just_in = msgspec.structs.replace(GOOD, computed_at=time.time() - 30 + LEASE_MARGIN + 1, lease=30.0)
-    just_out = msgspec.structs.replace(GOOD, computed_at=time.time() - 30 + LEASE_MARGIN - 1, lease=30.0)
+    just_in = msgspec.structs.replace(GOOD, computed_at=time.monotonic() - 30 + LEASE_MARGIN + 1, lease=30.0)
+    just_out = msgspec.structs.replace(GOOD, computed_at=time.monotonic() - 30 + LEASE_MARGIN - 1, lease=30.0)
     assert not expired(just_in)
     assert expired(just_out)

@@ -363,7 +363,7 @@ async def test_a_read_does_not_begin_when_the_lease_is_nearly_over(
     await pair.all_free()
     handle = await pair.prefill.prefill("p-waited", prompt)
     monkeypatch.setattr("pdserve.engine.vllm.check_handle", lambda *_: None)
-    old = msgspec.structs.replace(handle, computed_at=time.time() - handle.lease)
+    old = msgspec.structs.replace(handle, computed_at=time.monotonic() - handle.lease)
     bytes_before, failures = pair.decode.bytes, pair.decode.failures
     waited = await pair.decode.generate("waited", prompt, old)
     assert pair.decode.bytes == bytes_before
@@ -446,7 +446,7 @@ async def test_a_stalled_transfer_is_recomputed_and_its_blocks_come_back(pair: P
 
 
 def short(handle: KvHandle) -> dict[str, object]:
-    return {"num_tokens": handle.num_tokens - 1, "computed_at": time.time()}
+    return {"num_tokens": handle.num_tokens - 1, "computed_at": time.monotonic()}
 
 
 async def test_a_read_during_which_the_decode_engine_hung_is_not_believed(pair: Pair) -> None:
@@ -454,7 +454,7 @@ async def test_a_read_during_which_the_decode_engine_hung_is_not_believed(pair: 
     prompt = prompt_of(40, seed=12)
     await pair.all_free()
     handle = await pair.prefill.prefill("p-slept", prompt)
-    short_lived = msgspec.structs.replace(handle, computed_at=time.time() - handle.lease + 7.0)
+    short_lived = msgspec.structs.replace(handle, computed_at=time.monotonic() - handle.lease + 7.0)
     failures = pair.decode.failures
     with ExitStack() as stack:
         stack.enter_context(pair.prefill.stopped())

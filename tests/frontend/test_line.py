@@ -32,7 +32,7 @@ class Model:
         return Room(self.places, self.places - len(self.running), self.tokens)
 
     def ask(self, client: str, asks: Asks = ASKS, left: float = 600.0) -> Ticket:
-        return self.line.join(client, asks, Trace(client, time.time() + left))
+        return self.line.join(client, asks, Trace(client, time.monotonic() + left))
 
     def take(self, *tickets: Ticket) -> None:
         """As the engine core: all of their sequences ask for a turn."""

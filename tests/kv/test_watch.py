@@ -1,4 +1,8 @@
-from pdserve.kv.watch import Naps, StallWatch
+import math
+
+import pytest
+
+from pdserve.kv.watch import Naps, SenderClock, StallWatch
 
 
 def test_a_read_is_overdue_once_after_its_time() -> None:
@@ -35,3 +39,12 @@ def test_reads_during_a_long_gap_are_doubted_until_they_end() -> None:
     assert naps.look(["a", "b", "c"], 111.2) == {"a", "b"}, "c began afterwards"
     assert naps.look(["b", "c"], 111.3) == {"b"}
     assert naps.look(["a"], 111.4) == set(), "another read of the same name"
+
+
+def test_another_hosts_clock_is_known_by_its_quickest_message() -> None:
+    clock = SenderClock()
+    assert clock.here(1e9) == -math.inf, "nothing is known: every lease is over"
+    clock.heard(5000.0, 130.0)  # it was held back for 20 s
+    clock.heard(5100.0, 210.1)
+    clock.heard(5200.0, 350.0)
+    assert clock.here(5220.0) == pytest.approx(330.1)

@@ -1,7 +1,6 @@
 """An answer that is lost with a real NATS server."""
 
 import asyncio
-import time
 
 from pdserve.config.schema import Slot
 from pdserve.engine.sim.engine import SimEngine
@@ -24,7 +23,7 @@ async def test_kv_of_a_lost_answer_is_free_long_before_its_lease_ends(nats_outag
     worker = PrefillWorker(config(), Slot(Role.PREFILL, 0), "prefill-0", engine, registry, queue)
     async with living(worker), sim(Role.DECODE, "decode-0") as decode:
         engine.faults.going.clear()
-        await decode_side.publish(PrefillRequest("r", "decode-0", PROMPT, time.time() + 30, 16, body()))
+        await decode_side.publish(PrefillRequest("r", "decode-0", PROMPT, 30.0, 16, body()))
         await until(lambda: engine.usage.running == 1)
         await nats_outage.down()
         engine.faults.going.set()

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import msgspec
 import pytest
 
 from pdserve.config.schema import Slot
@@ -71,8 +72,7 @@ class Scene:
     async def ask(
         self, request_id: str, prompt: list[int] = PROMPT, seconds: float = 30.0, block_size: int = 16
     ) -> None:
-        deadline = time.time() + seconds
-        await self.queue.publish(PrefillRequest(request_id, "decode-0", prompt, deadline, block_size, body()))
+        await self.queue.publish(PrefillRequest(request_id, "decode-0", prompt, seconds, block_size, body()))
 
     async def answer(self, request_id: str) -> PrefillAnswer:
         await until(lambda: request_id in self.answers)
@@ -91,11 +91,13 @@ async def test_an_answer_says_where_the_kv_lies() -> None:
         assert isinstance(done, PrefillDone)
         assert done.handle.engine_id == "prefill-0"
         assert done.compute_seconds > 0
-        check_handle(done.handle, len(PROMPT), 16)
+        assert 0 <= done.age < 5
+        handle = msgspec.structs.replace(done.handle, computed_at=time.monotonic() - done.age)
+        check_handle(handle, len(PROMPT), 16)
         await until(lambda: scene.stored == 0)
         assert not await scene.engine.all_blocks_free(), "kept until they are pulled"
         async with sim(Role.DECODE, "decode-0") as decode:
-            await decode.generate("r", PROMPT, body(), done.handle)
+            await decode.generate("r", PROMPT, body(), handle)
             await until(scene.engine.all_blocks_free)
 
 
@@ -261,9 +263,14 @@ async def test_an_answer_is_said_again_until_its_kv_is_released() -> None:
     async with Scene().open() as scene:
         await scene.ask("r")
         await until(lambda: len(scene.answers.get("r", [])) == 3)
-        first = scene.answers["r"][0]
+        first, *again = scene.answers["r"]
         assert isinstance(first, PrefillDone)
-        assert scene.answers["r"] == [first] * 3
+        ages = [first.age]
+        for answer in again:
+            assert isinstance(answer, PrefillDone)
+            assert msgspec.structs.replace(answer, age=first.age) == first
+            ages.append(answer.age)
+        assert ages == sorted(set(ages)), "older each time"
         async with sim(Role.DECODE, "decode-0") as decode:
             await decode.reject(first.handle)
             await scene.worker._held.empty()

@@ -1,7 +1,6 @@
 """Small things that the queue's tests share."""
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from pdserve.messages import PrefillRequest
@@ -9,7 +8,7 @@ from pdserve.queue.base import Delivery, PrefillQueue
 
 
 def request(name: str, deadline: float = 60.0, prompt: int = 4) -> PrefillRequest:
-    return PrefillRequest(name, "decode-0-a", list(range(prompt)), time.time() + deadline, 16, [b"body"])
+    return PrefillRequest(name, "decode-0-a", list(range(prompt)), deadline, 16, [b"body"])
 
 
 def ids(deliveries: list[Delivery]) -> list[str]:

@@ -124,7 +124,7 @@ async def test_past_its_deadline(queues: Queues) -> None:
 
 async def test_cancelled_while_queued_and_while_running(queues: Queues) -> None:
     decode, prefill = await queues(), await queues()
-    cancels = prefill.cancellations()
+    cancels = prefill.notices()
     await prefill.pull(1, 0)
     await publish(decode, "a", "b")
     await decode.cancel(["a"])

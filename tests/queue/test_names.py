@@ -29,7 +29,7 @@ def test_subjects_of_a_model_are_apart() -> None:
     subjects = [
         names.requests,
         names.state,
-        names.cancel,
+        names.notices,
         names.answers("decode-0-ab"),
         names.answers("state"),
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import ConfigError, QueueUnavailable
-from pdserve.messages import PrefillFailed
+from pdserve.messages import PrefillCancel, PrefillFailed
 from pdserve.ports import free_port
 from pdserve.queue import connect, connect_blobs
 from pdserve.supervisor.embedded import EmbeddedNats
@@ -19,7 +19,7 @@ from tests.servers import hung, nats_server
 @pytest.mark.parametrize("lose_data", [False, True])
 async def test_everything_goes_on_when_the_server_is_back(outage: Outage, lose_data: bool) -> None:
     decode, prefill = await outage.queues(), await outage.queues()
-    answers, cancels = decode.answers("decode-0-a"), prefill.cancellations()
+    answers, cancels = decode.answers("decode-0-a"), prefill.notices()
     await publish(decode, "held", "queued")
     (held,) = await prefill.pull(1, 1)
 
@@ -45,7 +45,7 @@ async def test_everything_goes_on_when_the_server_is_back(outage: Outage, lose_d
     await prefill.answer("decode-0-a", PrefillFailed("new", "x"))
     assert (await anext(answers)).request_id == "new"
     await decode.cancel(["c"])
-    assert (await anext(cancels)).request_ids == ["c"]
+    assert await anext(cancels) == PrefillCancel(["c"])
     await until(lambda: decode.depth == 0)
 
 
@@ -82,14 +82,14 @@ async def test_a_hung_server(nats_outage: NatsOutage) -> None:
 
 async def test_what_was_not_confirmed_is_withdrawn(nats_outage: NatsOutage) -> None:
     decode, prefill = await nats_outage.queues(), await nats_outage.queues()
-    cancels = prefill.cancellations()
+    cancels = prefill.notices()
     await prefill.pull(1, 0)
     async with hung(nats_outage.server):
         with pytest.raises(QueueUnavailable):
             await publish(decode, "unsure")
         await until(lambda: not decode.connected, 8)
     async with asyncio.timeout(8):
-        assert (await anext(cancels)).request_ids == ["unsure"]
+        assert await anext(cancels) == PrefillCancel(["unsure"])
 
 
 async def test_the_stream_is_made_anew_when_it_is_deleted(nats_outage: NatsOutage) -> None:

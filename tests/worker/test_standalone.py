@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -89,7 +88,7 @@ async def _ask(instance: Instance, begun: asyncio.Event) -> int:
     """How many tokens come."""
     count = 0
     async with stream.connect(instance.address, "frontend") as client:
-        await client.send(Submit("r", [3, 4, 5], TOKENS, time.time() + 60, body(TOKENS)))
+        await client.send(Submit("r", [3, 4, 5], TOKENS, 60.0, body(TOKENS)))
         async for message in client.received():
             match message:
                 case Outputs(frames):

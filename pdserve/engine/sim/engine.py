@@ -13,7 +13,6 @@ from typing import Self
 
 import msgspec
 
-from pdserve import clock
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
 from pdserve.engine.handles import check_handle
 from pdserve.engine.sim import wire
@@ -264,7 +263,7 @@ class SimEngine(Engine):
             num_tokens=len(request.prompt),
             block_size=self._model.block_size,
             lease=lease,
-            computed_at=clock.unix(),
+            computed_at=time.monotonic(),
         )
 
     # transfers

@@ -14,6 +14,7 @@ from nats.js.api import ObjectInfo
 
 from pdserve.errors import ProtocolError, QueueUnavailable
 from pdserve.queue.base import BlobStore
+from pdserve.queue.jetstream.clock import measure
 from pdserve.queue.jetstream.connection import discard, open_client
 from pdserve.queue.jetstream.names import bucket
 
@@ -46,6 +47,12 @@ class NatsBlobs(BlobStore):
                 return await self._read(js, await store.get_info(name))
             except nats.js.errors.NotFoundError:
                 raise KeyError(name) from None
+
+    async def clock_skew(self) -> float | None:
+        async with self._jetstream() as js:
+            await js.create_object_store(self._bucket)
+            found = await measure(js._nc, f"OBJ_{self._bucket}")
+        return found.skew if found else None
 
     async def _read(self, js: JetStreamContext, info: ObjectInfo) -> bytes:
         """Chunk by chunk: nats-py's own `get` waits for ever for a chunk that is not there."""

@@ -42,8 +42,8 @@ class Names:
         return f"{self.root}.state"
 
     @property
-    def cancel(self) -> str:
-        return f"{self.root}.cancel"
+    def notices(self) -> str:
+        return f"{self.root}.notices"
 
     def answers(self, instance: str) -> str:
         return f"{self.root}.answers.{token(instance)}"

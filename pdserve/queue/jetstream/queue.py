@@ -13,22 +13,24 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from pdserve import clock
 from pdserve.errors import ProtocolError, QueueFull, QueueUnavailable
 from pdserve.messages import (
     PrefillAnswer,
     PrefillCancel,
+    PrefillConfirm,
     PrefillRequest,
     QueueState,
+    ToPrefill,
     decode_prefill_answer,
-    decode_prefill_cancel,
     decode_prefill_request,
     decode_queue_state,
+    decode_to_prefill,
     encode,
 )
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.cancelled import Cancelled
 from pdserve.queue.depth import Depth
+from pdserve.queue.jetstream.clock import MEASURE_EVERY, ServerClock, measure
 from pdserve.queue.jetstream.connection import Connection, Inbox, heed
 from pdserve.queue.jetstream.delivery import JetStreamDelivery
 from pdserve.queue.jetstream.names import CONSUMER, Names
@@ -52,11 +54,12 @@ class JetStreamQueue(PrefillQueue):
         self._news = 0.0
         """when somebody last said how far the queue is"""
         self._cancelled = Cancelled()
-        self._cancels: Inbox | None = None
+        self._notices: Inbox | None = None
         self._inboxes: dict[str, Inbox] = {}
         self._owed_acks: set[str] = set()
         self._unsure: dict[str, float] = {}
         """requests whose storing was not confirmed, and until when they are withdrawn"""
+        self._clock: ServerClock | None = None
         self._tasks = Owner()
 
     async def __aenter__(self) -> Self:
@@ -79,11 +82,16 @@ class JetStreamQueue(PrefillQueue):
     def depth(self) -> int:
         return self._depth.value
 
+    @property
+    def clock_skew(self) -> float | None:
+        return self._clock.skew if self._clock else None
+
     async def _prepare(self, client: Client) -> None:
         """On each new connection: the server may be another one, or have lost its data."""
         await require_jetstream(client, self._connection.url)
         await ensure(client, self._names, self._limits)
         await self._sync(client)
+        self._clock = await measure(client, self._names.stream)
         for reply in self._owed_acks:
             await client.publish(reply, b"+ACK")
         self._owed_acks.clear()
@@ -92,10 +100,10 @@ class JetStreamQueue(PrefillQueue):
     async def _withdraw_unsure(self, client: Client) -> None:
         """What could not be confirmed counts as failed here, so nobody needs to work on it. Said more than
         once, because after an outage the prefill workers may be back later than we are."""
-        now = clock.unix()
+        now = time.monotonic()
         self._unsure = {one: until for one, until in self._unsure.items() if until > now}
         if self._unsure:
-            await client.publish(self._names.cancel, encode(PrefillCancel(list(self._unsure))))
+            await client.publish(self._names.notices, encode(PrefillCancel(list(self._unsure))))
 
     # depth
 
@@ -122,6 +130,8 @@ class JetStreamQueue(PrefillQueue):
             try:
                 client = self._connection.client()
                 await self._withdraw_unsure(client)
+                if not self._clock or time.monotonic() - self._clock.measured >= MEASURE_EVERY:
+                    self._clock = await heed(measure(client, self._names.stream)) or self._clock
                 if self.depth and time.monotonic() - self._news >= self._limits.resync:
                     await heed(self._sync(client))
             except (nats.errors.Error, QueueUnavailable, TimeoutError) as error:
@@ -138,7 +148,7 @@ class JetStreamQueue(PrefillQueue):
                 await heed(ensure(self._connection.client(), self._names, self._limits))
                 await self._store(request, payload)
         except nats.errors.TimeoutError as error:
-            self._unsure[request.request_id] = min(request.deadline, clock.unix() + _WITHDRAW_FOR)
+            self._unsure[request.request_id] = time.monotonic() + min(request.timeout, _WITHDRAW_FOR)
             raise QueueUnavailable("NATS did not confirm the request in time") from error
         except nats.errors.Error as error:
             kind = QueueFull if getattr(error, "err_code", None) == TOO_MANY else QueueUnavailable
@@ -157,12 +167,15 @@ class JetStreamQueue(PrefillQueue):
         return self._decoded(self._inbox(self._names.answers(instance)), decode_prefill_answer)
 
     async def cancel(self, request_ids: list[str]) -> None:
-        await self._connection.publish(self._names.cancel, encode(PrefillCancel(request_ids)))
+        await self._connection.publish(self._names.notices, encode(PrefillCancel(request_ids)))
+
+    async def confirm(self, confirm: PrefillConfirm) -> None:
+        await self._connection.publish(self._names.notices, encode(confirm))
 
     # prefill side
 
     async def pull(self, limit: int, wait: float) -> list[Delivery]:
-        self._note_cancels()
+        self._listen_to_notices()
         ends = time.monotonic() + wait
         while True:
             messages = await self._fetch(limit, ends - time.monotonic())
@@ -198,13 +211,13 @@ class JetStreamQueue(PrefillQueue):
             )
             await self._connection.publish(message.reply, b"+TERM")
             return None
-        delivery = JetStreamDelivery(self._connection, self._owed_acks, message, request)
+        delivery = JetStreamDelivery(self._connection, self._owed_acks, message, request, self._clock)
         deliveries = message.metadata.num_delivered
         if deliveries > self._limits.max_deliver:
             log.error(
                 "request %s dropped after %d deliveries without an answer", request.request_id, deliveries - 1
             )
-        elif request.deadline <= clock.unix():
+        elif delivery.deadline <= time.monotonic():
             log.info("request %s dropped: its deadline is over", request.request_id)
         elif request.request_id in self._cancelled:
             log.debug("request %s dropped: cancelled", request.request_id)
@@ -216,21 +229,23 @@ class JetStreamQueue(PrefillQueue):
     async def answer(self, instance: str, answer: PrefillAnswer) -> None:
         await self._connection.publish(self._names.answers(instance), encode(answer))
 
-    def cancellations(self) -> AsyncIterator[PrefillCancel]:
-        return self._decoded(self._note_cancels(), decode_prefill_cancel)
+    def notices(self) -> AsyncIterator[ToPrefill]:
+        return self._decoded(self._listen_to_notices(), decode_to_prefill)
 
-    def _note_cancels(self) -> Inbox:
-        """Listen to cancellations once, both to skip what is still queued and to tell the worker."""
-        if self._cancels is None:
-            inbox = self._cancels = Inbox(self._names.cancel)
+    def _listen_to_notices(self) -> Inbox:
+        """Listen once, both to skip what is cancelled while it is queued and to tell the worker."""
+        if self._notices is None:
+            inbox = self._notices = Inbox(self._names.notices)
 
             async def note(message: Msg) -> None:
                 with suppress(ProtocolError):
-                    self._cancelled.add(decode_prefill_cancel(message.data).request_ids)
+                    notice = decode_to_prefill(message.data)
+                    if isinstance(notice, PrefillCancel):
+                        self._cancelled.add(notice.request_ids)
                 await inbox.take(message)
 
-            self._connection.listen(self._names.cancel, note)
-        return self._cancels
+            self._connection.listen(self._names.notices, note)
+        return self._notices
 
     # listening
 

@@ -1,0 +1,70 @@
+"""Workers on hosts whose clocks differ, on a real NATS: remote prefill goes on as if they did not."""
+
+from contextlib import AsyncExitStack
+
+import pytest
+
+from pdserve import clock
+from pdserve.config.schema import DecodeConfig, Slot
+from pdserve.decode.worker import DecodeWorker
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.messages import Role
+from pdserve.prefill.worker import PrefillWorker
+from pdserve.queue.jetstream.queue import JetStreamQueue
+from pdserve.registry.memory import MemoryRegistry, MemoryServer
+from pdserve.stream.memory import MemoryStreamServer
+from tests.conditions import until
+from tests.decode.graph import Frontend, config, living
+from tests.decode.test_worker import LONG, expected, failures
+from tests.engine.sims import spec
+
+REASONS = ("timeout", "expired", "queue-down", "engine", "prefill-worker-gone", "no-prefill-worker")
+
+
+@pytest.mark.parametrize("skewed", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("offset", [5.0, -40.0, 3600.0])
+async def test_clocks_that_differ_change_nothing(
+    nats_url: str, namespace: str, skewed: Role, offset: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph = config(DecodeConfig(remote_prefill=True, max_local_prefill_length=32, max_prefill_queue_size=4))
+    server, stream = MemoryServer(), MemoryStreamServer()
+    decode_engine = SimEngine(spec(Role.DECODE, "decode-0"))
+    prefill_engine = SimEngine(spec(Role.PREFILL, "prefill-0"))
+    decode = DecodeWorker(
+        graph,
+        Slot(Role.DECODE, 0),
+        "decode-0",
+        decode_engine,
+        MemoryRegistry(server, "t"),
+        JetStreamQueue(nats_url, namespace, "demo"),
+        stream,
+    )
+    prefill = PrefillWorker(
+        graph,
+        Slot(Role.PREFILL, 0),
+        "prefill-0",
+        prefill_engine,
+        MemoryRegistry(server, "t"),
+        JetStreamQueue(nats_url, namespace, "demo"),
+    )
+    before = [failures(reason) for reason in REASONS]
+    async with AsyncExitStack() as stack:
+        with clock.skewed(offset if skewed is Role.DECODE else 0.0):
+            await stack.enter_async_context(living(decode))
+        with clock.skewed(offset if skewed is Role.PREFILL else 0.0):
+            await stack.enter_async_context(living(prefill))
+        await until(lambda: bool(decode.view.instances(Role.PREFILL)))
+        frontend = await stack.enter_async_context(Frontend(stream.address))
+        for start in range(5):
+            answered = await frontend.ask(LONG[start:])
+            assert answered.placed is not None
+            assert answered.placed.prefill == "remote"
+            assert answered.tokens == expected(LONG[start:], 4)
+        assert [failures(reason) for reason in REASONS] == before, "nothing was computed twice"
+        skews = {each.role: each.clock_skew for each in decode.view.instances()}
+        right = Role.DECODE if skewed is Role.PREFILL else Role.PREFILL
+        assert skews[skewed] == pytest.approx(offset, abs=0.5)
+        assert skews[right] == pytest.approx(0.0, abs=0.5)
+        warnings = [record for record in caplog.records if "clock" in record.getMessage()]
+        assert len(warnings) == 1
+        assert f"{abs(offset):.1f} s" in warnings[0].getMessage()

@@ -1,0 +1,117 @@
+"""How old KV is at most, whatever the clocks of other hosts say and however long an answer was on its way."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pdserve.decode.freshness import ASK_AGAIN, Freshness
+from pdserve.messages import PrefillConfirm, PrefillDone, PrefillFailed, ToPrefill
+from tests.conditions import until
+from tests.decode.graph import Graph
+from tests.decode.test_worker import LONG, act_prefill, expected, handle
+
+
+def done(age: float, token: str = "", request_id: str = "r") -> PrefillDone:
+    return PrefillDone(request_id, handle(LONG), age=age, token=token)
+
+
+def test_kv_is_no_older_than_the_question_for_it() -> None:
+    fresh = Freshness(asked=100.0)
+    assert not fresh.doubtful(done(age=0.0), now=104.0)
+    assert fresh.age(done(age=0.0), now=104.0) == 4.0, "what the other side says is not believed"
+    assert fresh.age(done(age=3600.0), now=104.0) == 4.0
+
+
+def test_a_confirmed_answer_is_as_old_as_it_says_and_its_way_was_long() -> None:
+    fresh = Freshness(asked=100.0)
+    assert fresh.doubtful(done(age=1.0), now=160.0)
+    token = fresh.confirm(160.0)
+    assert token
+    assert fresh.doubtful(done(age=1.0), now=160.5), "the answer of before, said again or held back"
+    assert not fresh.doubtful(done(age=1.5, token=token), now=160.5)
+    assert fresh.age(done(age=1.5, token=token), now=160.5) == 2.0
+    assert fresh.age(done(age=-40.0, token=token), now=160.5) == 0.5
+    assert fresh.age(done(age=1.5, token="of another"), now=160.5) == 60.5
+
+
+def test_a_lost_confirmation_is_asked_for_again_but_not_at_once() -> None:
+    fresh = Freshness(asked=100.0)
+    first = fresh.confirm(160.0)
+    assert fresh.confirm(160.0 + ASK_AGAIN / 2) is None
+    second = fresh.confirm(160.0 + ASK_AGAIN)
+    assert second
+    assert second != first
+    assert fresh.doubtful(done(age=0.0, token=str(first)), now=162.0)
+
+
+@pytest.fixture
+def in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer was on its way for too long."""
+    monkeypatch.setattr("pdserve.decode.freshness.DOUBT", 0.0)
+
+
+async def confirm(notices: AsyncIterator[ToPrefill]) -> PrefillConfirm:
+    async with asyncio.timeout(5):
+        async for notice in notices:
+            if isinstance(notice, PrefillConfirm):
+                return notice
+    raise AssertionError
+
+
+def a_minute_passes(graph: Graph, request_id: str) -> None:
+    """While an answer is on its way, or this worker hangs."""
+    request = graph.decode.requests.get(request_id)
+    assert request is not None
+    assert request.freshness is not None
+    request.freshness.asked -= 60.0
+
+
+@pytest.mark.parametrize(("age", "mode"), [(1.0, "remote"), (29.0, "local")])
+async def test_an_answer_that_was_held_back_is_confirmed_before_its_kv_is_read(age: float, mode: str) -> None:
+    async with Graph() as graph:
+        await act_prefill(graph)
+        queue, frontend = await graph.queue(), await graph.frontend()
+        notices = queue.notices()
+        request_id = await frontend.submit(LONG)
+        await queue.pull(1, 5.0)
+        a_minute_passes(graph, request_id)
+        await queue.answer("decode-0", done(0.0, request_id=request_id))
+        asked = await confirm(notices)
+        assert (asked.decode, asked.worker, asked.held) == ("decode-0", "prefill-x", "p")
+        await queue.answer("decode-0", done(0.0, request_id=request_id))
+        await queue.answer("decode-0", done(0.0, "guessed", request_id=request_id))
+        assert frontend.answered[request_id].placed is None
+        await queue.answer("decode-0", done(age, asked.token, request_id=request_id))
+        answered = await frontend.end_of(request_id)
+        assert answered.placed is not None
+        assert answered.placed.prefill == mode
+        assert answered.tokens == expected(LONG, 4)
+
+
+async def test_kv_that_is_gone_when_it_should_be_confirmed_is_not_waited_for() -> None:
+    async with Graph() as graph:
+        await act_prefill(graph)
+        queue, frontend = await graph.queue(), await graph.frontend()
+        notices = queue.notices()
+        request_id = await frontend.submit(LONG)
+        await queue.pull(1, 5.0)
+        a_minute_passes(graph, request_id)
+        await queue.answer("decode-0", done(0.0, request_id=request_id))
+        await confirm(notices)
+        await queue.answer("decode-0", PrefillFailed(request_id, "expired"))
+        answered = await frontend.end_of(request_id)
+        assert answered.placed is not None
+        assert answered.placed.reason == "fallback"
+
+
+@pytest.mark.usefixtures("in_doubt")
+async def test_a_prefill_worker_confirms_its_answers() -> None:
+    async with Graph() as graph:
+        prefill = await graph.prefill()
+        answered = await (await graph.frontend()).ask(LONG)
+        assert answered.placed is not None
+        assert answered.placed.prefill == "remote"
+        assert answered.tokens == expected(LONG, 4)
+        await until(prefill.engine.all_blocks_free)
+        await until(graph.decode_engine.all_blocks_free)
