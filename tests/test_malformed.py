@@ -84,7 +84,7 @@ async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pyte
         ]
         await until(lambda: decode.depth == 0)
     await client.close()
-    for what in ("queue state skipped", "prefill request", ".answers.decode-0 skipped", ".cancel skipped"):
+    for what in ("queue state skipped", "prefill request", ".answers.decode-0 skipped", ".notices skipped"):
         assert what in caplog.text
 
 
