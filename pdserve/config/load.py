@@ -73,6 +73,9 @@ def _frontend(entry: Entry | None, findings: Findings) -> tuple[FrontendConfig |
         host=keys.text("host", FrontendConfig.host, places.wrong_host),
         port=keys.integer("port", FrontendConfig.port, 1, 65535),
         processes=_processes(keys),
+        header_timeout=keys.seconds("header-timeout", FrontendConfig.header_timeout),
+        write_timeout=keys.seconds("write-timeout", FrontendConfig.write_timeout),
+        max_request_timeout=keys.seconds("max-request-timeout", FrontendConfig.max_request_timeout),
         limits=Limits(
             max_wait=keys.seconds("max-wait", Limits.max_wait),
             max_waiting=keys.integer("max-waiting", Limits.max_waiting, 1),

@@ -33,6 +33,12 @@ class FrontendConfig:
     router: str = "round-robin"
     """how a decode worker is chosen for a request"""
     limits: Limits = Limits()
+    header_timeout: float = 30.0
+    """seconds; a connection on which no whole request head comes within them is closed"""
+    write_timeout: float = 30.0
+    """seconds; a request whose client takes nothing of its answer for so long ends"""
+    max_request_timeout: float = 3600.0
+    """seconds; a client may not ask for a later deadline"""
 
 
 @dataclass(frozen=True)

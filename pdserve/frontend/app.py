@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+from pdserve.config.schema import FrontendConfig
 from pdserve.errors import Overloaded
 from pdserve.frontend import routes
 from pdserve.frontend.answer import Answer
@@ -40,11 +41,13 @@ class Edge:
         metrics_page: Callable[[], Awaitable[bytes]],
         keys: ApiKeys,
         request_timeout: float,
+        max_request_timeout: float = FrontendConfig.max_request_timeout,
     ) -> None:
         self._roster = roster
         self._metrics_page = metrics_page
         self._keys = keys
         self._request_timeout = request_timeout
+        self._max_request_timeout = max_request_timeout
         self._intake = Intake()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,7 +65,9 @@ class Edge:
         trace = Trace(_request_id(header(scope, "x-request-id")), time.monotonic() + self._request_timeout)
         answer = Answer(send, trace, path)
         try:
-            trace.deadline = deadline(header(scope, "x-request-timeout"), self._request_timeout)
+            trace.deadline = deadline(
+                header(scope, "x-request-timeout"), self._request_timeout, self._max_request_timeout
+            )
             if not self._keys.allow(path, header(scope, "authorization"), header(scope, "x-api-key")):
                 raise Refusal(401, "a valid API key is needed: Authorization: Bearer KEY")
             await self._answer(scope, receive, answer, trace)

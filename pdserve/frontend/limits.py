@@ -4,11 +4,9 @@ import time
 
 from pdserve.frontend.body import Refusal
 
-MAX_TIMEOUT = 24 * 3600.0
 
-
-def deadline(asked: str | None, default: float) -> float:
-    """Monotonic seconds, from the header `x-request-timeout` (seconds) or the configured default. Raises
+def deadline(asked: str | None, default: float, most: float) -> float:
+    """Monotonic seconds, from the header `x-request-timeout` (seconds, up to `most`) or the configured default. Raises
     Refusal."""
     if asked is None:
         return time.monotonic() + default
@@ -16,8 +14,9 @@ def deadline(asked: str | None, default: float) -> float:
         seconds = float(asked)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= MAX_TIMEOUT:  # also catches NaN
-        message = f"x-request-timeout must be a number of seconds above 0 and up to {MAX_TIMEOUT:.0f}"
+    most = max(most, default)
+    if not 0 < seconds <= most:  # also catches NaN
+        message = f"x-request-timeout must be a number of seconds above 0 and up to {most:g}"
         raise Refusal(400, message, "x-request-timeout")
     return time.monotonic() + seconds
 

@@ -18,6 +18,7 @@ from pdserve.errors import QueueUnavailable, RegistryUnavailable
 from pdserve.frontend.app import Edge
 from pdserve.frontend.asgi import App
 from pdserve.frontend.auth import load_keys
+from pdserve.frontend.connections import Connections
 from pdserve.frontend.listen import bind
 from pdserve.frontend.metrics_page import MetricsPage
 from pdserve.frontend.roster import Roster
@@ -66,8 +67,10 @@ async def main(config: Config, slot: Slot) -> None:
             if view.instances(Role.FRONTEND):
                 await _load_models(roster)
             me = msgspec.structs.replace(me, clock_skew=await _clock_skew(around.blobs))
-            edge = Edge(roster, MetricsPage(view, me.id, client), api_keys, config.request_timeout)
-            await _serve(edge, sock, registry, me, config.drain_timeout)
+            page = MetricsPage(view, me.id, client)
+            edge = Edge(roster, page, api_keys, config.request_timeout, frontend.max_request_timeout)
+            connections = Connections(frontend.header_timeout, frontend.write_timeout)
+            await _serve(edge, connections, sock, registry, me, config.drain_timeout)
 
 
 async def _load_models(roster: Roster) -> None:
@@ -124,10 +127,16 @@ class QuietServer(uvicorn.Server):
 
 
 async def _serve(
-    edge: Edge, sock: socket.socket, registry: Registry, me: Instance, drain_timeout: float
+    edge: Edge,
+    connections: Connections,
+    sock: socket.socket,
+    registry: Registry,
+    me: Instance,
+    drain_timeout: float,
 ) -> None:
     options = uvicorn.Config(
         cross_origin(edge),
+        http=connections,  # type: ignore[arg-type]  # any callable that makes a protocol
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -142,12 +151,14 @@ async def _serve(
         loop.add_signal_handler(number, stopping.set)
     try:
         async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(connections.watch(), name="connections")
             serving = tasks.create_task(server.serve(sockets=[sock]), name="uvicorn")
             stopper = tasks.create_task(_stop(stopping, server, registry, me))
             await registry.put(keys.instance(me), encode_record(me))
             logger.info("listening on %s", me.address)
             await serving
             stopper.cancel()
+            watching.cancel()
     finally:
         for number in STOPPERS:
             loop.remove_signal_handler(number)

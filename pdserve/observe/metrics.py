@@ -16,6 +16,11 @@ TTFT = Histogram("pdserve_ttft_seconds", "Request in to first token out", ["mode
 ITL = Histogram("pdserve_itl_seconds", "Time between a stream's tokens", ["model"], buckets=_SECONDS)
 E2E = Histogram("pdserve_e2e_seconds", "Request in to last token out", ["model"], buckets=_SECONDS)
 WAITING = Gauge("pdserve_waiting_requests", "Requests that wait in this frontend for their turn", ["model"])
+CONNECTIONS_CLOSED = Counter(
+    "pdserve_connections_closed_total",
+    "Connections closed because nothing moved: unread answers, endless heads",
+    ["reason"],
+)
 MIGRATIONS = Counter("pdserve_migrations_total", "Requests moved to another decode worker", ["model"])
 ROUTER_DECISIONS = Counter(
     "pdserve_router_decisions_total", "Requests sent to a decode worker", ["policy", "instance"]

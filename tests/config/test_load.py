@@ -273,7 +273,8 @@ BAD = {
     "unknown key without a likeness": (
         GOOD.replace("port: 8000", "zzz: 1"),
         "FILE:5: Frontend.zzz is not a key of Frontend: remove it, or use one of: endpoint, host, port, "
-        "ServiceArgs, max-wait, max-waiting, max-waiting-tokens, max-outputs, served-model-name.",
+        "ServiceArgs, header-timeout, write-timeout, max-request-timeout, max-wait, "
+        "max-waiting, max-waiting-tokens, max-outputs, served-model-name.",
     ),
     "a limit of nothing": (
         GOOD.replace("port: 8000", "max_waiting: 0"),

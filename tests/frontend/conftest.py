@@ -13,6 +13,7 @@ from pdserve.config.schema import Limits
 from pdserve.frontend.app import Edge
 from pdserve.frontend.asgi import App
 from pdserve.frontend.auth import ApiKeys
+from pdserve.frontend.connections import Connections
 from pdserve.frontend.metrics_page import MetricsPage
 from pdserve.frontend.roster import Roster
 from pdserve.frontend.server import QuietServer, cross_origin
@@ -89,15 +90,25 @@ class Graph:
             yield worker
 
 
-async def serve(app: App, stack: AsyncExitStack) -> str:
-    config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+async def serve(app: App, stack: AsyncExitStack, connections: Connections | None = None) -> str:
+    connections = connections or Connections(30.0, 30.0)
+    config = uvicorn.Config(
+        app,
+        http=connections,  # type: ignore[arg-type]
+        port=0,
+        log_config=None,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+    )
     server = QuietServer(config)
     task = asyncio.create_task(server.serve())
+    watching = asyncio.create_task(connections.watch())
     await until(lambda: server.started)
 
     async def stop() -> None:
         server.should_exit = True
         await task
+        watching.cancel()
 
     stack.push_async_callback(stop)
     port = server.servers[0].sockets[0].getsockname()[1]

@@ -1,0 +1,142 @@
+"""The clients' sockets: uvicorn's HTTP protocol, with an end for those on which nothing moves.
+
+uvicorn waits for ever for a request's head, and for ever for a client that does not read its answer. The first keeps a
+socket, the second a place at a worker too: its stream is generated on and on, into buffers that nobody empties.
+"""
+
+import asyncio
+import logging
+import socket
+import time
+from typing import Any
+
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from pdserve.observe.metrics import CONNECTIONS_CLOSED
+
+logger = logging.getLogger(__name__)
+
+SWEEP = 1.0
+"""seconds between two looks at all connections"""
+UNSENT = 16 << 10
+"""bytes of an answer that the kernel takes beyond what the client's window admits: what is not read shows soon"""
+_BYTES_ACKED = slice(120, 128)
+"""of Linux's struct tcp_info"""
+_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class Connection(HttpToolsProtocol):
+    """One socket."""
+
+    def __init__(self, owner: "Connections", *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._owner = owner
+        self._head_since: float | None = None
+        """monotonic; while a request's head is waited for"""
+        self._taken = 0
+        self._took: float | None = None
+        """monotonic; when the client last took something, while something is waiting to be sent"""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._owner.open.add(self)
+        self._head_since = time.monotonic()
+        sock = transport.get_extra_info("socket")
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._owner.open.discard(self)
+        super().connection_lost(exc)
+
+    def handle_websocket_upgrade(self) -> None:
+        self._owner.open.discard(self)  # another protocol goes on with the transport
+        super().handle_websocket_upgrade()
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_since is None and self._idle():  # also what comes of the body of a refused request
+            self._head_since = time.monotonic()
+        super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        self._head_since = None
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self._idle():  # answered before it had come; uvicorn has stopped its own timer
+            self._head_since = time.monotonic()
+
+    def head_seconds(self, now: float) -> float:
+        """For which the next request's head has been waited for."""
+        return now - self._head_since if self._head_since is not None and self._idle() else 0.0
+
+    def unread_seconds(self, now: float) -> float:
+        """For which the client has taken nothing of what waits to be sent to it. To be asked regularly."""
+        if not self.transport.get_write_buffer_size():
+            self._took = None
+            return 0.0
+        taken = self._bytes_taken()
+        if self._took is None or taken != self._taken:
+            self._took, self._taken = now, taken
+        return now - self._took
+
+    def refuse_head(self) -> None:
+        self.transport.write(_TIMEOUT)
+        self.transport.close()
+
+    def abort(self) -> None:
+        """The request ends everywhere, as when its client disconnects."""
+        self.transport.abort()
+
+    def _idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _bytes_taken(self) -> int:
+        """That the client's kernel has acknowledged: it does so as far as the client reads, give or take its buffer."""
+        try:
+            info = self.transport.get_extra_info("socket").getsockopt(
+                socket.IPPROTO_TCP, socket.TCP_INFO, 256
+            )
+        except OSError:
+            return 0
+        return int.from_bytes(info[_BYTES_ACKED], "little")
+
+
+class Connections:
+    """uvicorn's `http`: makes a protocol for each connection. `watch` must run."""
+
+    def __init__(self, header_timeout: float, write_timeout: float) -> None:
+        self.header_timeout = header_timeout
+        self.write_timeout = write_timeout
+        """seconds; both may be changed at any time"""
+        self.open: set[Connection] = set()
+
+    def __call__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> Connection:
+        return Connection(self, config, server_state, app_state, _loop)
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(min(SWEEP, self.header_timeout / 4, self.write_timeout / 4))
+            self.sweep(time.monotonic())
+
+    def sweep(self, now: float) -> None:
+        for connection in list(self.open):
+            client = connection.client[0] if connection.client else "a client"
+            if connection.unread_seconds(now) > self.write_timeout:
+                logger.warning("%s has read nothing for %g s: its request ends", client, self.write_timeout)
+                CONNECTIONS_CLOSED.labels("unread").inc()
+                connection.abort()
+            elif connection.head_seconds(now) > self.header_timeout:
+                logger.info("%s has sent no whole request head for %g s", client, self.header_timeout)
+                CONNECTIONS_CLOSED.labels("head").inc()
+                connection.refuse_head()

@@ -1,0 +1,123 @@
+"""Clients that do not read, and clients that do not write, on real sockets."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+
+import httpx
+import pytest
+
+from pdserve.frontend.connections import Connections
+from pdserve.frontend.server import cross_origin
+from tests.conditions import until
+from tests.frontend.conftest import Graph, serve
+from tests.frontend.test_generate import completion
+from tests.frontend.test_overload import NAME, PLACES, worker
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+
+
+@asynccontextmanager
+async def server(graph: Graph, connections: Connections) -> AsyncIterator[tuple[str, int]]:
+    """The same frontend on another port."""
+    async with AsyncExitStack() as stack:
+        url = httpx.URL(await serve(cross_origin(graph.edge), stack, connections))
+        assert url.port is not None
+        yield url.host, url.port
+
+
+@contextmanager
+def client(address: tuple[str, int], source: str = "127.0.0.1") -> Iterator[socket.socket]:
+    """A socket that holds next to nothing unread."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        sock.bind((source, 0))
+        sock.connect(address)
+        sock.setblocking(False)
+        yield sock
+
+
+async def ask(sock: socket.socket, **changes: object) -> None:
+    body = json.dumps(completion(**{"model": NAME, "stream": True, **changes})).encode()
+    await asyncio.get_running_loop().sock_sendall(sock, HEAD % len(body) + body)
+
+
+async def test_streams_that_nobody_reads_end_and_free_everything(graph: Graph) -> None:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(worker(graph))
+        address = await stack.enter_async_context(server(graph, Connections(30.0, 0.4)))
+        line = graph.roster.find(NAME).line
+        unread = [stack.enter_context(client(address)) for _ in range(20)]
+        for sock in unread:
+            await ask(sock, max_tokens=3500)
+        await until(lambda: len(line) == 20 - PLACES, within=10)
+        with client(address, "127.0.0.2") as other:
+            await ask(other, max_tokens=2)
+            answer = b""
+            async with asyncio.timeout(20):
+                while b"[DONE]" not in answer:
+                    answer += await asyncio.get_running_loop().sock_recv(other, 4096)
+        assert len(line) > 0  # it did not wait for all of them
+        await until(lambda: not len(line) and not engine.usage.running, within=20)
+        assert await engine.all_blocks_free()
+        await until(lambda: not any(account.held for account in line._accounts.values()))
+
+
+async def test_a_slow_reader_that_moves_is_served_to_the_end(graph: Graph) -> None:
+    connections = Connections(30.0, 0.5)
+    async with graph.worker(), server(graph, connections) as address:
+        with client(address) as sock:
+            await ask(sock, model="demo", max_tokens=2000, logprobs=5)
+            answer, slow = b"", time.monotonic() + 1.5
+            while b"[DONE]" not in answer:
+                if time.monotonic() < slow:  # ten times a second, a little
+                    await asyncio.sleep(0.1)
+                part = await asyncio.get_running_loop().sock_recv(sock, 4096)
+                assert part, "the connection was closed"
+                answer += part
+        assert len(answer) > 150_000
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("begin", [b"", b"GET /version HTTP/1.1\r\nhost", b"\r\n"])
+async def test_a_head_that_does_not_end_ends_the_connection(graph: Graph, begin: bytes, again: bool) -> None:
+    """Also when a byte comes now and then, and on a connection that was used before."""
+    async with server(graph, Connections(0.4, 30.0)) as (host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        if again:
+            writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b"vllm" in await reader.read(4096)
+            begin = begin or b"G"
+        writer.write(begin)
+        started = time.monotonic()
+        dribble = asyncio.create_task(_dribble(writer)) if begin.startswith(b"GET") else None
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert time.monotonic() - started < 3
+        if dribble is not None:
+            dribble.cancel()
+        writer.close()
+
+
+async def _dribble(writer: asyncio.StreamWriter) -> None:
+    while True:
+        await asyncio.sleep(0.05)
+        writer.write(b"a")
+
+
+async def test_a_slow_body_is_no_slow_head(graph: Graph) -> None:
+    body = json.dumps(completion()).encode()
+    async with graph.worker(), server(graph, Connections(0.3, 30.0)) as (host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(HEAD % len(body))
+        for byte in range(0, len(body), 10):
+            await asyncio.sleep(0.1)
+            writer.write(body[byte : byte + 10])
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
