@@ -140,6 +140,10 @@ class Submit(Struct, frozen=True, tag=True):
     """seconds until its deadline"""
     body: list[bytes]
     """vLLM's EngineCoreRequest without its prompt, in vLLM's own encoding; opaque to all but engines"""
+    migrated: bool = False
+    """a worker that had taken it up lost it: compute its prompt here, and do not go the same way again"""
+    engines_died: int = 0
+    """in a row, each while it computed this request's next token: above 0 the request is a suspect"""
 
 
 class Cancel(Struct, frozen=True, tag=True):
@@ -181,6 +185,9 @@ class Failed(Struct, frozen=True, tag=True):
     request_id: str
     message: str
     retry: bool = False
+    engines_died: int = 0
+    """as in `Submit`, with those that this worker knows of: only what an engine's own worker reports before it ends
+    counts. A worker that is gone without a word was killed or cut off, which is no request's fault."""
 
 
 class Refused(Struct, frozen=True, tag=True):
@@ -296,6 +303,8 @@ class PrefillFailed(Struct, frozen=True, tag=True):
     request_id: str
     reason: str
     message: str = ""
+    engine_died: bool = False
+    """while it computed this prompt"""
 
 
 PrefillAnswer = PrefillStarted | PrefillDone | PrefillFailed

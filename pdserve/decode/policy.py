@@ -33,16 +33,20 @@ def decide(
     settings: Settings,
     *,
     supported: bool = True,
+    migrated: bool = False,
 ) -> Decision:
     """Remote where the prompt, less what the prefix cache has of it, is longer than this worker should
     compute beside its decodes, and the queue is short enough that waiting is likely to pay.
 
-    `supported` is false for a request whose prompt needs more than its KV (prompt logprobs, images).
+    `supported` is false for a request whose prompt needs more than its KV (prompt logprobs, images), and `migrated`
+    true for one that was lost together with a worker: perhaps by the KV that this had read.
     """
     if not settings.remote_prefill:
         return Decision("local", "disabled")
     if not supported:
         return Decision("local", "unsupported")
+    if migrated:
+        return Decision("local", "migrated")
     if not queue_connected:
         return Decision("local", "queue-down")
     if not prefill_workers:

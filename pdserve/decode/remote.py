@@ -107,7 +107,8 @@ class RemotePrefill:
             case PrefillDone(handle=handle, compute_seconds=seconds):
                 self._patience.observe(len(submit.prompt), seconds)
                 return await self._check(handle, len(submit.prompt))
-            case PrefillFailed(reason=reason, message=text):
+            case PrefillFailed(reason=reason, message=text, engine_died=died):
+                request.engines_died += died
                 raise NoHandle(reason, f"{reason}: {text}")
             case str(reason):
                 if reason not in (DOWN, FULL):

@@ -36,6 +36,12 @@ class Request:
     """instance id of the prefill worker that has it in its hands"""
     freshness: Freshness | None = None
     """of the KV that it waits for; there from when it was sent out"""
+    engines_died: int = 0
+    """in a row, each while it computed the next token; above 0 it is a suspect (`decode/trials.py`)"""
+    proven: bool = False
+    """it has got a token here"""
+    since: float = 0.0
+    """monotonic: when the engine got it, or its last token came; while RUNNING"""
     arrived: float = field(default_factory=time.monotonic)
 
     @property
@@ -86,7 +92,8 @@ class Requests:
         self._recent[submit.request_id] = None
         if len(self._recent) > _REMEMBERED:
             self._recent.popitem(last=False)
-        request = self._live[submit.request_id] = Request(frontend, submit)
+        request = Request(frontend, submit, engines_died=submit.engines_died)
+        self._live[submit.request_id] = request
         self._empty.clear()
         return request
 

@@ -5,18 +5,22 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
+from contextlib import suppress
 
 from pdserve.decode.policy import Decision, decide
 from pdserve.decode.remote import CANCELLED, RemotePrefill
 from pdserve.decode.requests import Phase, Request, Requests
 from pdserve.decode.settings import LiveSettings
+from pdserve.decode.trials import Trials
 from pdserve.engine.base import Engine, Output, Transfers
+from pdserve.engine.handles import expired
 from pdserve.errors import EngineDead, PeerGone, ProtocolError
 from pdserve.messages import Failed, KvHandle, Outputs, Placed, Submit, ToFrontend
 from pdserve.observe.metrics import KV_TRANSFER_BYTES, KV_TRANSFER_SECONDS, PREFILL, REMOTE_PREFILL_FAILURES
 from pdserve.queue.base import PrefillQueue
 from pdserve.stream.base import StreamServer
 from pdserve.worker.lifecycle import Lifecycle
+from pdserve.worker.liveness import may_have_killed
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +46,7 @@ class Serving:
         self._requests = requests
         self._settings = settings
         self._life = life
+        self._trials = Trials()
 
     # in
 
@@ -55,6 +60,7 @@ class Serving:
     async def cancel(self, request: Request) -> None:
         """While the request is not in the engine yet, `_place` sees `cancelled` and drops it."""
         request.cancelled = True
+        self._trials.leave(request)
         if request.phase is Phase.RUNNING:
             self._requests.drop(request)
             await self._engine.cancel([request.id])
@@ -73,6 +79,20 @@ class Serving:
         """Fail a request that is still alive."""
         await self.send(request.frontend, Failed(request.id, message, retry))
         await self.cancel(request)
+
+    async def engine_died(self, death: EngineDead) -> None:
+        """Tell every frontend what it loses, and which requests the engine was computing: the last messages of this
+        worker."""
+        for request in self._requests:
+            blamed = request.phase is Phase.RUNNING and may_have_killed(
+                len(request.submit.prompt), request.since
+            )
+            died = request.engines_died + blamed
+            with suppress(PeerGone):
+                await self._stream.send(
+                    request.frontend,
+                    Failed(request.id, f"the engine died: {death}", retry=True, engines_died=died),
+                )
 
     async def watch_deadlines(self) -> None:
         """For ever."""
@@ -107,6 +127,11 @@ class Serving:
             if handle is None:
                 decision = Decision("local", "fallback")
         if not request.cancelled:
+            await self._trials.enter(request)
+        if handle is not None and not request.cancelled and expired(handle):
+            await self._engine.reject(handle)
+            decision, handle = Decision("local", "fallback"), None
+        if not request.cancelled:
             PREFILL.labels(decision.mode, decision.reason).inc()
             await self.send(request.frontend, Placed(request.id, decision.mode, decision.reason))
         if not request.cancelled:
@@ -123,7 +148,16 @@ class Serving:
         hit = self._engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0
         workers = len(self._remote.workers())
         supported = self._engine.remote_ok(submit.body)
-        decision = decide(prompt, hit, depth, workers, self._queue.connected, settings, supported=supported)
+        decision = decide(
+            prompt,
+            hit,
+            depth,
+            workers,
+            self._queue.connected,
+            settings,
+            supported=supported,
+            migrated=submit.migrated,
+        )
         log.info(
             "request %s: prefill %s (%s), prompt %d, hit %d, to compute %d of %d, queue %d of %d, workers %d",
             request.id,
@@ -142,7 +176,7 @@ class Serving:
     async def _generate(self, request: Request, handle: KvHandle | None) -> None:
         """RUNNING before the engine is asked: a cancel that comes during the call reaches the engine after
         it."""
-        request.phase = Phase.RUNNING
+        request.phase, request.since = Phase.RUNNING, time.monotonic()
         submit = request.submit
         try:
             await self._engine.generate(request.id, submit.prompt, submit.body, handle)
@@ -156,6 +190,7 @@ class Serving:
     async def _fail(self, request: Request, message: str, *, retry: bool) -> None:
         """Fail a request that the engine does not have (any more)."""
         self._requests.drop(request)
+        self._trials.leave(request)
         if not request.cancelled:
             await self.send(request.frontend, Failed(request.id, message, retry))
 
@@ -172,6 +207,7 @@ class Serving:
 
     async def _by_frontend(self, outputs: list[Output]) -> dict[str, list[Output]]:
         found: defaultdict[str, list[Output]] = defaultdict(list)
+        now = time.monotonic()
         for output in outputs:
             request = self._requests.get(output.request_id)
             if request is None:
@@ -180,6 +216,10 @@ class Serving:
                 await self._fail(request, "the engine failed this request", retry=True)
                 continue
             found[request.frontend].append(output)
+            request.since = now
+            if not request.proven:
+                request.proven, request.engines_died = True, 0
+                self._trials.leave(request)
             if output.finished:
                 self._requests.drop(request)
         return found

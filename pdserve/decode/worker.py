@@ -93,6 +93,7 @@ class DecodeWorker:
                     forever(self._archive.keep_stored, "model archive"),
                 ],
                 self._drain,
+                self._serving.engine_died,
             )
 
     async def _make_presence(self) -> Presence:

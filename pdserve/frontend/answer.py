@@ -102,6 +102,8 @@ class Answer:
         if self.status in (429, 503) and b"retry-after" not in names:
             failure = self._trace.failure
             headers.append((b"retry-after", retry_seconds(failure.retry_after if failure else 1.0).encode()))
+        if self.status == 500 and self._trace.failure is not None:
+            headers.append((b"x-should-retry", b"false"))  # OpenAI's and Anthropic's clients heed it
         await self._send({**start, "headers": headers})
 
     def _own(self) -> dict[bytes, str]:

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, suppress
 from pdserve import queue, registry
 from pdserve.config.schema import Config, Slot
 from pdserve.engine.base import Engine, Output
-from pdserve.errors import ProtocolError, QueueUnavailable
+from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable
 from pdserve.messages import (
     Load,
     PrefillAnswer,
@@ -29,7 +29,7 @@ from pdserve.registry.base import Registry
 from pdserve.tasks import forever
 from pdserve.worker.identity import describe, new_instance_id
 from pdserve.worker.lifecycle import Lifecycle
-from pdserve.worker.liveness import watch_engine
+from pdserve.worker.liveness import may_have_killed, watch_engine
 from pdserve.worker.measured import log_memory
 from pdserve.worker.presence import Presence
 from pdserve.worker.run import build_engine, run_until_signalled
@@ -100,6 +100,7 @@ class PrefillWorker:
                     watch_engine(self._engine),
                 ],
                 self._drain,
+                self._engine_died,
             )
 
     def _load(self) -> Load:
@@ -213,6 +214,15 @@ class PrefillWorker:
             self._held.add(decode, answer)
             answer = aged(answer)
         await _tell_queue(self._queue.answer(decode, answer))
+
+    async def _engine_died(self, death: EngineDead) -> None:
+        """What the engine was computing may be what killed it: that goes back to its decode worker, and to no other
+        prefill worker."""
+        for job in self._jobs:
+            request = job.delivery.request
+            if may_have_killed(len(request.prompt), job.started):
+                failed = PrefillFailed(request.request_id, "engine-died", str(death), engine_died=True)
+                await _tell_queue(self._answer(job.delivery, failed))
 
     async def _tell_again(self) -> None:
         """Answers get lost, with NATS, with a link, with a decode worker that was away. The KV of one that

@@ -30,6 +30,8 @@ class Generation:
     avoid: set[str] = field(default_factory=set)
     """the workers that lost it"""
     last_loss: str = ""
+    engines_died: int = 0
+    """in a row, each while it computed the next token, as their workers reported"""
     link: Link | None = None
     wire_id: str = ""
     turn: Turn | None = None
@@ -110,6 +112,7 @@ class Generation:
         gap = (now - self.last_token) / len(tokens) if self.last_token else None
         self.first_token = self.first_token or now
         self.last_token = now
+        self.engines_died = 0
         self.tokens += tokens
         if self.trace is not None:
             self.trace.token(len(tokens))

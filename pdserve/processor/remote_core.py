@@ -37,7 +37,11 @@ from pdserve.processor.vllm_api import (
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 4
-"""workers that may lose a request which they had taken up: one that kills each worker it meets must end"""
+"""workers that may lose a request which they had taken up, whatever the reasons"""
+MAX_ENGINES = 2
+"""engines that may die in a row while they compute a request's next token. After the first death each of the requests
+that were in that engine is tried again beside nothing else that is unproven (`decode/trials.py`): the second one tells
+which of them kills."""
 PAUSE = 0.5
 """seconds before a worker that failed a request gets it again, where there is no other"""
 
@@ -170,9 +174,10 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                     generation.placed = True
                     if generation.trace is not None:
                         generation.trace.prefilled(prefill)
-            case Failed(request_id, text, retry):
+            case Failed(request_id, text, retry, died):
                 if generation := link.generations.get(request_id):
-                    self._failed_there(generation, text, retry)
+                    generation.engines_died = max(generation.engines_died, died)
+                    self._failed_there(generation, f"{link.instance}: {text}" if died else text, retry)
             case Refused(text):
                 link.refused = True
                 logger.warning("%s takes no requests from this frontend: %s", link.instance, text)
@@ -291,6 +296,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             generation.max_tokens - len(said),
             max(0.0, generation.deadline - time.monotonic()),
             migration.body(generation.request, wire_id, generation.tokens),
+            migrated=generation.losses > 0,
+            engines_died=generation.engines_died,
         )
 
     def _wait(self, generation: Generation) -> None:
@@ -320,6 +327,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         generation.last_loss = reason
         if generation.tokens and self._is_complete(generation):
             self._finish(generation)
+        elif generation.engines_died >= MAX_ENGINES:
+            why = f"{generation.engines_died} engines in a row died while they computed this request's next token"
+            self._fail(generation, Failure(500, f"{why}; it is not tried again (the last: {reason})"))
         elif generation.losses >= MAX_LOSSES:
             why = f"{generation.losses} decode workers lost this request; the last: {reason}"
             self._fail(generation, Failure(503, why, RETRY_AFTER))

@@ -34,9 +34,11 @@ class Lifecycle:
         announce: Callable[[], Awaitable[None]],
         permanent: Sequence[Coroutine[Any, Any, None]],
         drain: Callable[[], Awaitable[None]],
+        engine_died: Callable[[EngineDead], Awaitable[None]],
     ) -> None:
         """`permanent` coroutines never end by themselves: when any does, the worker fails. They go on during the
-        drain, since running requests need them. Raises EngineDead as itself; other failures as the group of them."""
+        drain, since running requests need them. Raises EngineDead as itself, after `engine_died` has told others of it;
+        other failures as the group of them."""
         try:
             async with asyncio.TaskGroup() as self._group:
                 tasks = [
@@ -53,7 +55,9 @@ class Lifecycle:
                     task.cancel()
         except BaseExceptionGroup as failures:
             if dead := failures.subgroup(EngineDead):
-                raise EngineDead(str(_first(dead))) from failures
+                death = EngineDead(str(_first(dead)))
+                await engine_died(death)
+                raise death from failures
             raise
 
 

@@ -2,6 +2,7 @@
 else: its process is there, and the worker's own heartbeats and lease go on."""
 
 import asyncio
+import time
 
 from pdserve.engine.base import Engine
 from pdserve.errors import EngineDead
@@ -16,6 +17,16 @@ step up after 300 s."""
 BUSY = 0.1
 """share of a core that counts as work; an idle vLLM engine on the CPU takes 0.03"""
 TICK = 1.0
+AT_ONCE = 5.0
+"""seconds within which an engine that a request kills is dead, and known to be: a crash, and not a hang"""
+SLOWEST = 500.0
+"""prompt tokens per second: a prompt may need its time until it is where it kills"""
+
+
+def may_have_killed(prompt_tokens: int, since: float) -> bool:
+    """Whether an engine that is found dead now may have died of a request that it got, or gave the last token of, at
+    `since` (monotonic)."""
+    return time.monotonic() - since < AT_ONCE + prompt_tokens / SLOWEST
 
 
 async def watch_engine(engine: Engine) -> None:

@@ -47,6 +47,10 @@ def test_what_needs_its_own_prompt_computed_stays_here(settings: Settings) -> No
     assert decide(5000, 0, 0, 1, True, settings, supported=False) == Decision("local", "unsupported")
 
 
+def test_what_lost_a_worker_does_not_go_the_same_way_again() -> None:
+    assert decide(5000, 0, 0, 1, True, ALWAYS, migrated=True) == Decision("local", "migrated")
+
+
 def test_a_queue_size_of_zero_means_never() -> None:
     settings = Settings(max_local_prefill_length=0, max_prefill_queue_size=0)
     assert decide(5000, 0, 0, 9, True, settings) == Decision("local", "queue-full")

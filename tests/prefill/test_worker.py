@@ -164,11 +164,26 @@ async def test_a_request_may_come_back_after_it_was_answered() -> None:
         assert all(isinstance(answer, PrefillDone) for answer in scene.answers["r"])
 
 
-async def test_a_dead_engine_ends_the_worker_and_another_takes_over() -> None:
+async def test_a_dead_engine_ends_the_worker_and_what_may_have_killed_it_goes_back() -> None:
     async with Scene().open() as scene:
         scene.engine.faults.going.clear()
         await scene.ask("r")
         await until(lambda: scene.engine.usage.running == 1)
+        scene.engine.die()
+        with pytest.raises(EngineDead):
+            await scene.life
+        failed = scene.answers["r"][-1]
+        assert isinstance(failed, PrefillFailed)
+        assert failed.engine_died
+        assert scene.stored == 0
+
+
+async def test_a_hung_engine_ends_the_worker_and_another_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Scene().open() as scene:
+        scene.engine.faults.going.clear()
+        await scene.ask("r")
+        await until(lambda: scene.engine.usage.running == 1)
+        monkeypatch.setattr("pdserve.worker.liveness.AT_ONCE", -60.0)  # as if it were minutes ago
         scene.engine.die()
         with pytest.raises(EngineDead):
             await scene.life

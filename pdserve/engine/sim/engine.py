@@ -206,12 +206,19 @@ class SimEngine(Engine):
                 self._work.clear()
                 continue
             share = self._share()
+            if any(self._is_fatal(request) for request, _ in share if request.prefilling):
+                self.die()
+                return
             prompt_tokens = sum(count for request, count in share if request.prefilling)
             seconds = self._model.step_seconds + prompt_tokens / self._model.prefill_rate
             await self._compute(seconds * self.faults.slow)
             outputs = [output for request, count in share if (output := self._advance(request, count))]
             if outputs:
                 self._steps.put_nowait(Step(outputs))
+
+    def _is_fatal(self, request: SimRequest) -> bool:
+        fatal = self._model.fatal_token
+        return (self.faults.fatal_pulls and request.pulled > 0) or (fatal > 0 and fatal in request.prompt)
 
     async def _compute(self, seconds: float) -> None:
         async with self._stepping:

@@ -35,6 +35,8 @@ class SimModel:
     """as the real connector's: `DEFAULT_FLOOR` in `pdserve/kv/connector.py`"""
     lease: float = 30.0
     """seconds that a prefill engine keeps blocks for the decode engine"""
+    fatal_token: int = 0
+    """fault: a prompt with this token id in it kills the engine that computes it, decode or prefill; 0: none does"""
     first_token: int = 300
     tokens: int = 700
     """the token ids it generates: `tokens` of them from `first_token`; in the demo tokenizer these are
@@ -61,6 +63,8 @@ class Faults:
         """factor on the time of each step"""
         self.drop_transfers = False
         """a prefill engine takes questions for KV and never answers, as when the network drops packets"""
+        self.fatal_pulls = False
+        """KV that is read from another engine kills this one, as a missing permission for AMX did"""
 
     def silent(self) -> bool:
         return self.dead or self.drop_transfers or not self.going.is_set()
