@@ -32,8 +32,13 @@ log = logging.getLogger(__name__)
 CANCELLED = "cancelled"
 """resolves the wait of a request that its client no longer wants"""
 TIMEOUT, GONE, ALONE, UNKNOWN = "timeout", "prefill-worker-gone", "no-prefill-worker", "unknown-engine"
+UNREACHABLE = "unreachable"
 DOWN, FULL = "queue-down", "queue-full"
 """why a wait came to nothing, as the metric has it"""
+
+
+AVOID_FOR = 30.0
+"""seconds for which nothing is asked of a prefill worker whose KV could not be read; then it is tried again"""
 
 
 class NoHandle(Exception):
@@ -61,10 +66,30 @@ class RemotePrefill:
         self._view = view
         self._requests = requests
         self._patience = Patience()
+        self._avoided: dict[str, float] = {}
+        """prefill worker -> monotonic time until which it is avoided"""
 
     def workers(self) -> list[Instance]:
-        """Those that take requests from this decode worker's queue."""
-        return [worker for worker in self._registered() if not worker.draining]
+        """Those that take requests from this decode worker's queue, and whose KV can be read."""
+        return [each for each in self._registered() if not each.draining and not self._is_avoided(each.id)]
+
+    def avoid(self, workers: list[str]) -> None:
+        """Their KV cannot be read here. Requests that one of them has, or pulls in spite of it (the queue is shared),
+        are prefilled locally at once."""
+        for worker in workers:
+            if not self._is_avoided(worker):
+                log.error("KV of %s cannot be read: avoiding it for %g s", worker, AVOID_FOR)
+            self._avoided[worker] = time.monotonic() + AVOID_FOR
+            for request in self._requests:
+                if request.prefiller == worker:
+                    request.resolve(UNREACHABLE)
+
+    def _is_avoided(self, worker: str) -> bool:
+        if (until := self._avoided.get(worker)) is None:
+            return False
+        if time.monotonic() >= until:
+            del self._avoided[worker]
+        return worker in self._avoided
 
     def _registered(self) -> list[Instance]:
         """The model's prefill workers, also draining ones. Those of other models share only the registry."""
@@ -152,6 +177,8 @@ class RemotePrefill:
         request.prefiller = worker
         if not self._known(worker):
             request.resolve(UNKNOWN)
+        elif self._is_avoided(worker):
+            request.resolve(UNREACHABLE)
 
     async def _done(self, request: Request | None, answer: PrefillDone) -> None:
         """KV that no request takes is rejected, so that its blocks are free at once and not at the end of their
@@ -162,7 +189,10 @@ class RemotePrefill:
             log.info("request %s: %s is not a live prefill worker", answer.request_id, worker)
             if request is not None:
                 request.resolve(UNKNOWN)
-        elif request is not None and request.awaits:
+            return
+        if request is not None and self._is_avoided(worker):
+            request.resolve(UNREACHABLE)
+        if request is not None and request.awaits:
             if await self._doubts(request, answer):
                 log.info("request %s: asked %s how old the KV of its answer is", request.id, worker)
             else:

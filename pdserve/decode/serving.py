@@ -202,6 +202,7 @@ class Serving:
             step = await self._engine.step()
             if step.transfers is not None:
                 _count(step.transfers)
+            self._remote.avoid(step.unreachable)
             for frontend, outputs in (await self._by_frontend(step.outputs)).items():
                 await self.send(frontend, Outputs(self._engine.pack(outputs)))
 

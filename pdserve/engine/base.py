@@ -79,6 +79,8 @@ class Step:
     released: list[str] = field(default_factory=list)
     """prefills whose KV is kept no longer, by the `request_id` of their handles: read, rejected, or past its lease.
     Each is named once, after its finishing output"""
+    unreachable: list[str] = field(default_factory=list)
+    """engines, by the `engine_id` of their handles, that do not answer when asked how to read their KV"""
 
 
 class Engine(ABC):
@@ -165,6 +167,11 @@ class Engine(ABC):
     async def probe(self) -> None:
         """Return when the engine has answered a question that costs it nothing, which it does between two steps:
         one that hangs never does."""
+
+    @abstractmethod
+    async def reach(self) -> None:
+        """Ask this engine for KV as another one would; for prefill engines. Raises TimeoutError where nothing answers
+        within a few seconds."""
 
     @abstractmethod
     def cpu_seconds(self) -> float:

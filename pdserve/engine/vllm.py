@@ -1,6 +1,7 @@
 """The real engine: vLLM's EngineCore and workers in processes of their own, driven through its own core
 client."""
 
+import asyncio
 import logging
 import secrets
 import time
@@ -27,13 +28,17 @@ from pdserve.engine.vllm_requests import (
 )
 from pdserve.engine.vllm_tickets import Ticket, Tickets
 from pdserve.errors import EngineDead, ProtocolError
+from pdserve.kv import side_channel
 from pdserve.messages import KvHandle
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STALLED, RELEASED = "pdserve_stalled_requests", "pdserve_released_requests"
+UNREACHABLE = "pdserve_unreachable_engines"
 """as `pdserve.kv.connector` names it; not imported from there, since that is vLLM's process's business"""
+REACH_WITHIN = 5.0
+"""seconds, as a decode engine waits"""
 SILENCE = 0.5
 """seconds without a report after which an engine without requests holds no block"""
 
@@ -126,7 +131,9 @@ class VllmEngine(Engine):
             if outputs.outputs or moved:
                 self._timestamp = outputs.timestamp
                 found = [output for one in outputs.outputs if (output := self._take(one))]
-                return Step(found, _transfers(moved) if moved else None, list(moved.get(RELEASED, ())))
+                transfers = _transfers(moved) if moved else None
+                released, unreachable = moved.get(RELEASED, ()), moved.get(UNREACHABLE, ())
+                return Step(found, transfers, list(released), list(unreachable))
 
     def pack(self, outputs: list[Output]) -> list[bytes]:
         return api.encode_outputs([output.raw for output in outputs], self._timestamp)
@@ -159,6 +166,9 @@ class VllmEngine(Engine):
     async def probe(self) -> None:
         """The answer is known to the core process itself."""
         await self._ask(self._alive.get_supported_tasks_async())
+
+    async def reach(self) -> None:
+        await asyncio.to_thread(side_channel.ask, self._process.side_channel, REACH_WITHIN)
 
     def cpu_seconds(self) -> float:
         return self._process.cpu_seconds()

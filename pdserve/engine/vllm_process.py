@@ -38,6 +38,8 @@ class VllmProcess:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.core: api.AsyncMPClient | None = None
+        self.side_channel = ""
+        """ZeroMQ address at which other engines ask for KV"""
         self.processes: set[psutil.Process] = set()
         """all of them, in all generations"""
         self._spec = spec
@@ -101,6 +103,8 @@ class VllmProcess:
             raise ConfigError(
                 [f"The KV side channel's port {port} on {self._spec.host} is held by {holder}."]
             )
+        host = f"[{self._spec.host}]" if ":" in self._spec.host else self._spec.host
+        self.side_channel = f"tcp://{host}:{port}"
         os.environ |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": self._spec.host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),

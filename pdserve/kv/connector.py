@@ -23,15 +23,21 @@ of the transport makes a new one.
 
 **Leases.** The handle was checked when the request came; then it waited for blocks, and this process may have
 hung. A read does not begin when the lease is nearly over, and one during which this process hung is not
-believed when it ends after that. Both are recomputed."""
+believed when it ends after that. Both are recomputed.
+
+**Handshakes.** Each attempt at a peer that does not answer takes 5 s. After one that failed, reads from there fail at
+once for a while, and the engine is told, so that the decode worker asks for nothing from there. The listener at the
+other end is `side_channel.py`."""
 
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Event
 from typing import Any
 
 from pdserve.engine.handles import LEASE_MARGIN
+from pdserve.kv import side_channel
 from pdserve.kv.nixl import provide_nixl, quiet_agents
 
 provide_nixl()
@@ -50,6 +56,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (  # n
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats  # noqa: E402
 from vllm.logger import init_logger  # noqa: E402
+from vllm.utils.network_utils import make_zmq_path  # noqa: E402
 
 from pdserve.kv.watch import Naps, SenderClock, StallWatch  # noqa: E402
 
@@ -59,18 +66,20 @@ STALLED = "pdserve_stalled_requests"
 """key in the connector's statistics: engine-side ids of requests whose read is overdue"""
 RELEASED = "pdserve_released_requests"
 """key in the connector's statistics: ids of prefills whose blocks are kept no longer"""
+UNREACHABLE = "pdserve_unreachable_engines"
+"""key in the connector's statistics: ids of engines with which a handshake failed"""
 FLOOR_KEY, RATE_KEY = "pdserve_transfer_floor", "pdserve_transfer_rate"
 """keys in `kv_connector_extra_config`: seconds, and bytes per second"""
 DEFAULT_FLOOR, DEFAULT_RATE = 3.0, 50e6
+HANDSHAKE_PAUSE = 10.0
+"""seconds after a failed handshake in which none is tried with that engine"""
 
 
 class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            self.connector_scheduler = NixlPullConnectorScheduler(
-                vllm_config, self.engine_id, kv_cache_config
-            )
+            self.connector_scheduler = GuardedScheduler(vllm_config, self.engine_id, kv_cache_config)
         else:
             with _affinity_kept(), quiet_agents():
                 self.connector_worker = WatchfulWorker(vllm_config, self.engine_id, kv_cache_config)
@@ -84,6 +93,14 @@ class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
         return TransferStats(data=data) if data is not None else TransferStats()
 
 
+class GuardedScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
+    @staticmethod
+    def _nixl_handshake_listener(
+        encoded_data: Any, ready_event: Event, stop_event: Event, host: str, port: int
+    ) -> None:
+        side_channel.listen(encoded_data, ready_event, stop_event, make_zmq_path("tcp", host, port), logger)
+
+
 class TransferStats(NixlKVConnectorStats):  # type: ignore[misc]
     """vLLM's statistics, and the requests that stalled or were released since the last time."""
 
@@ -91,9 +108,12 @@ class TransferStats(NixlKVConnectorStats):  # type: ignore[misc]
         super().reset()
         self.data[STALLED] = []
         self.data[RELEASED] = []
+        self.data[UNREACHABLE] = []
 
     def is_empty(self) -> bool:
-        return not self.data[STALLED] and not self.data[RELEASED] and bool(super().is_empty())
+        return not any(self.data[key] for key in (STALLED, RELEASED, UNREACHABLE)) and bool(
+            super().is_empty()
+        )
 
 
 class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
@@ -103,6 +123,8 @@ class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         extra = vllm_config.kv_transfer_config.get_from_extra_config
         self._watch = StallWatch(extra(FLOOR_KEY, DEFAULT_FLOOR), extra(RATE_KEY, DEFAULT_RATE))
         self._naps = Naps(LEASE_MARGIN)
+        self._no_handshake_before: dict[str, float] = {}
+        """by engine; monotonic"""
         self.unwanted: set[str] = set()
         """prefills whose blocks no other engine will read; they may not be kept yet, but are from the next step on"""
         self._scheduler = SenderClock()
@@ -116,11 +138,18 @@ class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         if any(meta.local_block_ids) and self._lease_over(meta):
             logger.warning("request %s waited too long to read its KV: recomputing it", req_id)
             self._handle_failed_transfer(req_id, None, self._recv_failures)
+        elif time.monotonic() < self._no_handshake_before.get(meta.remote.engine_id, 0.0):
+            self._handle_failed_transfer(req_id, None, self._recv_failures)
         else:
             super()._read_blocks_for_req(req_id, meta)
 
     def _log_failure(self, failure_type: str, req_id: str | None, *args: Any, **context: Any) -> None:
         super()._log_failure(failure_type, req_id, *args, **context)
+        if failure_type == "handshake_setup_failed":
+            engine = context["remote_engine_id"]
+            self._no_handshake_before[engine] = time.monotonic() + HANDSHAKE_PAUSE
+            self.xfer_stats.data[UNREACHABLE].append(engine)
+            return
         engine = context.get("dst_engine_id") or self._source_of(req_id)
         if engine in self._remote_agents and engine not in self._invalid_remote_engines:
             self._mark_remote_engine_invalid(engine, time.perf_counter())

@@ -70,10 +70,58 @@ def handler() -> logging.Handler:
     logging.getLogger("pdserve").setLevel(os.environ.get("PDSERVE_LOG_LEVEL", "INFO"))
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
     out = logging.StreamHandler(sys.stderr)
+    out.addFilter(Repeats())
     out.setFormatter(
         JsonFormatter(name) if os.environ.get("PDSERVE_LOG_FORMAT") == "json" else TextFormatter(name)
     )
     return out
+
+
+class Repeats(logging.Filter):
+    """Keeps what repeats itself from filling the disk: of each place in the code that logs warnings or errors, a
+    traceback once in `TRACE_EVERY` seconds, and at most `BURST` records in `BURST_SECONDS`. What is left out is
+    counted, and the count added to the next record from there."""
+
+    TRACE_EVERY, BURST, BURST_SECONDS = 60.0, 100, 10.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._places: dict[tuple[str, int, str], _Place] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else ""
+        key = record.pathname, record.lineno, kind
+        if len(self._places) > 1000:
+            self._places.clear()
+        place = self._places.setdefault(key, _Place())
+        now = time.monotonic()
+        if now >= place.began + self.BURST_SECONDS:
+            place.began, place.shown = now, 0
+        if place.shown >= self.BURST:
+            place.left_out += 1
+            return False
+        place.shown += 1
+        notes = [f"{place.left_out} more like this were left out"] if place.left_out else []
+        place.left_out = 0
+        if kind and now < place.traced + self.TRACE_EVERY:
+            error = record.exc_info[1] if record.exc_info else None
+            notes.append(f"{kind}: {error}, traceback above")
+            record.exc_info = record.exc_text = None
+        elif kind:
+            place.traced = now
+        if notes:
+            record.msg, record.args = f"{record.getMessage()} ({'; '.join(notes)})", ()
+        return True
+
+
+@dataclass
+class _Place:
+    began: float = float("-inf")
+    shown: int = 0
+    left_out: int = 0
+    traced: float = float("-inf")
 
 
 class TextFormatter(logging.Formatter):

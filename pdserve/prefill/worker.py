@@ -29,7 +29,7 @@ from pdserve.registry.base import Registry
 from pdserve.tasks import forever
 from pdserve.worker.identity import describe, new_instance_id
 from pdserve.worker.lifecycle import Lifecycle
-from pdserve.worker.liveness import may_have_killed, watch_engine
+from pdserve.worker.liveness import may_have_killed, watch_engine, watch_side_channel
 from pdserve.worker.measured import log_memory
 from pdserve.worker.presence import Presence
 from pdserve.worker.run import build_engine, run_until_signalled
@@ -98,6 +98,7 @@ class PrefillWorker:
                     forever(self._tell_again, "repeated answers"),
                     forever(self._presence.keep_current, "load report"),
                     watch_engine(self._engine),
+                    forever(lambda: watch_side_channel(self._engine), "side channel watch"),
                 ],
                 self._drain,
                 self._engine_died,

@@ -2,10 +2,13 @@
 else: its process is there, and the worker's own heartbeats and lease go on."""
 
 import asyncio
+import logging
 import time
 
 from pdserve.engine.base import Engine
 from pdserve.errors import EngineDead
+
+log = logging.getLogger(__name__)
 
 EVERY = 5.0
 """seconds between two questions"""
@@ -17,6 +20,8 @@ step up after 300 s."""
 BUSY = 0.1
 """share of a core that counts as work; an idle vLLM engine on the CPU takes 0.03"""
 TICK = 1.0
+REACH_EVERY, MAX_UNREACHED = 10.0, 3
+"""seconds between two looks at a prefill engine's side channel, and how many in a row may fail"""
 AT_ONCE = 5.0
 """seconds within which an engine that a request kills is dead, and known to be: a crash, and not a hang"""
 SLOWEST = 500.0
@@ -34,6 +39,23 @@ async def watch_engine(engine: Engine) -> None:
     while True:
         await asyncio.sleep(EVERY)
         await _until_it_answers(engine)
+
+
+async def watch_side_channel(engine: Engine) -> None:
+    """For ever, or until EngineDead. A prefill engine that no decode engine can ask for its KV computes for nothing,
+    and only a new process is sure to have a side channel."""
+    failures = 0
+    while True:
+        await asyncio.sleep(REACH_EVERY)
+        try:
+            await engine.reach()
+        except TimeoutError as error:
+            failures += 1
+            log.warning("%s (%d of %d)", error, failures, MAX_UNREACHED)
+            if failures >= MAX_UNREACHED:
+                raise EngineDead(f"its KV cannot be read: {error}") from error
+        else:
+            failures = 0
 
 
 async def _until_it_answers(engine: Engine) -> None:

@@ -7,6 +7,7 @@ import time
 import pytest
 from prometheus_client import REGISTRY
 
+from pdserve.decode import remote
 from pdserve.engine.sim.model import SimModel
 from pdserve.errors import EngineDead, QueueUnavailable
 from pdserve.messages import (
@@ -570,3 +571,25 @@ async def test_many_at_once_come_out_right() -> None:
             assert (await frontend.end_of(request_id)).tokens == expected(prompt, 6)
         modes = {answered.placed.prefill for answered in frontend.answered.values() if answered.placed}
         assert modes == {"local", "remote"}
+
+
+async def test_a_prefill_worker_whose_side_channel_is_broken_is_avoided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "AVOID_FOR", 0.5)
+    async with Graph() as graph:
+        frontend, broken = await graph.frontend(), await graph.prefill()
+        broken.engine.faults.deaf = True
+        first = await frontend.ask(list(range(3, 203)))
+        assert first.placed is not None
+        assert first.finished, "what could not be read was computed here"
+        second = await frontend.ask(list(range(203, 403)))
+        assert second.placed is not None
+        assert (second.placed.prefill, second.placed.reason) == ("local", "no-prefill-worker")
+        await graph.prefill("prefill-1")
+        for number in range(4, 8):  # whichever of the two pulls it
+            answered = await frontend.ask(list(range(number * 100, number * 100 + 100)))
+            assert answered.finished
+        broken.engine.faults.deaf = False
+        await asyncio.sleep(0.5)
+        assert len(graph.decode._remote.workers()) == 2, "it is tried again"

@@ -74,3 +74,24 @@ async def test_a_worker_whose_engine_hangs_ends_and_leaves_the_registry() -> Non
             await asyncio.wait_for(graph.life, 5)
         assert await other.read("") == {}
         assert not graph.stream._clients, "frontends were told, and go on elsewhere"
+
+
+async def test_a_prefill_worker_whose_kv_cannot_be_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "REACH_EVERY", 0.02)
+    async with Graph() as graph:
+        prefill = await graph.prefill()
+        prefill.engine.faults.deaf = True
+        with pytest.raises(EngineDead, match="its KV cannot be read"):
+            await asyncio.wait_for(prefill.life, 5)
+
+
+async def test_a_side_channel_that_misses_a_question_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "REACH_EVERY", 0.02)
+    async with sim(Role.PREFILL, "prefill-0") as engine:
+        watching = asyncio.create_task(liveness.watch_side_channel(engine))
+        for _ in range(5):
+            engine.faults.deaf = True
+            await asyncio.sleep(0.03)
+            engine.faults.deaf = False
+            await asyncio.sleep(0.05)
+        assert watching.cancel()

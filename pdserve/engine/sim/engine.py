@@ -19,7 +19,7 @@ from pdserve.engine.sim import wire
 from pdserve.engine.sim.blocks import BlockPool
 from pdserve.engine.sim.model import VLLM_VERSION, Faults, sim_model
 from pdserve.engine.sim.request import SimRequest
-from pdserve.engine.sim.side import SideServer, ask
+from pdserve.engine.sim.side import SideServer, Unreachable, ask
 from pdserve.engine.spec import EngineSpec
 from pdserve.errors import EngineDead, ProtocolError, Unavailable
 from pdserve.messages import KvHandle
@@ -33,7 +33,12 @@ class SimEngine(Engine):
         self._model = model = sim_model(spec.engine_args)
         self._pool = BlockPool(model.kv_blocks, model.block_size)
         self._side = SideServer(
-            spec.instance, spec.host, self._pool.contents, self._release, self.faults.silent
+            spec.instance,
+            spec.host,
+            self._pool.contents,
+            self._release,
+            self.faults.silent,
+            lambda: self.faults.deaf,
         )
         self._waiting: deque[SimRequest] = deque()
         self._pulling: dict[SimRequest, asyncio.Task[None]] = {}
@@ -137,6 +142,10 @@ class SimEngine(Engine):
         async with self._stepping:
             await self.faults.going.wait()
         self._alive()
+
+    async def reach(self) -> None:
+        if self.faults.deaf:
+            raise TimeoutError("the simulated side channel does not answer")
 
     def cpu_seconds(self) -> float:
         began, takes = self._step
@@ -285,8 +294,9 @@ class SimEngine(Engine):
             await ask(kv, wanted, model.transfer_timeout)
             await asyncio.sleep(size / model.bandwidth)
             tell = await ask(kv, wanted, model.transfer_timeout, done=True)
-        except Unavailable:
-            self._report(Transfers(failures=1))
+        except Unavailable as error:
+            unreachable = [kv.engine_id] if isinstance(error, Unreachable) else []
+            self._steps.put_nowait(Step([], Transfers(failures=1), unreachable=unreachable))
         else:
             self._receive(request, first, tell.contents)
             self._report(Transfers(1, [time.monotonic() - started], size))

@@ -66,6 +66,9 @@ class Faults:
         self.fatal_pulls = False
         """KV that is read from another engine kills this one, as a missing permission for AMX did"""
 
+        self.deaf = False
+        """a prefill engine's side channel is broken: it hangs up on whatever it is asked"""
+
     def silent(self) -> bool:
         return self.dead or self.drop_transfers or not self.going.is_set()
 

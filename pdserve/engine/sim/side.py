@@ -38,6 +38,8 @@ class SideServer:
     release: Callable[[str], None]
     silent: Callable[[], bool]
     """fault: take questions and never answer"""
+    deaf: Callable[[], bool]
+    """fault: hang up on questions"""
     port: int = 0
 
     async def __aenter__(self) -> Self:
@@ -62,10 +64,10 @@ class SideServer:
             line = await reader.readline()
             if self.silent():
                 await reader.read()
-            elif line:
+            elif line and not self.deaf():
                 writer.write(msgspec.json.encode(self._answer(msgspec.json.decode(line, type=Ask))) + b"\n")
                 await writer.drain()
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, ValueError):
             pass  # a reader that went away, or is none of ours
         finally:
             self._tasks.discard(task)
@@ -79,6 +81,10 @@ class SideServer:
         return Tell(self.contents(ask.block_ids))
 
 
+class Unreachable(Unavailable):
+    """The other engine is there, and its side channel is not."""
+
+
 async def ask(handle: KvHandle, block_ids: list[int], timeout: float, *, done: bool = False) -> Tell:
     """Raises Unavailable when the other engine is gone, silent or of another boot."""
     question = Ask(handle.engine_id, handle.request_id, done, block_ids)
@@ -87,7 +93,10 @@ async def ask(handle: KvHandle, block_ids: list[int], timeout: float, *, done: b
             reader, writer = await asyncio.open_connection(handle.host, handle.port)
             try:
                 writer.write(msgspec.json.encode(question) + b"\n")
-                tell = msgspec.json.decode(await reader.readline(), type=Tell)
+                line = await reader.readline()
+                if not line:
+                    raise Unreachable(f"{handle.engine_id} hangs up")
+                tell = msgspec.json.decode(line, type=Tell)
             finally:
                 writer.close()
     except (OSError, TimeoutError, msgspec.MsgspecError) as error:

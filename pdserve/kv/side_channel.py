@@ -1,0 +1,79 @@
+"""Both ends of NIXL's side channel, where a decode engine asks a prefill engine how to reach its memory.
+
+vLLM's own listener ends its thread at the first message that it cannot read, a port scan for instance: no new decode
+engine can then pull KV from that prefill engine, and each attempt waits for 5 s. This one speaks the same protocol and
+drops such messages. And a prefill worker asks itself now and then (`ask`), since nothing else shows whether it can
+be reached: its health and its queue do not depend on it.
+"""
+
+import time
+from collections.abc import Mapping
+from logging import Logger
+from threading import Event
+
+import msgspec
+import zmq
+
+GET_META = b"get_meta_msg"
+"""vLLM's word (`tests/kv/test_side_channel.py` compares)"""
+_LOOK_MS = 1000
+"""for `stop`"""
+_PAUSE = 0.5
+_question = msgspec.msgpack.Decoder(tuple[bytes, int, int])
+
+
+def listen(
+    answers: Mapping[tuple[int, int], bytes], ready: Event, stop: Event, path: str, log: Logger
+) -> None:
+    """Answer until `stop`, whatever comes. `answers` are by pipeline and tensor-parallel rank."""
+    while not stop.is_set():
+        try:
+            with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.setsockopt(zmq.RCVTIMEO, _LOOK_MS)
+                socket.setsockopt(zmq.IPV6, 1)
+                socket.bind(path)
+                ready.set()
+                _serve(socket, answers, stop, log)
+        except Exception:
+            log.exception("the KV side channel at %s failed and starts again", path)
+            stop.wait(_PAUSE)
+
+
+def _serve(
+    socket: "zmq.Socket[bytes]", answers: Mapping[tuple[int, int], bytes], stop: Event, log: Logger
+) -> None:
+    while not stop.is_set():
+        try:
+            parts = socket.recv_multipart()
+        except zmq.Again:
+            continue
+        try:
+            answer = _answer(parts, answers)
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            log.warning("KV side channel: a message of %d parts is dropped: %s", len(parts), error)
+            continue
+        # vLLM reckons its peer's clock from this: it must be read in the process that stamps the blocks' expiry
+        socket.send_multipart((parts[0], b"", answer, msgspec.msgpack.encode(time.perf_counter())))
+
+
+def _answer(parts: list[bytes], answers: Mapping[tuple[int, int], bytes]) -> bytes:
+    _, _, body = parts
+    word, pipeline_rank, tensor_rank = _question.decode(body)
+    if word != GET_META:
+        raise ValueError(f"unknown question {word[:40]!r}")
+    return answers[pipeline_rank, tensor_rank]
+
+
+def ask(path: str, within: float) -> None:
+    """Ask as a decode engine would; blocks. Raises TimeoutError without an answer."""
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, int(within * 1000))
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.connect(path)
+        socket.send(msgspec.msgpack.encode((GET_META, 0, 0)))
+        try:
+            socket.recv_multipart()
+        except zmq.Again:
+            raise TimeoutError(f"the KV side channel at {path} does not answer within {within:g} s") from None

@@ -1,0 +1,63 @@
+"""Log records that repeat themselves."""
+
+import io
+import logging
+
+import pytest
+
+from pdserve.observe import logs
+
+
+@pytest.fixture
+def out(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    return stream
+
+
+@pytest.fixture
+def log(out: io.StringIO) -> logging.Logger:
+    logger = logging.Logger("vllm.somewhere")
+    logger.addHandler(logs.handler())
+    return logger
+
+
+def fail(log: logging.Logger, number: int) -> None:
+    try:
+        raise ValueError(f"failure {number}")
+    except ValueError:
+        log.exception("request %d failed", number)
+
+
+def test_a_traceback_is_shown_once_and_the_rest_is_counted(log: logging.Logger, out: io.StringIO) -> None:
+    for number in range(500):
+        fail(log, number)
+    text = out.getvalue()
+    assert text.count("Traceback") == 1
+    assert text.count("\n") < 120
+    assert "request 1 failed (ValueError: failure 1, traceback above)" in text
+
+
+def test_what_was_left_out_is_said(
+    log: logging.Logger, out: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    for number in range(130):
+        if number == 120:
+            now = 11.0
+        log.warning("message %d skipped", number)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 110
+    assert lines[100].endswith("message 120 skipped (20 more like this were left out)")
+
+
+def test_information_and_other_places_are_not_held_back(log: logging.Logger, out: io.StringIO) -> None:
+    for number in range(300):
+        log.info("request %d", number)
+        log.warning("one place")
+    log.warning("another place")
+    text = out.getvalue()
+    assert text.count("request") == 300
+    assert text.count("one place") == 100
+    assert text.count("another place") == 1
