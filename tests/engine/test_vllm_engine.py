@@ -20,6 +20,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+import zmq
 from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -79,6 +80,7 @@ class Driven:
     transfers: list[Transfers] = field(default_factory=list)
     packed: list[list[bytes]] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    unreachable: list[str] = field(default_factory=list)
 
     async def read(self) -> None:
         while True:
@@ -86,6 +88,7 @@ class Driven:
             if step.transfers:
                 self.transfers.append(step.transfers)
             self.released += step.released
+            self.unreachable += step.unreachable
             if step.outputs:
                 self.packed.append(self.engine.pack(step.outputs))
             for output in step.outputs:
@@ -406,6 +409,36 @@ async def test_vllms_metrics_are_on_the_page(pair: Pair) -> None:
     page = generate_latest(REGISTRY).decode()
     assert "vllm:kv_cache_usage_perc" in page
     assert "vllm:nixl_bytes_transferred" in page
+
+
+async def test_malformed_messages_do_not_end_the_side_channel(pair: Pair) -> None:
+    """A connection is made anew afterwards, which asks the side channel."""
+    await pair.prefill.engine.reach()
+    host, port = pair.prefill.engine._process.side_channel.removeprefix("tcp://").split(":")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.LINGER, 1000)
+        peer.connect(f"tcp://{host}:{port}")
+        for garbage in (b"", b"\xc1", b"garbage"):
+            peer.send(garbage)
+            peer.send_multipart([b"", garbage])
+    for _ in range(3):
+        await pair.prefill.engine.reach()
+
+
+async def test_an_engine_that_cannot_be_asked_is_told_and_not_asked_again(pair: Pair) -> None:
+    prompt = prompt_of(5 * BLOCK, 77)
+    handle = await pair.prefill.prefill("deaf-0", prompt)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        lost = msgspec.structs.replace(handle, engine_id="deaf", port=deaf.getsockname()[1])
+        started = time.monotonic()
+        tokens = await pair.decode.generate("deaf-1", prompt, lost)
+        assert 4 < time.monotonic() - started < 20
+        assert "deaf" in pair.decode.unreachable
+        await pair.decode.engine.all_blocks_free()
+        started = time.monotonic()
+        assert await pair.decode.generate("deaf-2", prompt, lost) == tokens
+        assert time.monotonic() - started < 4
+    await pair.decode.engine.reject(handle)
 
 
 async def test_idle_engines_are_quiet(pair: Pair) -> None:
