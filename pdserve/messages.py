@@ -215,6 +215,8 @@ class PrefillRequest(Struct, frozen=True, tag=True):
     block_size: int
     """the decode side's tokens per KV block; must equal the prefill side's"""
     body: list[bytes]
+    warm_up: bool = False
+    """sent to one prefill worker, beside the queue, so that no client's request is the first between the two"""
 
 
 class PrefillCancel(Struct, frozen=True, tag=True):

@@ -29,6 +29,8 @@ from pdserve.registry.view import View
 
 log = logging.getLogger(__name__)
 
+WARM_UP = 5.0
+"""seconds that the prefill of a warm-up may take: that worker may have long prompts before it"""
 CANCELLED = "cancelled"
 """resolves the wait of a request that its client no longer wants"""
 TIMEOUT, GONE, ALONE, UNKNOWN = "timeout", "prefill-worker-gone", "no-prefill-worker", "unknown-engine"
@@ -95,6 +97,10 @@ class RemotePrefill:
         """The model's prefill workers, also draining ones. Those of other models share only the registry."""
         return self._view.instances(Role.PREFILL, self._model)
 
+    def peers(self) -> list[Instance]:
+        """The model's prefill workers, also draining ones and those that are not ready yet."""
+        return self._registered() + self._view.newcomers(Role.PREFILL, self._model)
+
     async def handle(self, request: Request) -> KvHandle | None:
         """The KV of the request's prompt, checked; None where it has to be computed here (counted and
         logged) or the request was cancelled meanwhile."""
@@ -103,7 +109,9 @@ class RemotePrefill:
         try:
             return await self._ask(request)
         except NoHandle as failure:
-            if failure.reason != CANCELLED:
+            if request.warms:
+                log.info("warm-up with %s: no KV came: %s", request.warms, failure)
+            elif failure.reason != CANCELLED:
                 REMOTE_PREFILL_FAILURES.labels(failure.reason).inc()
                 log.warning("request %s: remote prefill failed (%s), prefilling locally", request.id, failure)
             return None
@@ -111,7 +119,7 @@ class RemotePrefill:
     async def _ask(self, request: Request) -> KvHandle:
         assert request.answer is not None
         submit = request.submit
-        bound = self._patience.bound(len(submit.prompt), self._queue.depth, len(self.workers()))
+        bound = WARM_UP if request.warms else self._bound(len(submit.prompt))
         bound = min(bound, request.deadline - time.monotonic())
         ends = time.monotonic() + bound
         message = PrefillRequest(
@@ -121,16 +129,21 @@ class RemotePrefill:
             bound,
             self._engine.facts.block_size,
             submit.body,
+            warm_up=bool(request.warms),
         )
         try:
-            await self._queue.publish(message)
+            if request.warms:
+                await self._queue.warm_up(request.warms, message)
+            else:
+                await self._queue.publish(message)
         except QueueUnavailable as error:  # but it may have come through, and be answered already
             request.resolve(FULL if isinstance(error, QueueFull) else DOWN)
         await asyncio.wait({request.answer}, timeout=max(0.0, ends - time.monotonic()))
         request.resolve(TIMEOUT)
         match request.answer.result():
             case PrefillDone(handle=handle, compute_seconds=seconds):
-                self._patience.observe(len(submit.prompt), seconds)
+                if not request.warms:  # too short to tell how fast a worker is
+                    self._patience.observe(len(submit.prompt), seconds)
                 return await self._check(handle, len(submit.prompt))
             case PrefillFailed(reason=reason, message=text, engine_died=died):
                 request.engines_died += died
@@ -141,6 +154,9 @@ class RemotePrefill:
                 pulled = f"pulled by {request.prefiller}" if request.prefiller else "not pulled"
                 raise NoHandle(reason, f"{reason}; {pulled}, bound {bound:.1f} s")
 
+    def _bound(self, tokens: int) -> float:
+        return self._patience.bound(tokens, self._queue.depth, len(self.workers()))
+
     async def _check(self, handle: KvHandle, prompt_tokens: int) -> KvHandle:
         try:
             check_handle(handle, prompt_tokens, self._engine.facts.block_size)
@@ -150,8 +166,8 @@ class RemotePrefill:
         return handle
 
     def _known(self, worker: str) -> bool:
-        """Whether it is registered, be it draining: no other one is believed, or asked for KV."""
-        return any(registered.id == worker for registered in self._registered())
+        """Whether it is registered, be it draining or not ready yet: no other one is believed, or asked for KV."""
+        return any(peer.id == worker for peer in self.peers())
 
     async def _withdraw(self, request_id: str) -> None:
         try:
@@ -217,9 +233,9 @@ class RemotePrefill:
     def give_up_on_the_gone(self) -> None:
         """What a prefill worker had in its hands that is registered no longer is done here, at once; and
         everything where none is left."""
-        live = {worker.id for worker in self._registered()}
+        registered, live = self._registered(), {peer.id for peer in self.peers()}
         for request in self._requests:
-            if not live:
+            if not registered and not request.warms:
                 request.resolve(ALONE)
             elif request.prefiller and request.prefiller not in live:
                 request.resolve(GONE)

@@ -42,6 +42,13 @@ class Request:
     """it has got a token here"""
     since: float = 0.0
     """monotonic: when the engine got it, or its last token came; while RUNNING"""
+    warms: str = ""
+    """instance id of the prefill worker that it warms up with: it is this worker's own, and of no frontend"""
+    unread: bool = False
+    """its KV could not be read from the prefill worker"""
+    failed: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """set when it leaves, in whatever way"""
     arrived: float = field(default_factory=time.monotonic)
 
     @property
@@ -85,14 +92,16 @@ class Requests:
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def add(self, frontend: str, submit: Submit) -> Request | None:
+    def add(self, frontend: str, submit: Submit, warms: str = "") -> Request | None:
         """None where the id was used before."""
         if submit.request_id in self._recent:
             return None
         self._recent[submit.request_id] = None
         if len(self._recent) > _REMEMBERED:
             self._recent.popitem(last=False)
-        request = Request(frontend, submit, engines_died=submit.engines_died)
+        request = Request(
+            frontend, submit, prefiller=warms, warms=warms, engines_died=submit.engines_died
+        )
         self._live[submit.request_id] = request
         self._empty.clear()
         return request
@@ -102,6 +111,7 @@ class Requests:
 
     def drop(self, request: Request) -> None:
         self._live.pop(request.id, None)
+        request.over.set()
         if not self._live:
             self._empty.set()
 
@@ -112,11 +122,12 @@ class Requests:
         return iter(list(self._live.values()))
 
     def __len__(self) -> int:
-        return len(self._live)
+        """Those of frontends."""
+        return sum(not request.warms for request in self._live.values())
 
     @property
     def waiting(self) -> int:
-        return sum(request.phase is Phase.WAITING for request in self._live.values())
+        return sum(request.phase is Phase.WAITING and not request.warms for request in self._live.values())
 
     async def empty(self) -> None:
         await self._empty.wait()

@@ -189,6 +189,7 @@ class Serving:
 
     async def _fail(self, request: Request, message: str, *, retry: bool) -> None:
         """Fail a request that the engine does not have (any more)."""
+        request.failed = True
         self._requests.drop(request)
         self._trials.leave(request)
         if not request.cancelled:
@@ -203,6 +204,7 @@ class Serving:
             if step.transfers is not None:
                 _count(step.transfers)
             self._remote.avoid(step.unreachable)
+            self._note_unread(step.unread)
             for frontend, outputs in (await self._by_frontend(step.outputs)).items():
                 await self.send(frontend, Outputs(self._engine.pack(outputs)))
 
@@ -225,7 +227,18 @@ class Serving:
                 self._requests.drop(request)
         return found
 
+    def _note_unread(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.unread = True
+            if request is None or not request.warms:
+                REMOTE_PREFILL_FAILURES.labels("transfer").inc()
+
     async def send(self, frontend: str, message: ToFrontend) -> None:
+        """Warm-ups are of no frontend."""
+        if not frontend:
+            return
         try:
             await self._stream.send(frontend, message)
         except PeerGone:
@@ -234,7 +247,5 @@ class Serving:
 
 def _count(transfers: Transfers) -> None:
     KV_TRANSFER_BYTES.inc(transfers.bytes)
-    if transfers.failures:
-        REMOTE_PREFILL_FAILURES.labels("transfer").inc(transfers.failures)
     for seconds in transfers.seconds:
         KV_TRANSFER_SECONDS.observe(seconds)

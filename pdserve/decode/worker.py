@@ -11,8 +11,9 @@ from pdserve.decode.remote import RemotePrefill
 from pdserve.decode.requests import Requests
 from pdserve.decode.serving import Serving
 from pdserve.decode.settings import LiveSettings
+from pdserve.decode.warm_up import WarmUp
 from pdserve.engine.base import Engine
-from pdserve.messages import Cancel, Failed, Hello, Load, Refused, Submit, ToDecode
+from pdserve.messages import Cancel, Failed, Hello, Load, Refused, Role, Submit, ToDecode
 from pdserve.observe.metrics import QUEUE_DEPTH
 from pdserve.observe.page import serve_metrics
 from pdserve.queue.base import BlobStore, PrefillQueue
@@ -26,6 +27,7 @@ from pdserve.worker.liveness import watch_engine
 from pdserve.worker.measured import log_memory
 from pdserve.worker.presence import Presence
 from pdserve.worker.run import build_engine, run_until_signalled
+from pdserve.worker.self_test import self_test
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class DecodeWorker:
         self._remote = RemotePrefill(
             instance_id, config.served_model_name, engine, queue, self.view, self.requests
         )
+        self._warm_up = WarmUp(engine, self.view, self._remote, self.requests)
         self._serving = Serving(engine, stream, queue, self._remote, self.requests, self.settings, self._life)
 
     def stop(self) -> None:
@@ -79,15 +82,17 @@ class DecodeWorker:
             for seam in (self._engine, self._stream, self._queue, self._registry, self.view):
                 await stack.enter_async_context(seam)
             log_memory(self._config, self._slot, self._engine.facts)
+            await self_test(self._engine, Role.DECODE)
             self._presence = await self._make_presence()
             await self._life.run(
-                self._presence.announce,
+                self._announce,
                 [
                     self._read_frontends(),
                     self._serving.read_engine(),
                     self._serving.watch_deadlines(),
                     forever(self._remote.read_answers, "prefill answers"),
                     forever(self._follow_registry, "registry changes"),
+                    *([self._warm_up.run()] if self.settings.current.remote_prefill else []),
                     forever(self._presence.keep_current, "load report"),
                     watch_engine(self._engine),
                     forever(self._archive.keep_stored, "model archive"),
@@ -102,6 +107,11 @@ class DecodeWorker:
         instance = describe(self._config, self._slot, self.id, facts, self._stream.address, self._metrics_url)
         card = model_card(self._config, facts, self._archive.name)
         return Presence(self._registry, instance, card, self._load, lambda: self._queue.clock_skew)
+
+    async def _announce(self) -> None:
+        if self.settings.current.remote_prefill:
+            await self._presence.warm_up(self.view, self._warm_up.tried)
+        await self._presence.announce()
 
     def _load(self) -> Load:
         usage = self._engine.usage
@@ -145,6 +155,8 @@ class DecodeWorker:
             self._remote.give_up_on_the_gone()
 
     async def _drain(self) -> None:
+        for warm_up in self.requests.of(""):
+            await self._serving.cancel(warm_up)
         log.info("draining: %d requests to finish", len(self.requests))
         await self._presence.drain()
         try:

@@ -76,6 +76,9 @@ class Step:
 
     outputs: list[Output]
     transfers: Transfers | None = None
+    unread: list[str] = field(default_factory=list)
+    """requests whose KV could not be read from the prefill engine, and is computed here: each is named once, before its
+    first output"""
     released: list[str] = field(default_factory=list)
     """prefills whose KV is kept no longer, by the `request_id` of their handles: read, rejected, or past its lease.
     Each is named once, after its finishing output"""

@@ -34,7 +34,8 @@ from pdserve.messages import KvHandle
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-STALLED, RELEASED = "pdserve_stalled_requests", "pdserve_released_requests"
+STALLED, FAILED = "pdserve_stalled_requests", "pdserve_failed_requests"
+RELEASED = "pdserve_released_requests"
 UNREACHABLE = "pdserve_unreachable_engines"
 """as `pdserve.kv.connector` names it; not imported from there, since that is vLLM's process's business"""
 REACH_WITHIN = 5.0
@@ -50,6 +51,8 @@ class VllmEngine(Engine):
         self._tickets = Tickets()
         self._usage = EngineUsage()
         self._reported = 0.0
+        self._unread: list[str] = []
+        """requests whose KV could not be read, since the last step"""
         self._timestamp = 0.0
 
     async def __aenter__(self) -> Self:
@@ -131,9 +134,14 @@ class VllmEngine(Engine):
             if outputs.outputs or moved:
                 self._timestamp = outputs.timestamp
                 found = [output for one in outputs.outputs if (output := self._take(one))]
-                transfers = _transfers(moved) if moved else None
-                released, unreachable = moved.get(RELEASED, ()), moved.get(UNREACHABLE, ())
-                return Step(found, transfers, list(released), list(unreachable))
+                unread, self._unread = self._unread, []
+                return Step(
+                    found,
+                    transfers=_transfers(moved) if moved else None,
+                    unread=unread,
+                    released=list(moved.get(RELEASED, ())),
+                    unreachable=list(moved.get(UNREACHABLE, ())),
+                )
 
     def pack(self, outputs: list[Output]) -> list[bytes]:
         return api.encode_outputs([output.raw for output in outputs], self._timestamp)
@@ -245,6 +253,8 @@ class VllmEngine(Engine):
         if usage != self._usage or moved or stats.prefix_cache_stats.requests:
             self._stats.record(stats, None)
         self._usage, self._reported = usage, time.monotonic()
+        for engine_id in (moved or {}).get(FAILED, ()):
+            self._note_unread(self._tickets.of_engine(engine_id))
         for engine_id in (moved or {}).get(STALLED, ()):
             await self._restart(engine_id)
         return moved or {}
@@ -255,11 +265,17 @@ class VllmEngine(Engine):
         ticket = self._tickets.of_engine(engine_id)
         if ticket is None:
             return
+        self._note_unread(ticket)
         self._tickets.restart(ticket)
         log.warning("request %s: the KV transfer stalled, prefilling locally", ticket.request_id)
         await self._ask(self._alive.abort_requests_async([engine_id]))
         again = to_generate(ticket.engine_id, ticket.prompt, ticket.body, None)
         await self._ask(self._alive.add_request_async(again))
+
+    def _note_unread(self, ticket: Ticket | None) -> None:
+        """Several ranks may have failed to read for one request."""
+        if ticket is not None and ticket.request_id not in self._unread:
+            self._unread.append(ticket.request_id)
 
 
 def _transfers(moved: Mapping[str, Any]) -> Transfers:

@@ -64,6 +64,8 @@ logger = init_logger(__name__)
 
 STALLED = "pdserve_stalled_requests"
 """key in the connector's statistics: engine-side ids of requests whose read is overdue"""
+FAILED = "pdserve_failed_requests"
+"""key in the connector's statistics: engine-side ids of requests whose KV could not be read"""
 RELEASED = "pdserve_released_requests"
 """key in the connector's statistics: ids of prefills whose blocks are kept no longer"""
 UNREACHABLE = "pdserve_unreachable_engines"
@@ -102,18 +104,18 @@ class GuardedScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
 
 class TransferStats(NixlKVConnectorStats):  # type: ignore[misc]
-    """vLLM's statistics, and the requests that stalled or were released since the last time."""
+    """vLLM's statistics, and the requests that stalled, failed or were released since the last time."""
 
     def reset(self) -> None:
         super().reset()
         self.data[STALLED] = []
+        self.data[FAILED] = []
         self.data[RELEASED] = []
         self.data[UNREACHABLE] = []
 
     def is_empty(self) -> bool:
-        return not any(self.data[key] for key in (STALLED, RELEASED, UNREACHABLE)) and bool(
-            super().is_empty()
-        )
+        ours = any(self.data[key] for key in (STALLED, FAILED, RELEASED, UNREACHABLE))
+        return not ours and bool(super().is_empty())
 
 
 class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
@@ -167,6 +169,7 @@ class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
     def get_transfer_results(self) -> Any:
         results = super().get_transfer_results()
         self.xfer_stats.data[RELEASED] += results.finished_sending
+        self.xfer_stats.data[FAILED] += results.failed_recving
         return results
 
     def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> tuple[set[str], set[str]]:

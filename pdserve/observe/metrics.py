@@ -36,6 +36,12 @@ QUEUE_DEPTH = Gauge("pdserve_prefill_queue_depth", "Prefill requests not yet pul
 KV_TRANSFER_SECONDS = Histogram("pdserve_kv_transfer_seconds", "One request's KV pull", buckets=_SECONDS)
 KV_TRANSFER_BYTES = Counter("pdserve_kv_transfer_bytes_total", "KV bytes pulled")
 
+WARM_UPS = Counter(
+    "pdserve_warm_ups_total",
+    "First KV pulls between a decode and a prefill worker, of a prompt of their own; only transfers count them too",
+    ["result"],
+)
+
 # prefill worker
 QUEUE_WAIT = Histogram("pdserve_prefill_queue_wait_seconds", "Enqueued to pulled", buckets=_SECONDS)
 

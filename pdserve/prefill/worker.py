@@ -12,6 +12,7 @@ from pdserve.config.schema import Config, Slot
 from pdserve.engine.base import Engine, Output
 from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable
 from pdserve.messages import (
+    Instance,
     Load,
     PrefillAnswer,
     PrefillCancel,
@@ -19,13 +20,15 @@ from pdserve.messages import (
     PrefillDone,
     PrefillFailed,
     PrefillStarted,
+    Role,
 )
 from pdserve.observe.metrics import QUEUE_WAIT
 from pdserve.observe.page import serve_metrics
 from pdserve.prefill.held import Held, aged
 from pdserve.prefill.jobs import Job, Jobs
-from pdserve.queue.base import Delivery, PrefillQueue
+from pdserve.queue.base import Delivery, PrefillQueue, Unqueued
 from pdserve.registry.base import Registry
+from pdserve.registry.view import View
 from pdserve.tasks import forever
 from pdserve.worker.identity import describe, new_instance_id
 from pdserve.worker.lifecycle import Lifecycle
@@ -33,6 +36,7 @@ from pdserve.worker.liveness import may_have_killed, watch_engine, watch_side_ch
 from pdserve.worker.measured import log_memory
 from pdserve.worker.presence import Presence
 from pdserve.worker.run import build_engine, run_until_signalled
+from pdserve.worker.self_test import self_test
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +74,10 @@ class PrefillWorker:
         self._metrics_url = metrics_url
         self._jobs = Jobs()
         self._held = Held()
+        self._view = View(registry)
+        self._warm_ups: dict[str, str] = {}
+        """KV of warm-ups that is kept, by the handle's `request_id`, with the decode worker that is to read it"""
+        self._warm_with: set[str] = set()
         self._life = Lifecycle()
 
     def stop(self) -> None:
@@ -81,17 +89,19 @@ class PrefillWorker:
 
     async def run(self) -> None:
         async with AsyncExitStack() as stack:
-            for seam in (self._engine, self._queue, self._registry):
+            for seam in (self._engine, self._queue, self._registry, self._view):
                 await stack.enter_async_context(seam)
             log_memory(self._config, self._slot, self._engine.facts)
+            await self_test(self._engine, Role.PREFILL)
             instance = describe(self._config, self._slot, self.id, self._engine.facts, "", self._metrics_url)
             self._presence = Presence(
                 self._registry, instance, None, self._load, lambda: self._queue.clock_skew
             )
             await self._life.run(
-                self._presence.announce,
+                self._announce,
                 [
                     self._pull(),
+                    forever(self._read_warm_ups, "warm-ups"),
                     self._read_engine(),
                     forever(self._read_notices, "notices"),
                     forever(self._report_progress, "progress reports"),
@@ -103,6 +113,23 @@ class PrefillWorker:
                 self._drain,
                 self._engine_died,
             )
+
+    async def _announce(self) -> None:
+        await self._presence.warm_up(self._view, self._warm)
+        await self._presence.announce()
+
+    async def _warm(self) -> None:
+        """Wait until each decode worker that is there has read the KV of a warm-up, or tried to in vain."""
+        await self._jobs.until(lambda: {peer.id for peer in self._peers()} <= self._warm_with)
+
+    def _peers(self) -> list[Instance]:
+        model = self._config.served_model_name
+        announced = [peer for peer in self._view.instances(Role.DECODE, model) if not peer.draining]
+        return announced + self._view.newcomers(Role.DECODE, model)
+
+    async def _read_warm_ups(self) -> None:
+        async for request in self._queue.warm_ups(self.id):
+            await self._take(Unqueued(request))
 
     def _load(self) -> Load:
         usage = self._engine.usage
@@ -148,7 +175,8 @@ class PrefillWorker:
         if time.monotonic() >= delivery.deadline:
             await _tell_queue(delivery.ack())
             return
-        QUEUE_WAIT.observe(delivery.queued)
+        if not request.warm_up:
+            QUEUE_WAIT.observe(delivery.queued)
         if refusal := self._refusal(delivery):
             await self._answer(delivery, refusal)
             return
@@ -180,6 +208,7 @@ class PrefillWorker:
                     await self._finished(output)
             for request_id in step.released:
                 self._held.release(request_id)
+                self._warmed(request_id)
             self._jobs.changed()
 
     async def _finished(self, output: Output) -> None:
@@ -207,8 +236,20 @@ class PrefillWorker:
         request = delivery.request
         if isinstance(answer, PrefillFailed):
             log.warning("request %s not prefilled: %s %s", request.request_id, answer.reason, answer.message)
+        if request.warm_up:
+            self._note_warm_up(request.decode, answer)
         await self._say(request.decode, answer)
         await delivery.ack()
+
+    def _note_warm_up(self, decode: str, answer: PrefillAnswer) -> None:
+        if isinstance(answer, PrefillDone):
+            self._warm_ups[answer.handle.request_id] = decode
+        else:
+            self._warm_with.add(decode)
+
+    def _warmed(self, released: str) -> None:
+        if decode := self._warm_ups.pop(released, None):
+            self._warm_with.add(decode)
 
     async def _say(self, decode: str, answer: PrefillAnswer) -> None:
         if isinstance(answer, PrefillDone):

@@ -5,6 +5,7 @@ delivered again when its worker neither acks nor reports progress for `ack_wait`
 cancellations are at most once and reach only those that listen: to wait for one needs a timeout.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from types import TracebackType
@@ -36,6 +37,25 @@ class Delivery(ABC):
     @abstractmethod
     async def give_back(self) -> None:
         """Deliver to somebody else at once."""
+
+
+class Unqueued(Delivery):
+    """A request that came beside the queue, which knows nothing of it."""
+
+    def __init__(self, request: PrefillRequest) -> None:
+        self.request = request
+        self.redelivered = False
+        self.queued = 0.0
+        self.deadline = time.monotonic() + request.timeout
+
+    async def ack(self) -> None:
+        return
+
+    async def in_progress(self) -> None:
+        return
+
+    async def give_back(self) -> None:
+        return
 
 
 class PrefillQueue(ABC):
@@ -82,7 +102,16 @@ class PrefillQueue(ABC):
     @abstractmethod
     async def confirm(self, confirm: PrefillConfirm) -> None: ...
 
+    @abstractmethod
+    async def warm_up(self, worker: str, request: PrefillRequest) -> None:
+        """Hand a request to prefill worker `worker` and no other, beside the queue: at most once, and not at all where
+        it does not listen (yet)."""
+
     # prefill side
+
+    @abstractmethod
+    def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
+        """Those for prefill worker `instance`; undecodable ones are logged and skipped."""
 
     @abstractmethod
     async def pull(self, limit: int, wait: float) -> list[Delivery]:

@@ -173,6 +173,13 @@ class MemoryQueue(PrefillQueue):
         self._broker.check()
         self._line.tell("notices", confirm)
 
+    async def warm_up(self, worker: str, request: PrefillRequest) -> None:
+        self._broker.check()
+        self._line.tell(f"warm-ups/{worker}", request)
+
+    def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
+        return self._messages(self._listen(f"warm-ups/{instance}"))
+
     async def pull(self, limit: int, wait: float) -> list[Delivery]:
         ends = time.monotonic() + wait
         while True:

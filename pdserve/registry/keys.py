@@ -5,11 +5,17 @@ from pdserve.messages import Instance, SlotState
 INSTANCES = "instances/"
 CARDS = "models/"
 SETTINGS = "settings/"
+NEWCOMERS = "newcomers/"
+"""workers before they can serve: nobody but the workers that warm up with them looks here"""
 SLOTS = "slots/"
 
 
 def instance(one: Instance) -> str:
     return f"{INSTANCES}{one.role.value}/{one.id}"
+
+
+def newcomer(one: Instance) -> str:
+    return f"{NEWCOMERS}{one.role.value}/{one.id}"
 
 
 def card(model: str, instance_id: str) -> str:

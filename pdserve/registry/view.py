@@ -39,6 +39,7 @@ class View:
         self._registry = registry
         self._instances: dict[str, Instance] = {}
         self._cards: dict[str, ModelCard] = {}
+        self._newcomers: dict[str, Instance] = {}
         self._settings: dict[str, str] = {}
         self._slots: dict[str, SlotState] = {}
         self._version = 0
@@ -67,6 +68,11 @@ class View:
             for _, one in sorted(self._instances.items())
             if (role is None or one.role == role) and (model is None or one.model == model)
         ]
+
+    def newcomers(self, role: Role, model: str) -> list[Instance]:
+        """Workers that have not announced themselves yet; they warm up with each other."""
+        found = [one for _, one in sorted(self._newcomers.items())]
+        return [worker for worker in found if worker.role == role and worker.model == model]
 
     def cards(self) -> dict[str, list[tuple[str, ModelCard]]]:
         """Model name -> the cards of it that are there, each with the id of the instance that wrote it."""
@@ -118,6 +124,8 @@ class View:
     def _take(self, change: Change) -> None:
         if change.key.startswith(keys.INSTANCES):
             _keep(self._instances, change, decode_instance)
+        elif change.key.startswith(keys.NEWCOMERS):
+            _keep(self._newcomers, change, decode_instance)
         elif change.key.startswith(keys.CARDS):
             _keep(self._cards, change, decode_card)
         elif change.key.startswith(keys.SETTINGS):

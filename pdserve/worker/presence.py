@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -10,9 +10,12 @@ from pdserve import clock
 from pdserve.messages import Instance, Load, ModelCard, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
+from pdserve.registry.view import View
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 5.0
+"""seconds that a worker waits for others before it announces itself"""
 INTERVAL = 1.0
 """seconds between two looks at the load; nothing is written while it stays the same"""
 
@@ -35,6 +38,24 @@ class Presence:
         self._card = card
         self._load = load
 
+    async def warm_up(self, view: View, warm: Callable[[], Awaitable[None]]) -> None:
+        """Introduce the worker to those of the other role alone, and wait until it is warm with them: for some seconds
+        at most, since one of them may hang.
+
+        Of two that start at the same time at least one sees the other, because each looks after it has seen itself."""
+        await self._registry.put(keys.newcomer(self.instance), encode_record(self.instance))
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await self._seen(view)
+                await warm()
+        except TimeoutError:
+            log.warning("not warm with every worker of the other role after %g s; going on", PATIENCE)
+
+    async def _seen(self, view: View) -> None:
+        async for _ in view.changes():
+            if self.instance in view.newcomers(self.instance.role, self.instance.model):
+                return
+
     async def announce(self) -> None:
         """The card first: whoever sees the instance can read what it serves."""
         if self._card is not None:
@@ -42,6 +63,7 @@ class Presence:
             await self._registry.put(key, encode_record(self._card))
         self._look()
         await self._write()
+        await self._registry.delete(keys.newcomer(self.instance))
 
     async def drain(self) -> None:
         """From here on nobody should send anything new."""

@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+import msgspec
 import pytest
 
 from pdserve.errors import QueueFull, QueueUnavailable
@@ -22,6 +23,24 @@ async def test_requests_come_in_order_and_whole(queues: Queues) -> None:
     assert [one.request for one in first + rest] == sent
     assert not any(one.redelivered for one in first + rest)
     assert all(0 <= one.queued < 5 for one in first)
+
+
+async def test_a_warm_up_goes_to_one_worker_beside_the_queue(queues: Queues) -> None:
+    decode, one, other = await queues(), await queues(), await queues("another model")
+    mine, theirs = one.warm_ups("prefill-0"), other.warm_ups("prefill-0")
+    coming = asyncio.ensure_future(anext(mine))
+    not_coming = asyncio.ensure_future(anext(theirs))
+    sent = msgspec.structs.replace(request("w"), warm_up=True)
+    async with asyncio.timeout(10):
+        while not coming.done():  # what comes before the worker listens is lost
+            await decode.warm_up("prefill-1", request("x"))
+            await decode.warm_up("prefill-0", sent)
+            await asyncio.wait({coming}, timeout=0.05)
+    assert coming.result() == sent
+    assert decode.depth == 0
+    assert await one.pull(1, 0.1) == []
+    assert not not_coming.done()
+    not_coming.cancel()
 
 
 async def test_models_are_apart(queues: Queues) -> None:

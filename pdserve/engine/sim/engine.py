@@ -296,10 +296,10 @@ class SimEngine(Engine):
             tell = await ask(kv, wanted, model.transfer_timeout, done=True)
         except Unavailable as error:
             unreachable = [kv.engine_id] if isinstance(error, Unreachable) else []
-            self._steps.put_nowait(Step([], Transfers(failures=1), unreachable=unreachable))
+            self._steps.put_nowait(Step([], Transfers(failures=1), unread=[request.request_id], unreachable=unreachable))
         else:
             self._receive(request, first, tell.contents)
-            self._report(Transfers(1, [time.monotonic() - started], size))
+            self._steps.put_nowait(Step([], Transfers(1, [time.monotonic() - started], size)))
         del self._pulling[request]
         self._running.append(request)
         self._work.set()
@@ -318,9 +318,6 @@ class SimEngine(Engine):
     async def _farewell(self, kv: KvHandle) -> None:
         with suppress(Unavailable):  # then its blocks are gone with it, or go with their lease
             await ask(kv, [], self._model.transfer_timeout, done=True)
-
-    def _report(self, transfers: Transfers) -> None:
-        self._steps.put_nowait(Step([], transfers))
 
     def _release(self, request_id: str) -> None:
         if request_id not in self._held:

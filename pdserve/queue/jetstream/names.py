@@ -48,6 +48,9 @@ class Names:
     def answers(self, instance: str) -> str:
         return f"{self.root}.answers.{token(instance)}"
 
+    def warm_ups(self, instance: str) -> str:
+        return f"{self.root}.warm-ups.{token(instance)}"
+
 
 CONSUMER = "prefill"
 """the one durable consumer of a stream, shared by all prefill workers"""

@@ -172,7 +172,13 @@ class JetStreamQueue(PrefillQueue):
     async def confirm(self, confirm: PrefillConfirm) -> None:
         await self._connection.publish(self._names.notices, encode(confirm))
 
+    async def warm_up(self, worker: str, request: PrefillRequest) -> None:
+        await self._connection.publish(self._names.warm_ups(worker), encode(request))
+
     # prefill side
+
+    def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
+        return self._decoded(self._inbox(self._names.warm_ups(instance)), decode_prefill_request)
 
     async def pull(self, limit: int, wait: float) -> list[Delivery]:
         self._listen_to_notices()

@@ -1,0 +1,101 @@
+"""The first KV that this decode worker reads from each prefill worker is not a client's.
+
+The first read of a pair shakes hands, connects and allocates, which takes up to seconds. So each prefill worker that
+appears is asked, beside the queue, to prefill a short prompt that it cannot know, whose KV is read and one token
+generated on it. Workers warm up before they announce themselves, both sides as newcomers that only the other side looks
+at, and for a few seconds at most: one that hangs keeps nobody away. See docs/decisions/0008-warm-up.md.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from functools import partial
+
+from pdserve import clock
+from pdserve.decode.remote import RemotePrefill
+from pdserve.decode.requests import Phase, Request, Requests
+from pdserve.engine.base import Engine
+from pdserve.errors import ProtocolError
+from pdserve.messages import Submit
+from pdserve.observe.metrics import WARM_UPS
+from pdserve.registry.view import View
+from pdserve.tasks import forever
+from pdserve.worker.self_test import unique_prompt
+
+log = logging.getLogger(__name__)
+
+WITHIN = 15.0
+"""seconds that a whole warm-up may take; a read that stalls is given up before"""
+FIRST_RETRY, LAST_RETRY = 1.0, 60.0
+"""seconds until the next try, doubled with each"""
+
+
+class WarmUp:
+    def __init__(self, engine: Engine, view: View, remote: RemotePrefill, requests: Requests) -> None:
+        self._engine = engine
+        self._view = view
+        self._remote = remote
+        self._requests = requests
+        self._tried: set[str] = set()
+        self._change = asyncio.Event()
+
+    async def run(self) -> None:
+        """For ever, or until EngineDead: with each prefill worker once, and again where that failed."""
+        tasks: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            async for _ in self._view.changes():
+                peers = {peer.id for peer in self._remote.peers() if not peer.draining}
+                for gone in tasks.keys() - peers:
+                    tasks.pop(gone).cancel()
+                    self._tried.discard(gone)
+                for peer in peers - tasks.keys():
+                    again = forever(partial(self._with, peer), f"warm-up: {peer}", until_done=True)
+                    tasks[peer] = group.create_task(again)
+
+    async def tried(self) -> None:
+        """Wait until every prefill worker that is there has been tried at least once."""
+        while not {peer.id for peer in self._remote.peers() if not peer.draining} <= self._tried:
+            self._change.clear()
+            await self._change.wait()
+
+    async def _with(self, peer: str) -> None:
+        pause = FIRST_RETRY
+        while not await self._try(peer):
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LAST_RETRY)
+
+    async def _try(self, peer: str) -> bool:
+        began = time.monotonic()
+        name, prompt = f"warm-up-{secrets.token_hex(8)}", unique_prompt(self._engine.facts)
+        submit = Submit(name, prompt, 1, clock.unix() + WITHIN, self._engine.plain_body(1))
+        request = self._requests.add("", submit, warms=peer)
+        assert request is not None
+        try:
+            async with asyncio.timeout(WITHIN):
+                warm = await self._read(request)
+        except (TimeoutError, ProtocolError) as error:
+            log.warning("warm-up with %s: %s", peer, error or "it took too long")
+            warm = False
+        finally:
+            if not request.over.is_set():
+                self._requests.drop(request)
+                await self._engine.cancel([request.id])
+        WARM_UPS.labels("ok" if warm else "failed").inc()
+        log.info("%s with %s after %.2f s", "warm" if warm else "not warm", peer, time.monotonic() - began)
+        self._tried.add(peer)
+        self._change.set()
+        return warm
+
+    async def _read(self, request: Request) -> bool:
+        handle = await self._remote.handle(request)
+        if handle is None:
+            return False
+        if request.cancelled:
+            await self._engine.reject(handle)
+            return False
+        request.phase = Phase.RUNNING
+        submit = request.submit
+        await self._engine.generate(request.id, submit.prompt, submit.body, handle)
+        await request.over.wait()
+        return not (request.unread or request.failed or request.cancelled)
