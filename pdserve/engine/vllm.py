@@ -64,7 +64,7 @@ class VllmEngine(Engine):
             self._stats.log_engine_initialized()
             self.facts = await self._facts()
             if api.on_cpu():
-                log.info("computes with %s", "; ".join(sorted(set(await self.instruction_sets()))))
+                log.info("the engine computes with %s", "; ".join(sorted(set(await self.instruction_sets()))))
         except BaseException:
             await self.__aexit__(None, None, None)
             raise

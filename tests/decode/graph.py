@@ -150,9 +150,12 @@ class Graph:
     ) -> None:
         await self._stack.aclose()
 
-    async def prefill(self, name: str = "prefill-0", **arguments: object) -> "Prefill":
+    async def prefill(
+        self, name: str = "prefill-0", *, drop_transfers: bool = False, **arguments: object
+    ) -> "Prefill":
         """A prefill worker that the decode worker knows of when this returns."""
         engine = SimEngine(spec(Role.PREFILL, name, **arguments))
+        engine.faults.drop_transfers = drop_transfers
         worker = PrefillWorker(
             self.config,
             Slot(Role.PREFILL, 0),

@@ -1,0 +1,187 @@
+"""Workers are tried, and warm with each other, before anybody can ask them for anything."""
+
+import asyncio
+from functools import partial
+
+import pytest
+from prometheus_client import REGISTRY
+
+from pdserve import clock
+from pdserve.config.schema import Slot
+from pdserve.decode import warm_up
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.errors import EngineDead
+from pdserve.messages import Instance, PrefillDone, PrefillRequest, PrefillStarted, Role, encode_record
+from pdserve.prefill.worker import PrefillWorker
+from pdserve.queue.memory import MemoryQueue
+from pdserve.registry.memory import MemoryRegistry
+from pdserve.worker import liveness, presence
+from pdserve.worker.self_test import self_test
+from tests.conditions import until
+from tests.decode.graph import Graph, living
+from tests.engine.sims import body, sim, spec
+
+LONG = [300 + (7 * number) % 600 for number in range(500)]
+
+
+def counted(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+def warm(result: str) -> float:
+    return counted("pdserve_warm_ups_total", result=result)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "PATIENCE", 0.3)
+    monkeypatch.setattr(warm_up, "FIRST_RETRY", 0.05)
+    monkeypatch.setattr("pdserve.decode.remote.WARM_UP", 0.2)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that waits for a bound and not for what it should wait for takes too long."""
+    monkeypatch.setattr(presence, "PATIENCE", 60.0)
+
+
+async def test_a_pair_is_warm_before_the_first_request_and_nothing_else_counts_it(slow: None) -> None:
+    before = warm("ok")
+    names = ["pdserve_prefill_queue_wait_seconds_count", "pdserve_kv_transfer_seconds_count"]
+    waits, transfers = map(counted, names)
+    local = counted("pdserve_prefill_total", mode="local", reason="short")
+    async with Graph() as graph:
+        prefill = await graph.prefill()
+        await until(lambda: warm("ok") == before + 1)
+        assert counted(names[0]) == waits
+        assert counted("pdserve_prefill_total", mode="local", reason="short") == local
+        assert counted(names[1]) == transfers + 1
+        assert len(graph.decode.requests) == 0
+        assert graph.decode.requests.waiting == 0
+        await until(prefill.engine.all_blocks_free)
+        await until(graph.decode_engine.all_blocks_free)
+        answered = await (await graph.frontend()).ask(LONG)
+        assert answered.placed is not None
+        assert answered.placed.prefill == "remote"
+
+
+async def test_a_decode_worker_that_comes_later_is_warm_with_all(slow: None) -> None:
+    before = warm("ok")
+    graph = Graph()
+    async with MemoryRegistry(graph.registry, "t") as registry, MemoryQueue(graph.broker) as queue:
+        engine = SimEngine(spec(Role.PREFILL, "prefill-0"))
+        worker = PrefillWorker(
+            graph.config,
+            Slot(Role.PREFILL, 0),
+            "prefill-0",
+            engine,
+            MemoryRegistry(graph.registry, "t"),
+            MemoryQueue(graph.broker),
+        )
+        async with living(worker):
+            assert worker.ready.is_set()
+            async with graph:
+                assert warm("ok") == before + 1
+                assert "instances/decode/decode-0" in await registry.read("")
+                assert not await registry.read("newcomers/")
+                assert queue.depth == 0
+
+
+async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(slow: None) -> None:
+    """Not for its requests: for its warm-up, whose KV is read."""
+    graph = Graph()
+    decode = Instance("decode-x", Role.DECODE, "demo")
+    async with (
+        MemoryRegistry(graph.registry, "t") as registry,
+        MemoryQueue(graph.broker) as queue,
+        sim(Role.DECODE, "decode-x") as engine,
+    ):
+        await registry.put("instances/decode/decode-x", encode_record(decode))
+        answers = queue.answers("decode-x")
+        worker = PrefillWorker(
+            graph.config,
+            Slot(Role.PREFILL, 0),
+            "prefill-0",
+            SimEngine(spec(Role.PREFILL, "prefill-0")),
+            MemoryRegistry(graph.registry, "t"),
+            MemoryQueue(graph.broker),
+        )
+        life = asyncio.create_task(worker.run())
+        await until(partial(newcomers, registry))
+        prompt = LONG[:18]
+        request = PrefillRequest("w", "decode-x", prompt, far(), 16, body(), warm_up=True)
+        await queue.warm_up("prefill-0", request)
+        assert await anext(answers) == PrefillStarted("w", "prefill-0")
+        done = await anext(answers)
+        assert isinstance(done, PrefillDone)
+        assert not worker.ready.is_set()
+        assert "instances/prefill/prefill-0" not in await registry.read("")
+        await engine.generate("w", prompt, body(1), done.handle)
+        await until(worker.ready.is_set)
+        assert "instances/prefill/prefill-0" in await registry.read("")
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+
+
+async def test_one_that_does_not_answer_keeps_nobody_away_and_is_asked_again(hasty: None) -> None:
+    graph, failed = Graph(), warm("failed")
+    hung = Instance("prefill-x", Role.PREFILL, "demo")
+    async with MemoryRegistry(graph.registry, "t") as registry, MemoryQueue(graph.broker) as queue:
+        await registry.put("newcomers/prefill/prefill-x", encode_record(hung))
+        async with graph:
+            assert graph.decode.ready.is_set()
+            await until(lambda: warm("failed") >= failed + 2)
+            answered = await (await graph.frontend()).ask(LONG)
+            assert answered.placed is not None
+            assert answered.placed.reason == "no-prefill-worker"
+            assert isinstance(await anext(queue.warm_ups("prefill-x")), PrefillRequest)
+
+
+async def test_kv_that_cannot_be_read_is_tried_again_and_is_no_failure_of_a_request(hasty: None) -> None:
+    reasons = ("transfer", "timeout")
+    failures = [counted("pdserve_remote_prefill_failures_total", reason=reason) for reason in reasons]
+    failed, ok = warm("failed"), warm("ok")
+    async with Graph() as graph:
+        prefill = await graph.prefill(drop_transfers=True)
+        await until(lambda: warm("failed") > failed)
+        assert warm("ok") == ok
+        prefill.engine.faults.drop_transfers = False
+        await until(lambda: warm("ok") == ok + 1)
+        await until(prefill.engine.all_blocks_free)
+        await until(graph.decode_engine.all_blocks_free)
+    assert failures == [counted("pdserve_remote_prefill_failures_total", reason=reason) for reason in reasons]
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
+async def test_an_engine_is_tried_and_left_as_it_was(role: Role) -> None:
+    async with sim(role, f"{role.value}-0") as engine:
+        await self_test(engine, role)
+        assert engine.usage.kv_usage == 0
+        assert engine._pool.free == engine._pool.total
+        assert engine._computed > 0
+
+
+async def test_a_worker_whose_engine_dies_of_its_first_work_never_registers() -> None:
+    graph = Graph()
+    graph.decode_engine.faults.dead = True
+    async with MemoryRegistry(graph.registry, "t") as registry:
+        with pytest.raises(EngineDead, match="on command"):
+            await graph.decode.run()
+        assert not await registry.read("")
+
+
+async def test_an_engine_that_hangs_at_its_first_work_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"EVERY": 0.05, "SILENCE": 0.2, "TICK": 0.05}.items():
+        monkeypatch.setattr(liveness, name, seconds)
+    async with sim(Role.DECODE, "decode-0") as engine:
+        engine.faults.going.clear()
+        with pytest.raises(EngineDead, match="hangs"):
+            await asyncio.wait_for(self_test(engine, Role.DECODE), 10)
+
+
+async def newcomers(registry: MemoryRegistry) -> bool:
+    return bool(await registry.read("newcomers/"))
+
+
+def far() -> float:
+    return clock.unix() + 60
