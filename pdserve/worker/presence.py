@@ -34,6 +34,7 @@ class Presence:
         """`skew` is how wrong this process's clock is, as far as that is known now."""
         self.instance = instance
         self._skew = skew
+        self._announced = asyncio.Event()
         self._registry = registry
         self._card = card
         self._load = load
@@ -53,7 +54,9 @@ class Presence:
 
     async def _seen(self, view: View) -> None:
         async for _ in view.changes():
-            if self.instance in view.newcomers(self.instance.role, self.instance.model):
+            if self.instance.id in {
+                one.id for one in view.newcomers(self.instance.role, self.instance.model)
+            }:
                 return
 
     async def announce(self) -> None:
@@ -64,6 +67,7 @@ class Presence:
         self._look()
         await self._write()
         await self._registry.delete(keys.newcomer(self.instance))
+        self._announced.set()
 
     async def drain(self) -> None:
         """From here on nobody should send anything new."""
@@ -71,7 +75,8 @@ class Presence:
         await self._write()
 
     async def keep_current(self) -> None:
-        """Write what changed, for ever."""
+        """Write what changed since the announcement, for ever."""
+        await self._announced.wait()
         while True:
             await asyncio.sleep(INTERVAL)
             before = self.instance

@@ -1,12 +1,13 @@
 """Workers are tried, and warm with each other, before anybody can ask them for anything."""
 
 import asyncio
+import time
 from functools import partial
 
+import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from pdserve import clock
 from pdserve.config.schema import Slot
 from pdserve.decode import warm_up
 from pdserve.engine.sim.engine import SimEngine
@@ -87,8 +88,11 @@ async def test_a_decode_worker_that_comes_later_is_warm_with_all(slow: None) -> 
                 assert queue.depth == 0
 
 
-async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(slow: None) -> None:
-    """Not for its requests: for its warm-up, whose KV is read."""
+async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(
+    slow: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until its KV was read."""
+    monkeypatch.setattr(presence, "INTERVAL", 0.01)
     graph = Graph()
     decode = Instance("decode-x", Role.DECODE, "demo")
     async with (
@@ -109,14 +113,16 @@ async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(slow
         life = asyncio.create_task(worker.run())
         await until(partial(newcomers, registry))
         prompt = LONG[:18]
-        request = PrefillRequest("w", "decode-x", prompt, far(), 16, body(), warm_up=True)
+        request = PrefillRequest("w", "decode-x", prompt, 60.0, 16, body(), warm_up=True)
         await queue.warm_up("prefill-0", request)
         assert await anext(answers) == PrefillStarted("w", "prefill-0")
         done = await anext(answers)
         assert isinstance(done, PrefillDone)
+        await asyncio.sleep(0.1)  # its load is told when it has changed, but not before it is announced
         assert not worker.ready.is_set()
         assert "instances/prefill/prefill-0" not in await registry.read("")
-        await engine.generate("w", prompt, body(1), done.handle)
+        handle = msgspec.structs.replace(done.handle, computed_at=time.monotonic())
+        await engine.generate("w", prompt, body(1), handle)
         await until(worker.ready.is_set)
         assert "instances/prefill/prefill-0" in await registry.read("")
         life.cancel()
@@ -181,7 +187,3 @@ async def test_an_engine_that_hangs_at_its_first_work_is_dead(monkeypatch: pytes
 
 async def newcomers(registry: MemoryRegistry) -> bool:
     return bool(await registry.read("newcomers/"))
-
-
-def far() -> float:
-    return clock.unix() + 60
