@@ -99,9 +99,7 @@ class Requests:
         self._recent[submit.request_id] = None
         if len(self._recent) > _REMEMBERED:
             self._recent.popitem(last=False)
-        request = Request(
-            frontend, submit, prefiller=warms, warms=warms, engines_died=submit.engines_died
-        )
+        request = Request(frontend, submit, prefiller=warms, warms=warms, engines_died=submit.engines_died)
         self._live[submit.request_id] = request
         self._empty.clear()
         return request
@@ -118,16 +116,19 @@ class Requests:
     def of(self, frontend: str) -> list[Request]:
         return [request for request in self._live.values() if request.frontend == frontend]
 
+    def clients(self) -> list[Request]:
+        """Without this worker's own warm-ups."""
+        return [request for request in self._live.values() if not request.warms]
+
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._live.values()))
 
     def __len__(self) -> int:
-        """Those of frontends."""
-        return sum(not request.warms for request in self._live.values())
+        return len(self.clients())
 
     @property
     def waiting(self) -> int:
-        return sum(request.phase is Phase.WAITING and not request.warms for request in self._live.values())
+        return sum(request.phase is Phase.WAITING for request in self.clients())
 
     async def empty(self) -> None:
         await self._empty.wait()

@@ -83,7 +83,7 @@ class Serving:
     async def engine_died(self, death: EngineDead) -> None:
         """Tell every frontend what it loses, and which requests the engine was computing: the last messages of this
         worker."""
-        for request in self._requests:
+        for request in self._requests.clients():
             blamed = request.phase is Phase.RUNNING and may_have_killed(
                 len(request.submit.prompt), request.since
             )

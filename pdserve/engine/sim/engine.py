@@ -296,7 +296,9 @@ class SimEngine(Engine):
             tell = await ask(kv, wanted, model.transfer_timeout, done=True)
         except Unavailable as error:
             unreachable = [kv.engine_id] if isinstance(error, Unreachable) else []
-            self._steps.put_nowait(Step([], Transfers(failures=1), unread=[request.request_id], unreachable=unreachable))
+            self._steps.put_nowait(
+                Step([], Transfers(failures=1), unread=[request.request_id], unreachable=unreachable)
+            )
         else:
             self._receive(request, first, tell.contents)
             self._steps.put_nowait(Step([], Transfers(1, [time.monotonic() - started], size)))
