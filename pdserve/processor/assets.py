@@ -41,8 +41,11 @@ def unpack(archive: bytes, folder: Path) -> Path:
     target = folder / hashlib.sha256(archive).hexdigest()[:32]
     if target.is_dir():
         return target
-    folder.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(dir=folder))
+    except OSError as error:
+        raise Unavailable(f"the model archive cannot be unpacked: {error}") from error
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             if sum(member.size for member in tar) > MAX_ARCHIVE:

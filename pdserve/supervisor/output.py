@@ -1,7 +1,9 @@
 """One readable stream out of the output of all processes, and one log file for each with everything in it."""
 
+import errno
 import io
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +18,15 @@ from pdserve.observe.logs import LogLine
 FILE_LIMIT = 64 << 20
 """bytes; a log file that reaches it becomes `<name>.log.1`, in place of the one before"""
 
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
 _COLOURS = {"frontend": "cyan", "decode": "green", "prefill": "magenta", "nats": "blue", "etcd": "blue"}
 _LEVEL_STYLES = {"W": "yellow", "E": "bold red", "C": "bold red"}
 
 
 class Output:
     """What `pdserve serve` shows. With `fmt` `json`, nothing but JSON lines. Not a line is lost for the
-    files: the terminal leaves out vLLM's INFO lines and known noise unless `verbose`."""
+    files while there is space: the terminal leaves out vLLM's INFO lines and known noise unless `verbose`."""
 
     def __init__(
         self, log_dir: Path, fmt: str = "text", verbose: bool = False, stream: TextIO | None = None
@@ -34,7 +38,6 @@ class Output:
             self.console = Console(file=self.console.file, highlight=False, force_terminal=False, width=100)
         self._verbose = verbose
         self._files: dict[str, LogFile] = {}
-        log_dir.mkdir(parents=True, exist_ok=True)
 
     def close(self) -> None:
         for file in self._files.values():
@@ -77,11 +80,13 @@ class Output:
             self.quietly(lambda: self._write(text))
 
     def quietly(self, write: Callable[[], None]) -> None:
-        """Never fails: the terminal may be gone, and the graph must be stopped all the same."""
+        """Never fails: the terminal may be gone, and the graph must be stopped all the same. A full disk, where it is
+        redirected to a file, drops lines only while it is full."""
         try:
             write()
-        except OSError:
-            self.console.file = _Nowhere()
+        except OSError as error:
+            if error.errno not in _NO_SPACE:
+                self.console.file = _Nowhere()
 
     def _write(self, text: str) -> None:
         self.console.file.write(text + "\n")
@@ -89,30 +94,72 @@ class Output:
 
     def _file(self, name: str) -> "LogFile":
         if name not in self._files:
-            self._files[name] = LogFile(self.log_dir / f"{name}.log")
+            self._files[name] = LogFile(self.log_dir / f"{name}.log", self.say)
         return self._files[name]
 
 
 class LogFile:
-    """Starts anew with each `serve`; what was there before is kept as `.1`."""
+    """Starts anew with each `serve`; what was there before is kept as `.1`.
 
-    def __init__(self, path: Path) -> None:
+    Never fails: on a full disk lines are dropped and counted, and it goes on by itself when there is space again.
+    `on_trouble` is told when that begins."""
+
+    def __init__(self, path: Path, on_trouble: Callable[[str], None] = lambda _: None) -> None:
         self.path = path
-        self._open()
+        self._on_trouble = on_trouble
+        self._file: io.FileIO | None = None
+        self._size = 0
+        self._dropped = 0
+        self._reason = ""
+        self._torn = False
+        """the last line was written in part"""
+        self._try(self._open)
 
     def write(self, line: str) -> None:
-        self._file.write(line + "\n")
-        if self._file.tell() > FILE_LIMIT:
-            self.close()
-            self._open()
+        data = f"{line}\n".encode(errors="replace")
+        if self._dropped:
+            news = f"{logs.stamp()} W serve pdserve.supervisor: {self._dropped} lines were dropped: {self._reason}\n"
+            data = news.encode() + data
+        if self._torn:
+            data = b"\n" + data
+        if self._try(lambda: self._append(data)):
+            self._dropped, self._reason = 0, ""
+        else:
+            self._dropped += 1
 
     def close(self) -> None:
-        self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            self._try(file.close)
+
+    def _append(self, data: bytes) -> None:
+        if self._file is None or self._size + len(data) > FILE_LIMIT:
+            self._open()
+        assert self._file is not None
+        written = self._file.write(data)
+        self._size += written
+        self._torn = written > 0 and not data[:written].endswith(b"\n")
+        if written < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _open(self) -> None:
+        self.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             self.path.replace(self.path.with_name(self.path.name + ".1"))
-        self._file = self.path.open("w", buffering=1, errors="replace")
+        self._file = self.path.open("wb", buffering=0)
+        self._size, self._torn = 0, False
+
+    def _try(self, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if not self._dropped and reason != self._reason:
+                self._on_trouble(f"{self.path} cannot be written, its lines are dropped: {reason}")
+            self._reason = reason
+            return False
+        return True
 
 
 class _Handler(logging.Handler):

@@ -8,6 +8,7 @@ scheduling group of its own, and spinning workers then starve the others (FACTS:
 import asyncio
 import codecs
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -19,6 +20,8 @@ from typing import Self
 
 from pdserve.graph import Job
 from pdserve.supervisor.exits import dies_with_parent, end_group, exit_of
+
+log = logging.getLogger(__name__)
 
 CONFIG_ERROR = 2
 """exit code of a role that finds its configuration wrong: starting it again would change nothing"""
@@ -115,4 +118,7 @@ class Process:
     def _take(self, lines: list[str]) -> None:
         for line in filter(str.strip, lines):
             self._tail.append(line)
-            self._on_line(line)
+            try:
+                self._on_line(line)
+            except Exception:  # the pipe must be read on, or the role hangs in its next line
+                log.exception("a line of %s could not be taken", self.job.name)

@@ -3,10 +3,12 @@
 import asyncio
 import fcntl
 import logging
+import os
 import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
@@ -67,10 +69,13 @@ class ServerProcess(ABC):
     async def start(self) -> None:
         """Returns when the server answers."""
         started = time.monotonic()
-        self.data_dir.mkdir(parents=True, exist_ok=True)
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self.port = self.port or free_port(self.host)
-        self._process = self._spawn()
+        try:
+            self.data_dir.mkdir(parents=True, exist_ok=True)
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            self.port = self.port or free_port(self.host)
+            self._process = self._spawn()
+        except OSError as error:
+            raise ConfigError([f"{self.name} cannot be started on {self.state_dir}: {error}"]) from error
         try:
             await self._ready()
         except BaseException:
@@ -100,8 +105,9 @@ class ServerProcess(ABC):
                 process_group=0,
                 preexec_fn=dies_with_parent(signal.SIGKILL),
             )
-            lock.truncate(0)
-            lock.write(str(process.pid))
+            with suppress(OSError):  # a full disk: it is only said for people
+                os.truncate(lock.fileno(), 0)
+                os.write(lock.fileno(), str(process.pid).encode())
             return process
 
     def _in_use(self) -> ConfigError:

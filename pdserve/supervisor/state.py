@@ -5,6 +5,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import psutil
@@ -30,10 +31,9 @@ class Graph(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def only_one(state_dir: Path) -> Iterator[None]:
-    """Hold the state directory. Raises ConfigError where another graph has it. The lock dies with the
-    process."""
-    state_dir.mkdir(parents=True, exist_ok=True)
-    with (state_dir / _LOCK).open("a+") as lock:
+    """Hold the state directory. Raises ConfigError where another graph has it, or nothing can be made there. The lock
+    dies with the process."""
+    with _open_lock(state_dir) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -44,19 +44,39 @@ def only_one(state_dir: Path) -> Iterator[None]:
                     "or give this one a folder of its own (Graph: state-dir)."
                 ]
             ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        with contextlib.suppress(OSError):  # only said for people; the lock holds without it
+            os.truncate(lock.fileno(), 0)
+            os.write(lock.fileno(), str(os.getpid()).encode())
         try:
             yield
         finally:
             (state_dir / _RECORD).unlink(missing_ok=True)
 
 
+def _open_lock(state_dir: Path) -> IO[str]:
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        return (state_dir / _LOCK).open("a+")
+    except OSError as error:
+        raise _unusable(state_dir, error) from error
+
+
+def _unusable(state_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        [f"The state directory {state_dir} cannot be written: {error.strerror or error} (Graph: state-dir)."]
+    )
+
+
 def write(state_dir: Path, graph: Graph) -> None:
+    """Raises ConfigError where it cannot; what was there before then stays whole."""
     fresh = state_dir / f"{_RECORD}.new"
-    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(graph)))
-    fresh.replace(state_dir / _RECORD)
+    try:
+        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(graph)))
+        fresh.replace(state_dir / _RECORD)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise _unusable(state_dir, error) from error
 
 
 def read(state_dir: Path) -> Graph | None:

@@ -1,0 +1,44 @@
+"""A small file system of its own, to be filled."""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+MIB = 1 << 20
+
+
+class Disk:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._filler = path / "filler"
+
+    def fill(self) -> None:
+        """To the last byte."""
+        with self._filler.open("wb", buffering=0) as filler:
+            for size in (MIB, 4096, 1):
+                try:
+                    while filler.write(b"x" * size) == size:
+                        pass
+                except OSError:
+                    continue
+
+    def free(self) -> None:
+        self._filler.unlink()
+
+
+@contextmanager
+def small_disk(path: Path, size: int = 16 * MIB) -> Iterator[Disk]:
+    """Mounted at `path`; skips the test where that is not permitted."""
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "small", str(path)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("a file system can be mounted by root only")
+    try:
+        yield Disk(path)
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)

@@ -1,0 +1,118 @@
+"""A disk that runs full, and has space again: nothing ends, and everything comes back by itself."""
+
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from pdserve.decode.archive import pack_model
+from pdserve.demo import MODEL_DIR
+from pdserve.errors import ConfigError, Unavailable
+from pdserve.messages import Role
+from pdserve.observe.logs import LogLine
+from pdserve.processor.assets import unpack
+from pdserve.supervisor import state
+from pdserve.supervisor.output import Output
+from pdserve.supervisor.process import Process
+from tests.full_disk import Disk, small_disk
+from tests.servers import nats_server
+from tests.supervisor.fakes import fake
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    with small_disk(tmp_path / "disk") as disk:
+        yield disk
+
+
+def test_log_lines_are_dropped_and_counted_and_come_back(disk: Disk) -> None:
+    shown = StringIO()
+    output = Output(disk.path / "logs", stream=shown)
+    output.line("decode-0", "before")
+    disk.fill()
+    for number in range(500):
+        output.line("decode-0", f"full {number:04} " + "x" * 100)
+    output.line("prefill-0", "a file that cannot even be made has no space either" * 100)
+    assert shown.getvalue().count("its lines are dropped: No space left on device") in (1, 2)
+    assert "full 0499" in shown.getvalue()
+    disk.free()
+    for name in ("decode-0", "prefill-0"):
+        output.line(name, "after")
+        output.line(name, "and on")
+    output.close()
+    lines = (disk.path / "logs/decode-0.log").read_text().splitlines()
+    assert lines[0].endswith("before")
+    kept = sum("full " in line and line.endswith("x") and len(line) > 130 for line in lines)
+    (told,) = [line for line in lines if "were dropped: No space left on device" in line]
+    assert abs(int(told.split()[4]) - (500 - kept)) <= 1, "one may be there in part"
+    assert lines[-2].endswith("after")
+    assert lines[-1].endswith("and on")
+    assert "after" in (disk.path / "logs/prefill-0.log").read_text()
+
+
+async def test_a_role_that_writes_much_is_read_to_its_end(disk: Disk) -> None:
+    output = Output(disk.path / "logs", stream=StringIO())
+    output.line("decode-0", "before")
+    disk.fill()
+    written: list[LogLine] = []
+    process = Process.start(
+        fake("for i in range(5000): print('line', i, 'x' * 200)", Role.DECODE),
+        lambda line: written.append(output.line("decode-0", line)),
+    )
+    end = await process.wait()
+    assert end.code == 0
+    assert end.last_lines[-1].startswith("line 4999")
+    output.close()
+
+
+async def test_a_line_that_cannot_be_taken_ends_no_reader() -> None:
+    def take(line: str) -> None:
+        raise KeyError(line)
+
+    end = await Process.start(fake("for i in range(50): print(i)", Role.DECODE), take).wait()
+    assert (end.code, end.last_lines[-1]) == (0, "49")
+
+
+def test_a_terminal_that_is_a_file_comes_back(disk: Disk) -> None:
+    with (disk.path / "stderr").open("w", buffering=1) as file:
+        output = Output(disk.path / "logs", stream=file)
+        output.say("before")
+        disk.fill()
+        for _ in range(100):
+            output.say("full" + "x" * 200)
+        disk.free()
+        output.say("after")
+        output.close()
+    assert "after" in (disk.path / "stderr").read_text()
+
+
+def test_the_state_is_refused_in_a_sentence_and_stays_whole(disk: Disk) -> None:
+    graph = state.Graph(1, "a.yaml", "demo", "ns", "etcd", "nats", "x" * 5000)
+    with state.only_one(disk.path):
+        state.write(disk.path, graph)
+        disk.fill()
+        with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+            state.write(disk.path, graph)
+        disk.free()
+        assert state.read(disk.path) == graph
+        disk.fill()
+    with state.only_one(disk.path):
+        pass
+
+
+def test_a_model_archive_is_unpacked_when_there_is_space(disk: Disk) -> None:
+    archive = pack_model(MODEL_DIR) if (MODEL_DIR / "config.json").exists() else b""
+    disk.fill()
+    with pytest.raises(Unavailable, match="No space left"):
+        unpack(archive, disk.path / "models")
+    disk.free()
+    assert (unpack(archive, disk.path / "models") / "config.json").exists()
+    assert len(list((disk.path / "models").iterdir())) == 1, "nothing half unpacked is left"
+
+
+async def test_nats_starts_and_restarts_on_it(disk: Disk) -> None:
+    disk.fill()
+    async with nats_server(disk.path / "state") as server:
+        await server.restart()
+        assert await server.answers()
