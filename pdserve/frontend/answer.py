@@ -80,8 +80,7 @@ class Answer:
         if message["type"] == "http.response.start":
             await self._start(message)
         else:
-            self._ended = True
-            await self._send(message)
+            await self._pass_on(message)
 
     def _must_replace(self, start: Message) -> bool:
         """A stream's status is sent before vLLM knows of the failure; here it is still in time."""

@@ -6,8 +6,9 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from weakref import WeakValueDictionary
 
 from pdserve.config.schema import FrontendConfig
 from pdserve.errors import Overloaded
@@ -15,8 +16,8 @@ from pdserve.frontend import routes
 from pdserve.frontend.answer import Answer
 from pdserve.frontend.asgi import Receive, Scope, Send, header, respond, respond_error, respond_json
 from pdserve.frontend.auth import ApiKeys
-from pdserve.frontend.body import Body, ClientGone, Intake, Refusal, Replay, look_into
-from pdserve.frontend.limits import deadline
+from pdserve.frontend.body import Body, ClientGone, Incoming, Intake, Refusal, Replay, look_into
+from pdserve.frontend.limits import deadline, max_body
 from pdserve.frontend.line import Ticket
 from pdserve.frontend.roster import Roster, Serving
 from pdserve.frontend.versions import versions
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MODELS = "/v1/models"
+LONG = 64 << 10
+"""bytes of a text to be tokenized"""
 GRACE = 0.3
 """seconds after the deadline within which the processor's own, more exact answer may still come"""
 
@@ -49,6 +52,8 @@ class Edge:
         self._request_timeout = request_timeout
         self._max_request_timeout = max_request_timeout
         self._intake = Intake()
+        self._long: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """by client"""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -64,32 +69,46 @@ class Edge:
         path = scope["path"]
         trace = Trace(_request_id(header(scope, "x-request-id")), time.monotonic() + self._request_timeout)
         answer = Answer(send, trace, path)
+        incoming = Incoming(receive)
         try:
             trace.deadline = deadline(
                 header(scope, "x-request-timeout"), self._request_timeout, self._max_request_timeout
             )
             if not self._keys.allow(path, header(scope, "authorization"), header(scope, "x-api-key")):
                 raise Refusal(401, "a valid API key is needed: Authorization: Bearer KEY")
-            await self._answer(scope, receive, answer, trace)
+            await self._answer(scope, incoming, answer, trace)
         except Refusal as no:
             await respond_error(
-                answer.own, path, no.status, no.message, param=no.param, retry_after=no.retry_after
+                answer.own,
+                path,
+                no.status,
+                no.message,
+                param=no.param,
+                retry_after=no.retry_after,
+                before_end=incoming.discard,
             )
         except Overloaded as error:
-            await respond_error(answer.own, path, error.status, str(error), retry_after=error.retry_after)
+            await respond_error(
+                answer.own,
+                path,
+                error.status,
+                str(error),
+                retry_after=error.retry_after,
+                before_end=incoming.discard,
+            )
         except ClientGone:
             return
         self._account(path, answer, trace)
 
     # routes
 
-    async def _answer(self, scope: Scope, receive: Receive, answer: Answer, trace: Trace) -> None:
+    async def _answer(self, scope: Scope, incoming: Incoming, answer: Answer, trace: Trace) -> None:
         path, method = scope["path"], scope["method"]
         if routes.is_generate(path):
             if method != "POST":
                 raise Refusal(405, f"{path} takes POST")
-            body = look_into(await self._intake.read(receive, trace.deadline))
-            await self._dispatch(body, scope, receive, answer, trace)
+            async with self._body(scope, incoming, trace) as raw:
+                await self._dispatch(look_into(raw), scope, incoming, answer, trace)
         elif method in ("GET", "HEAD") and path in ("/health", "/version", "/metrics"):
             await self._own_page(path, answer)
         elif method == "GET" and (path == _MODELS or path.startswith(_MODELS + "/")):
@@ -97,8 +116,8 @@ class Edge:
         elif routes.is_by_model(path):
             query = re.search(rb"(?:^|&)model=([^&]+)", scope["query_string"])
             name = query[1].decode("latin-1") if query else None
-            raw = await self._intake.read(receive, trace.deadline)
-            await self._dispatch(Body(raw, name), scope, receive, answer, trace)
+            async with self._body(scope, incoming, trace) as raw:
+                await self._dispatch(Body(raw, name), scope, incoming, answer, trace)
         elif routes.is_left_out(path):
             raise Refusal(501, f"{path} is not available on a separated graph")
         else:
@@ -138,18 +157,38 @@ class Edge:
     # to a model
 
     async def _dispatch(
-        self, body: Body, scope: Scope, receive: Receive, answer: Answer, trace: Trace
+        self, body: Body, scope: Scope, incoming: Incoming, answer: Answer, trace: Trace
     ) -> None:
         serving = self._roster.find(body.model)
         trace.model = serving.card.name
+        most = max_body(serving.card.max_model_len, passing=routes.is_passing(scope["path"]))
+        if len(body.raw) > most:
+            raise Refusal(413, f"the request body is larger than {most} bytes")
         if routes.needs_turn(scope["path"]):
             ticket = serving.line.join(self._client(scope), body.asks, trace)
         else:
             ticket = serving.line.pass_by(trace)
         try:
-            await self._run(serving, ticket, body.raw, scope, receive, answer, trace)
+            await self._run(serving, ticket, body.raw, scope, incoming, answer, trace)
         finally:
             serving.line.leave(ticket)
+
+    @asynccontextmanager
+    async def _turn(self, serving: Serving, ticket: Ticket, scope: Scope, raw: bytes) -> AsyncIterator[None]:
+        """Long texts that are only tokenized come one after another, in turn round the clients: each takes seconds,
+        and prompts that are to be generated from are tokenized by the same threads."""
+        await ticket.turn()
+        if len(raw) <= LONG or not routes.is_passing(scope["path"]):
+            yield
+            return
+        async with self._long.setdefault(self._client(scope), asyncio.Lock()), serving.long:
+            yield
+
+    def _body(self, scope: Scope, incoming: Incoming, trace: Trace) -> AbstractAsyncContextManager[bytes]:
+        """Which model it is for is known when it has been read: the bound is that of the longest context."""
+        longest = max((card.max_model_len for card in self._roster.listed()), default=0)
+        most = max_body(longest, passing=routes.is_passing(scope["path"]))
+        return self._intake.read(incoming, trace.deadline, self._client(scope), most)
 
     def _client(self, scope: Scope) -> str:
         address = scope["client"][0] if scope.get("client") else ""
@@ -161,15 +200,16 @@ class Edge:
         ticket: Ticket,
         raw: bytes,
         scope: Scope,
-        receive: Receive,
+        incoming: Incoming,
         answer: Answer,
         trace: Trace,
     ) -> None:
         """Until the app has answered, the client is gone or the deadline has passed."""
         gone = asyncio.Event()
         current_trace.set(trace)
-        app = asyncio.create_task(_call(serving, ticket, _inside(scope, trace), Replay(raw, gone), answer))
-        watch = asyncio.create_task(_disconnected(receive))
+        turn = self._turn(serving, ticket, scope, raw)
+        app = asyncio.create_task(_call(serving, turn, _inside(scope, trace), Replay(raw, gone), answer))
+        watch = asyncio.create_task(_disconnected(incoming))
         left = trace.deadline + GRACE - time.monotonic()
         try:
             done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -210,14 +250,15 @@ class Edge:
         )
 
 
-async def _call(serving: Serving, ticket: Ticket, scope: Scope, receive: Replay, answer: Answer) -> None:
-    await ticket.turn()
-    await serving.settled.wait()
-    if serving.processor is None:
-        raise Refusal(
-            503, f"{serving.card.name} is not being served: {serving.problem}", retry_after=RETRY_AFTER
-        )
-    await serving.processor.app(scope, receive, answer)
+async def _call(
+    serving: Serving, turn: AbstractAsyncContextManager[None], scope: Scope, receive: Replay, answer: Answer
+) -> None:
+    async with turn:
+        await serving.settled.wait()
+        if serving.processor is None:
+            why = serving.problem
+            raise Refusal(503, f"{serving.card.name} is not being served: {why}", retry_after=RETRY_AFTER)
+        await serving.processor.app(scope, receive, answer)
 
 
 async def _finished(app: "asyncio.Task[None]", answer: Answer, trace: Trace) -> None:
@@ -236,9 +277,10 @@ async def _finished(app: "asyncio.Task[None]", answer: Answer, trace: Trace) -> 
         await answer.fail()
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _disconnected(incoming: Incoming) -> None:
+    with suppress(ClientGone):
+        while True:
+            await incoming.part()
 
 
 def _inside(scope: Scope, trace: Trace) -> Scope:

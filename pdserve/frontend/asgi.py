@@ -32,18 +32,32 @@ def header(scope: Scope, name: str) -> str | None:
 
 
 async def respond(
-    send: Send, status: int, body: bytes, content_type: str, headers: Mapping[str, str] | None = None
+    send: Send,
+    status: int,
+    body: bytes,
+    content_type: str,
+    headers: Mapping[str, str] | None = None,
+    before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
+    """`before_end` is awaited when everything has been sent, and before the connection may be closed."""
     fields = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
     raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
+    if before_end is not None:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        body = b""
+        await before_end()
     await send({"type": "http.response.body", "body": body})
 
 
 async def respond_json(
-    send: Send, status: int, content: object, headers: Mapping[str, str] | None = None
+    send: Send,
+    status: int,
+    content: object,
+    headers: Mapping[str, str] | None = None,
+    before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    await respond(send, status, msgspec.json.encode(content), "application/json", headers)
+    await respond(send, status, msgspec.json.encode(content), "application/json", headers, before_end)
 
 
 def error_body(path: str, status: int, message: str, param: str | None = None) -> dict[str, object]:
@@ -54,10 +68,19 @@ def error_body(path: str, status: int, message: str, param: str | None = None) -
 
 
 async def respond_error(
-    send: Send, path: str, status: int, message: str, *, param: str | None = None, retry_after: float = 0.0
+    send: Send,
+    path: str,
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    retry_after: float = 0.0,
+    before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    headers = {"retry-after": retry_seconds(retry_after)} if retry_after else None
-    await respond_json(send, status, error_body(path, status, message, param), headers)
+    headers = {"retry-after": retry_seconds(retry_after)} if retry_after else {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    await respond_json(send, status, error_body(path, status, message, param), headers, before_end)
 
 
 def retry_seconds(seconds: float) -> str:

@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import UnionType
 
@@ -13,8 +15,11 @@ from pdserve.frontend.asgi import Message, Receive
 
 MAX_BODY = 32 << 20
 """bytes; prompts of a million tokens fit"""
-MAX_READING = 256 << 20
-"""bytes of all the bodies that are being read"""
+MAX_HELD = 256 << 20
+"""bytes of the bodies of all requests that are not over"""
+MAX_DISCARDED = 2 * MAX_BODY
+DISCARD_WITHIN = 10.0
+"""bytes and seconds for the rest of a body whose request was refused"""
 _BYTES_PER_TOKEN = 4
 _BOUNDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
@@ -60,45 +65,81 @@ class Body:
 
 
 class Intake:
-    """Reads bodies, all together within a bound: one that comes slowly holds memory."""
+    """Reads bodies, and counts each from its first byte until its request is over: the model's app holds it as long,
+    and several times as much beside it. A client gets no more than is still free, so that there is always something
+    left for another one."""
 
-    def __init__(self, bound: int = MAX_READING) -> None:
+    def __init__(self, bound: int = MAX_HELD) -> None:
         self._bound = bound
         self._held = 0
+        self._of_client: Counter[str] = Counter()
 
-    async def read(self, receive: Receive, deadline: float) -> bytes:
-        """`deadline` in monotonic seconds. Raises Refusal for a body over MAX_BODY, without reading the rest of it, or
-        not whole by then, Overloaded, and ClientGone."""
+    @asynccontextmanager
+    async def read(
+        self, incoming: "Incoming", deadline: float, client: str, most: int
+    ) -> AsyncIterator[bytes]:
+        """`deadline` in monotonic seconds, `most` in bytes. Raises Refusal for a body that is larger or not whole by
+        then, Overloaded, and ClientGone."""
         parts: list[bytes] = []
+        try:
+            await self._collect(incoming, deadline, client, most, parts)
+            yield b"".join(parts)
+        finally:
+            size = sum(map(len, parts))
+            self._held -= size
+            self._of_client[client] -= size
+            if not self._of_client[client]:
+                del self._of_client[client]
+
+    async def _collect(
+        self, incoming: "Incoming", deadline: float, client: str, most: int, parts: list[bytes]
+    ) -> None:
         size = 0
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                async for part in _parts(receive):
+                while incoming.more:
+                    part = await incoming.part()
+                    parts.append(part)
                     size += len(part)
                     self._held += len(part)
-                    parts.append(part)
-                    self._check(size)
+                    self._of_client[client] += len(part)
+                    self._check(size, client, most)
         except TimeoutError:
             raise Refusal(408, "the request body was not complete by the request's deadline") from None
-        finally:
-            self._held -= size
-        return b"".join(parts)
 
-    def _check(self, size: int) -> None:
-        if size > MAX_BODY:
-            raise Refusal(413, f"the request body is larger than {MAX_BODY} bytes")
-        if self._held > self._bound:
-            raise Overloaded(f"request bodies of more than {self._bound} bytes are being read")
+    def _check(self, size: int, client: str, most: int) -> None:
+        if size > most:
+            raise Refusal(413, f"the request body is larger than {most} bytes")
+        if self._of_client[client] > self._bound - self._held:
+            raise Overloaded(f"request bodies of {self._held} bytes are being worked on")
 
 
-async def _parts(receive: Receive) -> AsyncIterator[bytes]:
-    more = True
-    while more:
-        message = await receive()
+class Incoming:
+    """What the client sends."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.more = True
+        """not all of the body has come"""
+
+    async def part(self) -> bytes:
+        """Raises ClientGone."""
+        message = await self._receive()
         if message["type"] == "http.disconnect":
+            self.more = False
             raise ClientGone
-        yield message.get("body", b"")
-        more = message.get("more_body", False)
+        self.more = message.get("more_body", False)
+        part: bytes = message.get("body", b"")
+        return part
+
+    async def discard(self) -> None:
+        """Read on for a while what belongs to a refused request: a socket that is closed before tells its client of a
+        broken connection, and not of our answer."""
+        left = MAX_DISCARDED
+        with suppress(TimeoutError, ClientGone):
+            async with asyncio.timeout(DISCARD_WITHIN):
+                while self.more and left > 0:
+                    left -= len(await self.part())
 
 
 def look_into(raw: bytes) -> Body:

@@ -2,7 +2,15 @@
 
 import time
 
-from pdserve.frontend.body import Refusal
+from pdserve.frontend.body import MAX_BODY, Refusal
+
+
+def max_body(max_model_len: int, *, passing: bool) -> int:
+    """Bytes of a request for a model with such a context. Beyond them no text fits, however it is written (64 bytes a
+    token: text in \\u escapes, lists of token ids, several prompts); what is `passing`, tokenized for an answer and
+    nothing else, may be a few times as long as the context."""
+    own = (256 << 10) + 32 * max_model_len if passing else (4 << 20) + 64 * max_model_len
+    return min(MAX_BODY, own)
 
 
 def deadline(asked: str | None, default: float, most: float) -> float:

@@ -48,6 +48,8 @@ class Serving:
         self.retired = asyncio.Event()
         self.removal: asyncio.TimerHandle | None = None
         self.line = Line(limits, self._room, self._usual)
+        self.long = asyncio.Lock()
+        """held while a long text is tokenized for an answer and nothing else"""
 
     @property
     def live(self) -> int:

@@ -41,6 +41,11 @@ def needs_turn(path: str) -> bool:
     return path in GENERATE - _PASSING
 
 
+def is_passing(path: str) -> bool:
+    """Tokenized or the reverse, and no more."""
+    return path in _PASSING
+
+
 def is_by_model(path: str) -> bool:
     return _BY_MODEL.fullmatch(path) is not None
 

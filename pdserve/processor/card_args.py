@@ -28,4 +28,5 @@ def frontend_argv(card: ModelCard, model: str) -> list[str]:
         "max-model-len": card.max_model_len,
         "allowed-origins": [],
     }
-    return to_argv({**kept, **ours})
+    # a long text that is tokenized leaves a thread for the prompts of others
+    return to_argv({"renderer-num-workers": 2, **kept, **ours})

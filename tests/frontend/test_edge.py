@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from pdserve.config.schema import Limits
-from pdserve.frontend.body import MAX_BODY, Intake
+from pdserve.frontend.body import Intake
+from pdserve.frontend.limits import max_body
 from pdserve.messages import Failed
 from tests.conditions import until
 from tests.frontend.conftest import Graph
@@ -64,10 +65,48 @@ async def test_bad_json(graph: Graph, body: bytes) -> None:
     assert answer.json()["error"]["type"] == "BadRequestError"
 
 
-async def test_oversize_body(graph: Graph) -> None:
-    answer = await graph.http.post("/v1/completions", content=b" " * (MAX_BODY + 1))
+@pytest.mark.parametrize("passing", [False, True])
+async def test_oversize_body(graph: Graph, passing: bool) -> None:
+    most = max_body(4096, passing=passing)
+    async with graph.worker():
+        await until(lambda: bool(graph.roster.listed()))
+        path = "/tokenize" if passing else "/v1/completions"
+        answer = await graph.http.post(path, content=b" " * (most + 1))
+        fine = await graph.http.post("/tokenize", json={"prompt": "a b c d " * 5000})
     assert answer.status_code == 413
-    assert str(MAX_BODY) in answer.json()["error"]["message"]
+    assert str(most) in answer.json()["error"]["message"]
+    assert fine.json()["count"] > 4096  # longer than the context, as vLLM answers it
+
+
+async def test_a_refused_body_is_read_so_that_the_answer_arrives(graph: Graph) -> None:
+    """Sockets that are closed with unread data reset: a client that writes all before it reads would learn nothing."""
+    host, port = graph.url.removeprefix("http://").split(":")
+    body = b" " * (20 << 20)
+
+    async def send() -> bytes:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\n")
+        writer.write(b"content-length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    for answer in await asyncio.gather(*(send() for _ in range(5))):
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b"PayloadTooLarge" in answer
+
+
+async def test_long_texts_to_tokenize_leave_the_prompts_of_others_their_turn(graph: Graph) -> None:
+    async with graph.worker():
+        body = {"prompt": "The quick brown fox jumps over the lazy dog. " * 4000}
+        long = [asyncio.create_task(graph.http.post("/tokenize", json=body)) for _ in range(6)]
+        await until(lambda: graph.roster.find("demo").long.locked())
+        answer = await graph.http.post("/v1/completions", json=completion(prompt="a b c"))
+        waiting = sum(not one.done() for one in long)
+        assert answer.status_code == 200
+        assert waiting >= 3
+        assert {one.status_code for one in await asyncio.gather(*long)} == {200}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
@@ -224,12 +263,30 @@ async def test_a_body_that_does_not_come_ends_at_the_deadline(graph: Graph) -> N
     assert answer.status_code == 408
 
 
-async def test_bodies_being_read_are_bounded_together(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
-    monkeypatch.setattr(graph.edge, "_intake", Intake(bound=1000))
-    async with graph.worker():
-        refused = await graph.http.post("/v1/completions", json=completion(prompt="a" * 1000))
-        fine = await graph.http.post("/v1/completions", json=completion(prompt="a" * 100))
-    assert (refused.status_code, fine.status_code) == (429, 200)
+async def test_bodies_are_bounded_together_until_they_are_answered(
+    monkeypatch: pytest.MonkeyPatch, graph: Graph
+) -> None:
+    intake = Intake(bound=4000)
+    monkeypatch.setattr(graph.edge, "_intake", intake)
+    other = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+    async with (
+        graph.worker(pace=None, at_once=8) as worker,
+        httpx.AsyncClient(base_url=graph.url, transport=other, timeout=30) as neighbour,
+    ):
+        body = completion(prompt="a " * 700)
+        first = asyncio.create_task(graph.http.post("/v1/completions", json=body))
+        await worker.until(lambda: worker.jobs)
+        refused = await graph.http.post("/v1/completions", json=body)  # one client, one half
+        second = asyncio.create_task(neighbour.post("/v1/completions", json=completion(prompt="a " * 500)))
+        await worker.until(lambda: len(worker.jobs) == 2)
+        await finish(worker)
+        assert [(await one).status_code for one in (first, second)] == [200, 200]
+        third = asyncio.create_task(graph.http.post("/v1/completions", json=body))
+        await worker.until(lambda: worker.jobs)
+        await finish(worker)
+        assert (await third).status_code == 200
+    assert refused.status_code == 429
+    assert (intake._held, dict(intake._of_client)) == (0, {})
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,7 +1,7 @@
 import pytest
 
 from pdserve.frontend.body import look_into
-from pdserve.frontend.limits import too_late
+from pdserve.frontend.limits import max_body, too_late
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,21 @@ from pdserve.frontend.limits import too_late
 )
 def test_too_late(wait: float, left: float, run: float, max_wait: float, expected: float) -> None:
     assert too_late(wait, left, run, max_wait) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "passing", "expected"),
+    [
+        (4096, False, 4456448),
+        (4096, True, 393216),
+        (131072, False, 12582912),
+        (131072, True, 4456448),
+        (10_000_000, False, 32 << 20),
+        (10_000_000, True, 32 << 20),
+    ],
+)
+def test_max_body(tokens: int, passing: bool, expected: int) -> None:
+    assert max_body(tokens, passing=passing) == expected
 
 
 @pytest.mark.parametrize(
