@@ -185,6 +185,8 @@ class Failed(Struct, frozen=True, tag=True):
     request_id: str
     message: str
     retry: bool = False
+    invalid: bool = False
+    """the request itself is at fault, and no worker will do it: a 400"""
     engines_died: int = 0
     """as in `Submit`, with those that this worker knows of: only what an engine's own worker reports before it ends
     counts. A worker that is gone without a word was killed or cut off, which is no request's fault."""

@@ -187,13 +187,13 @@ class Serving:
         if request.cancelled:
             await self._engine.cancel([request.id])
 
-    async def _fail(self, request: Request, message: str, *, retry: bool) -> None:
+    async def _fail(self, request: Request, message: str, *, retry: bool, invalid: bool = False) -> None:
         """Fail a request that the engine does not have (any more)."""
         request.failed = True
         self._requests.drop(request)
         self._trials.leave(request)
         if not request.cancelled:
-            await self.send(request.frontend, Failed(request.id, message, retry))
+            await self.send(request.frontend, Failed(request.id, message, retry, invalid))
 
     # out
 
@@ -216,7 +216,8 @@ class Serving:
             if request is None:
                 continue  # cancelled
             if output.failed:
-                await self._fail(request, "the engine failed this request", retry=True)
+                text = output.refused or "the engine failed this request"
+                await self._fail(request, text, retry=not output.refused, invalid=bool(output.refused))
                 continue
             found[request.frontend].append(output)
             request.since = now

@@ -66,6 +66,8 @@ class Output:
     """on the finishing output of a `prefill`: where its KV lies"""
     failed: bool = False
     """finished by an error inside the engine; no more outputs come"""
+    refused: str = ""
+    """with `failed`: why no engine will do it, where the request itself is at fault"""
     raw: Any = None
     """the engine's own output, for `pack`"""
 

@@ -21,6 +21,7 @@ from pdserve.engine.vllm_requests import (
     handle_of,
     plain_body,
     read_body,
+    refusal,
     remote_ok,
     to_generate,
     to_prefill,
@@ -223,10 +224,13 @@ class VllmEngine(Engine):
             return self._take_late(raw)
         params, raw.kv_transfer_params = raw.kv_transfer_params, None
         raw.request_id = ticket.request_id
+        ticket.began |= bool(raw.new_token_ids)
         output = Output(ticket.request_id, raw.new_token_ids, raw.finished, raw=raw)
         if raw.finished:
             self._tickets.drop(ticket)
             output.failed = raw.finish_reason in (api.FinishReason.ERROR, api.FinishReason.ABORT)
+            if raw.finish_reason is api.FinishReason.ERROR and not ticket.began:
+                output.refused = refusal(ticket.body)
             if ticket.prefill and params and not output.failed:
                 output.handle = self._handle(params, len(ticket.prompt))
         return output

@@ -46,6 +46,17 @@ def remote_ok(request: api.EngineCoreRequest) -> bool:
     )
 
 
+def refusal(body: list[bytes]) -> str:
+    """Why vLLM ended this request with an error before its first token, where the request is at fault. vLLM's frontend
+    parses a grammar and does not compile it; its engine tells the reason to its log only."""
+    asked = read_body(body).sampling_params.structured_outputs
+    if asked is None:
+        return ""
+    kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+    kind = next((name for name in kinds if getattr(asked, name)), "structured output")
+    return f"structured_outputs.{kind} cannot be compiled by the engine ({asked._backend})"
+
+
 def to_generate(
     request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None
 ) -> api.EngineCoreRequest:

@@ -18,6 +18,8 @@ class Ticket:
     engine_id: str = ""
     """as the engine knows it now: a restarted request gets a new one"""
     restarts: int = 0
+    began: bool = False
+    """it has a token"""
 
 
 class Tickets:

@@ -174,10 +174,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                     generation.placed = True
                     if generation.trace is not None:
                         generation.trace.prefilled(prefill)
-            case Failed(request_id, text, retry, died):
+            case Failed(request_id):
                 if generation := link.generations.get(request_id):
-                    generation.engines_died = max(generation.engines_died, died)
-                    self._failed_there(generation, f"{link.instance}: {text}" if died else text, retry)
+                    self._failed_there(generation, link, message)
             case Refused(text):
                 link.refused = True
                 logger.warning("%s takes no requests from this frontend: %s", link.instance, text)
@@ -308,12 +307,15 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         self._fail(generation, no_worker(self._model, generation.last_loss))
 
     @_by_itself
-    def _failed_there(self, generation: Generation, text: str, retry: bool) -> None:
-        if retry:
-            self._lost(generation, text)
+    def _failed_there(self, generation: Generation, link: Link, failed: Failed) -> None:
+        generation.engines_died = max(generation.engines_died, failed.engines_died)
+        if failed.retry:
+            reason = f"{link.instance}: {failed.message}" if failed.engines_died else failed.message
+            self._lost(generation, reason)
             return
         late = time.monotonic() >= generation.deadline
-        self._fail(generation, Failure(504 if late else 500, text))
+        status = 400 if failed.invalid else 504 if late else 500
+        self._fail(generation, Failure(status, failed.message))
 
     @_by_itself
     def _lost(self, generation: Generation, reason: str) -> None:

@@ -14,8 +14,8 @@ from pdserve.messages import Role
 FAST = {"prefill-rate": 1e6, "step-seconds": 0.001, "bandwidth": 1e12, "transfer-timeout": 0.3}
 
 
-def body(max_tokens: int = 4, **extra: int) -> list[bytes]:
-    return [msgspec.msgpack.encode(CoreRequest("", None, None, Sampling(max_tokens, **extra)))]
+def body(max_tokens: int = 4, prompt_logprobs: int | None = None) -> list[bytes]:
+    return [msgspec.msgpack.encode(CoreRequest("", None, None, Sampling(max_tokens, prompt_logprobs)))]
 
 
 decode_outputs_frame = msgspec.msgpack.Decoder(CoreOutputs).decode

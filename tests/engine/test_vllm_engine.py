@@ -22,6 +22,7 @@ import pytest_asyncio
 import torch
 import zmq
 from prometheus_client import REGISTRY, generate_latest
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from pdserve.chaos.cut import _duplicate, _ends
@@ -394,6 +395,17 @@ async def test_what_kills_vllm_does_not_reach_it(pair: Pair) -> None:
     with pytest.raises(ProtocolError):
         await engine.generate("plain", prompt_of(10), body(), None)
     await engine.reject(handle)
+
+
+async def test_a_grammar_that_cannot_be_compiled_is_refused(pair: Pair) -> None:
+    asked = StructuredOutputsParams(json={"type": "object", "patternProperties": {"([": {}}})
+    asked._backend = "xgrammar"
+    await pair.decode.engine.generate("grammar", prompt_of(50), body(structured_outputs=asked), None)
+    await pair.decode.end("grammar")
+    output = pair.decode.outputs["grammar"][-1]
+    assert output.failed
+    assert output.refused == "structured_outputs.json cannot be compiled by the engine (xgrammar)"
+    assert await pair.decode.generate("after", prompt_of(50))
 
 
 async def test_prompt_logprobs_are_computed_here(pair: Pair) -> None:

@@ -88,6 +88,10 @@ class SimEngine(Engine):
         max_tokens = (
             most if sampling is None or sampling.max_tokens is None else min(sampling.max_tokens, most)
         )
+        if self.faults.no_grammars and sampling is not None and sampling.structured_outputs is not None:
+            self._once(request_id)
+            self._steps.put_nowait(Step([_refused(request_id)]))
+            return
         self._add(SimRequest(request_id, prompt, max_tokens, kv=kv))
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
@@ -329,6 +333,12 @@ class SimEngine(Engine):
         self._pool.give(blocks)
         self._steps.put_nowait(Step([], released=[request_id]))
         self._work.set()
+
+
+def _refused(request_id: str) -> Output:
+    raw = wire.CoreOutput(request_id, [], finish_reason=wire.ERROR)
+    text = "structured_outputs cannot be compiled by the engine (sim)"
+    return Output(request_id, [], True, failed=True, refused=text, raw=raw)
 
 
 def _read(body: list[bytes]) -> wire.CoreRequest:

@@ -63,6 +63,8 @@ class Faults:
         """factor on the time of each step"""
         self.drop_transfers = False
         """a prefill engine takes questions for KV and never answers, as when the network drops packets"""
+        self.no_grammars = False
+        """no structured output can be compiled"""
         self.fatal_pulls = False
         """KV that is read from another engine kills this one, as a missing permission for AMX did"""
 

@@ -19,6 +19,7 @@ class Sampling(Struct, frozen=True):
 
     max_tokens: int | None = 16
     prompt_logprobs: int | None = None
+    structured_outputs: dict[str, object] | None = None
 
 
 class CoreRequest(Struct, array_like=True, frozen=True):
