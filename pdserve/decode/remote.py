@@ -34,7 +34,7 @@ WARM_UP = 5.0
 CANCELLED = "cancelled"
 """resolves the wait of a request that its client no longer wants"""
 TIMEOUT, GONE, ALONE, UNKNOWN = "timeout", "prefill-worker-gone", "no-prefill-worker", "unknown-engine"
-UNREACHABLE = "unreachable"
+UNREACHABLE, LOST = "unreachable", "queue-lost"
 DOWN, FULL = "queue-down", "queue-full"
 """why a wait came to nothing, as the metric has it"""
 
@@ -131,6 +131,7 @@ class RemotePrefill:
             submit.body,
             warm_up=bool(request.warms),
         )
+        request.losses = self._queue.losses
         try:
             if request.warms:
                 await self._queue.warm_up(request.warms, message)
@@ -229,6 +230,12 @@ class RemotePrefill:
             with suppress(QueueUnavailable):
                 await self._queue.confirm(confirm)
         return True
+
+    def give_up_on_the_lost(self) -> None:
+        """What was queued when the server lost its queue, and no prefill worker had pulled, is done here."""
+        for request in self._requests:
+            if request.awaits and not request.prefiller and request.losses != self._queue.losses:
+                request.resolve(LOST)
 
     def give_up_on_the_gone(self) -> None:
         """What a prefill worker had in its hands that is registered no longer is done here, at once; and

@@ -34,6 +34,8 @@ class Request:
     """there from when it was sent out for remote prefill"""
     prefiller: str = ""
     """instance id of the prefill worker that has it in its hands"""
+    losses: int = 0
+    """of the queue, when it was sent out"""
     freshness: Freshness | None = None
     """of the KV that it waits for; there from when it was sent out"""
     engines_died: int = 0

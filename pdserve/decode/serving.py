@@ -98,6 +98,7 @@ class Serving:
         """For ever."""
         while True:
             await asyncio.sleep(1.0)
+            self._remote.give_up_on_the_lost()
             for request in self._requests:
                 if time.monotonic() >= request.deadline:
                     await self.end(request, "the request's deadline passed", retry=False)

@@ -77,6 +77,11 @@ class PrefillQueue(ABC):
 
     @property
     @abstractmethod
+    def losses(self) -> int:
+        """How often the server has lost what was queued, as far as is known here: it lives in its memory."""
+
+    @property
+    @abstractmethod
     def depth(self) -> int:
         """Requests queued but not yet delivered, from what this process has seen: no server round trip."""
 

@@ -69,6 +69,7 @@ class MemoryBroker:
         self.max_deliver = max_deliver
         self.bound = bound
         self.alive = True
+        self.losses = 0
         self.blobs: dict[tuple[str, str], bytes] = {}
         self.changed = asyncio.Condition()
         self._lines: dict[tuple[str, str], _Line] = defaultdict(_Line)
@@ -87,6 +88,7 @@ class MemoryBroker:
     async def up(self, lose_data: bool = False) -> None:
         self.alive = True
         if lose_data:
+            self.losses += 1
             self.blobs.clear()
             for line in self._lines.values():
                 line.entries.clear()
@@ -148,6 +150,10 @@ class MemoryQueue(PrefillQueue):
     def clock_skew(self) -> float | None:
         """The broker has no clock of its own."""
         return None
+
+    @property
+    def losses(self) -> int:
+        return self._broker.losses
 
     @property
     def depth(self) -> int:

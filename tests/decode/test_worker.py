@@ -94,6 +94,22 @@ async def test_prompt_logprobs_are_computed_here() -> None:
         assert answered.placed.reason == "unsupported"
 
 
+async def test_what_the_queue_lost_is_not_waited_for() -> None:
+    async with Graph() as graph:
+        await act_prefill(graph)
+        frontend = await graph.frontend()
+        lost = await frontend.submit(LONG)
+        await until(lambda: graph.depth == 1)
+        await graph.broker.down()
+        await graph.broker.up(lose_data=True)
+        started = time.monotonic()
+        answered = await frontend.end_of(lost)
+        assert time.monotonic() - started < 2.0
+        assert answered.tokens == expected(LONG, 4)
+        assert answered.placed is not None
+        assert answered.placed.reason == "fallback"
+
+
 async def act_prefill(graph: Graph, name: str = "prefill-x", model: str = "demo") -> MemoryRegistry:
     """Make the decode worker believe in a prefill worker that a test acts by hand."""
     registry = await graph.registry_of_another()

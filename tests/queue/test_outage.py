@@ -11,6 +11,7 @@ from pdserve.messages import PrefillCancel, PrefillFailed
 from pdserve.ports import free_port
 from pdserve.queue import connect, connect_blobs
 from pdserve.supervisor.embedded import EmbeddedNats
+from tests.full_disk import small_disk
 from tests.queue.conftest import NatsOutage, Outage
 from tests.queue.requests import ids, publish, request, until
 from tests.servers import hung, nats_server
@@ -38,15 +39,38 @@ async def test_everything_goes_on_when_the_server_is_back(outage: Outage, lose_d
 
     await outage.up(lose_data=lose_data)
     await until(lambda: decode.connected and prefill.connected)
-    assert decode.depth == (0 if lose_data else 1)
+    lost = lose_data or isinstance(outage, NatsOutage)  # what is queued is in the server's memory
+    assert decode.losses == int(lost)
+    assert decode.depth == (0 if lost else 1)
     await publish(decode, "new")
-    expected = ["new"] if lose_data else ["queued", "new"]
+    expected = ["new"] if lost else ["queued", "new"]
     assert ids(await prefill.pull(5, 1)) == expected
     await prefill.answer("decode-0-a", PrefillFailed("new", "x"))
     assert (await anext(answers)).request_id == "new"
     await decode.cancel(["c"])
     assert await anext(cancels) == PrefillCancel(["c"])
     await until(lambda: decode.depth == 0)
+
+
+async def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        disk.fill()
+        async with (
+            nats_server(disk.path) as server,
+            connect(server.url, "ns", "m") as decode,
+            connect(server.url, "ns", "m") as prefill,
+        ):
+            await publish(decode, "full-1", "full-2")
+            disk.free()
+            await publish(decode, "free")
+            disk.fill()
+            await publish(decode, "full-again")
+            assert ids(await prefill.pull(9, 1)) == ["full-1", "full-2", "free", "full-again"]
+            disk.free()
+            await server.restart()
+            await until(lambda: decode.connected and prefill.connected)
+            await publish(decode, "restarted")
+            assert ids(await prefill.pull(9, 1)) == ["restarted"]
 
 
 async def test_a_pull_ends_when_the_server_dies(outage: Outage) -> None:

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from datetime import datetime
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -51,6 +52,9 @@ class JetStreamQueue(PrefillQueue):
         self._connection = Connection(nats, self._prepare)
         self._puller = Puller(self._connection, self._names.stream, CONSUMER)
         self._depth = Depth()
+        self._made: datetime | None = None
+        """when the stream was, by the server's clock"""
+        self._losses = 0
         self._news = 0.0
         """when somebody last said how far the queue is"""
         self._cancelled = Cancelled()
@@ -86,6 +90,10 @@ class JetStreamQueue(PrefillQueue):
     def clock_skew(self) -> float | None:
         return self._clock.skew if self._clock else None
 
+    @property
+    def losses(self) -> int:
+        return self._losses
+
     async def _prepare(self, client: Client) -> None:
         """On each new connection: the server may be another one, or have lost its data."""
         await require_jetstream(client, self._connection.url)
@@ -116,7 +124,10 @@ class JetStreamQueue(PrefillQueue):
 
     async def _sync(self, client: Client) -> None:
         asked = self._depth
-        stored, state = await read_state(client, self._names)
+        made, stored, state = await read_state(client, self._names)
+        if self._made is not None and made != self._made:
+            self._losses += 1
+        self._made = made
         self._depth = self._depth.synced(stored, state, asked)
         self._news = time.monotonic()
 

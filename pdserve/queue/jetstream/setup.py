@@ -1,6 +1,7 @@
 """What a model's queue needs on the server, made where it is missing, again and again without harm."""
 
 from dataclasses import dataclass
+from datetime import datetime
 
 import nats.js.errors
 from nats.aio.client import Client
@@ -48,7 +49,8 @@ async def require_jetstream(client: Client, url: str) -> None:
 
 
 async def ensure(client: Client, names: Names, limits: Limits) -> None:
-    """Stream and consumer are there, with these limits."""
+    """Stream and consumer are there, with these limits; in the server's memory, because a full disk stops a stream in
+    files for as long as the server runs (docs/decisions/0011-queue-in-memory.md)."""
     js = client.jetstream(timeout=API_TIMEOUT)
     ours = {
         "subjects": [names.requests],
@@ -59,7 +61,7 @@ async def ensure(client: Client, names: Names, limits: Limits) -> None:
         "duplicate_window": min(120.0, limits.max_age),
     }
     try:
-        await js.add_stream(StreamConfig(name=names.stream, storage=StorageType.FILE), **ours)
+        await js.add_stream(StreamConfig(name=names.stream, storage=StorageType.MEMORY), **ours)
     except nats.js.errors.BadRequestError as error:
         if error.err_code != _NAME_IN_USE:
             raise
@@ -75,10 +77,10 @@ async def ensure(client: Client, names: Names, limits: Limits) -> None:
     await js.add_consumer(names.stream, consumer)
 
 
-async def read_state(client: Client, names: Names) -> tuple[int, QueueState]:
-    """The last stored sequence, and then how far the consumer is."""
+async def read_state(client: Client, names: Names) -> tuple[datetime | None, int, QueueState]:
+    """When the stream was made, the last stored sequence, and then how far the consumer is."""
     js = client.jetstream(timeout=API_TIMEOUT)
-    stored = (await js.stream_info(names.stream)).state.last_seq
+    stream = await js.stream_info(names.stream)
     info = await js.consumer_info(names.stream, CONSUMER)
     delivered = info.delivered.stream_seq if info.delivered else 0
-    return stored, QueueState(delivered, info.num_pending or 0)
+    return stream.created, stream.state.last_seq, QueueState(delivered, info.num_pending or 0)
