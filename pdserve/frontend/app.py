@@ -186,7 +186,7 @@ class Edge:
 
     def _body(self, scope: Scope, incoming: Incoming, trace: Trace) -> AbstractAsyncContextManager[bytes]:
         """Which model it is for is known when it has been read: the bound is that of the longest context."""
-        longest = max((card.max_model_len for card in self._roster.listed()), default=0)
+        longest = max((card.max_model_len for card in self._roster.known()), default=0)
         most = max_body(longest, passing=routes.is_passing(scope["path"]))
         return self._intake.read(incoming, trace.deadline, self._client(scope), most)
 

@@ -1,7 +1,6 @@
 """One model, as the frontend serves it: vLLM's app and renderer on a remote engine core."""
 
 import asyncio
-import gc
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
@@ -78,7 +77,6 @@ class Processor:
         self.app = await make_app(engine, args, self.card.supported_tasks)
         self._engine = engine
         self._watch_handler()
-        gc.freeze()  # what vLLM loaded stays: the collector need not walk it again and again
 
     def update(self, instances: Iterable[Instance], frontends: int) -> None:
         """This model's decode workers and how many frontends share them, as the registry has them now."""

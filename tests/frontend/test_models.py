@@ -1,8 +1,14 @@
 """Models come and go with their cards."""
 
+import asyncio
+import gc
+import weakref
+from contextlib import AsyncExitStack
+
 import pytest
 
 from pdserve.messages import encode_record
+from pdserve.processor.processor import Processor
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
 from tests.conditions import until
@@ -40,6 +46,38 @@ async def test_models_vanish_with_their_cards(graph: Graph) -> None:
         assert "passing" in await names(graph)
     await until(lambda: "passing" not in [one.name for one in graph.roster.listed()])
     assert "passing" not in await names(graph)
+
+
+async def test_listed_means_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its processor is being built a model is not listed, and its requests wait."""
+    build, building = asyncio.Event(), Processor._build
+
+    async def slowly(processor: Processor, stack: AsyncExitStack) -> None:
+        await build.wait()
+        await building(processor, stack)
+
+    monkeypatch.setattr(Processor, "_build", slowly)
+    async with graph.worker("slow", connected=False) as worker:
+        await until(lambda: "slow" in [card.name for card in graph.roster.known()])
+        before = await names(graph)
+        request = asyncio.create_task(graph.http.post("/v1/completions", json=completion(model="slow")))
+        build.set()
+        await worker.until(lambda: worker.hello)
+        after = await names(graph)
+        answer = await request
+    assert "slow" not in before
+    assert "slow" in after
+    assert answer.status_code == 200
+
+
+async def test_a_model_that_goes_is_collected(graph: Graph) -> None:
+    engines = []
+    for number in range(3):
+        async with Processor(card(f"passing-{number}"), graph.roster._around) as processor:
+            engines.append(weakref.ref(processor._engine))
+        del processor
+    gc.collect()
+    assert sum(engine() is not None for engine in engines) <= 1  # something in vLLM remembers the newest one
 
 
 async def test_unknown_model(graph: Graph) -> None:
