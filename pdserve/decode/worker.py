@@ -178,10 +178,10 @@ async def main(config: Config, slot: Slot) -> None:
             slot,
             instance_id,
             build_engine(config, slot, instance_id),
-            registry.connect(config.etcd, config.namespace),
+            registry.connect(config.etcd, config.namespace, patient=True),
             queue.connect(config.nats, config.namespace, config.served_model_name),
             stream.listen(config.host),
             url,
             queue.connect_blobs(config.nats, config.namespace),
         )
-        await run_until_signalled(worker)
+        await run_until_signalled(worker, config.drain_timeout)

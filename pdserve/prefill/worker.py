@@ -336,8 +336,8 @@ async def main(config: Config, slot: Slot) -> None:
             slot,
             instance_id,
             build_engine(config, slot, instance_id),
-            registry.connect(config.etcd, config.namespace),
+            registry.connect(config.etcd, config.namespace, patient=True),
             queue.connect(config.nats, config.namespace, config.served_model_name),
             url,
         )
-        await run_until_signalled(worker)
+        await run_until_signalled(worker, config.drain_timeout)

@@ -8,9 +8,9 @@ from pdserve.registry.base import Registry
 _IMPLEMENTATIONS = {"etcd": "pdserve.registry.etcd", "memory": "pdserve.registry.memory"}
 
 
-def connect(etcd: str, namespace: str) -> Registry:
-    """A registry to enter. `etcd` is `host:port`, several of them separated by commas, or `memory://<name>`
-    for one that lives in this process."""
+def connect(etcd: str, namespace: str, *, patient: bool = False) -> Registry:
+    """A registry to enter; `patient` as in the contract. `etcd` is `host:port`, several of them separated by commas,
+    or `memory://<name>` for one that lives in this process."""
     kind = "memory" if etcd.startswith("memory://") else "etcd"
-    implementation: Callable[[str, str], Registry] = import_module(_IMPLEMENTATIONS[kind]).connect
-    return implementation(etcd, namespace)
+    implementation: Callable[[str, str, bool], Registry] = import_module(_IMPLEMENTATIONS[kind]).connect
+    return implementation(etcd, namespace, patient)

@@ -29,9 +29,12 @@ class Registry(ABC):
     differs, deletions included. Nothing restarts and nobody has to notice, but `connected` tells.
     """
 
+    patient: bool = False
+    """Entering waits for a server for as long as it takes, and says so; so does the first read of a View."""
+
     @abstractmethod
     async def __aenter__(self) -> Self:
-        """Raises RegistryUnavailable when no server answers within a few seconds."""
+        """Raises RegistryUnavailable when no server answers within a few seconds, unless it is `patient`."""
 
     @abstractmethod
     async def __aexit__(

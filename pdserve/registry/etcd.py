@@ -24,17 +24,19 @@ log = logging.getLogger(__name__)
 LEASE_TTL = 10
 """seconds after which others see that this process is gone"""
 CONNECT_WITHIN = 10.0
+SAY_AFTER = 1.0
 SETTLE = 2.0
 """seconds that others get to register again after an outage before they count as gone"""
 RETRY = 0.3
 
 
-def connect(etcd: str, namespace: str) -> "EtcdRegistry":
-    return EtcdRegistry(etcd, namespace)
+def connect(etcd: str, namespace: str, patient: bool = False) -> "EtcdRegistry":
+    return EtcdRegistry(etcd, namespace, patient=patient)
 
 
 class EtcdRegistry(Registry):
-    def __init__(self, etcd: str, namespace: str, ttl: int = LEASE_TTL) -> None:
+    def __init__(self, etcd: str, namespace: str, ttl: int = LEASE_TTL, patient: bool = False) -> None:
+        self.patient = patient
         self._endpoints = cycle(_endpoints(etcd))
         self._address = etcd
         self._root = f"/{namespace}/"
@@ -49,12 +51,21 @@ class EtcdRegistry(Registry):
     async def __aenter__(self) -> Self:
         self._tasks.forever(self._keep, "etcd session")
         try:
-            async with asyncio.timeout(CONNECT_WITHIN):
+            await self._first_session()
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def _first_session(self) -> None:
+        try:
+            async with asyncio.timeout(SAY_AFTER if self.patient else CONNECT_WITHIN):
                 await self._live_session()
         except TimeoutError:
-            await self.__aexit__(None, None, None)
-            raise RegistryUnavailable(f"no etcd answers at {self._address}") from None
-        return self
+            if not self.patient:
+                raise RegistryUnavailable(f"no etcd answers at {self._address}") from None
+            log.warning("no etcd answers at %s; waiting for it", self._address)
+            await self._live_session()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -14,8 +14,8 @@ from pdserve.registry.diff import difference
 _named: "WeakValueDictionary[str, MemoryServer]" = WeakValueDictionary()
 
 
-def connect(etcd: str, namespace: str) -> "MemoryRegistry":
-    """All who name the same address share a server, for as long as one of them keeps it."""
+def connect(etcd: str, namespace: str, patient: bool = False) -> "MemoryRegistry":
+    """All who name the same address share a server, for as long as one of them keeps it: it is always there."""
     server = _named.get(etcd)
     if server is None:
         server = _named[etcd] = MemoryServer()

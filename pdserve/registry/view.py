@@ -29,7 +29,7 @@ FIRST_READ_WITHIN = 5.0
 class View:
     """Follows the whole namespace. `async with View(registry)`, inside the registry's own `async with`,
     returns when all that is there has been read; raises RegistryUnavailable when that takes longer than a
-    few seconds.
+    few seconds and the registry is not a patient one.
 
     During an outage it stands still. Values that cannot be decoded are logged and left out. The order of
     instances and cards is that of their keys, so that everybody sees the same.
@@ -49,11 +49,13 @@ class View:
     async def __aenter__(self) -> Self:
         self._tasks.forever(self._follow, "registry view")
         try:
-            async with asyncio.timeout(FIRST_READ_WITHIN):
+            async with asyncio.timeout(None if self._registry.patient else FIRST_READ_WITHIN):
                 await anext(self.changes())
-        except TimeoutError:
+        except BaseException as error:
             await self.__aexit__(None, None, None)
-            raise RegistryUnavailable("the registry could not be read") from None
+            if isinstance(error, TimeoutError):
+                raise RegistryUnavailable("the registry could not be read") from None
+            raise
         return self
 
     async def __aexit__(
