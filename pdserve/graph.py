@@ -5,6 +5,7 @@ appears, and engines spend their half minute of loading side by side. They stop 
 before is gone, so that whoever still finishes a request keeps everything that it needs for it.
 """
 
+import json
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdserve.config.schema import Slot
+from pdserve.config.schema import Config, Slot
 from pdserve.messages import Role
 
 
@@ -42,6 +43,21 @@ GRAPH = {
 SLOT_VARIABLE = "PDSERVE_SLOT"
 """environment variable by which the supervisor hands a process its slot: planned alone, it would get other
 GPUs"""
+
+
+CONFIG_VARIABLE = "PDSERVE_CONFIG"
+"""environment variable with the configuration that the supervisor started with: the file may have been edited since,
+and a role that is started again must fit those that run"""
+
+
+def encode_config(config: Config) -> str:
+    return json.dumps(msgspec.to_builtins(config, enc_hook=str))
+
+
+def decode_config(text: str) -> Config:
+    return msgspec.convert(
+        json.loads(text), Config, dec_hook=lambda kind, value: Path(value) if kind is Path else value
+    )
 
 
 def encode_slot(slot: Slot) -> str:

@@ -4,6 +4,9 @@ import argparse
 import logging
 import os
 import signal
+import threading
+from collections.abc import Awaitable
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -15,6 +18,9 @@ if TYPE_CHECKING:
     from pdserve.config.schema import Config, Slot
 
 log = logging.getLogger(__name__)
+
+END_WITHIN = 1.0
+"""seconds from the end of a role's work to the end of its process"""
 
 _HELP = {
     Role.FRONTEND: "one frontend: the HTTP port, and the processors of all models",
@@ -94,29 +100,53 @@ def _live(config: "Config", slot: "Slot") -> None:
     work = getattr(import_module(module), main)
     import uvloop
 
-    uvloop.run(work(config, slot))
+    uvloop.run(_to_the_end(work(config, slot)))
+
+
+async def _to_the_end(work: Awaitable[None]) -> None:
+    """Nothing is left to do then, but a thread may still import or start vLLM, and Python would wait for it."""
+    await work
+    timer = threading.Timer(END_WITHIN, _end)
+    timer.daemon = True
+    timer.start()
+
+
+def _end() -> None:
+    """Multiprocessing's resource tracker cleans up behind the others, and ends by itself."""
+    import psutil
+
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if not any("resource_tracker" in part for part in process.cmdline()):
+                process.kill()
+    os._exit(0)
 
 
 def _place(args: argparse.Namespace) -> "tuple[Config, Slot]":
-    """The configuration with addresses, and the slot: the supervisor's, or one planned for this process
-    alone."""
+    """The configuration with addresses, and the slot: the supervisor's, or those of the file, planned for this process
+    alone. Raises ConfigError."""
+    from pdserve.graph import CONFIG_VARIABLE, SLOT_VARIABLE, decode_config, decode_slot
+    from pdserve.supervisor.checks import busy_kv_port
+
+    if CONFIG_VARIABLE in os.environ and SLOT_VARIABLE in os.environ:
+        config, slot = decode_config(os.environ[CONFIG_VARIABLE]), decode_slot(os.environ[SLOT_VARIABLE])
+    else:
+        config, slot = _planned(args)
+    if problem := busy_kv_port(config, slot):
+        raise ConfigError([problem])
+    return config, slot
+
+
+def _planned(args: argparse.Namespace) -> "tuple[Config, Slot]":
     from pdserve.config.load import load
     from pdserve.config.machine import Machine
     from pdserve.config.plan import make_plan
-    from pdserve.graph import SLOT_VARIABLE, decode_slot
-    from pdserve.supervisor.checks import busy_kv_port
 
     config = load(args.file)
     plan = make_plan(config, Machine.detect(), roles={args.role}, index=args.index)
-    if given := os.environ.get(SLOT_VARIABLE):
-        slot = decode_slot(given)
-    elif plan.problems or not plan.slots:
+    if plan.problems or not plan.slots:
         raise ConfigError([*plan.problems] or [f"{args.file} has no {args.role.value} number {args.index}."])
-    else:
-        slot = plan.slots[0]
-    if problem := busy_kv_port(config, slot):
-        raise ConfigError([problem])
-    return _with_servers(plan.config), slot
+    return _with_servers(plan.config), plan.slots[0]
 
 
 def _with_servers(config: "Config") -> "Config":

@@ -34,8 +34,8 @@ from pdserve.registry.etcd import connect as connect_registry
 from pdserve.registry.view import View
 from pdserve.stream.zmq import connect as connect_stream
 from pdserve.worker.identity import new_instance_id
-from pdserve.worker.lifecycle import STOPPERS
 from pdserve.worker.presence import described
+from pdserve.worker.run import run_until_signalled
 
 logger = logging.getLogger(__name__)
 
@@ -46,18 +46,31 @@ CLOCK_WITHIN = 3.0
 """seconds that NATS gets to tell its time"""
 
 
-async def main(config: Config, slot: Slot) -> None:
-    """Serve until SIGTERM or SIGINT; then stop accepting, let running requests finish within
-    `drain_timeout`, and return. Raises ConfigError where the port or the API keys cannot be used, and
-    RegistryUnavailable."""
-    frontend = config.frontend
-    assert frontend is not None, f"{config.path} has no section for a frontend"
-    assert config.etcd is not None
-    api_keys = load_keys()
-    with bind(frontend.host, frontend.port) as sock:
+class Frontend:
+    """`run` is its whole life; `stop` asks it to drain and return."""
+
+    def __init__(self, config: Config, slot: Slot) -> None:
+        self.ready = asyncio.Event()
+        self._config, self._slot = config, slot
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        self.ready.clear()
+        self._stop.set()
+
+    async def run(self) -> None:
+        """After `stop`, stop accepting, let running requests finish within `drain_timeout`, and return. Raises
+        ConfigError where the port or the API keys cannot be used."""
+        config, frontend = self._config, self._config.frontend
+        assert frontend is not None, f"{config.path} has no section for a frontend"
+        assert config.etcd is not None
+        api_keys = load_keys()
         async with AsyncExitStack() as stack:
-            me = _describe(config, slot, sock, stack.enter_context(serve_metrics(config.host)))
-            registry = await stack.enter_async_context(connect_registry(config.etcd, config.namespace))
+            sock = stack.enter_context(bind(frontend.host, frontend.port))
+            me = _describe(config, self._slot, sock, stack.enter_context(serve_metrics(config.host)))
+            registry = await stack.enter_async_context(
+                connect_registry(config.etcd, config.namespace, patient=True)
+            )
             view = await stack.enter_async_context(View(registry))
             around = _surroundings(config, frontend.router, me.id)
             roster = await stack.enter_async_context(
@@ -70,7 +83,35 @@ async def main(config: Config, slot: Slot) -> None:
             page = MetricsPage(view, me.id, client)
             edge = Edge(roster, page, api_keys, config.request_timeout, frontend.max_request_timeout)
             connections = Connections(frontend.header_timeout, frontend.write_timeout)
-            await _serve(edge, connections, sock, registry, me, config.drain_timeout)
+            await self._serve(edge, connections, sock, registry, me)
+
+    async def _serve(
+        self, edge: Edge, connections: Connections, sock: socket.socket, registry: Registry, me: Instance
+    ) -> None:
+        server = QuietServer(_options(edge, connections, self._config.drain_timeout))
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(connections.watch(), name="connections")
+            serving = tasks.create_task(server.serve(sockets=[sock]), name="uvicorn")
+            stopper = tasks.create_task(self._stop_server(server, registry, me))
+            self.ready.set()
+            await registry.put(keys.instance(me), encode_record(me))
+            logger.info("listening on %s", me.address)
+            await serving
+            stopper.cancel()
+            watching.cancel()
+        logger.info("stopped")
+
+    async def _stop_server(self, server: uvicorn.Server, registry: Registry, me: Instance) -> None:
+        await self._stop.wait()
+        logger.info("stopping: running requests may finish")
+        server.should_exit = True
+        with suppress(RegistryUnavailable):
+            await registry.delete(keys.instance(me))
+
+
+async def main(config: Config, slot: Slot) -> None:
+    """The process. Returns after SIGTERM and the drain; raises ConfigError."""
+    await run_until_signalled(Frontend(config, slot), config.drain_timeout)
 
 
 async def _load_models(roster: Roster) -> None:
@@ -126,15 +167,8 @@ class QuietServer(uvicorn.Server):
         yield
 
 
-async def _serve(
-    edge: Edge,
-    connections: Connections,
-    sock: socket.socket,
-    registry: Registry,
-    me: Instance,
-    drain_timeout: float,
-) -> None:
-    options = uvicorn.Config(
+def _options(edge: Edge, connections: Connections, drain_timeout: float) -> uvicorn.Config:
+    return uvicorn.Config(
         cross_origin(edge),
         http=connections,  # type: ignore[arg-type]  # any callable that makes a protocol
         log_config=None,
@@ -144,30 +178,3 @@ async def _serve(
         timeout_keep_alive=65,
         timeout_graceful_shutdown=max(1, round(drain_timeout)),
     )
-    server = QuietServer(options)
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in STOPPERS:
-        loop.add_signal_handler(number, stopping.set)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(connections.watch(), name="connections")
-            serving = tasks.create_task(server.serve(sockets=[sock]), name="uvicorn")
-            stopper = tasks.create_task(_stop(stopping, server, registry, me))
-            await registry.put(keys.instance(me), encode_record(me))
-            logger.info("listening on %s", me.address)
-            await serving
-            stopper.cancel()
-            watching.cancel()
-    finally:
-        for number in STOPPERS:
-            loop.remove_signal_handler(number)
-    logger.info("stopped")
-
-
-async def _stop(stopping: asyncio.Event, server: uvicorn.Server, registry: Registry, me: Instance) -> None:
-    await stopping.wait()
-    logger.info("stopping: running requests may finish")
-    server.should_exit = True
-    with suppress(RegistryUnavailable):
-        await registry.delete(keys.instance(me))

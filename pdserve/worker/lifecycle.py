@@ -11,6 +11,10 @@ from pdserve.tasks import unending
 STOPPERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """from a supervisor, from Ctrl-C, from a terminal that is closed"""
 
+SUPERVISOR_DIED = signal.SIGUSR1
+"""from the kernel. Unhandled, as long as a role is starting, it ends the role; one that serves drains when the
+supervisor's guardian tells it to, in its turn"""
+
 
 class Lifecycle:
     """Owns every task of a worker. The first one to fail ends the worker with its error."""

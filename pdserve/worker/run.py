@@ -1,4 +1,4 @@
-"""A worker as a process: built from the configuration, stopped by signals."""
+"""A role as a process: built from the configuration, stopped by signals."""
 
 import asyncio
 import logging
@@ -10,16 +10,26 @@ from pdserve.engine.base import Engine
 from pdserve.engine.spec import EngineSpec, make_engine
 from pdserve.messages import Role
 from pdserve.worker.identity import worker_config
-from pdserve.worker.lifecycle import STOPPERS
+from pdserve.worker.lifecycle import STOPPERS, SUPERVISOR_DIED
 
 log = logging.getLogger(__name__)
 
 
-class Worker(Protocol):
-    @property
-    def ready(self) -> asyncio.Event: ...
+AT_ONCE = 1.5
+"""seconds to close what can be closed where a role ends without draining"""
+LAST_RESORT = 15.0
+"""seconds beyond all drains after which a role whose supervisor died stops by itself: its guardian is gone, too"""
 
-    def stop(self) -> None: ...
+
+class Process(Protocol):
+    """What a role runs: a worker, or a frontend."""
+
+    @property
+    def ready(self) -> asyncio.Event:
+        """Set while it serves, until it is told to stop."""
+
+    def stop(self) -> None:
+        """Drain, and return from `run`."""
 
     async def run(self) -> None: ...
 
@@ -40,10 +50,12 @@ def build_engine(config: Config, slot: Slot, instance_id: str) -> Engine:
     return make_engine(section.engine, spec)
 
 
-async def run_until_signalled(worker: Worker) -> None:
-    """The first of `STOPPERS` lets a serving worker drain; one that is still starting, or another SIGTERM or SIGINT,
-    ends it at once. Returns in both cases; what the worker raises comes through."""
-    life = asyncio.create_task(worker.run())
+async def run_until_signalled(process: Process, drain_timeout: float) -> None:
+    """The first of `STOPPERS` lets a serving role drain; one that is still starting, or another SIGTERM or SIGINT,
+    ends it at once. Returns in all cases, though in the latter something may still run after `AT_ONCE`, in a thread
+    that cannot be ended; what the role raises comes through."""
+    life = asyncio.create_task(process.run())
+    over = asyncio.create_task(asyncio.wait([life]))
     told = False
 
     def stop(number: signal.Signals) -> None:
@@ -51,19 +63,26 @@ async def run_until_signalled(worker: Worker) -> None:
         again, told = told, True
         if again and number is signal.SIGHUP:
             return  # the shell and the kernel both say that a terminal is closed
-        if worker.ready.is_set():
-            worker.stop()
+        if process.ready.is_set():
+            process.stop()
         else:
             log.info("told again: ending at once" if again else "told to stop while starting: ending at once")
             life.cancel()
+            loop.call_later(AT_ONCE, over.cancel)
+
+    def orphaned() -> None:
+        log.error("the supervisor was killed; its guardian stops the graph")
+        loop.call_later(3 * drain_timeout + LAST_RESORT, stop, signal.SIGTERM)
 
     loop = asyncio.get_running_loop()
     for number in STOPPERS:
         loop.add_signal_handler(number, stop, number)
+    loop.add_signal_handler(SUPERVISOR_DIED, orphaned)
     try:
-        await asyncio.wait([life])
-        if not life.cancelled():
+        await asyncio.wait([over])
+        if life.done() and not life.cancelled():
             life.result()
     finally:
-        for number in STOPPERS:
+        life.cancel()
+        for number in (*STOPPERS, SUPERVISOR_DIED):
             loop.remove_signal_handler(number)

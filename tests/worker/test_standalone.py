@@ -16,6 +16,7 @@ from pdserve.ports import free_port
 from pdserve.registry.view import View
 from tests.conditions import until
 from tests.engine.sims import body, decode_outputs
+from tests.servers import etcd_server
 from tests.terminal import Terminal
 
 YAML = """
@@ -82,6 +83,56 @@ async def test_the_second_ctrl_c_ends_it_at_once(alone: Alone) -> None:
         assert "told again" in terminal.text
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
+
+
+async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
+    """It is importing vLLM by then, in a thread that cannot be stopped, and a client holds a connection."""
+    async with alone.view() as view:
+        with Terminal(alone.command(Role.FRONTEND), alone.env) as terminal:
+            await until(lambda: bool(view.instances(Role.FRONTEND)), within=30)
+            (instance,) = view.instances(Role.FRONTEND)
+            host, _, port = instance.address.removeprefix("http://").rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = (
+                "POST /v1/completions HTTP/1.1",
+                "host: x",
+                "content-length: 100",
+                "expect: 100-continue",
+                "",
+                "",
+            )
+            writer.write("\r\n".join(head).encode())
+            assert b" 100 " in await reader.readline()  # it waits for the body
+            terminal.type("\x03")
+            await asyncio.to_thread(terminal.until, "running requests may finish", 30)
+            started = time.monotonic()
+            terminal.type("\x03")
+            await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
+            assert time.monotonic() - started < 5
+            writer.close()
+        assert "told again" in terminal.text
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL, Role.FRONTEND])
+async def test_without_etcd_a_role_waits_for_it(
+    tmp_path: Path, nats_url: str, namespace: str, role: Role
+) -> None:
+    async with etcd_server(tmp_path) as etcd:
+        await etcd.stop()
+        alone = Alone(tmp_path, nats_url, etcd.url, namespace)
+        with Terminal(alone.command(role), alone.env) as terminal:
+            await asyncio.to_thread(terminal.until, f"no etcd answers at {etcd.url}; waiting for it", 30)
+            await etcd.restart()
+            async with alone.view() as view:
+                await until(lambda: bool(view.instances(role)), within=30)
+            terminal.type("\x03")
+            await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
+        assert "Traceback" not in terminal.text
+        await etcd.stop()
+        with Terminal(alone.command(role), alone.env) as terminal:
+            await asyncio.to_thread(terminal.until, "waiting for it", 30)
+            terminal.type("\x03")
+            await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
 
 
 async def _ask(instance: Instance, begun: asyncio.Event) -> int:

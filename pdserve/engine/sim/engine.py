@@ -54,6 +54,8 @@ class SimEngine(Engine):
 
     async def __aenter__(self) -> Self:
         model = self._model
+        if model.load_seconds:
+            await asyncio.to_thread(time.sleep, model.load_seconds)
         self.facts = EngineFacts(
             kv_blocks=model.kv_blocks,
             block_size=model.block_size,

@@ -37,6 +37,8 @@ class SimModel:
     """seconds that a prefill engine keeps blocks for the decode engine"""
     fatal_token: int = 0
     """fault: a prompt with this token id in it kills the engine that computes it, decode or prefill; 0: none does"""
+    load_seconds: float = 0.0
+    """until it is ready, spent in a thread that cannot be stopped, as vLLM's imports are"""
     first_token: int = 300
     tokens: int = 700
     """the token ids it generates: `tokens` of them from `first_token`; in the demo tokenizer these are

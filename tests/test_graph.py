@@ -1,0 +1,29 @@
+"""The configuration that `serve` hands to its roles."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdserve.config.load import load
+from pdserve.graph import decode_config, encode_config
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
+def test_a_configuration_arrives_as_it_was(file: Path) -> None:
+    config = replace(load(file, {}), nats="nats://127.0.0.1:4222", etcd="127.0.0.1:2379")
+    assert decode_config(encode_config(config)) == config
+
+
+def test_numbers_arrive_whatever_their_size() -> None:
+    config = load(CONFIGS[0], {})
+    assert config.decode is not None
+    arguments = {
+        **config.decode.engine_args,
+        "seed": 2**70,
+        "deep": {"list": [1, None, True, "x", 1.5, float("inf")]},
+    }
+    config = replace(config, decode=replace(config.decode, engine_args=arguments))
+    assert decode_config(encode_config(config)) == config
