@@ -39,7 +39,7 @@ class Serve:
         self.file.write_text(yaml)
         self.command = [*PDSERVE, "serve", "-f", str(self.file), *options]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
-        self.env = {**clean, "PDSERVE_STATE_DIR": str(folder / "state"), "PDSERVE_GUARDIAN_PATIENCE": "1"}
+        self.env = {**clean, "PDSERVE_STATE_DIR": str(folder / "state")}
 
     def start(self) -> "subprocess.Popen[bytes]":
         with self.log.open("wb") as out:
@@ -48,9 +48,14 @@ class Serve:
             )
         return self.process
 
-    def pdserve(self, *args: str) -> "subprocess.CompletedProcess[str]":
+    def pdserve(self, *args: str, **env: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
-            [*PDSERVE, *args], env=self.env, capture_output=True, text=True, timeout=60, check=False
+            [*PDSERVE, *args],
+            env={**self.env, **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
 
     @property

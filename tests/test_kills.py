@@ -16,7 +16,61 @@ from tests.serving import FRONTEND, LONG, WORKERS, Serve, kv_ports, until
 
 TOKENS = 25
 """half a second of a simulated engine"""
-SECONDS, EVERY, CLIENTS = 20.0, 1.5, 4
+SECONDS, EVERY, CLIENTS = 15.0, 1.5, 4
+
+
+def test_requests_finish_when_serve_is_killed(tmp_path: Path) -> None:
+    """Its guardian stops the graph as it would have done itself: the servers last."""
+    port = free_port("127.0.0.1")
+    yaml = (FRONTEND + WORKERS).format(port=port, kv_port=kv_ports(), workers=2)
+    slow = "engine: sim\n  additional-config: {sim: {step-seconds: 0.02}}"
+    serve = Serve(
+        tmp_path, yaml.replace("engine: sim", slow, 1).replace("timeout: 5", "timeout: 20"), port=port
+    )
+    process = serve.start()
+    until(lambda: "Ready after" in serve.text or process.poll() is not None, serve)
+    streams = [Stream(serve, 200) for _ in range(6)]
+    for stream in streams:
+        assert stream.begun.wait(30)
+    process.kill()
+    process.wait()
+    for stream in streams:
+        stream.join(30)
+    assert [stream.tokens for stream in streams] == [200] * 6
+    assert max(stream.pause for stream in streams) < 2
+    until(lambda: not serve.processes(), serve, within=20)
+    assert serve.pdserve("status").returncode == 1
+
+
+class Stream(threading.Thread):
+    """A completion that is being read, its prompt long enough to be prefilled remotely."""
+
+    def __init__(self, serve: Serve, tokens: int) -> None:
+        super().__init__(daemon=True)
+        self.begun = threading.Event()
+        self.tokens, self.pause = 0, 0.0
+        self._url = f"{serve.url}/v1/completions"
+        self._body = {
+            "model": "demo",
+            "prompt": LONG,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        self.start()
+
+    def run(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=60) as answer:
+            last = time.monotonic()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    usage = json.loads(line[6:]).get("usage")
+                    self.tokens = usage["completion_tokens"] if usage else 0
+                    if self.begun.is_set():
+                        self.pause = max(self.pause, time.monotonic() - last)
+                    last = time.monotonic()
+                    self.begun.set()
 
 
 def test_two_of_each_under_random_kills(tmp_path: Path) -> None:

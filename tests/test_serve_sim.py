@@ -4,13 +4,16 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
+from pdserve.messages import Role
 from pdserve.ports import free_port, port_holder
 from tests.serving import FRONTEND, WORKERS, Serve, kv_ports, until
 from tests.terminal import Terminal
@@ -118,8 +121,8 @@ def test_a_second_graph_on_the_same_state_is_refused(graph: Serve, tmp_path: Pat
     assert f"(pid {graph.process.pid})" in result.stderr
 
 
-def test_a_second_graph_on_the_same_port_is_refused(graph: Serve) -> None:
-    result = graph.pdserve("serve", "-f", str(graph.file))
+def test_a_second_graph_on_the_same_port_is_refused(graph: Serve, tmp_path: Path) -> None:
+    result = graph.pdserve("serve", "-f", str(graph.file), PDSERVE_STATE_DIR=str(tmp_path))
     assert result.returncode == 2
     assert f"Port {graph.port} on 127.0.0.1 is held by" in result.stderr
 
@@ -163,3 +166,59 @@ def _instances(graph: Serve) -> list[dict[str, Any]]:
     state = _status(graph)
     found: list[dict[str, Any]] = json.loads(state)["instances"] if state else []
     return found
+
+
+def test_a_role_that_is_started_again_has_the_configuration_of_the_first_start(graph: Serve) -> None:
+    """Whatever the file says by then."""
+    before = graph.file.read_text()
+    graph.file.write_text("Graph: {no-such-key: 1}\n")
+    try:
+        (victim,) = (each for each in _instances(graph) if each["role"] == "prefill")
+        ready = graph.text.count("prefill-0 is ready again")
+        os.kill(victim["pid"], signal.SIGKILL)
+        until(lambda: graph.text.count("prefill-0 is ready again") > ready, graph)
+        assert "no-such-key" not in graph.text
+    finally:
+        graph.file.write_text(before)
+
+
+def test_ctrl_c_while_it_starts(workers_only: Callable[..., Serve]) -> None:
+    """Also while an engine loads in a thread that nobody can stop."""
+    serve = workers_only()
+    _simulate(serve, "load-seconds: 60")
+    process = serve.start()
+    until(lambda: sum(map(_handles_signals, serve.processes())) == 2, serve)
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    assert process.wait(60) == 0, serve.text[-5000:]
+    assert time.monotonic() - started < 6  # 3 on a machine that has nothing else to do
+    assert serve.processes() == []
+
+
+def test_a_configuration_that_a_role_finds_wrong_ends_the_graph_at_once(
+    workers_only: Callable[..., Serve],
+) -> None:
+    serve = workers_only()
+    _simulate(serve, "no-such-key: 1")
+    assert serve.start().wait(60) == 2
+    assert "not started again, for its configuration is wrong" in serve.text
+    assert "sim: unknown key no_such_key" in serve.text
+    assert "Traceback" not in serve.text
+    assert "starts again" not in serve.text
+    assert serve.processes() == []
+
+
+def _simulate(serve: Serve, speeds: str) -> None:
+    text = serve.file.read_text()
+    serve.file.write_text(
+        text.replace("engine: sim", f"engine: sim\n  additional-config: {{sim: {{{speeds}}}}}", 1)
+    )
+
+
+def _handles_signals(process: psutil.Process) -> bool:
+    """Whether it is a role that runs: the handler for a dead supervisor is its last."""
+    try:
+        caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+        return process.cmdline()[3] in list(Role) and bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
+    except (OSError, IndexError, psutil.Error):
+        return False

@@ -1,78 +1,186 @@
-"""The supervisor's last will: a small process that ends what the supervisor left behind when it was killed.
+"""The supervisor's last will: a small process that stops the graph when the supervisor was killed.
 
-Runs as a script, with the standard library alone. Reads `+GROUP` and `-GROUP` (process groups) line by line
-from stdin. When stdin ends, the supervisor is gone: the groups still listed get SIGTERM, some seconds, and
-SIGKILL.
+Runs as a script, with the standard library alone. Reads `+GROUP WAVE` and `-GROUP` (process groups) line by line from
+stdin. When stdin ends, the supervisor is gone: the groups still listed are stopped as it would have done it, wave by
+wave, so that running requests can finish: SIGTERM, the patience of its wave, SIGKILL.
 """
 
+import asyncio
 import contextlib
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from types import TracebackType
 from typing import Self
 
-PATIENCE = float(os.environ.get("PDSERVE_GUARDIAN_PATIENCE", "10"))
+log = logging.getLogger(__name__)
+
+SERVERS = 99
+"""wave of the servers: after all roles"""
+SERVERS_PATIENCE = 5.0
+TRACKER_PATIENCE = 2.0
+"""seconds for multiprocessing's resource tracker to remove the shared memory of those that were killed"""
+_SHARED = re.compile(r" (/dev/shm/psm_\w+)$", re.MULTILINE)
 
 
 class Guardian:
-    """The supervisor's side."""
+    """The supervisor's side. `patience` are the seconds that each wave of roles gets to stop; `lock` is an open file
+    that the guardian holds as well, until nothing is left."""
+
+    def __init__(self, patience: float, lock: int | None = None) -> None:
+        self._patience = patience
+        self._lock = lock
+        self._groups: dict[int, int] = {}
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__], stdin=subprocess.PIPE, process_group=0
-        )
+        self._start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(OSError):
+            self._stdin.close()
         self._process.wait()
 
-    def watch(self, group: int) -> None:
-        self._tell(f"+{group}")
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def watch(self, group: int, wave: int = 0) -> None:
+        """From now on this process group does not outlive the supervisor; lower waves are stopped first."""
+        self._groups[group] = wave
+        self._tell(f"+{group} {wave}")
 
     def forget(self, group: int) -> None:
+        self._groups.pop(group, None)
         self._tell(f"-{group}")
 
-    def _tell(self, line: str) -> None:
+    async def keep(self) -> None:
+        """Start it again whenever it ends, for ever."""
+        from pdserve.supervisor.exits import exit_of
+
+        while True:
+            code = await exit_of(self._process)
+            log.warning("the guardian ended (%s), starts again", code)
+            self._start()
+            await asyncio.sleep(1)
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, str(self._patience)],
+            stdin=subprocess.PIPE,
+            process_group=0,
+            pass_fds=() if self._lock is None else (self._lock,),
+        )
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # killed by somebody: then the graph goes on without it
-            self._process.stdin.write(f"{line}\n".encode())
-            self._process.stdin.flush()
+        self._stdin = self._process.stdin
+        for group, wave in self._groups.items():
+            self._tell(f"+{group} {wave}")
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # killed by somebody: `keep` tells its successor everything
+            self._stdin.write(f"{line}\n".encode())
+            self._stdin.flush()
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
+    groups: dict[int, int] = {}
     for line in sys.stdin:
-        group = int(line[1:])
-        groups.add(group) if line[0] == "+" else groups.discard(group)
-    send(os.kill, groups, signal.SIGTERM)  # to the leaders: each stops those below it in its own order
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and any(alive(group) for group in groups):
+        group, _, wave = line[1:].partition(" ")
+        if line[0] == "+":
+            groups[int(group)] = int(wave)
+        else:
+            groups.pop(int(group), None)
+    for wave in sorted(set(groups.values())):
+        patience = SERVERS_PATIENCE if wave == SERVERS else float(sys.argv[1])
+        stop([group for group, of in groups.items() if of == wave], patience)
+
+
+def stop(groups: Collection[int], patience: float) -> None:
+    """SIGTERM to the leaders, each of which stops those below it in its own order; what is left of a group when its
+    leader is gone, or when the patience is at its end, is killed."""
+    send(groups, signal.SIGTERM)
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline and any(alive(leader) for leader in groups):
         time.sleep(0.05)
-    send(os.killpg, groups, signal.SIGKILL)
-
-
-def send(how: Callable[[int, int], None], groups: Iterable[int], number: int) -> None:
+    memory = {name for group in groups for name in shared_memory(members(group))}
     for group in groups:
+        send((pid for pid in members(group) if not is_tracker(pid)), signal.SIGKILL)
+    deadline = time.monotonic() + TRACKER_PATIENCE
+    while time.monotonic() < deadline and any(members(group) for group in groups):
+        time.sleep(0.05)
+    for group in groups:
+        send(members(group), signal.SIGKILL)
+    release(memory)
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            how(group, number)
+            os.kill(pid, number)
 
 
-def alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+# what /proc knows
+
+
+def alive(pid: int) -> bool:
+    """False for a zombie: in a container, process 1 may never wait for it."""
+    return _stat(pid)[0] not in "ZX"
+
+
+def members(group: int) -> list[int]:
+    """The live processes of a process group."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            state, group_of = _stat(int(name))
+            if group_of == group and state not in "ZX":
+                found.append(int(name))
+    return found
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State and process group; `X` for one that is not there."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+        state, _, group = stat.read().rpartition(")")[2].split()[:3]
+        return state, int(group)
+    return "X", 0
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether it is multiprocessing's resource tracker. It removes the shared memory of those that were killed, and
+    ends by itself when they are gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as command:
+        return b"resource_tracker" in command.read()
+    return False
+
+
+def shared_memory(pids: Iterable[int]) -> set[str]:
+    """Python's shared memory segments (`/dev/shm/psm_*`) that these processes have mapped."""
+    found: set[str] = set()
+    for pid in pids:
+        with (
+            contextlib.suppress(OSError),
+            open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps,
+        ):
+            found.update(_SHARED.findall(maps.read()))
+    return found
+
+
+def release(memory: Collection[str]) -> None:
+    """Remove those of these segments that are still there, though the processes that had them are gone."""
+    if left := {name for name in memory if os.path.exists(name)}:
+        for name in left - shared_memory(int(pid) for pid in os.listdir("/proc") if pid.isdecimal()):
+            with contextlib.suppress(OSError):
+                os.unlink(name)
 
 
 if __name__ == "__main__":

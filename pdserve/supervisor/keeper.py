@@ -15,13 +15,14 @@ from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
 from pdserve.supervisor.backoff import GiveUp, Life, Policy, decide, failed_starts
 from pdserve.supervisor.guardian import Guardian
-from pdserve.supervisor.process import Ended, Process
+from pdserve.supervisor.process import CONFIG_ERROR, Ended, Process
 from pdserve.supervisor.rollcall import Roll
 from pdserve.tasks import forever
 
 log = logging.getLogger(__name__)
 
-LOADING_PATIENCE = 5.0
+LOADING_PATIENCE = 2.0
+"""seconds for what has nothing to drain"""
 CAUSE_LIMIT = 300
 LIVES = 50
 """remembered for the back-off"""
@@ -36,6 +37,10 @@ class State(StrEnum):
 
 class GaveUp(PdserveError):
     """A job ended for good, and the graph with it; the text has the cause."""
+
+    def __init__(self, text: str, exit_code: int = 1) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
 
 
 class Watcher(ABC):
@@ -103,7 +108,7 @@ class Keeper:
 
     async def stop(self, patience: float) -> None:
         """SIGTERM, `patience` seconds to drain, then the end; returns when nothing of the job is left. One
-        that is still loading has nothing to drain and gets a few seconds only."""
+        that is still loading has nothing to drain and gets two seconds only."""
         self._stopping.set()
         if not self.ready.is_set():
             patience = min(patience, LOADING_PATIENCE)
@@ -131,7 +136,7 @@ class Keeper:
         except OSError as error:  # no memory for another process, too many of them, a full disk
             return Life(started, time.monotonic(), False, Ended(1, (f"it could not be started: {error}",)))
         self._process = process
-        self._guardian.watch(process.pid)
+        self._guardian.watch(process.pid, self.job.node.stops)
         watching = asyncio.create_task(forever(lambda: self._watch(process), "role watch", until_done=True))
         try:
             if self._stopping.is_set():
@@ -178,9 +183,8 @@ class Keeper:
         end, role_was_ready = self._lives[-1].end, self._watcher.was_ready(self.job.role)
         match decide(self._lives, self._policy, was_ready=self._was_ready, role_was_ready=role_was_ready):
             case GiveUp(reason):
-                raise GaveUp(
-                    f"{self.job.name} ended ({end}); not started again, for {reason}.{_last_lines(end)}"
-                )
+                text = f"{self.job.name} ended ({end}); not started again, for {reason}.{_last_lines(end)}"
+                raise GaveUp(text, CONFIG_ERROR if end.code == CONFIG_ERROR else 1)
             case decision:
                 log.error(
                     "%s ended (%s), starts again in %g s%s",

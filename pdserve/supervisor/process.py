@@ -20,6 +20,7 @@ from typing import Self
 
 from pdserve.graph import Job
 from pdserve.supervisor.exits import dies_with_parent, end_group, exit_of
+from pdserve.worker.lifecycle import SUPERVISOR_DIED
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             process_group=0,
-            preexec_fn=dies_with_parent(signal.SIGTERM),
+            # The guardian stops it then, when its turn has come; should that be gone too, the role ends by itself.
+            preexec_fn=dies_with_parent(SUPERVISOR_DIED),
         )
         return cls(job, process, on_line)
 

@@ -6,12 +6,13 @@ import os
 import resource
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from typing import Self
 
 from pdserve.config.plan import Plan
 from pdserve.config.schema import Config, Slot
 from pdserve.errors import ConfigError, RegistryUnavailable
-from pdserve.graph import SLOT_VARIABLE, Job, encode_slot, job
+from pdserve.graph import CONFIG_VARIABLE, SLOT_VARIABLE, Job, encode_config, encode_slot, job
 from pdserve.messages import Instance
 from pdserve.registry import connect
 from pdserve.registry.view import View
@@ -40,18 +41,20 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
     """Run the graph until it is told to stop; the exit code. Raises ConfigError before any role was
     started."""
     config = plan.config
-    if findings := [*plan.problems, *busy_ports(config, plan.slots)]:
-        raise ConfigError(findings)
-    with own_foreground(), state.only_one(config.state_dir), _output(config, fmt, verbose) as output:
+    if plan.problems:
+        raise ConfigError([*plan.problems])
+    with own_foreground(), _output(config, fmt, verbose) as output, state.only_one(config.state_dir) as lock:
+        if busy := busy_ports(config, plan.slots):
+            raise ConfigError(busy)
         _allow_many_files()
         adopt_orphans()
         for note in plan.notes:
             log.info("%s", note)
         try:
-            asyncio.run(_serve(config, plan.slots, output, Policy()))
+            asyncio.run(_serve(config, plan.slots, output, Policy(), lock))
         except GaveUp as cause:
             log.error("%s", cause)
-            return 1
+            return cause.exit_code
         except asyncio.CancelledError:
             log.info("stopped before anything was ready")
             return 0
@@ -59,13 +62,14 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
     return 0
 
 
-async def _serve(config: Config, slots: Sequence[Slot], output: Output, policy: Policy) -> None:
+async def _serve(config: Config, slots: Sequence[Slot], output: Output, policy: Policy, lock: int) -> None:
     task = asyncio.current_task()
     assert task is not None
+    patience = config.drain_timeout + AFTER_DRAIN
     async with AsyncExitStack() as stack:
         signals = stack.enter_context(_Signals(task.cancel))
-        guardian = stack.enter_context(Guardian())
-        servers = await stack.enter_async_context(needed_servers(config))
+        guardian = stack.enter_context(Guardian(patience, lock))
+        servers = await stack.enter_async_context(needed_servers(config, guardian))
         graph = _describe(config, {server.name: server.url for server in servers})
         roll = await _roll(stack, graph, config)
         state.write(config.state_dir, graph)
@@ -81,8 +85,8 @@ async def _serve(config: Config, slots: Sequence[Slot], output: Output, policy: 
                 output.plain(f"Try it:\n{curl(config)}\n")
 
         healthy = _healthy(config, graph)
-        beside = [keep(server, guardian, policy) for server in servers]
-        await supervision.run(healthy, show_ready, beside, config.drain_timeout + AFTER_DRAIN)
+        beside = [guardian.keep(), *(keep(server, policy) for server in servers)]
+        await supervision.run(healthy, show_ready, beside, patience)
 
 
 async def _healthy(config: Config, graph: state.Graph) -> AsyncIterator[str]:
@@ -118,6 +122,7 @@ def _job(slot: Slot, config: Config, graph: state.Graph, output: Output) -> Job:
         "PDSERVE_ETCD": graph.etcd,
         "PDSERVE_NATS": graph.nats,
         SLOT_VARIABLE: encode_slot(slot),
+        CONFIG_VARIABLE: encode_config(replace(config, nats=graph.nats, etcd=graph.etcd)),
         # One record per line, tracebacks included; the supervisor shows them as the user wants them.
         "PDSERVE_LOG_FORMAT": "json",
         "PDSERVE_LOG_LEVEL": os.environ.get("PDSERVE_LOG_LEVEL", "INFO"),

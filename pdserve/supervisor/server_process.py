@@ -16,6 +16,7 @@ from typing import ClassVar, Self
 from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
 from pdserve.supervisor.exits import dies_with_parent, exit_of
+from pdserve.supervisor.guardian import SERVERS, Guardian
 
 log = logging.getLogger(__name__)
 
@@ -27,18 +28,22 @@ class ServerProcess(ABC):
     """One server. `async with` starts and stops it; `restart` brings it back on the same port and data.
 
     Start it in the main thread: the kernel ends it when the thread that started it ends. With port 0 a free
-    one is chosen and kept. Starting raises ConfigError when it cannot: port taken (and by
+    one is chosen and kept. With a guardian it outlives its parent, until the guardian stops it: roles need it to
+    finish their requests. Starting raises ConfigError when it cannot: port taken (and by
     whom), data in use by another pdserve, or the last lines of its log.
     """
 
     name: ClassVar[str]
 
-    def __init__(self, state_dir: Path, port: int = 0, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, state_dir: Path, port: int = 0, host: str = "127.0.0.1", guardian: Guardian | None = None
+    ) -> None:
         self.state_dir = state_dir.expanduser().absolute()
         self.data_dir = self.state_dir / self.name
         self.log_path = self.state_dir / "logs" / f"{self.name}.log"
         self.host = host
         self.port = port
+        self._guardian = guardian
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -103,8 +108,10 @@ class ServerProcess(ABC):
                 pass_fds=(lock.fileno(),),
                 # not a session: that would be a scheduling group of its own on most hosts, and starve (FACTS)
                 process_group=0,
-                preexec_fn=dies_with_parent(signal.SIGKILL),
+                preexec_fn=None if self._guardian else dies_with_parent(signal.SIGKILL),
             )
+            if self._guardian:
+                self._guardian.watch(process.pid, SERVERS)
             with suppress(OSError):  # a full disk: it is only said for people
                 os.truncate(lock.fileno(), 0)
                 os.write(lock.fileno(), str(process.pid).encode())
@@ -143,10 +150,10 @@ class ServerProcess(ABC):
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL for one that does not end within a few seconds. Fine when it does not run."""
         process, self._process = self._process, None
-        if process is None or process.poll() is not None:
+        if process is None:
             return
-        process.terminate()
         try:
+            process.terminate()
             async with asyncio.timeout(STOP_WITHIN):
                 await exit_of(process)
         except TimeoutError:
@@ -155,6 +162,8 @@ class ServerProcess(ABC):
             if process.poll() is None:
                 process.kill()
             process.wait()
+            if self._guardian:
+                self._guardian.forget(process.pid)
 
     def kill(self) -> None:
         if self._process is not None:

@@ -25,25 +25,23 @@ LOOK_EVERY, ANSWER_WITHIN = 5.0, 5.0
 
 
 @asynccontextmanager
-async def needed_servers(config: Config) -> AsyncIterator[list[ServerProcess]]:
+async def needed_servers(config: Config, guardian: Guardian) -> AsyncIterator[list[ServerProcess]]:
     """Those that the configuration leaves to us, running; stopped in the opposite order, etcd before NATS."""
     async with AsyncExitStack() as stack:
         servers: list[ServerProcess] = []
         if config.nats is None:
-            servers.append(await stack.enter_async_context(EmbeddedNats(config.state_dir)))
+            servers.append(await stack.enter_async_context(EmbeddedNats(config.state_dir, guardian=guardian)))
         if config.etcd is None:
-            servers.append(await stack.enter_async_context(EmbeddedEtcd(config.state_dir)))
+            servers.append(await stack.enter_async_context(EmbeddedEtcd(config.state_dir, guardian=guardian)))
         yield servers
 
 
-async def keep(server: ServerProcess, guardian: Guardian, policy: Policy) -> None:
+async def keep(server: ServerProcess, policy: Policy) -> None:
     """Bring a server back, on the same port and data, whenever it ends or hangs; until cancelled. The graph goes on
     without it meanwhile, for as long as it takes."""
     lives: deque[Life] = deque(maxlen=LIVES)
     while True:
-        started, pid = time.monotonic(), server.pid
-        assert pid is not None
-        guardian.watch(pid)
+        started = time.monotonic()
         watching = asyncio.create_task(
             forever(lambda: _kill_if_it_hangs(server), "server watch", until_done=True)
         )
@@ -52,7 +50,6 @@ async def keep(server: ServerProcess, guardian: Guardian, policy: Policy) -> Non
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-        guardian.forget(pid)
         lives.append(Life(started, time.monotonic(), ready=True, end=Ended(code)))
         await _restart(server, lives, policy)
 

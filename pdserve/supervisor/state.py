@@ -2,7 +2,9 @@
 
 import contextlib
 import fcntl
+import logging
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -11,6 +13,9 @@ import msgspec
 import psutil
 
 from pdserve.errors import ConfigError
+from pdserve.supervisor.guardian import alive
+
+log = logging.getLogger(__name__)
 
 _LOCK, _RECORD = "lock", "graph.json"
 
@@ -30,25 +35,35 @@ class Graph(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def only_one(state_dir: Path) -> Iterator[None]:
-    """Hold the state directory. Raises ConfigError where another graph has it, or nothing can be made there. The lock
-    dies with the process."""
+def only_one(state_dir: Path) -> Iterator[int]:
+    """Hold the state directory; yields the lock's file descriptor. Raises ConfigError where another graph has it, or
+    nothing can be made there. The lock dies with the process and the guardian that it gives the descriptor to: where
+    that still stops a graph whose supervisor was killed, this waits for it."""
+    waiting = False
     with _open_lock(state_dir) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        while not _locked(lock):
             lock.seek(0)
-            raise ConfigError(
-                [
-                    f"Another graph runs on {state_dir} (pid {lock.read().strip() or 'unknown'}): stop it, "
-                    "or give this one a folder of its own (Graph: state-dir)."
-                ]
-            ) from None
+            holder = lock.read().strip()
+            if not holder.isdecimal() or alive(int(holder)):
+                raise ConfigError(
+                    [
+                        f"Another graph runs on {state_dir} (pid {holder or 'unknown'}): stop it, or give this one a "
+                        "folder of its own (Graph: state-dir)."
+                    ]
+                )
+            if not waiting:
+                log.warning(
+                    "waiting for the graph on %s to end: its supervisor (pid %s) was killed",
+                    state_dir,
+                    holder,
+                )
+            waiting = True
+            time.sleep(0.1)
         with contextlib.suppress(OSError):  # only said for people; the lock holds without it
             os.truncate(lock.fileno(), 0)
             os.write(lock.fileno(), str(os.getpid()).encode())
         try:
-            yield
+            yield lock.fileno()
         finally:
             (state_dir / _RECORD).unlink(missing_ok=True)
 
@@ -65,6 +80,14 @@ def _unusable(state_dir: Path, error: OSError) -> ConfigError:
     return ConfigError(
         [f"The state directory {state_dir} cannot be written: {error.strerror or error} (Graph: state-dir)."]
     )
+
+
+def _locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write(state_dir: Path, graph: Graph) -> None:

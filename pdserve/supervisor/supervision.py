@@ -9,7 +9,7 @@ from pdserve.graph import Job, stop_waves
 from pdserve.messages import Instance, Role
 from pdserve.supervisor.backoff import Policy
 from pdserve.supervisor.guardian import Guardian
-from pdserve.supervisor.keeper import GaveUp, Keeper, State, Watcher
+from pdserve.supervisor.keeper import LOADING_PATIENCE, GaveUp, Keeper, State, Watcher
 from pdserve.supervisor.output import Output
 from pdserve.supervisor.progress import Progress
 from pdserve.supervisor.rollcall import Roll
@@ -48,8 +48,11 @@ class Supervision(Watcher):
             keeping = [group.create_task(self._keep(each)) for each in self._keepers.values()]
             others = [group.create_task(each) for each in (*beside, self._report())]
             await self._stop.wait()
+            waves = stop_waves(self._jobs)
+            if not starting.done():  # nobody was told that the graph is there
+                waves, patience = [list(self._jobs)], LOADING_PATIENCE
             starting.cancel()
-            for wave in stop_waves(self._jobs):
+            for wave in waves:
                 await asyncio.gather(*(self._keepers[job.name].stop(patience) for job in wave))
             await asyncio.gather(*keeping)
             for task in others:

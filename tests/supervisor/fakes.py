@@ -86,7 +86,7 @@ class Graph:
         self.ready = asyncio.Event()
         self._jobs, self._policy, self._patience = jobs, policy, patience
         self.roll = Registered(self.pids, registered)
-        self._guardian = Guardian()
+        self._guardian = Guardian(patience)
 
     async def __aenter__(self) -> "Graph":
         self._guardian.__enter__()

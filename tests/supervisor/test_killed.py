@@ -1,11 +1,11 @@
 """The supervisor itself is killed: nothing that it started may be left."""
 
-import os
-import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import pytest
 
 from tests.conditions import until
 from tests.supervisor.fakes import alive
@@ -21,6 +21,7 @@ SUPERVISOR = """
         child = "import os, signal, time; signal.signal(15, signal.SIG_IGN)"
         child += "; print('up', os.getpid(), flush=True); time.sleep(600)"
         subprocess.Popen([sys.executable, "-c", child])
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, %s)
         print("up", os.getpid(), flush=True)
         time.sleep(600)
@@ -28,7 +29,7 @@ SUPERVISOR = """
 
     async def main():
         jobs = [fake(ROLE % "signal.SIG_DFL"), fake(ROLE % "signal.SIG_IGN", Role.PREFILL)]
-        async with Graph(Path(sys.argv[1]), *jobs) as graph:
+        async with Graph(Path(sys.argv[1]), *jobs, patience=0.5) as graph:
             graph.output.console.file = sys.stdout
             await asyncio.sleep(600)
 
@@ -36,20 +37,16 @@ SUPERVISOR = """
 """
 
 
-def start(log: Path) -> "subprocess.Popen[bytes]":
+def start(script: str, log: Path, *args: str) -> "subprocess.Popen[bytes]":
     with log.open("wb") as out:
-        return subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(SUPERVISOR), str(log.parent)],
-            stdout=out,
-            process_group=0,
-            env={**os.environ, "PDSERVE_GUARDIAN_PATIENCE": "0.5"},
-        )
+        command = [sys.executable, "-c", textwrap.dedent(script), *args]
+        return subprocess.Popen(command, stdout=out, process_group=0)
 
 
 async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
-    """One role dies with its parent and leaves a deaf child; the other is deaf itself."""
+    """One role ends when it is told to and leaves a deaf child; the other is deaf itself."""
     log = tmp_path / "log"
-    process = start(log)
+    process = start(SUPERVISOR, log, str(tmp_path))
 
     def pids() -> list[int]:
         lines = log.read_text().splitlines()
@@ -57,6 +54,53 @@ async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
 
     await until(lambda: len(pids()) == 4)
     assert all(map(alive, pids()))
-    os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     await until(lambda: not any(map(alive, pids())), within=10)
+
+
+WAVES = """
+    import asyncio, os, subprocess, sys, textwrap
+    from pdserve.supervisor.guardian import SERVERS, Guardian
+
+    ROLE = '''
+        import signal, sys, time
+        def stop(*_):
+            print("began", sys.argv[1], flush=True)
+            time.sleep(0.3)
+            print("ended", sys.argv[1], flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, stop)
+        print("up", sys.argv[1], flush=True)
+        time.sleep(600)
+    '''
+
+    async def main():
+        with Guardian(patience=30) as guardian:
+            for name, wave in (("server", SERVERS), ("prefill", 2), ("decode", 1), ("frontend", 0)):
+                role = subprocess.Popen([sys.executable, "-c", textwrap.dedent(ROLE), name], process_group=0)
+                guardian.watch(role.pid, wave)
+            keeping = asyncio.create_task(guardian.keep())
+            if "kill" in sys.argv:
+                first = guardian.pid
+                os.kill(first, 9)
+                while guardian.pid == first:
+                    await asyncio.sleep(0.01)
+            print("watched", flush=True)
+            await asyncio.sleep(600)
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("argument", ["", "kill"], ids=["", "the guardian was killed before"])
+async def test_the_graph_of_a_killed_supervisor_stops_in_waves(tmp_path: Path, argument: str) -> None:
+    log = tmp_path / "log"
+    process = start(WAVES, log, argument)
+    await until(lambda: log.read_text().count("up ") == 4 and "watched" in log.read_text(), within=20)
+    process.kill()
+    process.wait()
+    await until(lambda: log.read_text().count("ended") == 4, within=20)
+    said = [line for line in log.read_text().splitlines() if "up" not in line and line != "watched"]
+    order = ("frontend", "decode", "prefill", "server")
+    assert said == [f"{word} {name}" for name in order for word in ("began", "ended")]

@@ -27,10 +27,11 @@ async def test_one_that_ends_or_hangs_is_back_on_its_port(
 ) -> None:
     for name, seconds in {"HANGS_AFTER": 0.3, "LOOK_EVERY": 0.1, "ANSWER_WITHIN": 0.2}.items():
         monkeypatch.setattr(servers, name, seconds)
-    with Guardian() as guardian:
+    with Guardian(patience=1) as guardian:
+        server = type(server)(server.state_dir, guardian=guardian)
         async with server:
             port = server.port
-            keeping = asyncio.create_task(servers.keep(server, guardian, QUICK))
+            keeping = asyncio.create_task(servers.keep(server, QUICK))
             await kill(server)
             await until(lambda: "is back at" in caplog.text, within=20)
             first = server.pid

@@ -34,6 +34,19 @@ def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
         pass
 
 
+def test_waits_for_the_guardian_of_a_killed_graph(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It holds the lock as well, until nothing is left of that graph."""
+    holder = (
+        "import os, pathlib, subprocess, sys; from pdserve.supervisor import state\n"
+        "with state.only_one(pathlib.Path(sys.argv[1])) as lock:\n"
+        "    subprocess.Popen(['sleep', '1'], pass_fds=(lock,), stdout=subprocess.DEVNULL)\n"
+        "    os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", holder, str(tmp_path)], check=False).returncode == -9
+    with state.only_one(tmp_path):
+        assert "waiting for the graph on" in caplog.text
+
+
 def test_the_record_is_there_as_long_as_the_graph(tmp_path: Path) -> None:
     assert state.read(tmp_path) is None
     with state.only_one(tmp_path):
