@@ -7,6 +7,7 @@ import resource
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 from pdserve.config.plan import Plan
@@ -29,6 +30,7 @@ from pdserve.supervisor.output import Output
 from pdserve.supervisor.rollcall import RollCall
 from pdserve.supervisor.servers import keep, needed_servers
 from pdserve.supervisor.supervision import Supervision
+from pdserve.tasks import forever
 from pdserve.worker.lifecycle import STOPPERS
 
 log = logging.getLogger(__name__)
@@ -85,7 +87,10 @@ async def _serve(config: Config, slots: Sequence[Slot], output: Output, policy: 
                 output.plain(f"Try it:\n{curl(config)}\n")
 
         healthy = _healthy(config, graph)
-        beside = [guardian.keep(), *(keep(server, policy) for server in servers)]
+        beside = [
+            forever(guardian.keep, "guardian"),
+            *(forever(partial(keep, server, policy), server.name) for server in servers),
+        ]
         await supervision.run(healthy, show_ready, beside, patience)
 
 

@@ -13,6 +13,7 @@ from pdserve.supervisor.keeper import LOADING_PATIENCE, GaveUp, Keeper, State, W
 from pdserve.supervisor.output import Output
 from pdserve.supervisor.progress import Progress
 from pdserve.supervisor.rollcall import Roll
+from pdserve.tasks import forever
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Supervision(Watcher):
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(self._start(healthy, on_ready))
             keeping = [group.create_task(self._keep(each)) for each in self._keepers.values()]
-            others = [group.create_task(each) for each in (*beside, self._report())]
+            others = [group.create_task(each) for each in (*beside, forever(self._report, "slot records"))]
             await self._stop.wait()
             waves = stop_waves(self._jobs)
             if not starting.done():  # nobody was told that the graph is there
@@ -113,8 +114,11 @@ class Supervision(Watcher):
             await self._to_report.wait()
             self._to_report.clear()
             while self._unreported:
-                name = self._unreported.pop()
-                await self._roll.report(self._keepers[name].state_of_slot)
+                name = next(iter(self._unreported))
+                state = self._keepers[name].state_of_slot
+                await self._roll.report(state)
+                if state == self._keepers[name].state_of_slot:
+                    self._unreported.discard(name)
 
     async def _keep(self, keeper: Keeper) -> None:
         try:

@@ -55,7 +55,8 @@ async def run_until_signalled(process: Process, drain_timeout: float) -> None:
     ends it at once. Returns in all cases, though in the latter something may still run after `AT_ONCE`, in a thread
     that cannot be ended; what the role raises comes through."""
     life = asyncio.create_task(process.run())
-    over = asyncio.create_task(asyncio.wait([life]))
+    over = asyncio.Event()
+    life.add_done_callback(lambda _: over.set())
     told = False
 
     def stop(number: signal.Signals) -> None:
@@ -68,7 +69,7 @@ async def run_until_signalled(process: Process, drain_timeout: float) -> None:
         else:
             log.info("told again: ending at once" if again else "told to stop while starting: ending at once")
             life.cancel()
-            loop.call_later(AT_ONCE, over.cancel)
+            loop.call_later(AT_ONCE, over.set)
 
     def orphaned() -> None:
         log.error("the supervisor was killed; its guardian stops the graph")
@@ -79,7 +80,7 @@ async def run_until_signalled(process: Process, drain_timeout: float) -> None:
         loop.add_signal_handler(number, stop, number)
     loop.add_signal_handler(SUPERVISOR_DIED, orphaned)
     try:
-        await asyncio.wait([over])
+        await over.wait()
         if life.done() and not life.cancelled():
             life.result()
     finally:
