@@ -140,6 +140,8 @@ def test_status_of_an_empty_graph(etcd_url: str, namespace: str) -> None:
     [
         (["max-local-prefil-length=5"], "did you mean max-local-prefill-length?"),
         (["max-local-prefill-length=many"], "whole number"),
+        (["max-prefill-queue-size=2147483648"], "from 0 to 2147483647"),
+        (["max-prefill-queue-size=" + "9" * 5000], "from 0 to 2147483647"),
         (["router=random"], "round-robin"),
         (["router"], "not KEY=VALUE"),
     ],

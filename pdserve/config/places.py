@@ -9,12 +9,13 @@ from urllib.parse import SplitResult, urlsplit
 from pdserve.config.findings import Findings
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_NATS_SCHEMES = ("nats", "tls", "ws", "wss")
 
 
 def wrong_nats(url: str) -> str | None:
     parts = _split(url)
-    if parts is None or parts.scheme not in _NATS_SCHEMES or not parts.hostname or parts.path.strip("/"):
+    if parts is not None and parts.scheme in ("tls", "ws", "wss"):
+        return f"is {url!r}, but NATS is reached without TLS and WebSockets only, as in nats://10.0.0.5:4222."
+    if parts is None or parts.scheme != "nats" or not parts.hostname or parts.path.strip("/"):
         return f"is {url!r}, but must be a NATS URL, as in nats://10.0.0.5:4222."
     return None
 

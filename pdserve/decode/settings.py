@@ -15,6 +15,14 @@ _LIVE = {
 }
 
 
+MAX_THRESHOLD = 2**31 - 1
+"""tokens or requests"""
+
+
+def is_threshold(text: str) -> bool:
+    return text.isdecimal() and len(text) <= len(str(MAX_THRESHOLD)) and int(text) <= MAX_THRESHOLD
+
+
 class LiveSettings:
     def __init__(self, config: DecodeConfig) -> None:
         self._configured = self.current = Settings(
@@ -34,10 +42,12 @@ class LiveSettings:
         self._seen = relevant
         numbers: dict[str, int] = {}
         for key, text in relevant.items():
-            if text.strip().isdecimal():
+            if is_threshold(text.strip()):
                 numbers[_LIVE[key]] = int(text)
             else:
-                log.warning("setting %s=%s ignored: it takes a whole number from 0", key, text)
+                log.warning(
+                    "setting %s=%.40s ignored: it takes a whole number from 0 to %d", key, text, MAX_THRESHOLD
+                )
         self.current = replace(self._configured, **numbers)  # type: ignore[arg-type]
         log.info(
             "thresholds now: max-local-prefill-length %d, max-prefill-queue-size %d",

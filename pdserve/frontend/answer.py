@@ -3,7 +3,7 @@ is known where the request went, and whether it failed before anything was said.
 
 import msgspec
 
-from pdserve.frontend.asgi import Message, Send, error_body, respond_error, retry_seconds
+from pdserve.frontend.asgi import Message, Send, error_body, respond_error, retry_seconds, with_one_type
 from pdserve.processor.trace import Trace
 
 
@@ -42,12 +42,16 @@ class Answer:
         if self._must_replace(held):
             await self.fail()
             return
+        if held["status"] >= 400 and len(self._early) == 1 and not message.get("more_body", False):
+            held, self._early[0] = _one_type(held, message)
         await self._start(held)
         for early in self._early:
             await self._pass_on(early)
 
     async def _pass_on(self, message: Message) -> None:
         self._ended = not message.get("more_body", False)
+        if message.get("body", b"").startswith(b'data: {"error"'):
+            message = {**message, "body": with_one_type(message["body"])}
         await self._send(message)
 
     def _too_early(self, start: Message, message: Message) -> bool:
@@ -113,6 +117,13 @@ class Answer:
         if trace.instances:
             own[b"x-pdserve-instance"] = trace.instances
         return own
+
+
+def _one_type(start: Message, message: Message) -> tuple[Message, Message]:
+    body = with_one_type(message.get("body", b""), start["status"])
+    kept = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+    headers = [*kept, (b"content-length", str(len(body)).encode())]
+    return {**start, "headers": headers}, {**message, "body": body}
 
 
 def _is_stream(start: Message) -> bool:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from urllib.parse import parse_qs
 from weakref import WeakValueDictionary
 
 from pdserve.config.schema import FrontendConfig
@@ -15,7 +16,7 @@ from pdserve.errors import Overloaded
 from pdserve.frontend import routes
 from pdserve.frontend.answer import Answer
 from pdserve.frontend.asgi import Receive, Scope, Send, header, respond, respond_error, respond_json
-from pdserve.frontend.auth import ApiKeys
+from pdserve.frontend.auth import OPEN_PATHS, ApiKeys
 from pdserve.frontend.body import Body, ClientGone, Incoming, Intake, Refusal, Replay, look_into
 from pdserve.frontend.limits import deadline, max_body
 from pdserve.frontend.line import Ticket
@@ -109,22 +110,24 @@ class Edge:
                 raise Refusal(405, f"{path} takes POST")
             async with self._body(scope, incoming, trace) as raw:
                 await self._dispatch(look_into(raw), scope, incoming, answer, trace)
-        elif method in ("GET", "HEAD") and path in ("/health", "/version", "/metrics"):
+        elif (method in ("GET", "HEAD") and path in OPEN_PATHS) or (method, path) == ("POST", "/ping"):
             await self._own_page(path, answer)
         elif method == "GET" and (path == _MODELS or path.startswith(_MODELS + "/")):
             await self._models(path.removeprefix(_MODELS).removeprefix("/"), answer)
         elif routes.is_by_model(path):
-            query = re.search(rb"(?:^|&)model=([^&]+)", scope["query_string"])
-            name = query[1].decode("latin-1") if query else None
+            query = parse_qs(scope["query_string"].decode("latin-1"), errors="replace")
+            name = query.get("model", [None])[0]
             async with self._body(scope, incoming, trace) as raw:
                 await self._dispatch(Body(raw, name), scope, incoming, answer, trace)
         elif routes.is_left_out(path):
-            raise Refusal(501, f"{path} is not available on a separated graph")
+            raise Refusal(404, f"{path} is not available on a separated graph")
         else:
             raise Refusal(404, f"there is no {path}")
 
     async def _own_page(self, path: str, answer: Answer) -> None:
-        if path == "/version":
+        if path == "/load":
+            await respond_json(answer.own, 200, {"server_load": self._roster.load()})
+        elif path == "/version":
             await respond_json(answer.own, 200, versions())
         elif path == "/metrics":
             page = await self._metrics_page()

@@ -20,10 +20,13 @@ _TYPES = {
     408: "TimeoutError",
     413: "PayloadTooLargeError",
     429: "RateLimitError",
+    500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
     504: "TimeoutError",
 }
+
+_EVENT = b"data: "
 
 
 def header(scope: Scope, name: str) -> str | None:
@@ -58,6 +61,22 @@ async def respond_json(
     before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     await respond(send, status, msgspec.json.encode(content), "application/json", headers, before_end)
+
+
+def with_one_type(body: bytes, status: int = 0) -> bytes:
+    """An error of vLLM's app, whole or as an event of a stream, with the type that its status has everywhere: the app
+    calls a 504 once TimeoutError and once Gateway Timeout. Anything else stays as it is."""
+    mark = _EVENT if body.startswith(_EVENT) else b""
+    try:
+        fields = msgspec.json.decode(body.removeprefix(mark))
+        error = fields["error"]
+        kind = _TYPES.get(status or error["code"], error["type"])
+    except (msgspec.DecodeError, TypeError, KeyError):
+        return body
+    if error["type"] == kind:
+        return body
+    error["type"] = kind
+    return mark + msgspec.json.encode(fields) + (b"\n\n" if mark else b"")
 
 
 def error_body(path: str, status: int, message: str, param: str | None = None) -> dict[str, object]:

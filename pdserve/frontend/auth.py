@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pdserve.errors import ConfigError
 
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/version", "/metrics"})
 """for probes and scrapers, which have no key"""
 
 

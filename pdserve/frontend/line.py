@@ -136,6 +136,11 @@ class Line:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def requests(self) -> int:
+        """That wait for their first turn or are inside, without those that pass by."""
+        return sum(one.waiting for one in self._waiting) + sum(bool(one.client) for one in self._inside)
+
     def join(self, client: str, asks: Asks, trace: Trace) -> Ticket:
         """Raises Overloaded, and Refusal for what is too much even where nobody else is."""
         if asks.sequences > self.limits.max_outputs:

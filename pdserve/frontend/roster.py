@@ -147,6 +147,10 @@ class Roster:
         for serving in list(self._models.values()):
             await serving.settled.wait()
 
+    def load(self) -> int:
+        """Requests that need a decode worker and are not over, of this frontend."""
+        return sum(serving.line.requests for serving in self._models.values())
+
     def live(self) -> dict[str, int]:
         """Connected decode workers by model."""
         return {name: serving.live for name, serving in sorted(self._models.items())}

@@ -28,7 +28,7 @@ _ELSEWHERE = re.compile(
     r"/sleep|/wake_up|/is_sleeping|/(start|stop)_profile|/reset_.*|/collective_rpc|/server_info|/pause|/resume"
     r"|/is_paused|/scale_elastic_ep|/is_scaling_elastic_ep|/v1/(load|unload)_lora_adapter|/v1/embeddings|/v1/realtime"
     r"|/pooling|/classify|/score|/v1/score|(/v[12])?/rerank|/inference/v1/.*|.*/(de)?render|/v1/audio/.*"
-    r"|/kv_event_sources|/load|/v1/systemone|/ping|/invocations|/init_weight.*|/update_weights"
+    r"|/kv_event_sources|/v1/systemone|/invocations|/init_weight.*|/update_weights"
 )
 
 
@@ -51,5 +51,5 @@ def is_by_model(path: str) -> bool:
 
 
 def is_left_out(path: str) -> bool:
-    """vLLM has this route, and it makes no sense here: 501 and not 404."""
+    """vLLM has this route for some models, and it makes no sense here: 404 that says so."""
     return _ELSEWHERE.fullmatch(path) is not None

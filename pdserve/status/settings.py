@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from pdserve.config.findings import or_nearest
+from pdserve.decode.settings import MAX_THRESHOLD, is_threshold
 from pdserve.errors import ConfigError
 from pdserve.processor.router import POLICIES
 from pdserve.registry import connect, keys
@@ -29,8 +30,8 @@ def _problem(name: str, value: str | None) -> str | None:
         return None
     if name == "router" and value not in POLICIES:
         return f"router={value}: there are {', '.join(POLICIES)}."
-    if name != "router" and not value.isdecimal():
-        return f"{name}={value}: it takes a whole number from 0."
+    if name != "router" and not is_threshold(value):
+        return f"{name}={value[:40]}: it takes a whole number from 0 to {MAX_THRESHOLD}."
     return None
 
 

@@ -433,6 +433,11 @@ BAD = {
         "VllmWorker: {model: demo, tensor-parallel-size: 2, ServiceArgs: {resources: {gpu-ids: [0]}}}\n",
         "FILE:1: VllmWorker.ServiceArgs.resources.gpu-ids names 1 GPUs, but 1 x 2 ranks need 2: name 2.",
     ),
+    "NATS over TLS": (
+        GOOD + "Graph: {nats: 'tls://x:1'}\n",
+        "FILE:11: Graph.nats is 'tls://x:1', but NATS is reached without TLS and WebSockets only, as in "
+        "nats://10.0.0.5:4222.",
+    ),
     "bad NATS URL": (
         GOOD + "Graph: {nats: 'http://x:1'}\n",
         "FILE:11: Graph.nats is 'http://x:1', but must be a NATS URL, as in nats://10.0.0.5:4222.",

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from pdserve.config.schema import Limits
+from pdserve.frontend.auth import ApiKeys
 from pdserve.frontend.body import Intake
 from pdserve.frontend.limits import max_body
 from pdserve.messages import Failed
@@ -136,14 +137,14 @@ async def test_null_transfer_params_are_nothing(graph: Graph) -> None:
     ("method", "path", "status"),
     [
         ("GET", "/v1/chat/completions", 405),
-        ("POST", "/sleep", 501),
-        ("POST", "/start_profile", 501),
-        ("POST", "/v1/load_lora_adapter", 501),
-        ("POST", "/v1/embeddings", 501),
-        ("POST", "/scale_elastic_ep", 501),
-        ("POST", "/inference/v1/generate", 501),
-        ("POST", "/v1/chat/completions/render", 501),
-        ("GET", "/kv_event_sources", 501),
+        ("POST", "/sleep", 404),
+        ("POST", "/start_profile", 404),
+        ("POST", "/v1/load_lora_adapter", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("POST", "/scale_elastic_ep", 404),
+        ("POST", "/inference/v1/generate", 404),
+        ("POST", "/v1/chat/completions/render", 404),
+        ("GET", "/kv_event_sources", 404),
         ("GET", "/v1/chat", 404),
     ],
 )
@@ -152,6 +153,45 @@ async def test_routes_that_are_not_there(graph: Graph, method: str, path: str, s
         answer = await graph.http.request(method, path, json={})
     assert answer.status_code == status
     assert answer.json()["error"]["code"] == status
+
+
+async def test_pages_that_probes_ask_for(graph: Graph) -> None:
+    async with graph.worker(pace=None) as worker:
+        await until(lambda: bool(graph.roster.live().get("demo")))
+        for method in ("GET", "POST"):
+            assert (await graph.http.request(method, "/ping")).status_code == 200
+        assert (await graph.http.get("/load")).json() == {"server_load": 0}
+        running = asyncio.create_task(graph.http.post("/v1/completions", json=completion()))
+        await worker.until(lambda: worker.jobs)
+        assert (await graph.http.get("/load")).json() == {"server_load": 1}
+        await finish(worker)
+        await running
+
+
+async def test_the_model_of_a_query_is_decoded(graph: Graph) -> None:
+    async with graph.worker():
+        await until(lambda: bool(graph.roster.listed()))
+        found = await graph.http.get("/openapi.json?model=de%6Do")
+        missing = await graph.http.get("/openapi.json?a=b&model=a%2Fb+c")
+    assert found.status_code == 200
+    assert "'a/b c'" in missing.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_status_has_one_type(graph: Graph, stream: bool) -> None:
+    async with graph.worker() as worker:
+        worker.fail = Failed("", "no")
+        answer = await graph.http.post("/v1/completions", json=completion(stream=stream))
+        wrong = await graph.http.post("/v1/completions", json=completion(temperature=-1))
+    assert answer.json()["error"]["type"] == "InternalServerError"
+    assert wrong.json()["error"]["type"] == "BadRequestError"
+
+
+async def test_a_missing_key_is_told_which_scheme(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
+    monkeypatch.setattr(graph.edge, "_keys", ApiKeys(["secret"]))
+    answer = await graph.http.get("/v1/models")
+    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+    assert (await graph.http.get("/load")).status_code == 200
 
 
 async def test_disconnect_cancels_on_the_worker(graph: Graph) -> None:

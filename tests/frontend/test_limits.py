@@ -1,5 +1,6 @@
 import pytest
 
+from pdserve.frontend.asgi import with_one_type
 from pdserve.frontend.body import look_into
 from pdserve.frontend.limits import max_body, too_late
 
@@ -58,3 +59,26 @@ def test_max_body(tokens: int, passing: bool, expected: int) -> None:
 def test_what_a_body_asks_for(body: bytes, max_tokens: int | None, sequences: int) -> None:
     asks = look_into(body).asks
     assert (asks.prompt_tokens, asks.max_tokens, asks.sequences) == (len(body) // 4, max_tokens, sequences)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "expected"),
+    [
+        (
+            b'{"error":{"type":"Gateway Timeout","code":504}}',
+            504,
+            b'{"error":{"type":"TimeoutError","code":504}}',
+        ),
+        (
+            b'data: {"error":{"type":"Bad Request","code":400}}\n\n',
+            0,
+            b'data: {"error":{"type":"BadRequestError","code":400}}\n\n',
+        ),
+        (b'{"error":{"type":"Strange","code":418}}', 418, b'{"error":{"type":"Strange","code":418}}'),
+        (b'{"error":"text"}', 400, b'{"error":"text"}'),
+        (b'data: {"error" is no JSON', 0, b'data: {"error" is no JSON'),
+        (b"[1]", 500, b"[1]"),
+    ],
+)
+def test_types_of_errors(body: bytes, status: int, expected: bytes) -> None:
+    assert with_one_type(body, status) == expected
