@@ -7,6 +7,7 @@ PdserveError
 │   │   └── QueueFull               or it is, and takes no more
 │   ├── RegistryUnavailable     etcd is not connected: keep the last known topology
 │   └── PeerGone                the process at the other end of a stream is gone
+├── BadRequest              the client's request cannot be served as it is, and it would not help to repeat it; 400
 ├── Overloaded              a bound is reached; 429 with Retry-After
 ├── EngineDead              the engine core is gone; the worker process must exit
 └── ProtocolError           a peer sent something that does not fit its contract
@@ -58,6 +59,10 @@ class PeerGone(Unavailable):
 
     def __str__(self) -> str:
         return f"{self.peer} is gone"
+
+
+class BadRequest(PdserveError):
+    status = 400
 
 
 @dataclass

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 from weakref import WeakValueDictionary
 
 from pdserve.config.schema import FrontendConfig
-from pdserve.errors import Overloaded
+from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend import routes
 from pdserve.frontend.answer import Answer
 from pdserve.frontend.asgi import Receive, Scope, Send, header, respond, respond_error, respond_json
@@ -273,6 +273,8 @@ async def _finished(app: "asyncio.Task[None]", answer: Answer, trace: Trace) -> 
             await app
     except (Refusal, Overloaded):
         raise
+    except BadRequest as error:
+        raise Refusal(error.status, str(error)) from None
     except Exception:
         if trace.failure is None:
             logger.exception("the model's app failed")

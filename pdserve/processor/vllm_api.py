@@ -18,13 +18,13 @@ import msgspec
 import vllm.envs
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.exceptions import GracefulHTTPError, VLLMError
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError, VLLMValidationError
 from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParserManager
@@ -32,10 +32,14 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from pdserve.errors import BadRequest
+from pdserve.processor.grammar import deadly
 
 __all__ = [
     "AsyncLLM",
@@ -173,7 +177,7 @@ def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegi
     with _constructing:
         EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
         try:
-            return AsyncLLM(
+            engine = AsyncLLM(
                 config,
                 Executor.get_class(config),
                 log_stats=False,
@@ -183,6 +187,21 @@ def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegi
         finally:
             EngineCoreClient.make_async_mp_client = make
             unregister_vllm_metrics()
+    _refuse_deadly_grammars(engine.input_processor)
+    return engine
+
+
+def _refuse_deadly_grammars(inputs: InputProcessor) -> None:
+    """Where vLLM validates a request's parameters, all the forms in which a schema may come are one."""
+    validate = inputs._validate_params
+
+    def checked(params: object, *rest: Any) -> bool | None:
+        asked = params.structured_outputs if isinstance(params, SamplingParams) else None
+        if asked and (why := deadly(asked.json, asked.structural_tag)):
+            raise VLLMValidationError(why, parameter="structured_outputs")
+        return cast(bool | None, validate(params, *rest))
+
+    inputs._validate_params = checked
 
 
 def _config_without_engine(args: Namespace) -> VllmConfig:
@@ -235,9 +254,19 @@ def restart_output_handler(engine: AsyncLLM) -> None:
 
 async def make_app(engine: AsyncLLM, args: Namespace, tasks: Sequence[str]) -> ASGIApp:
     """vLLM's own app on this engine, without its middleware: cross-origin rules, metrics and the rest are
-    the edge's, and each layer costs time on every streamed chunk."""
+    the edge's, and each layer costs time on every streamed chunk. Raises BadRequest for what vLLM refuses only when
+    its answer has begun (a stream of /v1/responses)."""
     app = build_app(args, tuple(tasks), engine.model_config)
     app.user_middleware = []
     app.middleware_stack = FastAPI.build_middleware_stack(app)  # app's own is patched to add SageMaker's
     await init_app_state(engine, app.state, args, tuple(tasks))
-    return cast(ASGIApp, app)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except RuntimeError as error:  # starlette's, since its answer has begun
+            if isinstance(error.__cause__, VLLMClientError):
+                raise BadRequest(str(error.__cause__)) from error
+            raise
+
+    return answer

@@ -99,3 +99,33 @@ async def test_a_body_with_text_that_is_no_utf8(graph: Graph) -> None:
         raw = json.dumps(completion(cache_salt="\ud800"))
         answer = await graph.http.post("/v1/completions", content=raw)
     assert answer.status_code == 400
+
+
+async def test_a_stream_that_is_refused_when_it_has_begun_is_a_400(graph: Graph) -> None:
+    async with graph.worker():
+        body = {"model": "demo", "input": "hello", "stream": True, "stop_token_ids": [1 << 40]}
+        answer = await graph.http.post("/v1/responses", json=body)
+        assert answer.status_code == 400
+        assert "stop_token_ids" in answer.json()["error"]["message"]
+
+
+RANGE = {"type": "integer", "minimum": -(1 << 64), "maximum": -(1 << 64)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"structured_outputs": {"json": RANGE}},
+        {"structured_outputs": {"json": json.dumps({"items": {"anyOf": [RANGE]}})}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": RANGE}}},
+    ],
+)
+async def test_a_grammar_that_ends_its_compiler_is_not_compiled(
+    graph: Graph, changes: dict[str, Any]
+) -> None:
+    """Found by `benchmarks.fuzz`: llguidance ends the frontend with SIGSEGV."""
+    async with graph.worker() as worker:
+        answer = await graph.http.post("/v1/completions", json=completion(**changes))
+        assert answer.status_code == 400
+        assert "maximum must not be below" in answer.json()["error"]["message"]
+        assert not worker.seen

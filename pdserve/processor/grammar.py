@@ -1,0 +1,42 @@
+"""Grammars that would end the process which compiles them, found before vLLM looks at them. Pure."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+LOWEST = -9.2e18
+"""llguidance, which vLLM asks where xgrammar refuses a schema, ends the process (a recursion without end) for an
+integer range whose upper bound is next to the smallest of 64 bits; it clips what lies beyond"""
+_UPPER = ("maximum", "exclusiveMaximum")
+
+
+def deadly(*schemas: object) -> str:
+    """What is wrong with these JSON schemas (or structural tags, as objects or as their text), in words; empty where
+    nothing is."""
+    for schema in schemas:
+        for name, value in _bounds(_read(schema)):
+            if value < LOWEST:
+                return f"a JSON schema's {name} must not be below {LOWEST:g}"
+    return ""
+
+
+def _read(schema: object) -> object:
+    if isinstance(schema, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(schema)
+    return schema
+
+
+def _bounds(schema: object) -> Iterator[tuple[str, int | float]]:
+    """Upper bounds, wherever in it; without recursion, since it may be nested as deep as its sender likes."""
+    rest = [schema]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, Mapping):
+            rest += part.values()
+            for name in _UPPER:
+                value = part.get(name)
+                if isinstance(value, int | float):
+                    yield name, value
+        elif isinstance(part, list):
+            rest += part
