@@ -262,8 +262,8 @@ async def _graph(file: Path | None, folder: Path) -> AsyncIterator[Graph]:
     if file is None:
         file = folder / "sim.yaml"
         file.write_text(_SIM)
-    async with started(file, folder, 1, "", print) as graph:
-        yield graph
+    async with started(file, folder, 1, "", print) as found:
+        yield found.graph
 
 
 async def _main(args: argparse.Namespace) -> None:

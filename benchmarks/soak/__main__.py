@@ -66,8 +66,8 @@ class Report:
 
 
 async def soak(graph: Graph, warm: int, requests: int, lengths: tuple[int, int], seed: int) -> Report:
-    async with connect(graph.etcd, graph.namespace) as registry:
-        watch = Watch(registry)
+    async with connect(graph.etcd, graph.namespace) as registry, Watch() as watch:
+        await watch.move(graph)
         await watch.learn()
         warm_up = Load(graph.url, graph.model, lengths, seed)
         await warm_up.run(warm)
@@ -114,9 +114,9 @@ async def _main(args: argparse.Namespace, folder: Path) -> Report:
     if not args.real:
         file = folder / "sim.yaml"
         file.write_text(SIM)
-    async with started(file, folder, args.workers, "", lambda text: print(text, file=sys.stderr)) as graph:
+    async with started(file, folder, args.workers, "", lambda text: print(text, file=sys.stderr)) as found:
         return await soak(
-            graph, args.warm_up, args.requests, LENGTHS["real" if args.real else "sim"], args.seed
+            found.graph, args.warm_up, args.requests, LENGTHS["real" if args.real else "sim"], args.seed
         )
 
 

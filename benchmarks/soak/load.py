@@ -91,13 +91,13 @@ class Load:
 
     async def _early(self) -> int:
         """In whatever phase it is then: tokenizing, queued, being prefilled, on its way."""
-        connection = await _Connection.open(self._host, self._port, self._body(stream=True))
+        connection = await Connection.open(self._host, self._port, self._body(stream=True))
         await asyncio.sleep(self._dice.choice((0.0, 0.005, 0.02, 0.05, 0.1)) * self._dice.random())
         connection.leave()
         return 0
 
     async def _midway(self) -> int:
-        connection = await _Connection.open(self._host, self._port, self._body(stream=True, max_tokens=200))
+        connection = await Connection.open(self._host, self._port, self._body(stream=True, max_tokens=200))
         try:
             status = await connection.status()
             for _ in range(self._dice.randint(1, 12)):
@@ -107,7 +107,7 @@ class Load:
         return status
 
     async def _unread(self) -> int:
-        connection = await _Connection.open(self._host, self._port, self._body(stream=True, max_tokens=200))
+        connection = await Connection.open(self._host, self._port, self._body(stream=True, max_tokens=200))
         await asyncio.sleep(self._dice.random())
         connection.leave()
         return 0
@@ -152,24 +152,31 @@ class Load:
         }
 
     async def _ask(self, body: dict[str, object], headers: str = "") -> tuple[int, bytes]:
-        connection = await _Connection.open(self._host, self._port, body, headers)
+        connection = await Connection.open(self._host, self._port, body, headers)
         try:
             return await connection.status(), await connection.rest()
         finally:
             connection.leave()
 
 
-class _Connection:
+class Connection:
     """One request on a connection of its own."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def open(cls, host: str, port: int, body: dict[str, object], headers: str = "") -> "_Connection":
-        raw = json.dumps(body).encode()
+    async def open(
+        cls,
+        host: str,
+        port: int,
+        body: dict[str, object] | bytes,
+        headers: str = "",
+        path: str = "/v1/completions",
+    ) -> "Connection":
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n{headers}\r\n"
         )
         reader, writer = await asyncio.open_connection(host, port)

@@ -44,10 +44,13 @@ class Exchange:
 class Client:
     """Each request goes on a connection of its own, so that the frontends share them."""
 
-    def __init__(self, url: str, model: str, http: httpx.AsyncClient) -> None:
+    def __init__(
+        self, url: str, model: str, http: httpx.AsyncClient, headers: Mapping[str, str] | None = None
+    ) -> None:
         self._url = f"{url}/v1/completions"
         self._model = model
         self._http = http
+        self._headers = dict(headers or {})
 
     async def ask(self, exchange: Exchange, patience: float) -> None:
         """Never fails: what goes wrong is told by the exchange. A request that does not end within
@@ -75,7 +78,7 @@ class Client:
         options: dict[str, Any] = {
             "json": body,
             "extensions": {"trace": trace},
-            "headers": {"connection": "close", "x-request-id": exchange.request_id},
+            "headers": {**self._headers, "connection": "close", "x-request-id": exchange.request_id},
         }
         async with self._http.stream("POST", self._url, **options) as response:
             exchange.prefill = response.headers.get("x-pdserve-prefill", "")

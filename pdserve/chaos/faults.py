@@ -8,7 +8,6 @@ from pathlib import Path
 
 import psutil
 
-from pdserve.errors import ConfigError
 from pdserve.messages import Instance
 
 
@@ -81,7 +80,7 @@ _WHAT = {
     Kind.DRAIN: "SIGTERM, and back",
 }
 _EACH = (Target.PREFILL, Target.DECODE, Target.NATS, Target.ETCD, Target.FRONTEND)
-FAULTS = (
+FAULTS: tuple[Fault, ...] = (
     *(Fault(target, kind) for kind in (Kind.KILL, Kind.HANG, Kind.CUT) for target in _EACH),
     Fault(Target.NATS, Kind.LOSE),
     Fault(Target.ETCD, Kind.LOSE),
@@ -104,21 +103,6 @@ class Victim:
     name: str
     group: int
     """its process group, whose leader it is"""
-
-
-def choose(names: str, ours: bool = True) -> tuple[Fault, ...]:
-    """`decode-kill,nats`: faults by name, or all of a target or kind; empty for every one, but for the loss of
-    data that is not `ours`. Raises ConfigError."""
-    if not names:
-        return tuple(one for one in FAULTS if ours or one.kind is not Kind.LOSE)
-    chosen: list[Fault] = []
-    for name in (one.strip() for one in names.split(",")):
-        found = [each for each in FAULTS if name in (each.name, each.target, each.kind)]
-        if not found:
-            known = ", ".join(each.name for each in FAULTS)
-            raise ConfigError([f"--only: there is no fault {name}; there are: {known}."])
-        chosen += [each for each in found if each not in chosen]
-    return tuple(chosen)
 
 
 def find(

@@ -1,18 +1,22 @@
-"""The graph under test: the file's, with enough of everything, ports and servers of its own, in a folder that
-is thrown away."""
+"""The graph under test: one that runs already, or the file's, with enough of everything, ports and servers of its
+own, in a folder that is thrown away."""
 
 import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from pdserve.config.findings import Findings
 from pdserve.config.load import load
@@ -25,14 +29,21 @@ from pdserve.supervisor.exits import dies_with_parent, exit_of
 
 START_WITHIN = 900.0
 STOP_WITHIN = 90.0
+GRAPH_FILE = "graph.yaml"
+MODEL_LIMIT = 256 << 20
+DISK = 1 << 30
+"""bytes of a graph's own file system: etcd and JetStream want room before they write anything"""
 _SECTIONS = {"Frontend": "frontend", "VllmWorker": "decode", "PrefillWorker": "prefill"}
-SIM_SPEED = {"sim": {"step-seconds": 0.02, "prefill-rate": 5000}}
-"""of simulated engines whose file says nothing: requests last long enough to be caught in the middle"""
+SIM_SPEED = {"sim": {"step-seconds": 0.02, "prefill-rate": 5000, "lease": 12, "fatal-token": 1001}}
+"""of simulated engines whose file says nothing: requests last long enough to be caught in the middle, KV that nobody
+reads is free soon, and no prompt but poison has the fatal token"""
 
 
-def derive(file: Path, workers: int, port: int, kv_port: int, dtype: str = "") -> dict[str, Any]:
-    """The sections of the file, changed: at least `workers` of each role, NATS and etcd always the graph's own.
-    Raises ConfigError."""
+def derive(
+    file: Path, workers: int, port: int, kv_port: int, dtype: str = "", model: Path | None = None
+) -> dict[str, Any]:
+    """The sections of the file, changed: at least `workers` of each role, NATS and etcd always the graph's own, and
+    `model` instead of its model. Raises ConfigError."""
     config = load(file, {})
     tree = read_tree(file, Findings(file))
     sections: dict[str, Any] = {name: dict(entry.value or {}) for name, entry in tree.items()}  # type: ignore[call-overload]
@@ -40,7 +51,7 @@ def derive(file: Path, workers: int, port: int, kv_port: int, dtype: str = "") -
         raise ConfigError([f"{file} has no Frontend section: chaos asks as clients do."])
     for section in sections.values():
         if _take(section, "model") is not None:
-            section["model"] = config.model
+            section["model"] = str(model or config.model)
     graph = sections.setdefault("Graph", {})
     for key in ("nats", "etcd", "state-dir", "kv-port"):
         _take(graph, key)
@@ -99,31 +110,112 @@ def _is_free(host: str, port: int) -> bool:
     return False
 
 
+@dataclass
+class Running:
+    """A graph on this machine. One that somebody else started is taken as it is."""
+
+    graph: state.Graph
+    state_dir: Path
+
+    @property
+    def alive(self) -> bool:
+        """False once its supervisor is gone: nothing will be started again."""
+        try:
+            return bool(psutil.Process(self.graph.pid).status() != psutil.STATUS_ZOMBIE)
+        except psutil.Error:
+            return False
+
+
+@dataclass
+class Started(Running):
+    """One that this process started, in a folder of its own."""
+
+    folder: Path
+    process: "subprocess.Popen[bytes]"
+    say: Callable[[str], None]
+    model: Path | None = None
+    """a copy of its model's folder, which may be changed; None where it has none"""
+    disk: bool = False
+    """its state directory is a file system of its own, which may be filled"""
+    away: bool = False
+    """its supervisor was killed on purpose, and the next one is not ready"""
+
+    @property
+    def alive(self) -> bool:
+        return self.away or super().alive
+
+    async def again(self) -> None:
+        """Start it once more, after its supervisor has ended. Raises Unavailable."""
+        self.process = _spawn(self.folder)
+        await _until_ready(self.process, self.folder, self.say)
+        graph = state.read(self.state_dir)
+        assert graph is not None
+        self.graph, self.away = graph, False
+
+
 @asynccontextmanager
 async def started(
-    file: Path, folder: Path, workers: int, dtype: str, say: Callable[[str], None]
-) -> AsyncIterator[state.Graph]:
-    """A graph that serves; stopped as by Ctrl-C on leaving, and nothing of it is left. Raises ConfigError and
-    Unavailable with the end of its output where it does not come up."""
-    host = load(file, {}).host
-    sections = derive(file, workers, free_port(host), free_ports(host, 16 * workers), dtype)
-    graph_file = folder / "graph.yaml"
-    graph_file.write_text(json.dumps(sections, indent=2))  # JSON is YAML
-    process = _spawn(graph_file, folder)
+    file: Path,
+    folder: Path,
+    workers: int,
+    dtype: str,
+    say: Callable[[str], None],
+    *,
+    own_model: bool = False,
+    own_disk: bool = False,
+) -> AsyncIterator[Started]:
+    """A graph that serves; stopped as by Ctrl-C on leaving, and nothing of it is left. With `own_model` it gets a
+    copy of its model, with `own_disk` a small file system for its state, as far as that can be done. Raises ConfigError
+    and Unavailable with the end of its output where it does not come up."""
+    config = load(file, {})
+    model = _copied(Path(config.model), folder) if own_model else None
+    ports = free_port(config.host), free_ports(config.host, 16 * workers)
+    sections = derive(file, workers, *ports, dtype, model)
+    (folder / GRAPH_FILE).write_text(json.dumps(sections, indent=2))  # JSON is YAML
+    state_dir = folder / "state"
+    with small_disk(state_dir) if own_disk else nullcontext(False) as disk:
+        process = _spawn(folder)
+        nothing = state.Graph(process.pid, "", "", "", "", "")
+        found = Started(nothing, state_dir, folder, process, say, model, disk)
+        try:
+            await _until_ready(process, folder, say)
+            graph = state.read(state_dir)
+            assert graph is not None
+            found.graph = graph
+            yield found
+        finally:
+            await _stop(found.process)
+
+
+def _copied(model: Path, folder: Path) -> Path | None:
+    """None for a hub's model, and for one that is too large to be copied about."""
+    if not model.is_dir() or sum(each.stat().st_size for each in model.iterdir()) > MODEL_LIMIT:
+        return None
+    return Path(shutil.copytree(model, folder / "model"))
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """A file system in memory at `folder`, where this process may mount one. What was written there stays when
+    it is gone."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "pdserve-chaos", folder]).returncode:
+        yield False
+        return
     try:
-        await _until_ready(process, folder, say)
-        graph = state.read(folder / "state")
-        assert graph is not None
-        yield graph
+        yield True
     finally:
-        await _stop(process)
+        kept = folder.with_name("kept")
+        shutil.copytree(folder / "logs", kept, dirs_exist_ok=True)
+        subprocess.run(["umount", "--lazy", folder], check=True)
+        kept.rename(folder / "logs")
 
 
-def _spawn(graph_file: Path, folder: Path) -> "subprocess.Popen[bytes]":
+def _spawn(folder: Path) -> "subprocess.Popen[bytes]":
     with (folder / "serve.log").open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "pdserve", "serve", "-f", str(graph_file)],
-            env=_environment(os.environ, folder / "state"),
+            [sys.executable, "-m", "pdserve", "serve", "-f", str(folder / GRAPH_FILE)],
+            env=environment(os.environ, folder / "state"),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
@@ -132,7 +224,7 @@ def _spawn(graph_file: Path, folder: Path) -> "subprocess.Popen[bytes]":
         )
 
 
-def _environment(ours: Mapping[str, str], state_dir: Path) -> dict[str, str]:
+def environment(ours: Mapping[str, str], state_dir: Path) -> dict[str, str]:
     """Nobody else's servers are ever harmed. UCX over TCP: shared memory cannot be cut, and neither can the
     multipath TCP on which servers written in Go listen."""
     clean = {name: value for name, value in ours.items() if name not in ("PDSERVE_NATS", "PDSERVE_ETCD")}

@@ -1,7 +1,7 @@
 """Right answers of an engine that cannot be computed: its own, while nothing disturbs it."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count, cycle, islice
 
@@ -41,6 +41,15 @@ async def learn(client: Client, cases: Iterator[Case], patience: float) -> list[
             "alone: nothing can be compared. Run with --dtype float32."
         )
     return sure
+
+
+async def answers(
+    client: Client, pool: Sequence[Case], patience: float
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Of each prompt of the pool, asked now, under salts of their own. Raises Unavailable."""
+    return {
+        case.prompt: await _answer(client, replace(case, salt=f"c{case.salt}"), patience) for case in pool
+    }
 
 
 def again(pool: list[Case]) -> Iterator[Case]:

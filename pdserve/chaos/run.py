@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,14 +17,14 @@ from pdserve.chaos.client import Client
 from pdserve.chaos.cut import Cannot
 from pdserve.chaos.faults import Fault, Kind, Target, Victim, find
 from pdserve.chaos.inject import injected
+from pdserve.chaos.launch import Running
 from pdserve.chaos.load import Load
+from pdserve.chaos.scene import Options, Scenario, Scene
 from pdserve.chaos.score import Row, score
 from pdserve.chaos.watch import Watch, told
 from pdserve.config.load import load as load_config
 from pdserve.errors import Unavailable
 from pdserve.messages import Role
-from pdserve.registry import connect
-from pdserve.supervisor.state import Graph
 
 log = logging.getLogger(__name__)
 
@@ -43,28 +43,13 @@ MOST_TOLD = 8
 """requests of a row that get a line of their own; the scorecard's JSON has all"""
 
 
-@dataclass(frozen=True)
-class Options:
-    faults: Sequence[Fault]
-    seconds: float = 15.0
-    """of load for each fault, at least; it goes on until the graph has recovered"""
-    hold: float = 12.0
-    """seconds that a hang or a cut lasts: longer than a lease in etcd"""
-    concurrency: int = 8
-    patience: float = 60.0
-    """seconds after which a client says that its request hangs"""
-    recover_within: float = 180.0
-    seed: int = 1
-
-
 class Chaos:
-    """`rows` yields the scorecard line by line. The graph runs on this machine, on `state_dir`."""
+    """`rows` yields the scorecard line by line. The graph runs on this machine."""
 
-    def __init__(
-        self, graph: Graph, state_dir: Path, options: Options, watch: Watch, say: Callable[[str], None]
-    ) -> None:
-        self._graph = graph
-        self._state_dir = state_dir
+    def __init__(self, running: Running, options: Options, watch: Watch, say: Callable[[str], None]) -> None:
+        self._running = running
+        self._config = load_config(Path(running.graph.config))
+        self._pool: list[Case] = []
         self._options = options
         self._watch = watch
         self._say = say
@@ -74,29 +59,34 @@ class Chaos:
     async def rows(self) -> AsyncIterator[Row]:
         instances = await self._watch.learn()
         self._remote = any(one.role is Role.PREFILL for one in instances)
-        self._say(f"{self._graph.model} at {self._graph.url}: {told(self._watch.whole)}")
+        graph = self._running.graph
+        self._say(f"{graph.model} at {graph.url}: {told(self._watch.whole)}")
         cases = await self._cases(min(one.max_model_len for one in instances if one.max_model_len))
         yield await self._while_it_lives(self._stage(CALM, None, [], cases))
         for number, fault in enumerate(self._options.faults, 1):
             name = f"[{number}/{len(self._options.faults)}] {fault.name}"
             try:
-                stage = self._stage(name, fault, await self._find(fault), cases)
-                yield await self._while_it_lives(stage)
+                yield await self._while_it_lives(self._row(name, fault, cases))
             except (LookupError, Cannot) as reason:
                 self._say(f"{name}: skipped, {reason}")
                 yield Row(fault.name, skipped=str(reason))
 
+    async def _row(self, name: str, fault: Fault | Scenario, cases: Iterator[Case]) -> Row:
+        rounds = await self._find(fault) if isinstance(fault, Fault) else []
+        return await self._stage(name, fault, rounds, cases)
+
     async def _find(self, fault: Fault) -> list[list[Victim]]:
         self._turn += 1
         instances = await self._watch.instances()
-        return find(fault.target, self._turn, instances, self._graph.pid, self._state_dir)
+        graph = self._running.graph
+        return find(fault.target, self._turn, instances, graph.pid, self._running.state_dir)
 
     async def _while_it_lives(self, stage: Coroutine[None, None, Row]) -> Row:
         """Raises Unavailable once the graph's supervisor is gone: nobody will start anything again."""
         work = asyncio.create_task(stage)
         try:
             while not work.done():
-                if not _lives(self._graph.pid):
+                if not self._running.alive:
                     raise Unavailable("the graph has given up: its supervisor is gone")
                 await asyncio.wait({work}, timeout=1)
             return work.result()
@@ -107,40 +97,67 @@ class Chaos:
     # questions
 
     async def _cases(self, max_model_len: int) -> Iterator[Case]:
-        config = load_config(Path(self._graph.config))
-        cases = questions.endless(questions.shape(config, max_model_len), self._options.seed)
-        if model := questions.simulated(config):
+        cases = questions.endless(questions.shape(self._config, max_model_len), self._options.seed)
+        if model := questions.simulated(self._config):
             return (replace(case, expected=questions.computed(case, model)) for case in cases)
         self._say("asking the undisturbed graph for the right answers")
         async with reference.http() as http:
-            client = Client(self._graph.url, self._graph.model, http)
-            pool = await reference.learn(client, cases, self._options.patience)
-        self._say(f"{len(pool)} of {reference.POOL} prompts have one answer, and are used")
-        return reference.again(pool)
+            client = Client(self._running.graph.url, self._running.graph.model, http)
+            self._pool = await reference.learn(client, cases, self._options.patience)
+        self._say(f"{len(self._pool)} of {reference.POOL} prompts have one answer, and are used")
+        return reference.again(self._pool)
 
     # one fault
 
     async def _stage(
-        self, name: str, fault: Fault | None, rounds: Sequence[Sequence[Victim]], cases: Iterator[Case]
+        self,
+        name: str,
+        fault: Fault | Scenario | None,
+        rounds: Sequence[Sequence[Victim]],
+        cases: Iterator[Case],
     ) -> Row:
-        options = self._options
-        patience = options.recover_within if fault == NOBODY_LEFT else options.patience
+        options, graph = self._options, self._running.graph
+        patience = options.recover_within if _is_patient(fault) else options.patience
+        headers = fault.headers if isinstance(fault, Scenario) else None
         started = time.monotonic()
         recovered: float | None = 0.0
-        async with Load(self._graph.url, self._graph.model, cases, options.concurrency, patience) as load:
+        amiss: list[str] = []
+        async with Load(graph.url, graph.model, cases, options.concurrency, patience, headers) as load:
             await self._until_warm(load)
             began = time.monotonic()
-            if fault:
+            if isinstance(fault, Scenario):
+                recovered = await self._play(name, fault, load, amiss)
+            elif fault:
                 recovered = await self._harm(name, fault, rounds, load)
             await asyncio.sleep(max(0.0, started + options.seconds - time.monotonic()))
         self._say(f"{name}: {len(load.done)} requests; waiting until every KV block is free")
         left = await self._watch.leftovers(SETTLE_AFTER_DEATH if fault and fault.kills_decode else SETTLE)
-        victims = " ".join(one.name for each in rounds for one in each)
         plain = fault.name if fault else CALM
-        row = score(plain, victims, load.seen(plain, began), recovered, left)
+        victims = " ".join(one.name for each in rounds for one in each) or (plain if fault else "")
+        row = score(plain, victims, load.seen(plain, began), recovered, left, amiss)
         for trouble in _troubles(row):
             self._say(f"{name}: {trouble}")
         return row
+
+    async def _play(self, name: str, scenario: Scenario, load: Load, amiss: list[str]) -> float | None:
+        gone: set[str] = set()
+
+        def say(text: str) -> None:
+            self._say(f"{name}: {text}")
+
+        scene = Scene(
+            self._running,
+            self._config,
+            self._watch,
+            load,
+            self._options,
+            say,
+            recovery=lambda: self._recovery(name, gone, load),
+            gone=gone,
+            amiss=amiss,
+            pool=self._pool,
+        )
+        return await scenario.play(scene)
 
     async def _until_warm(self, load: Load) -> None:
         """All clients are at it, and KV crosses."""
@@ -166,7 +183,7 @@ class Chaos:
             self._say(f"{name}: {hit}, {load.in_flight} requests in flight")
             if fault == KILLED_FRONTEND:
                 load.frontend_dies(await self._ports_of_others(victims))
-            async with injected(fault.kind, victims, self._graph.pid, self._state_dir):
+            async with injected(fault.kind, victims, self._running.graph.pid, self._running.state_dir):
                 if fault.kind.lasts:
                     await asyncio.sleep(self._options.hold)
                 else:
@@ -199,26 +216,24 @@ class Chaos:
         return {end.raddr.port for one in others for end in one.net_connections("tcp") if end.raddr}
 
 
-def _lives(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
+def _is_patient(fault: Fault | Scenario | None) -> bool:
+    return fault.patient if isinstance(fault, Scenario) else fault == NOBODY_LEFT
 
 
 def _troubles(row: Row) -> Iterator[str]:
-    """One line for each request that went amiss, up to some, and one for each instance that leaks."""
+    """One line for each request that went amiss, up to some, one for each instance that leaks, and what else
+    there was."""
     yield from map(str, row.traces[:MOST_TOLD])
     if (more := len(row.traces) - MOST_TOLD) > 0:
         yield f"and {more} more: {'; '.join(row.errors)}"
     for one, held in row.held.items():
         yield f"{one} still holds {held} blocks"
+    yield from row.amiss
 
 
 @asynccontextmanager
-async def chaos(
-    graph: Graph, state_dir: Path, options: Options, say: Callable[[str], None]
-) -> AsyncIterator[Chaos]:
+async def chaos(running: Running, options: Options, say: Callable[[str], None]) -> AsyncIterator[Chaos]:
     """Raises RegistryUnavailable."""
-    async with connect(graph.etcd, graph.namespace) as registry:
-        yield Chaos(graph, state_dir, options, Watch(registry), say)
+    async with Watch() as watch:
+        await watch.move(running.graph)
+        yield Chaos(running, options, watch, say)

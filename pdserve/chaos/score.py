@@ -53,14 +53,23 @@ class Row:
     """the leaked blocks by instance"""
     traces: tuple[Trace, ...] = ()
     """of every request that failed, hung or was answered wrongly"""
+    amiss: tuple[str, ...] = ()
+    """what went wrong besides, a sentence each"""
 
     @property
     def good(self) -> bool:
-        dropped = self.failed or self.hung or self.wrong or self.leaked or self.queued
+        dropped = self.failed or self.hung or self.wrong or self.leaked or self.queued or self.amiss
         return bool(self.skipped) or (not dropped and self.requests > 0 and self.recovered is not None)
 
 
-def score(fault: str, victim: str, seen: Sequence[Seen], recovered: float | None, left: Leftovers) -> Row:
+def score(
+    fault: str,
+    victim: str,
+    seen: Sequence[Seen],
+    recovered: float | None,
+    left: Leftovers,
+    amiss: Sequence[str] = (),
+) -> Row:
     counts = Counter(one.result for one in seen)
     traces = tuple(one.trace for one in seen if one.trace)
     slowest = max(seen, key=lambda one: one.pause or 0.0, default=None)
@@ -82,6 +91,7 @@ def score(fault: str, victim: str, seen: Sequence[Seen], recovered: float | None
         errors=tuple(f"{count} x {text}" for text, count in errors.most_common(5)),
         held=left.blocks,
         traces=traces,
+        amiss=tuple(amiss),
     )
 
 

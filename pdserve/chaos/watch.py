@@ -5,12 +5,15 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AsyncExitStack
+from typing import Self
 
 from pdserve.chaos.score import Leftovers
 from pdserve.errors import RegistryUnavailable
 from pdserve.messages import Instance, decode_instance
-from pdserve.registry import keys
+from pdserve.registry import connect, keys
 from pdserve.registry.base import Registry
+from pdserve.supervisor.state import Graph
 
 log = logging.getLogger(__name__)
 
@@ -21,15 +24,27 @@ TELL_EVERY = 15.0
 class Watch:
     """Asks the server each time: a picture that an outage has frozen would say that nothing is amiss."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self) -> None:
+        self.registry: Registry
         self.whole: Mapping[str, int] = {}
         """how many of each role make the graph complete"""
+        self._connection = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._connection.aclose()
+
+    async def move(self, graph: Graph) -> None:
+        """To the etcd of this graph, first of all and where it has another one. Raises RegistryUnavailable."""
+        await self._connection.aclose()
+        self.registry = await self._connection.enter_async_context(connect(graph.etcd, graph.namespace))
 
     async def instances(self) -> list[Instance]:
         """Empty while etcd does not answer."""
         try:
-            found = await self._registry.read(keys.INSTANCES)
+            found = await self.registry.read(keys.INSTANCES)
         except RegistryUnavailable as error:
             log.debug("%s", error)
             return []

@@ -14,9 +14,9 @@ from pdserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from pdserve.chaos.run import Options
+    from pdserve.chaos.launch import Running
+    from pdserve.chaos.scene import Options
     from pdserve.chaos.score import Row
-    from pdserve.supervisor.state import Graph
 
 _TEXT = """\
 Break a graph on purpose, under load, one fault after the other: {prefill, decode, nats, etcd, frontend} x
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
     import shutil
     import tempfile
 
-    from pdserve.chaos.faults import FAULTS, choose
-    from pdserve.chaos.run import Options
+    from pdserve.chaos.catalog import FAULTS, choose
+    from pdserve.chaos.scene import Options
     from pdserve.chaos.score import passed
 
     if args.list:
@@ -136,8 +136,8 @@ def _fill(rows: "list[Row]", args: argparse.Namespace, options: "Options", folde
 
         for number in STOPPERS:
             asyncio.get_running_loop().add_signal_handler(number, stop)
-        async with _graph(args, folder) as (graph, state_dir):
-            await _exercise(rows, graph, state_dir, options)
+        async with _graph(args, folder, {fault.name for fault in options.faults}) as running:
+            await _exercise(rows, running, options)
 
     try:
         asyncio.run(work())
@@ -146,35 +146,40 @@ def _fill(rows: "list[Row]", args: argparse.Namespace, options: "Options", folde
 
 
 @asynccontextmanager
-async def _graph(args: argparse.Namespace, folder: Path) -> "AsyncIterator[tuple[Graph, Path]]":
+async def _graph(args: argparse.Namespace, folder: Path, faults: set[str]) -> "AsyncIterator[Running]":
     from pdserve.chaos.launch import started
 
     if args.state_dir:
-        yield _running(args), args.state_dir.expanduser()
+        yield _running(args)
         return
     _say(f"starting the graph of {args.file}; its logs: {folder}/state/logs")
-    async with started(args.file, folder, args.workers, args.dtype, _say) as graph:
-        yield graph, folder / "state"
+    own = {"own_model": "mixed-weights" in faults, "own_disk": "disk-full" in faults}
+    async with started(args.file, folder, args.workers, args.dtype, _say, **own) as running:
+        yield running
 
 
-async def _exercise(rows: "list[Row]", graph: "Graph", state_dir: Path, options: "Options") -> None:
+async def _exercise(rows: "list[Row]", running: "Running", options: "Options") -> None:
     from pdserve.chaos.run import chaos
 
-    async with chaos(graph, state_dir, options, _say) as exercise:
+    async with chaos(running, options, _say) as exercise:
         async for row in exercise.rows():
             rows.append(row)
             _say(line(row))
 
 
-def _running(args: argparse.Namespace) -> "Graph":
+def _running(args: argparse.Namespace) -> "Running":
     import msgspec
 
+    from pdserve.chaos.launch import Running
     from pdserve.supervisor import state
 
-    graph = state.read(args.state_dir.expanduser())
+    state_dir = args.state_dir.expanduser()
+    graph = state.read(state_dir)
     if graph is None:
         raise ConfigError([f"No graph runs on {args.state_dir}."])
-    return msgspec.structs.replace(graph, url=args.url.rstrip("/")) if args.url else graph
+    if args.url:
+        graph = msgspec.structs.replace(graph, url=args.url.rstrip("/"))
+    return Running(graph, state_dir)
 
 
 def _say(text: str) -> None:

@@ -69,6 +69,7 @@ def verdict(rows: "list[Row]", complete: bool) -> str:
     """A line or some in words; what was skipped, with the reason."""
     faults = [row for row in rows if row.victim]
     lines = [f"{row.fault} skipped: {row.skipped}" for row in rows if row.skipped]
+    lines += [f"{row.fault}: {sentence}" for row in rows for sentence in row.amiss]
     bad = [row.fault for row in rows if not row.good]
     asked = f"{len(faults)} faults, {sum(row.requests for row in rows)} requests"
     if bad:

@@ -161,7 +161,6 @@ class Keeper:
         """See it become ready, and kill it when it hangs. Draining is none of this: who stops a process sees to its
         end."""
         self.instance = await self._roll.until(process.pid)
-        process.note_memory()
         self._was_ready = True
         self.ready.set()
         self.settled.set()

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Self
 
 from pdserve.config.plan import Plan
@@ -76,8 +75,7 @@ async def _serve(config: Config, slots: Sequence[Slot], output: Output, policy: 
         graph = _describe(config, {server.name: server.url for server in servers})
         roll = await _roll(stack, graph, config)
         state.write(config.state_dir, graph)
-        sockets = stack.enter_context(state.socket_folder(config.state_dir))
-        jobs = [_job(slot, config, graph, sockets) for slot in slots]
+        jobs = [_job(slot, config, graph, output) for slot in slots]
         supervision = Supervision(jobs, roll, output, guardian, policy)
         signals.act = supervision.stop
 
@@ -124,7 +122,7 @@ def _describe(config: Config, embedded: Mapping[str, str]) -> state.Graph:
     )
 
 
-def _job(slot: Slot, config: Config, graph: state.Graph, sockets: Path) -> Job:
+def _job(slot: Slot, config: Config, graph: state.Graph, output: Output) -> Job:
     env = {
         "PDSERVE_ETCD": graph.etcd,
         "PDSERVE_NATS": graph.nats,
@@ -134,7 +132,6 @@ def _job(slot: Slot, config: Config, graph: state.Graph, sockets: Path) -> Job:
         "PDSERVE_LOG_FORMAT": "json",
         "PDSERVE_LOG_LEVEL": os.environ.get("PDSERVE_LOG_LEVEL", "INFO"),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
-        "VLLM_RPC_BASE_PATH": str(sockets),
         "PYTHONUNBUFFERED": "1",
     }
     return job(slot, config.path, env)

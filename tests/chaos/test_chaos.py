@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.chaos.faults import FAULTS
+from pdserve.chaos.catalog import FAULTS
 from tests.chaos.command import Run
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 YAML = """
-Common: {model: demo, block-size: 32, max-model-len: 4096, num-gpu-blocks-override: 600}
+Common: {model: demo, block-size: 32, max-model-len: 4096, num-gpu-blocks-override: 3000}
 Graph: {drain-timeout: 5}
-Frontend: {served_model_name: demo}
+Frontend: {served_model_name: demo, write-timeout: %s}
 VllmWorker:
   engine: sim
   remote-prefill: true
@@ -27,21 +27,35 @@ PrefillWorker:
   engine: sim
   common-configs: [model, block-size, max-model-len, num-gpu-blocks-override]
 """
-SHARES = ("kill,lose,drain,nats-cut,etcd-cut", "hang,prefill-cut,decode-cut,frontend-cut")
-"""of two graphs that are broken side by side, because each row is mostly waiting"""
+SHARES = (
+    (4, "kill,clock,garbage,nats-cut,etcd-cut"),
+    (4, "prefill-hang,decode-hang,nats-hang,etcd-hang,lose,drain,all-prefill-hang,poison,unread,disk"),
+    (30, "frontend-hang,prefill-cut,decode-cut,frontend-cut,start,serve"),
+)
+"""of graphs that are broken side by side, because each row is mostly waiting: `write-timeout`, to be longer than
+a frontend is away, and the faults"""
+AWAITED = {"mixed-weights"}
+"""what the graph does not bear yet"""
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "sim.yaml"
-    path.write_text(YAML)
+    return _file(tmp_path, 30)
+
+
+def _file(folder: Path, write_timeout: int) -> Path:
+    path = folder / f"sim-{write_timeout}.yaml"
+    path.write_text(YAML % write_timeout)
     return path
 
 
-def test_whatever_breaks_nothing_is_dropped(file: Path, chaos: Callable[..., Run]) -> None:
-    runs = [chaos(file, "--only", share, "--seconds", "3", "--hold", "11") for share in SHARES]
+def test_whatever_breaks_nothing_is_dropped(tmp_path: Path, chaos: Callable[..., Run]) -> None:
+    runs = [
+        chaos(_file(tmp_path, write_timeout), "--only", share, "--seconds", "3", "--hold", "11")
+        for write_timeout, share in SHARES
+    ]
     rows = [row for run in runs for row in run.good()]
-    assert sorted(row["fault"] for row in rows) == sorted(fault.name for fault in FAULTS)
+    assert sorted(row["fault"] for row in rows) == sorted({fault.name for fault in FAULTS} - AWAITED)
 
 
 def test_told_to_stop_in_the_middle_it_leaves_nothing(file: Path, chaos: Callable[..., Run]) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.chaos.faults import FAULTS, Target, Victim, choose, find
+from pdserve.chaos.catalog import FAULTS, choose
+from pdserve.chaos.faults import Target, Victim, find
 from pdserve.errors import ConfigError
 from pdserve.messages import Instance, Role
 
@@ -32,6 +33,8 @@ def test_every_target_by_every_kind() -> None:
         ("nats", ["nats-kill", "nats-hang", "nats-cut", "nats-lose"]),
         ("nats-hang,nats", ["nats-hang", "nats-kill", "nats-cut", "nats-lose"]),
         ("drain", ["rolling", "frontend-drain"]),
+        ("clock", ["clock-prefill", "clock-decode", "clock-frontend"]),
+        ("garbage,start-kill", ["garbage", "start-kill"]),
         ("cut", ["prefill-cut", "decode-cut", "nats-cut", "etcd-cut", "frontend-cut"]),
         ("", [fault.name for fault in FAULTS]),
     ],

@@ -12,8 +12,8 @@ from pdserve.errors import ConfigError
 ROOT = Path(__file__).parent.parent.parent
 
 
-def _loaded(file: Path, folder: Path, **changes: str) -> "tuple[dict[str, object], Path]":
-    sections = derive(file, 2, 8123, 20100, **changes)
+def _loaded(file: Path, folder: Path, dtype: str = "") -> "tuple[dict[str, object], Path]":
+    sections = derive(file, 2, 8123, 20100, dtype)
     written = folder / "derived.yaml"
     written.write_text(json.dumps(sections))
     return sections, written

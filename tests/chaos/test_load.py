@@ -105,3 +105,27 @@ async def test_connections_of_a_killed_frontend_are_counted_apart() -> None:
     late.started, late.ended = killed_at + 10, killed_at + 11
     count = Counter(one.result for one in load.seen("frontend-kill", killed_at))
     assert count == {Result.FAILED: 2, Result.APART: len(load.done) - 2}
+
+
+@pytest.mark.parametrize(
+    ("other", "result"),
+    [((7, 8, 9), Result.OK), ((7, 9, 9), Result.OK), ((7, 9, 8), Result.WRONG), ((), Result.WRONG)],
+    ids=["the same", "all the other's", "a mixture", "no other"],
+)
+async def test_a_second_right_answer_is_right_as_a_whole(other: tuple[int, ...], result: Result) -> None:
+    kind = "right" if other == ANSWER else "wrong"  # which says 7, 9, 9
+    async with _server(kind) as url, Load(url, "demo", _cases(True), 1, 5) as load:
+        load.also_right = {(1, 2): other}
+        await load.until(lambda one: True)
+    assert {one.result for one in load.seen("mixed-weights", 0.0)} == {result}
+
+
+async def test_nobody_asks_while_it_is_paused() -> None:
+    async with _server("right") as url, Load(url, "demo", _cases(True), 2, 5) as load:
+        await load.until(lambda one: True)
+        load.pause()
+        await load.idle()
+        before = len(load.done)
+        assert load.in_flight == 0
+        load.resume()
+        await load.until(lambda one: True, before + 1)

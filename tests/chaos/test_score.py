@@ -82,6 +82,7 @@ GOOD = Row("etcd-kill", "etcd", requests=10, recovered=1.0)
         (replace(GOOD, leaked=1), False),
         (replace(GOOD, queued=1), False),
         (replace(GOOD, recovered=None), False),
+        (replace(GOOD, amiss=("2 processes outlived serve",)), False),
         (replace(GOOD, requests=0), False),  # nothing was tested
         (Row("prefill-cut", skipped="needs root"), True),
     ],

@@ -41,8 +41,8 @@ def test_blocks_that_were_held_before_are_leaked_too() -> None:
 async def test_a_graph_is_where_it_was_after_requests_that_ended_in_every_way(tmp_path: Path) -> None:
     file = tmp_path / "sim.yaml"
     file.write_text(SIM)
-    async with started(file, tmp_path, 1, "", print) as graph:
-        report = await soak(graph, 150, 600, LENGTHS["sim"], seed=7)
+    async with started(file, tmp_path, 1, "", print) as found:
+        report = await soak(found.graph, 150, 600, LENGTHS["sim"], seed=7)
     assert report.problems == []
     assert sum(report.load.done.values()) == 600
     for kind in Kind:

@@ -7,7 +7,7 @@ lives for one TCP connection, and a new one is made when the server is gone or d
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Self, TypeVar
@@ -232,3 +232,15 @@ async def _on_error(error: Exception) -> None:
         log.debug("nats: %s", error)
     else:
         log.error("a message of NATS could not be handled", exc_info=error)
+
+
+async def publish_once(url: str, subject: str, payloads: Iterable[bytes]) -> None:
+    """On a connection of its own, whatever the payloads are. Raises what nats-py does."""
+    client = Client()
+    await open_client(client, url)
+    try:
+        for payload in payloads:
+            await client.publish(subject, payload)
+        await client.flush()
+    finally:
+        await discard(client)

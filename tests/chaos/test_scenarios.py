@@ -1,0 +1,82 @@
+"""The pieces of scenarios that can be tried without a graph."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import zmq
+
+from pdserve.chaos.disk import full
+from pdserve.chaos.garbage import _to_port, payloads
+from pdserve.chaos.launch import small_disk
+from pdserve.chaos.scene import Scenario, _series, total
+from pdserve.chaos.weights import _other_weights, turned
+from tests.conditions import until
+
+MODEL = Path(__file__).parent.parent.parent / "pdserve/demo/model"
+
+
+def test_garbage_reaches_a_zeromq_peer_as_messages() -> None:
+    """A listener that decodes what it gets would meet each payload, alone, after an empty frame, and among others."""
+    everything = payloads(1)
+    found: list[list[bytes]] = []
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        sender = threading.Thread(target=_to_port, args=("127.0.0.1", port, everything))
+        sender.start()
+        while sender.is_alive() or router.poll(500):
+            if router.poll(100):
+                found.append(router.recv_multipart()[1:])
+    for payload in everything:
+        assert [payload] in found
+        assert [b"", payload] in found
+        assert [payload, payload, b"", payload] in found
+
+
+async def test_a_full_disk_has_no_room_for_a_byte_and_then_has(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    with small_disk(folder) as mounted:
+        if not mounted:
+            pytest.skip("this process may not mount a file system")
+        logs = folder / "logs"
+        logs.mkdir()
+        log = logs / "decode-0.log"
+        log.write_text("before\n")
+
+        def is_full() -> bool:
+            try:
+                (folder / "more").write_bytes(bytes(8192))
+            except OSError:
+                return True
+            return False
+
+        async with full(folder):
+            await until(is_full, 20)
+        await until(lambda: not is_full(), 20)
+        log.write_text("after\n")
+    assert log.read_text() == "after\n", "logs are kept when the file system is gone"
+
+
+def test_other_weights_are_a_model_of_the_same_shape_and_go_again(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    first = (MODEL / "model.safetensors").read_bytes()
+    file.write_bytes(first)
+    with _other_weights(tmp_path):
+        other = file.read_bytes()
+        assert len(other) == len(first)
+        assert other != first
+        start = 8 + int.from_bytes(first[:8], "little")
+        assert json.loads(other[8:start]) == json.loads(first[8:start])
+    assert file.read_bytes() == first == turned(other)
+
+
+def test_metrics_are_summed_over_labels() -> None:
+    page = _series('# HELP x\nx_total{a="1"} 2.0\nx_total{a="2"} 3.0\nx_total_more 7.0\nx 1.0\n')
+    assert total(page, "x_total") == 5.0
+
+
+def test_scenarios_are_told() -> None:
+    from pdserve.chaos.catalog import SCENARIOS
+
+    assert all(isinstance(each, Scenario) and each.told for each in SCENARIOS)
