@@ -94,6 +94,7 @@ def test_nobody_leaves_the_session() -> None:
 
 AWAITED_TASKS = {
     "chaos/cut.py": 1,
+    "chaos/disk.py": 1,
     "chaos/load.py": 1,
     "chaos/run.py": 1,
     "engine/vllm_process.py": 1,
