@@ -65,6 +65,8 @@ class Instance(Struct, frozen=True):
     max_concurrency: float = 0.0
     """how many requests of max_model_len tokens fit the KV cache at once"""
     vllm_version: str = ""
+    fingerprint: str = ""
+    """of its model's files and of the arguments that change KV; workers of different ones never meet"""
     clock_skew: float | None = None
     """seconds that its clock is ahead of the NATS server's; None where it could not be measured. Nothing depends on
     it, but logs of different hosts can be compared only where it is small"""
@@ -122,7 +124,16 @@ class ModelCard(Struct, frozen=True):
     """name of the archive with config, tokenizer and chat template in NATS' object store; empty: not uploaded"""
     supported_tasks: list[str] = msgspec.field(default_factory=lambda: ["generate"])
     created: int = 0
-    """Unix seconds"""
+    """Unix seconds, for people"""
+    fingerprint: str = ""
+    """as in the worker's Instance"""
+    generation: int = 0
+    """Counts up with each change of what is served under this name: the highest is the newest, whatever the clocks of
+    the workers say"""
+
+    def alike(self, other: "ModelCard") -> bool:
+        """Whether a frontend that serves this one serves the other as well."""
+        return msgspec.structs.replace(self, created=other.created, generation=other.generation) == other
 
 
 # ── decode worker, from a frontend ────────────────────────────────────────────────────────────────────────────────
@@ -270,6 +281,8 @@ class KvHandle(Struct, frozen=True):
     """prompt tokens whose KV is in the blocks"""
     block_size: int
     tp_size: int = 1
+    fingerprint: str = ""
+    """of what the prefill worker has loaded"""
     lease: float = 30.0
     """seconds that the blocks are kept, counted from `computed_at`"""
     computed_at: float = -math.inf

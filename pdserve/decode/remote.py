@@ -94,8 +94,11 @@ class RemotePrefill:
         return worker in self._avoided
 
     def _registered(self) -> list[Instance]:
-        """The model's prefill workers, also draining ones. Those of other models share only the registry."""
-        return self._view.instances(Role.PREFILL, self._model)
+        """The prefill workers of the same model and fingerprint, also draining ones. All others share only the
+        registry."""
+        ours = self._engine.facts.fingerprint
+        there = self._view.instances(Role.PREFILL, self._model)
+        return [worker for worker in there if worker.fingerprint == ours]
 
     def peers(self) -> list[Instance]:
         """The model's prefill workers, also draining ones and those that are not ready yet."""
@@ -160,7 +163,8 @@ class RemotePrefill:
 
     async def _check(self, handle: KvHandle, prompt_tokens: int) -> KvHandle:
         try:
-            check_handle(handle, prompt_tokens, self._engine.facts.block_size)
+            facts = self._engine.facts
+            check_handle(handle, prompt_tokens, facts.block_size, facts.fingerprint)
         except ProtocolError as error:
             await self._engine.reject(handle)
             raise NoHandle("expired" if expired(handle) else "invalid", str(error)) from error

@@ -79,7 +79,9 @@ class DecodeWorker:
     async def run(self) -> None:
         """Returns after `stop` and the drain; raises EngineDead when the engine is gone."""
         async with AsyncExitStack() as stack:
-            for seam in (self._engine, self._stream, self._queue, self._registry, self.view):
+            await stack.enter_async_context(self._engine)
+            self._queue.bind(self._engine.facts.fingerprint)
+            for seam in (self._stream, self._queue, self._registry, self.view):
                 await stack.enter_async_context(seam)
             log_memory(self._config, self._slot, self._engine.facts)
             await self_test(self._engine, Role.DECODE)
@@ -105,7 +107,8 @@ class DecodeWorker:
         await self._archive.make()
         facts = self._engine.facts
         instance = describe(self._config, self._slot, self.id, facts, self._stream.address, self._metrics_url)
-        card = model_card(self._config, facts, self._archive.name)
+        others = [card for _, card in self.view.cards().get(self._config.served_model_name, [])]
+        card = model_card(self._config, facts, self._archive.name, others)
         return Presence(self._registry, instance, card, self._load, lambda: self._queue.clock_skew)
 
     async def _announce(self) -> None:

@@ -25,6 +25,8 @@ class EngineFacts:
     """requests of max_model_len tokens that fit the KV cache at once"""
     vllm_version: str
     supported_tasks: list[str]
+    fingerprint: str = ""
+    """of what it loaded (`engine/fingerprint.py`); KV of another one means nothing to it"""
     weight_bytes: int = 0
     """of the rank that has most; 0 here and below: the engine does not tell"""
     consumed_bytes: int = 0

@@ -10,10 +10,13 @@ LEASE_MARGIN = 5.0
 """seconds before the end of its lease at which a handle counts as expired: the way to the pull, and the pull itself"""
 
 
-def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int) -> None:
+def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int, fingerprint: str) -> None:
     """Raises ProtocolError with the reason. One KV cache group only: hybrid models do not come here."""
     if handle.block_size != block_size:
         raise ProtocolError(f"KV blocks of {handle.block_size} tokens do not fit blocks of {block_size}")
+    if handle.fingerprint != fingerprint:
+        theirs, ours = handle.fingerprint or "an unknown model", fingerprint or "an unknown model"
+        raise ProtocolError(f"KV of other weights or settings: of {theirs}, not {ours}")
     if not handle.engine_id or not handle.request_id or not handle.host:
         raise ProtocolError("a KV handle without engine, request or host")
     if handle.num_tokens != prompt_tokens:

@@ -13,6 +13,7 @@ import psutil
 
 from pdserve.engine import vllm_api as api
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
+from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.handles import check_handle
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm_cache import CacheMirror
@@ -48,6 +49,7 @@ SILENCE = 0.5
 class VllmEngine(Engine):
     def __init__(self, spec: EngineSpec) -> None:
         self._process = VllmProcess(spec)
+        self._fingerprint = Fingerprint(spec.model, spec.engine_args, api.VERSION)
         self._cache = CacheMirror()
         self._tickets = Tickets()
         self._usage = EngineUsage()
@@ -59,6 +61,7 @@ class VllmEngine(Engine):
     async def __aenter__(self) -> Self:
         await self._cache.__aenter__()
         try:
+            await self._fingerprint.before()
             await self._process.start(self._cache.endpoint)
             self._cache.follow(self._process.config)
             self._stats = api.PrometheusStatLogger(self._process.config)
@@ -90,6 +93,7 @@ class VllmEngine(Engine):
             max_concurrency=cache.kv_cache_max_concurrency or 0.0,
             vllm_version=api.VERSION,
             supported_tasks=list(await self._ask(self._alive.get_supported_tasks_async())),
+            fingerprint=await self._fingerprint.after(),
             weight_bytes=max(weights for weights, _, _ in ranks),
             consumed_bytes=max(consumed for _, consumed, _ in ranks),
             peak_bytes=max(peak for _, _, peak in ranks),
@@ -101,7 +105,7 @@ class VllmEngine(Engine):
         self, request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None
     ) -> None:
         if kv is not None:
-            check_handle(kv, len(prompt), self.facts.block_size)
+            check_handle(kv, len(prompt), self.facts.block_size, self.facts.fingerprint)
         request = to_generate(request_id, prompt, body, kv)
         self._check_length(len(prompt))
         self._tickets.add(Ticket(request_id, prompt, body))
@@ -245,7 +249,7 @@ class VllmEngine(Engine):
 
     def _handle(self, params: dict[str, Any], prompt_tokens: int) -> KvHandle | None:
         """The lease began when the engine finished the prompt, which may be a while ago where this process hung."""
-        return handle_of(params, prompt_tokens, self.facts.block_size, LEASE, self._timestamp)
+        return handle_of(params, prompt_tokens, self.facts, LEASE, self._timestamp)
 
     async def _take_stats(self, stats: api.SchedulerStats | None) -> Mapping[str, Any]:
         """What the KV connectors of all ranks have to tell; mostly nothing."""

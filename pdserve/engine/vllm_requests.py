@@ -6,6 +6,7 @@ import msgspec
 
 from pdserve import clock
 from pdserve.engine import vllm_api as api
+from pdserve.engine.base import EngineFacts
 from pdserve.engine.handles import safe_until
 from pdserve.errors import ProtocolError
 from pdserve.messages import KvHandle
@@ -134,7 +135,7 @@ def pull_params(kv: KvHandle) -> dict[str, Any]:
 
 
 def handle_of(
-    params: dict[str, Any], prompt_tokens: int, block_size: int, lease: float, computed_at: float
+    params: dict[str, Any], prompt_tokens: int, facts: EngineFacts, lease: float, computed_at: float
 ) -> KvHandle | None:
     """The handle in a finished prefill's parameters; None where they are no such thing. `computed_at` is monotonic."""
     try:
@@ -145,7 +146,8 @@ def handle_of(
             port=params["remote_port"],
             block_ids=[list(group) for group in params["remote_block_ids"]],
             num_tokens=prompt_tokens,
-            block_size=block_size,
+            block_size=facts.block_size,
+            fingerprint=facts.fingerprint,
             tp_size=params["tp_size"],
             lease=lease,
             computed_at=computed_at,

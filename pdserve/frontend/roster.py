@@ -10,8 +10,6 @@ from functools import cache
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Self
 
-import msgspec
-
 from pdserve.config.schema import Limits
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.frontend.body import Refusal
@@ -85,6 +83,10 @@ class Roster:
         """the model of our own configuration: before its first worker is there it is not unknown but
         starting"""
         self._models: dict[str, Serving] = {}
+        self._retiring: set[Serving] = set()
+        """their requests finish, and migrate, on workers of the same fingerprint"""
+        self._mixed: dict[str, set[str]] = {}
+        """models whose workers have loaded different things, and which"""
         self._tasks = Owner()
         self._building = asyncio.Lock()
 
@@ -178,14 +180,34 @@ class Roster:
             self._miss(name)
         for name, card in cards.items():
             self._serve(name, card)
-        for name, serving in self._models.items():
-            self._tell(name, serving)
+        for name, all_cards in self._view.cards().items():
+            self._look_for_mixed(name, all_cards)
+        for serving in [*self._models.values(), *self._retiring]:
+            self._tell(serving)
         for role in Role:
             INSTANCES.labels(role.value).set(len(self._view.instances(role)))
 
+    def _look_for_mixed(self, name: str, cards: list[tuple[str, ModelCard]]) -> None:
+        there, before = {card.fingerprint for _, card in cards}, self._mixed.get(name)
+        if len(there) < 2:
+            self._mixed.pop(name, None)
+        elif there != before:
+            self._mixed[name] = there
+            newest = _newest(cards).fingerprint
+            others = ", ".join(
+                f"{instance} ({card.fingerprint})" for instance, card in cards if card.fingerprint != newest
+            )
+            logger.warning(
+                "%s: its workers have loaded different weights or settings; new requests go only to those of %s, "
+                "not to %s",
+                name,
+                newest,
+                others,
+            )
+
     def _serve(self, name: str, card: ModelCard) -> None:
         serving = self._models.get(name)
-        if serving is not None and _same(serving.card, card):
+        if serving is not None and serving.card.alike(card):
             serving.present = True
             if serving.removal is not None:
                 serving.removal.cancel()
@@ -213,12 +235,15 @@ class Roster:
         if serving.removal is not None:
             serving.removal.cancel()
         serving.retired.set()
+        self._retiring.add(serving)
 
-    def _tell(self, name: str, serving: Serving) -> None:
+    def _tell(self, serving: Serving) -> None:
         if serving.processor is None:
             return
         frontends = len(self._view.instances(Role.FRONTEND))
-        serving.processor.update(self._view.instances(Role.DECODE, name), max(1, frontends))
+        workers = self._view.instances(Role.DECODE, serving.card.name)
+        ours = [worker for worker in workers if worker.fingerprint == serving.card.fingerprint]
+        serving.processor.update(ours, max(1, frontends))
         policy = self._view.settings().get("router", self._around.router)
         if policy in POLICIES:
             serving.processor.route_by(policy)
@@ -229,21 +254,24 @@ class Roster:
     async def _hold(self, serving: Serving) -> None:
         """Build its processor and keep it until the model is retired and idle."""
         name = serving.card.name
-        while not serving.retired.is_set():
-            try:
-                await self._hold_once(serving)
-            except (ConfigError, Unavailable) as error:
-                serving.problem = str(error)
-            except Exception as error:
-                logger.exception("%s: building its processor failed", name)
-                serving.problem = f"internal error: {error}"
-            if serving.retired.is_set():
-                return
-            logger.error("%s is not served: %s", name, serving.problem)
-            serving.settled.set()
-            serving.line.advance()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(serving.retired.wait(), RETRY)
+        try:
+            while not serving.retired.is_set():
+                try:
+                    await self._hold_once(serving)
+                except (ConfigError, Unavailable) as error:
+                    serving.problem = str(error)
+                except Exception as error:
+                    logger.exception("%s: building its processor failed", name)
+                    serving.problem = f"internal error: {error}"
+                if serving.retired.is_set():
+                    return
+                logger.error("%s is not served: %s", name, serving.problem)
+                serving.settled.set()
+                serving.line.advance()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(serving.retired.wait(), RETRY)
+        finally:
+            self._retiring.discard(serving)
 
     async def _hold_once(self, serving: Serving) -> None:
         name = serving.card.name
@@ -255,7 +283,7 @@ class Roster:
         try:
             serving.processor, serving.problem = processor, ""
             serving.settled.set()
-            self._tell(name, serving)
+            self._tell(serving)
             logger.info("%s is being served, up to %d tokens", name, serving.card.max_model_len)
             await serving.retired.wait()
             with suppress(TimeoutError):
@@ -283,9 +311,6 @@ def _import() -> ModuleType:
 
 
 def _newest(cards: list[tuple[str, ModelCard]]) -> ModelCard:
-    return max((card for _, card in cards), key=lambda card: card.created)
-
-
-def _same(one: ModelCard, other: ModelCard) -> bool:
-    """Whether a processor of the one serves the other as well."""
-    return msgspec.structs.replace(one, created=0) == msgspec.structs.replace(other, created=0)
+    return max(
+        (card for _, card in cards), key=lambda card: (card.generation, card.created, card.fingerprint)
+    )

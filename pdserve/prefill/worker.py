@@ -89,7 +89,9 @@ class PrefillWorker:
 
     async def run(self) -> None:
         async with AsyncExitStack() as stack:
-            for seam in (self._engine, self._queue, self._registry, self._view):
+            await stack.enter_async_context(self._engine)
+            self._queue.bind(self._engine.facts.fingerprint)
+            for seam in (self._queue, self._registry, self._view):
                 await stack.enter_async_context(seam)
             log_memory(self._config, self._slot, self._engine.facts)
             await self_test(self._engine, Role.PREFILL)

@@ -10,6 +10,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from pdserve.decode.archive import archive_name, pack_model
 from pdserve.errors import Unavailable
 from pdserve.messages import ModelCard
 from pdserve.queue.base import BlobStore
@@ -21,9 +22,10 @@ MAX_ARCHIVE = 1 << 30
 
 
 async def model_folder(card: ModelCard, blobs: BlobStore, state_dir: Path) -> str:
-    """A folder with config, tokenizer and chat template, or the hub id. Raises Unavailable where there is
-    neither."""
-    if not card.model.startswith("/") or await asyncio.to_thread(Path(card.model).is_dir):
+    """A folder with config, tokenizer and chat template as the worker has loaded them, or the hub id. Raises
+    Unavailable where there is neither. What lies at that path on this host may be another model by now, or by chance:
+    then it is the archive that counts."""
+    if not card.model.startswith("/") or await asyncio.to_thread(_in_place, card):
         return card.model
     if not card.blob:
         raise Unavailable(f"{card.model} is not on this host, and its worker uploaded no archive of it")
@@ -32,6 +34,11 @@ async def model_folder(card: ModelCard, blobs: BlobStore, state_dir: Path) -> st
     except KeyError:
         raise Unavailable(f"{card.model} is not on this host, and its archive {card.blob} is gone") from None
     return str(await asyncio.to_thread(unpack, archive, state_dir / "models"))
+
+
+def _in_place(card: ModelCard) -> bool:
+    folder = Path(card.model)
+    return folder.is_dir() and (not card.blob or archive_name(pack_model(folder)) == card.blob)
 
 
 def unpack(archive: bytes, folder: Path) -> Path:

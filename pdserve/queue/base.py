@@ -59,8 +59,14 @@ class Unqueued(Delivery):
 
 
 class PrefillQueue(ABC):
-    """One process's side of one model's queue. Every method raises QueueUnavailable while the server is away;
+    """One process's side of one model's queue, or of that of its workers that have loaded the same (`bind`). Every
+    method raises QueueUnavailable while the server is away;
     iterators stay open and go on when it is back. Reconnecting is the queue's own business."""
+
+    @abstractmethod
+    def bind(self, fingerprint: str) -> None:
+        """Before entering: from here on it is the queue of the workers of this fingerprint. Others never see what is
+        in it."""
 
     @abstractmethod
     async def __aenter__(self) -> Self:

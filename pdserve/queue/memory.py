@@ -127,10 +127,14 @@ class MemoryDelivery(Delivery):
 class MemoryQueue(PrefillQueue):
     def __init__(self, broker: MemoryBroker, namespace: str = "pdserve", model: str = "model") -> None:
         self._broker = broker
+        self._namespace, self._model = namespace, model
         self._line = broker.line(namespace, model)
         self._cancelled = Cancelled()
         self._cancels: asyncio.Queue[Any] | None = None
         self._listening: list[tuple[str, asyncio.Queue[Any]]] = []
+
+    def bind(self, fingerprint: str) -> None:
+        self._line = self._broker.line(self._namespace, f"{self._model}+{fingerprint}")
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,6 +1,7 @@
 """The state of a graph, for people and for machines."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Container, Sequence
 from typing import Any
 
 import msgspec
@@ -72,15 +73,27 @@ def _instances(instances: Sequence[Instance]) -> Table:
     for heading in ("running", "waiting", "KV used", "KV tokens"):
         table.add_column(heading, justify="right")
     table.add_column("address")
+    mixed = _mixed(instances)
     for each in instances:
-        table.add_row(*_row(each))
+        table.add_row(*_row(each, mixed))
     return table
 
 
-def _row(each: Instance) -> tuple[str | Text, ...]:
+def _mixed(instances: Sequence[Instance]) -> set[str]:
+    """The fingerprints of models whose workers have loaded different things."""
+    loaded: defaultdict[str, set[str]] = defaultdict(set)
+    for each in instances:
+        if each.model:
+            loaded[each.model].add(each.fingerprint)
+    return {fingerprint for prints in loaded.values() if len(prints) > 1 for fingerprint in prints}
+
+
+def _row(each: Instance, mixed: Container[str]) -> tuple[str | Text, ...]:
     name = Text(each.id)
     if each.draining:
         name.append(" draining", "yellow")
+    if each.fingerprint in mixed:
+        name.append(f"\n{each.fingerprint}", "yellow")
     if each.clock_skew is not None and abs(each.clock_skew) > clock.LARGE_SKEW:
         name.append(f"\nclock {each.clock_skew:+.1f} s", "yellow")
     where = f"{each.host or '?'}:{each.pid}"

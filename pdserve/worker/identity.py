@@ -2,7 +2,10 @@
 
 import os
 import secrets
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import msgspec
 
 from pdserve import clock
 from pdserve.config.schema import Config, Slot, WorkerConfig
@@ -41,19 +44,22 @@ def describe(
         max_num_seqs=facts.max_num_seqs,
         max_concurrency=round(facts.max_concurrency, 2),
         vllm_version=facts.vllm_version,
+        fingerprint=facts.fingerprint,
     )
 
 
-def model_card(config: Config, facts: EngineFacts, archive: str = "") -> ModelCard:
+def model_card(
+    config: Config, facts: EngineFacts, archive: str = "", others: Iterable[ModelCard] = ()
+) -> ModelCard:
     """All of the worker's engine arguments are in it: which of them matter to a frontend is the frontend's
     knowledge. The length is the one that the engine settled on, and a chat template in a file of this host
-    comes as its text."""
+    comes as its text. `others` are those that are there under this name: a new kind of card is the next generation."""
     arguments = dict(worker_config(config, Role.DECODE).engine_args)
     arguments["max-model-len"] = facts.max_model_len
     template = arguments.get("chat-template")
     if isinstance(template, str) and "\n" not in template and Path(template).is_file():
         arguments["chat-template"] = Path(template).read_text("utf-8")
-    return ModelCard(
+    card = ModelCard(
         name=config.served_model_name,
         model=config.model,
         engine_args=arguments,
@@ -63,4 +69,12 @@ def model_card(config: Config, facts: EngineFacts, archive: str = "") -> ModelCa
         blob=archive,
         supported_tasks=facts.supported_tasks,
         created=int(clock.unix()),
+        fingerprint=facts.fingerprint,
     )
+    return msgspec.structs.replace(card, generation=_generation(card, list(others)))
+
+
+def _generation(card: ModelCard, others: Sequence[ModelCard]) -> int:
+    if alike := [other.generation for other in others if other.alike(card)]:
+        return max(alike)
+    return 1 + max((other.generation for other in others), default=0)

@@ -19,7 +19,7 @@ from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.stream.memory import MemoryStreamClient, MemoryStreamServer
 from tests.conditions import until
-from tests.engine.sims import body, decode_outputs, spec
+from tests.engine.sims import LOADED, body, decode_outputs, spec
 
 _numbers = count()
 
@@ -116,6 +116,13 @@ def config(decode: DecodeConfig | None = None, drain_timeout: float = 5.0) -> Co
     )
 
 
+def shared_queue(broker: MemoryBroker) -> MemoryQueue:
+    """As the workers of `spec` have it: for a test that acts another process."""
+    queue = MemoryQueue(broker)
+    queue.bind(LOADED)
+    return queue
+
+
 class Graph:
     """`async with Graph(tmp) as graph`: one decode worker, and what `prefill` adds."""
 
@@ -138,7 +145,7 @@ class Graph:
 
     @property
     def depth(self) -> int:
-        return MemoryQueue(self.broker).depth
+        return shared_queue(self.broker).depth
 
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
@@ -170,7 +177,7 @@ class Graph:
 
     async def queue(self) -> MemoryQueue:
         """One more process on the queue: a test that acts a prefill worker by hand."""
-        return await self._stack.enter_async_context(MemoryQueue(self.broker))
+        return await self._stack.enter_async_context(shared_queue(self.broker))
 
     async def registry_of_another(self) -> MemoryRegistry:
         return await self._stack.enter_async_context(MemoryRegistry(self.registry, "t"))

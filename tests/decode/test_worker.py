@@ -4,12 +4,13 @@ wrong."""
 import asyncio
 import time
 
+import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
 from pdserve.decode import remote
 from pdserve.engine.sim.model import SimModel
-from pdserve.errors import EngineDead, QueueUnavailable
+from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable
 from pdserve.messages import (
     Hello,
     Instance,
@@ -28,7 +29,7 @@ from pdserve.queue.memory import MemoryQueue
 from pdserve.registry.memory import MemoryRegistry
 from tests.conditions import until
 from tests.decode.graph import Graph
-from tests.engine.sims import FAST, body, collect, sim
+from tests.engine.sims import FAST, LOADED, body, collect, sim
 
 SHORT = list(range(3, 23))
 LONG = list(range(103, 603))
@@ -113,7 +114,8 @@ async def test_what_the_queue_lost_is_not_waited_for() -> None:
 async def act_prefill(graph: Graph, name: str = "prefill-x", model: str = "demo") -> MemoryRegistry:
     """Make the decode worker believe in a prefill worker that a test acts by hand."""
     registry = await graph.registry_of_another()
-    await registry.put(f"instances/prefill/{name}", encode_record(Instance(name, Role.PREFILL, model)))
+    instance = Instance(name, Role.PREFILL, model, fingerprint=LOADED)
+    await registry.put(f"instances/prefill/{name}", encode_record(instance))
     await until(lambda: name in {one.id for one in graph.decode.view.instances(role=Role.PREFILL)})
     return registry
 
@@ -127,6 +129,7 @@ def handle(prompt: list[int], **changes: object) -> KvHandle:
         "block_ids": [list(range(-(-len(prompt) // 16)))],
         "num_tokens": len(prompt),
         "block_size": 16,
+        "fingerprint": LOADED,
         "computed_at": time.monotonic(),
     }
     return KvHandle(**(values | changes))  # type: ignore[arg-type]
@@ -140,6 +143,7 @@ def handle(prompt: list[int], **changes: object) -> KvHandle:
         ({"block_ids": [[1] * 32, [1] * 32, [1]]}, "invalid"),
         ({"num_tokens": 499}, "invalid"),
         ({"host": ""}, "invalid"),
+        ({"fingerprint": "of other weights"}, "invalid"),
         ({"engine_id": "prefill-of-an-earlier-boot"}, "unknown-engine"),
     ],
 )
@@ -202,6 +206,38 @@ async def test_prefill_workers_of_another_model_do_not_count() -> None:
         answered = await asyncio.wait_for(frontend.end_of(request_id), 2.0)
         assert answered.placed is not None
         assert answered.placed.reason == "fallback", "the other model's worker is not waited for"
+
+
+async def test_workers_that_loaded_other_weights_never_meet() -> None:
+    async with Graph() as graph:
+        other = await graph.prefill("prefill-new", hf_overrides={"rope_theta": 7})
+        frontend = await graph.frontend()
+        answered = await frontend.ask(LONG)
+        assert answered.placed is not None
+        assert answered.placed.reason == "no-prefill-worker"
+        await graph.prefill("prefill-old")
+        answered = await frontend.ask(LONG[::-1])
+        assert answered.placed is not None
+        assert answered.placed.prefill == "remote"
+        assert answered.tokens == expected(LONG[::-1], 4)
+        assert other.engine.usage.running == 0
+        assert await other.engine.all_blocks_free()
+
+
+async def test_kv_of_other_weights_would_give_other_tokens() -> None:
+    """What the fingerprint guards against, on engines that are made to believe in each other."""
+    async with (
+        sim(Role.PREFILL, "prefill-0", hf_overrides={"rope_theta": 7}) as prefill,
+        sim(Role.DECODE, "decode-0") as decode,
+    ):
+        await prefill.prefill("r", LONG, body())
+        kv = (await collect(prefill, "r"))[-1].handle
+        assert kv is not None
+        with pytest.raises(ProtocolError, match="other weights"):
+            await decode.generate("r", LONG, body(), kv)
+        await decode.generate("r", LONG, body(), msgspec.structs.replace(kv, fingerprint=LOADED))
+        outputs = await collect(decode, "r")
+        assert [token for output in outputs for token in output.tokens] != expected(LONG, 4)
 
 
 async def test_the_last_prefill_worker_gone_ends_the_wait() -> None:

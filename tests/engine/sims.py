@@ -6,11 +6,15 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from pdserve.engine.base import Output
+from pdserve.engine.fingerprint import fingerprint
 from pdserve.engine.sim.engine import SimEngine
+from pdserve.engine.sim.model import VLLM_VERSION
 from pdserve.engine.sim.wire import CoreOutputs, CoreRequest, Sampling
 from pdserve.engine.spec import EngineSpec
 from pdserve.messages import Role
 
+LOADED = fingerprint("demo", {"block-size": 16}, VLLM_VERSION)
+"""the fingerprint of all engines of `spec`, unless their arguments say other things of the model"""
 FAST = {"prefill-rate": 1e6, "step-seconds": 0.001, "bandwidth": 1e12, "transfer-timeout": 0.3}
 
 

@@ -13,7 +13,7 @@ GOOD = KvHandle(
 
 
 def test_one_that_fits_passes() -> None:
-    check_handle(GOOD, 33, 16)
+    check_handle(GOOD, 33, 16, "")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_one_that_fits_passes() -> None:
 )
 def test_one_that_does_not_fit_says_why(change: dict[str, object], says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
-        check_handle(msgspec.structs.replace(GOOD, **change), 33, 16)
+        check_handle(msgspec.structs.replace(GOOD, **change), 33, 16, "")
 
 
 def test_the_margin_counts() -> None:

@@ -78,12 +78,17 @@ class Graph:
         prefill: str = "local",
         connected: bool = True,
         at_once: int = 0,
+        loaded: str = "",
+        generation: int = 0,
     ) -> AsyncIterator[EchoWorker]:
         """A worker that is registered and connected; leaving kills it and its lease."""
         self._count += 1
-        worker = EchoWorker(f"decode-0-{self._count:04}", model, pace=pace, prefill=prefill, at_once=at_once)
+        worker = EchoWorker(
+            f"decode-0-{self._count:04}", model, pace=pace, prefill=prefill, at_once=at_once, loaded=loaded
+        )
+        served = card(model, fingerprint=loaded, generation=generation)
         async with worker, MemoryRegistry(self.registry) as registry:
-            await registry.put(keys.card(model, worker.id), encode_record(card(model)))
+            await registry.put(keys.card(model, worker.id), encode_record(served))
             await registry.put(keys.instance(worker.instance), encode_record(worker.instance))
             if connected:
                 await worker.until(lambda: worker.hello)

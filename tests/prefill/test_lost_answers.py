@@ -10,14 +10,14 @@ from pdserve.queue.base import PrefillQueue
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from tests.conditions import until
 from tests.decode.graph import config, living
-from tests.engine.sims import body, sim, spec
+from tests.engine.sims import LOADED, body, sim, spec
 from tests.queue.conftest import NatsOutage
 
 PROMPT = list(range(3, 203))
 
 
 async def test_kv_of_a_lost_answer_is_free_long_before_its_lease_ends(nats_outage: NatsOutage) -> None:
-    decode_side, queue = await nats_outage.queues(), await nats_outage.queues()
+    decode_side, queue = await nats_outage.queues(loaded=LOADED), await nats_outage.queues(loaded=LOADED)
     engine = SimEngine(spec(Role.PREFILL, "prefill-0"))
     registry = MemoryRegistry(MemoryServer(), "t")
     worker = PrefillWorker(config(), Slot(Role.PREFILL, 0), "prefill-0", engine, registry, queue)

@@ -26,8 +26,8 @@ from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.worker.presence import Presence
 from tests.conditions import until
-from tests.decode.graph import config, living
-from tests.engine.sims import body, sim, spec
+from tests.decode.graph import config, living, shared_queue
+from tests.engine.sims import LOADED, body, sim, spec
 
 PROMPT = list(range(3, 203))
 
@@ -46,7 +46,7 @@ class Scene:
     @asynccontextmanager
     async def open(self) -> AsyncIterator["Scene"]:
         async with AsyncExitStack() as self.stack:
-            self.queue = await self.stack.enter_async_context(MemoryQueue(self.broker))
+            self.queue = await self.stack.enter_async_context(shared_queue(self.broker))
             self.other = await self.stack.enter_async_context(MemoryRegistry(self.registry, "t"))
             self.engine, self.worker, self.life = await self.start("prefill-0")
             reader = asyncio.create_task(self._read())
@@ -93,7 +93,7 @@ async def test_an_answer_says_where_the_kv_lies() -> None:
         assert done.compute_seconds > 0
         assert 0 <= done.age < 5
         handle = msgspec.structs.replace(done.handle, computed_at=time.monotonic() - done.age)
-        check_handle(handle, len(PROMPT), 16)
+        check_handle(handle, len(PROMPT), 16, LOADED)
         await until(lambda: scene.stored == 0)
         assert not await scene.engine.all_blocks_free(), "kept until they are pulled"
         async with sim(Role.DECODE, "decode-0") as decode:

@@ -61,8 +61,10 @@ class EchoWorker:
         pace: float | None = 0.0,
         prefill: str = "local",
         at_once: int = 0,
+        loaded: str = "",
     ) -> None:
         self.id = id
+        self._loaded = loaded
         self._at_once = at_once
         self.instance: Instance
         """set on entering"""
@@ -97,6 +99,7 @@ class EchoWorker:
             vllm_version=VERSION,
             max_concurrency=4.0,
             max_num_seqs=self._at_once,
+            fingerprint=self._loaded,
         )
         self._spawn(self._read())
         if self._pace is not None:

@@ -24,8 +24,11 @@ class Queues:
         self._stack = AsyncExitStack()
         self.blobs = blobs
 
-    async def __call__(self, model: str = "org/model 1.5") -> PrefillQueue:
-        return await self._stack.enter_async_context(self._make(model))
+    async def __call__(self, model: str = "org/model 1.5", loaded: str = "") -> PrefillQueue:
+        queue = self._make(model)
+        if loaded:
+            queue.bind(loaded)
+        return await self._stack.enter_async_context(queue)
 
     async def __aenter__(self) -> "Queues":
         return self

@@ -3,10 +3,10 @@
 from collections import OrderedDict
 
 
-def block_hashes(prompt: list[int], block_size: int) -> list[int]:
-    """One hash for each full block, chained, so that equal hashes mean equal prefixes."""
+def block_hashes(prompt: list[int], block_size: int, weights: int = 0) -> list[int]:
+    """One hash for each full block, chained, so that equal hashes mean equal prefixes under equal weights."""
     hashes: list[int] = []
-    parent = 0
+    parent = weights
     for end in range(block_size, len(prompt) + 1, block_size):
         parent = hash((parent, *prompt[end - block_size : end]))
         hashes.append(parent)
@@ -18,6 +18,8 @@ class BlockPool:
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.block_size = block_size
+        self.weights = 0
+        """which ones the engine has loaded: KV of others is another"""
         self.total = blocks
         self._refs: dict[int, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
@@ -35,7 +37,7 @@ class BlockPool:
         """Blocks in the cache that hold the prompt's prefix; as in vLLM the last token is never counted as
         cached."""
         found: list[int] = []
-        for content in block_hashes(prompt[:-1], self.block_size):
+        for content in block_hashes(prompt[:-1], self.block_size, self.weights):
             if content not in self._cached:
                 break
             found.append(self._cached[content])
@@ -63,13 +65,13 @@ class BlockPool:
 
     def fill(self, blocks: list[int], prompt: list[int]) -> None:
         """The prompt's KV is in these blocks now; full ones can be found by others."""
-        for block, content in zip(blocks, block_hashes(prompt, self.block_size), strict=False):
+        for block, content in zip(blocks, block_hashes(prompt, self.block_size, self.weights), strict=False):
             self._content[block] = content
             self._cached.setdefault(content, block)
 
     def expected(self, prompt: list[int]) -> list[int]:
         """What `contents` should say of the blocks of this prompt, full blocks only."""
-        return block_hashes(prompt, self.block_size)
+        return block_hashes(prompt, self.block_size, self.weights)
 
     def contents(self, blocks: list[int]) -> list[int]:
         """What lies in these blocks now, whoever they belong to; 0 for nothing whole."""

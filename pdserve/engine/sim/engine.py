@@ -14,6 +14,7 @@ from typing import Self
 import msgspec
 
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
+from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.handles import check_handle
 from pdserve.engine.sim import wire
 from pdserve.engine.sim.blocks import BlockPool
@@ -54,8 +55,12 @@ class SimEngine(Engine):
 
     async def __aenter__(self) -> Self:
         model = self._model
+        loading = Fingerprint(self._spec.model, self._spec.engine_args, VLLM_VERSION)
+        await loading.before()
         if model.load_seconds:
             await asyncio.to_thread(time.sleep, model.load_seconds)
+        fingerprint = await loading.after()
+        self._pool.weights = int(fingerprint, 16)
         self.facts = EngineFacts(
             kv_blocks=model.kv_blocks,
             block_size=model.block_size,
@@ -65,6 +70,7 @@ class SimEngine(Engine):
             max_concurrency=model.kv_blocks / self._pool.needed(model.max_model_len),
             vllm_version=VLLM_VERSION,
             supported_tasks=["generate"],
+            fingerprint=fingerprint,
         )
         await self._side.__aenter__()
         self._tasks.start(self._run(), "sim engine", lambda _: self.die())
@@ -84,7 +90,7 @@ class SimEngine(Engine):
         self, request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None
     ) -> None:
         if kv is not None:
-            check_handle(kv, len(prompt), self._model.block_size)
+            check_handle(kv, len(prompt), self._model.block_size, self.facts.fingerprint)
         sampling = _read(body).sampling_params
         most = self._model.max_model_len - len(prompt)
         max_tokens = (
@@ -284,6 +290,7 @@ class SimEngine(Engine):
             block_ids=[request.blocks[:used]],
             num_tokens=len(request.prompt),
             block_size=self._model.block_size,
+            fingerprint=self.facts.fingerprint,
             lease=lease,
             computed_at=time.monotonic(),
         )

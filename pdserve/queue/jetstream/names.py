@@ -24,14 +24,21 @@ def token(text: str) -> str:
 class Names:
     namespace: str
     model: str
+    fingerprint: str = ""
+    """of what the workers have loaded; those of different ones share nothing"""
 
     @property
     def root(self) -> str:
-        return f"pdserve.{token(self.namespace)}.{token(self.model)}"
+        return ".".join(["pdserve", token(self.namespace), token(self.model), token(self.fingerprint)])
 
     @property
     def stream(self) -> str:
-        return f"pdserve+{token(self.namespace)}+{token(self.model)}"
+        return f"{self.streams}{token(self.fingerprint)}"
+
+    @property
+    def streams(self) -> str:
+        """How the names of all streams of the model begin."""
+        return f"pdserve+{token(self.namespace)}+{token(self.model)}+"
 
     @property
     def requests(self) -> str:

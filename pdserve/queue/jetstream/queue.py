@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from types import TracebackType
 from typing import Self, TypeVar
@@ -36,7 +37,14 @@ from pdserve.queue.jetstream.connection import Connection, Inbox, heed
 from pdserve.queue.jetstream.delivery import JetStreamDelivery
 from pdserve.queue.jetstream.names import CONSUMER, Names
 from pdserve.queue.jetstream.pull import ConsumerMissing, Puller
-from pdserve.queue.jetstream.setup import TOO_MANY, Limits, ensure, read_state, require_jetstream
+from pdserve.queue.jetstream.setup import (
+    TOO_MANY,
+    Limits,
+    ensure,
+    read_state,
+    remove_abandoned,
+    require_jetstream,
+)
 from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
@@ -65,6 +73,10 @@ class JetStreamQueue(PrefillQueue):
         """requests whose storing was not confirmed, and until when they are withdrawn"""
         self._clock: ServerClock | None = None
         self._tasks = Owner()
+
+    def bind(self, fingerprint: str) -> None:
+        self._names = replace(self._names, fingerprint=fingerprint)
+        self._puller = Puller(self._connection, self._names.stream, CONSUMER)
 
     async def __aenter__(self) -> Self:
         self._connection.listen(self._names.state, self._on_state)
@@ -98,6 +110,7 @@ class JetStreamQueue(PrefillQueue):
         """On each new connection: the server may be another one, or have lost its data."""
         await require_jetstream(client, self._connection.url)
         await ensure(client, self._names, self._limits)
+        await remove_abandoned(client, self._names, self._limits)
         await self._sync(client)
         self._clock = await measure(client, self._names.stream)
         for reply in self._owed_acks:

@@ -1,5 +1,7 @@
 """What a model's queue needs on the server, made where it is missing, again and again without harm."""
 
+import json
+import logging
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -10,6 +12,8 @@ from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolic
 from pdserve.errors import ConfigError
 from pdserve.messages import QueueState
 from pdserve.queue.jetstream.names import CONSUMER, Names
+
+log = logging.getLogger(__name__)
 
 API_TIMEOUT = 2.0
 _NAME_IN_USE = 10058
@@ -30,6 +34,8 @@ class Limits:
     max_age: float = 600.0
     """seconds; the longest deadline that makes sense"""
     publish_timeout: float = 1.0
+    abandoned: float = 3600.0
+    """seconds after which a stream that is not used is removed; by the server's clock"""
     resync: float = 2.0
     """seconds without news while the queue is not empty, after which the server is asked"""
 
@@ -75,6 +81,35 @@ async def ensure(client: Client, names: Names, limits: Limits) -> None:
         max_ack_pending=limits.bound,
     )
     await js.add_consumer(names.stream, consumer)
+
+
+async def remove_abandoned(client: Client, names: Names, limits: Limits) -> None:
+    """The model's other streams that were left behind by workers of another fingerprint: empty, without a prefill
+    worker that pulls, and not used for long. Where they are in use after all, they are made anew at their next use."""
+    js = client.jetstream(timeout=API_TIMEOUT)
+    try:
+        for stream in await js.streams_info():
+            name = stream.config.name or ""
+            if name.startswith(names.streams) and name != names.stream and not stream.state.messages:
+                await _remove_if_idle(client, name, limits.abandoned)
+    except (nats.js.errors.APIError, TimeoutError) as error:
+        log.debug("abandoned streams of %s stay: %s", names.model, error)
+
+
+async def _remove_if_idle(client: Client, stream: str, after: float) -> None:
+    js = client.jetstream(timeout=API_TIMEOUT)
+    reply = json.loads((await client.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=API_TIMEOUT)).data)
+    used = max(_seconds(reply.get("created")), _seconds(reply.get("state", {}).get("last_ts")))
+    if "ts" not in reply or _seconds(reply["ts"]) - used < after:
+        return
+    if any(consumer.num_waiting for consumer in await js.consumers_info(stream)):
+        return
+    await js.delete_stream(stream)
+    log.info("removed the stream %s: no worker has used it for %g s", stream, after)
+
+
+def _seconds(stamp: str | None) -> float:
+    return datetime.fromisoformat(stamp).timestamp() if stamp and not stamp.startswith("0001") else 0.0
 
 
 async def read_state(client: Client, names: Names) -> tuple[datetime | None, int, QueueState]:

@@ -1,0 +1,154 @@
+"""What tells two workers of one served name apart that must not share KV, or tokens: a digest of the model's files
+and of the engine arguments that change what is in a KV block.
+
+It is equal on every host that has the same files, wherever they lie: no paths, no times. Small files (configuration,
+tokenizer, code) count whole; of weights the name, the size, the header, and pages of each tensor, or of the whole file
+where its format is another. That reads some megabytes of a model of 30 GB, and misses only a change of a few numbers
+within single tensors: training changes nearly all.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pdserve.config.arguments import arguments
+from pdserve.config.model_folder import find_folder
+from pdserve.errors import EngineDead
+
+_ARGUMENTS = (
+    "block-size",
+    "config-format",
+    "disable-sliding-window",
+    "dtype",
+    "hf-overrides",
+    "kv-cache-dtype",
+    "kv-cache-dtype-skip-layers",
+    "load-format",
+    "max-model-len",
+    "model-class-overrides",
+    "model-impl",
+    "model-loader-extra-config",
+    "quantization",
+    "quantization-config",
+    "speculative-config",
+    "tokenizer-mode",
+)
+"""engine arguments that change the KV of a prompt, its tokens, or which files are read"""
+_CODE = {".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".vocab"}
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+"""in vLLM's order: where there are some of the first kind, those of later kinds are not read"""
+_WHOLE = 4 << 20
+"""bytes; files up to that size are read as a whole"""
+_PAGE = 4096
+_PLACES = 64
+"""pages read of a file of unknown format"""
+_MANY = 3000
+"""tensors in one file, beyond which each is looked at in one place instead of three"""
+_MAX_HEADER = 100 << 20
+
+
+class Fingerprint:
+    """Of a model as it is loaded: `before` the engine starts, `after` it did."""
+
+    def __init__(self, model: str, engine_args: Mapping[str, object], version: str) -> None:
+        self._model = model
+        self._args = engine_args
+        self._version = version
+        self._before: str | None = None
+
+    async def before(self) -> None:
+        """A hub id is looked at by its commit only: its files may be about to be downloaded, and then never change."""
+        self._before = await asyncio.to_thread(self._state)
+
+    async def after(self) -> str:
+        """The fingerprint. Raises EngineDead where the files changed since `before`: nobody knows which the engine
+        has read. The worker is started again, and reads those that are there then."""
+        if self._before is not None and await asyncio.to_thread(self._state) != self._before:
+            raise EngineDead(f"the files of {self._model} changed while they were loaded")
+        return await asyncio.to_thread(self._digest)
+
+    def _state(self) -> str | None:
+        if not self._model.startswith("/"):
+            folder = find_folder(self._model, self._revision())
+            return None if folder is None else folder.name
+        return self._digest()
+
+    def _digest(self) -> str:
+        return fingerprint(self._model, self._args, self._version)
+
+    def _revision(self) -> str:
+        return str(self._args.get("revision") or "main")
+
+
+def fingerprint(model: str, engine_args: Mapping[str, object], version: str) -> str:
+    """16 hex digits. A model of which nothing is on this host has the fingerprint of its name."""
+    known = arguments()
+    settings = {name: engine_args.get(name, known[name].default) for name in _ARGUMENTS}
+    if settings.get("load-format") == "dummy":
+        settings["seed"] = engine_args.get("seed")
+    files = {"model": _source(model, str(engine_args.get("revision") or "main"))}
+    if tokenizer := engine_args.get("tokenizer"):
+        revision = str(engine_args.get("tokenizer-revision") or engine_args.get("revision") or "main")
+        files["tokenizer"] = _source(str(tokenizer), revision)
+    facts = json.dumps([version, settings, files], sort_keys=True, default=str)
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def _source(model: str, revision: str) -> object:
+    if Path(model).is_file():  # a single GGUF file
+        return _weights_digest(Path(model))
+    folder = find_folder(model, revision)
+    return f"{model}@{revision}" if folder is None else digest_folder(folder)
+
+
+def digest_folder(folder: Path) -> dict[str, str]:
+    """File name -> digest, of the files that count; those in folders below are other people's copies."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    digests = {path.name: _whole_digest(path) for path in files if path.suffix in _CODE}
+    weights = [path for path in files if not path.name.startswith("consolidated")]
+    kind = next((kind for kind in _WEIGHTS if any(path.suffix == kind for path in weights)), "")
+    return digests | {path.name: _weights_digest(path) for path in weights if kind and path.suffix == kind}
+
+
+def _whole_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _weights_digest(path: Path) -> str:
+    size = path.stat().st_size
+    if size <= _WHOLE:
+        return _whole_digest(path)
+    digest = hashlib.sha256(size.to_bytes(8, "little"))
+    with path.open("rb") as file:
+        for start, length in _places(file.fileno(), path.suffix, size):
+            digest.update(os.pread(file.fileno(), length, start))
+    return digest.hexdigest()
+
+
+def _places(file: int, suffix: str, size: int) -> Iterator[tuple[int, int]]:
+    """Where to read, and how many bytes."""
+    header = int.from_bytes(os.pread(file, 8, 0), "little")
+    if suffix != ".safetensors" or not 0 < header <= min(_MAX_HEADER, size - 8):
+        yield from ((place * (size - _PAGE) // (_PLACES - 1), _PAGE) for place in range(_PLACES))
+        return
+    yield 0, 8 + header
+    tensors = _tensors(os.pread(file, header, 8))
+    shares = (0.5,) if len(tensors) > _MANY else (0.0, 0.5, 1.0)
+    for start, end in tensors:
+        for share in shares:
+            length = min(_PAGE, end - start)
+            yield 8 + header + start + int(share * (end - start - length)), length
+
+
+def _tensors(header: bytes) -> list[tuple[int, int]]:
+    """Start and end of each, after the header."""
+    try:
+        entries = json.loads(header)
+        offsets = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
+        return sorted((int(start), int(end)) for start, end in offsets)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []

@@ -1,0 +1,70 @@
+"""Queues of workers that have loaded different things."""
+
+import asyncio
+
+import nats
+import pytest
+
+from pdserve.queue.jetstream.names import Names
+from pdserve.queue.jetstream.queue import JetStreamQueue
+from pdserve.queue.jetstream.setup import Limits
+from tests.queue.conftest import Queues
+from tests.queue.requests import ids, publish
+
+
+async def test_they_share_nothing(queues: Queues) -> None:
+    old, new, other_new = [await queues("m", loaded=loaded) for loaded in ("old", "new", "new")]
+    await publish(old, "a")
+    await publish(new, "b")
+    assert ids(await other_new.pull(5, 0.1)) == ["b"]
+    assert old.depth == 1
+    assert ids(await old.pull(5, 0.1)) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("after", "fate"), [(0.0, "removed"), (3600.0, "kept")], ids=["for long", "a moment ago"]
+)
+async def test_streams_that_nobody_uses_any_more_go(
+    nats_url: str, namespace: str, after: float, fate: str
+) -> None:
+    def queue(loaded: str, model: str = "m") -> JetStreamQueue:
+        made = JetStreamQueue(nats_url, namespace, model, Limits(abandoned=after))
+        made.bind(loaded)
+        return made
+
+    async with (
+        queue("gone"),
+        queue("with requests") as waiting,
+        queue("pulled from") as pulling,
+        queue("x", "n"),
+    ):
+        await publish(waiting, "a")
+        pull = asyncio.create_task(pulling.pull(1, 5.0))
+        await asyncio.sleep(0.2)
+        async with queue("new") as new:
+            await publish(new, "b")
+        pull.cancel()
+        await asyncio.gather(pull, return_exceptions=True)
+    client = await nats.connect(nats_url)
+    names = {stream.config.name for stream in await client.jetstream().streams_info()}
+    await client.close()
+
+    def there(loaded: str, model: str = "m") -> bool:
+        return Names(namespace, model, loaded).stream in names
+
+    assert there("gone") == (fate == "kept")
+    assert all(map(there, ("with requests", "pulled from", "new")))
+    assert there("x", "n"), "another model's"
+
+
+async def test_a_stream_that_was_removed_too_early_is_made_again(nats_url: str, namespace: str) -> None:
+    decode, prefill = (JetStreamQueue(nats_url, namespace, "m", Limits(abandoned=0.0)) for _ in range(2))
+    for side in (decode, prefill):
+        side.bind("old")
+    new = JetStreamQueue(nats_url, namespace, "m", Limits(abandoned=0.0))
+    new.bind("new")
+    async with decode, prefill:
+        async with new:
+            pass
+        await publish(decode, "a")
+        assert ids(await prefill.pull(1, 2.0)) == ["a"]
