@@ -102,7 +102,9 @@ class RemotePrefill:
 
     def peers(self) -> list[Instance]:
         """The model's prefill workers, also draining ones and those that are not ready yet."""
-        return self._registered() + self._view.newcomers(Role.PREFILL, self._model)
+        ours = self._engine.facts.fingerprint
+        newcomers = self._view.newcomers(Role.PREFILL, self._model)
+        return self._registered() + [worker for worker in newcomers if worker.fingerprint == ours]
 
     async def handle(self, request: Request) -> KvHandle | None:
         """The KV of the request's prompt, checked; None where it has to be computed here (counted and

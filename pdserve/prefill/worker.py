@@ -125,9 +125,10 @@ class PrefillWorker:
         await self._jobs.until(lambda: {peer.id for peer in self._peers()} <= self._warm_with)
 
     def _peers(self) -> list[Instance]:
-        model = self._config.served_model_name
+        model, ours = self._config.served_model_name, self._engine.facts.fingerprint
         announced = [peer for peer in self._view.instances(Role.DECODE, model) if not peer.draining]
-        return announced + self._view.newcomers(Role.DECODE, model)
+        there = announced + self._view.newcomers(Role.DECODE, model)
+        return [peer for peer in there if peer.fingerprint == ours]
 
     async def _read_warm_ups(self) -> None:
         async for request in self._queue.warm_ups(self.id):
