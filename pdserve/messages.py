@@ -176,12 +176,14 @@ ToDecode = Submit | Cancel | Hello
 
 
 class Placed(Struct, frozen=True, tag=True):
-    """How the prompt gets its KV, sent before the request's first output."""
+    """How the prompt gets its KV, sent before the request's first output; again where it came otherwise."""
 
     request_id: str
     prefill: str
     """`local` or `remote`"""
     reason: str
+    cached: int = 0
+    """prompt tokens that were a prefix hit at the prefill worker"""
 
 
 class Outputs(Struct, frozen=True, tag=True):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pdserve.decode.freshness import Freshness
+from pdserve.decode.policy import Decision
 from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, Submit
 
 _REMEMBERED = 50_000
@@ -40,6 +41,8 @@ class Request:
     """of the KV that it waits for; there from when it was sent out"""
     engines_died: int = 0
     """in a row, each while it computed the next token; above 0 it is a suspect (`decode/trials.py`)"""
+    decision: Decision | None = None
+    """how its prompt gets its KV; there when it goes into the engine"""
     proven: bool = False
     """it has got a token here"""
     since: float = 0.0

@@ -13,7 +13,7 @@ from pdserve.decode.requests import Phase, Request, Requests
 from pdserve.decode.settings import LiveSettings
 from pdserve.decode.trials import Trials
 from pdserve.engine.base import Engine, Output, Transfers
-from pdserve.engine.handles import expired
+from pdserve.engine.handles import expired, prefix_hit
 from pdserve.errors import EngineDead, PeerGone, ProtocolError
 from pdserve.messages import Failed, KvHandle, Outputs, Placed, Submit, ToFrontend
 from pdserve.observe.metrics import KV_TRANSFER_BYTES, KV_TRANSFER_SECONDS, PREFILL, REMOTE_PREFILL_FAILURES
@@ -133,8 +133,9 @@ class Serving:
             await self._engine.reject(handle)
             decision, handle = Decision("local", "fallback"), None
         if not request.cancelled:
-            PREFILL.labels(decision.mode, decision.reason).inc()
-            await self.send(request.frontend, Placed(request.id, decision.mode, decision.reason))
+            request.decision = decision
+            cached = prefix_hit(handle) if handle is not None else 0
+            await self.send(request.frontend, Placed(request.id, decision.mode, decision.reason, cached))
         if not request.cancelled:
             await self._generate(request, handle)
         elif handle is not None:
@@ -225,6 +226,7 @@ class Serving:
             if not request.proven:
                 request.proven, request.engines_died = True, 0
                 self._trials.leave(request)
+                await self._account(request, output.recomputed)
             if output.finished:
                 self._requests.drop(request)
         return found
@@ -236,6 +238,15 @@ class Serving:
                 request.unread = True
             if request is None or not request.warms:
                 REMOTE_PREFILL_FAILURES.labels("transfer").inc()
+
+    async def _account(self, request: Request, recomputed: bool) -> None:
+        """Count how its prompt got its KV; with the first output, since only then it is certain."""
+        if request.decision is None:
+            return  # a warm-up
+        if recomputed:
+            request.decision = Decision("local", "transfer")
+            await self.send(request.frontend, Placed(request.id, "local", "transfer"))
+        PREFILL.labels(request.decision.mode, request.decision.reason).inc()
 
     async def send(self, frontend: str, message: ToFrontend) -> None:
         """Warm-ups are of no frontend."""

@@ -70,6 +70,8 @@ class Output:
     """finished by an error inside the engine; no more outputs come"""
     refused: str = ""
     """with `failed`: why no engine will do it, where the request itself is at fault"""
+    recomputed: bool = False
+    """on the first output of a request with `kv`: that could not be read, and the prompt was computed here"""
     raw: Any = None
     """the engine's own output, for `pack`"""
 

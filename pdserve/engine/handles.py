@@ -10,6 +10,12 @@ LEASE_MARGIN = 5.0
 """seconds before the end of its lease at which a handle counts as expired: the way to the pull, and the pull itself"""
 
 
+def prefix_hit(handle: KvHandle) -> int:
+    """Prompt tokens whose KV the prefill engine had in its prefix cache, as vLLM's own handle says."""
+    hit = handle.extra.get("remote_prefill_cached_tokens")
+    return hit if isinstance(hit, int) else 0
+
+
 def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int, fingerprint: str) -> None:
     """Raises ProtocolError with the reason. One KV cache group only: hybrid models do not come here."""
     if handle.block_size != block_size:

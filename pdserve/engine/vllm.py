@@ -108,7 +108,7 @@ class VllmEngine(Engine):
             check_handle(kv, len(prompt), self.facts.block_size, self.facts.fingerprint)
         request = to_generate(request_id, prompt, body, kv)
         self._check_length(len(prompt))
-        self._tickets.add(Ticket(request_id, prompt, body))
+        self._tickets.add(Ticket(request_id, prompt, body, pulls=kv is not None))
         await self._ask(self._alive.add_request_async(request))
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
@@ -228,8 +228,10 @@ class VllmEngine(Engine):
             return self._take_late(raw)
         params, raw.kv_transfer_params = raw.kv_transfer_params, None
         raw.request_id = ticket.request_id
-        ticket.began |= bool(raw.new_token_ids)
         output = Output(ticket.request_id, raw.new_token_ids, raw.finished, raw=raw)
+        if raw.new_token_ids and not ticket.began:
+            ticket.began = True
+            output.recomputed = ticket.pulls and self._computed_here(raw.prefill_stats)
         if raw.finished:
             self._tickets.drop(ticket)
             output.failed = raw.finish_reason in (api.FinishReason.ERROR, api.FinishReason.ABORT)
@@ -238,6 +240,11 @@ class VllmEngine(Engine):
             if ticket.prefill and params and not output.failed:
                 output.handle = self._handle(params, len(ticket.prompt))
         return output
+
+    def _computed_here(self, stats: api.PrefillStats | None) -> bool:
+        """A prompt whose KV was read computes no more than its last block."""
+        computed = 0 if stats is None or stats.num_external_cached_tokens else stats.num_computed_tokens
+        return bool(computed > self.facts.block_size)
 
     def _take_late(self, raw: api.EngineCoreOutput) -> Output | None:
         """Of a cancelled request. A prefill that was done before vLLM heard of it keeps its KV for the lease."""

@@ -26,7 +26,7 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -47,6 +47,7 @@ __all__ = [
     "FinishReason",
     "KVEventBatch",
     "MsgpackDecoder",
+    "PrefillStats",
     "PrometheusStatLogger",
     "SamplingParams",
     "SchedulerStats",

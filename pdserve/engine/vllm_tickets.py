@@ -15,6 +15,8 @@ class Ticket:
     prompt: list[int]
     body: list[bytes]
     prefill: bool = False
+    pulls: bool = False
+    """its prompt's KV comes from another engine"""
     engine_id: str = ""
     """as the engine knows it now: a restarted request gets a new one"""
     restarts: int = 0

@@ -37,6 +37,10 @@ class Generation:
     turn: Turn | None = None
     placed: bool = False
     """the worker has taken it up"""
+    prefill: str = ""
+    """`local` or `remote`, as the worker said last"""
+    cached: int = 0
+    """prompt tokens that were a prefix hit at the prefill worker"""
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
     """only while there is no worker for it"""
     sent: float = field(default_factory=time.monotonic)

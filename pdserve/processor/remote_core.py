@@ -29,6 +29,7 @@ from pdserve.processor.vllm_api import (
     EngineCoreRequest,
     FinishReason,
     Unencodable,
+    count_prefix_hit,
     decode_outputs,
     drop_tokens,
     outputs_now,
@@ -169,11 +170,10 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         match message:
             case Outputs(body):
                 self._take_outputs(link, body)
-            case Placed(request_id, prefill):
+            case Placed(request_id):
                 if generation := link.generations.get(request_id):
                     generation.placed = True
-                    if generation.trace is not None:
-                        generation.trace.prefilled(prefill)
+                    generation.prefill, generation.cached = message.prefill, message.cached
             case Failed(request_id):
                 if generation := link.generations.get(request_id):
                     self._failed_there(generation, link, message)
@@ -228,6 +228,10 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             self._lost(generation, f"{link.instance} gave it up ({output.finish_reason})")
             return False
         output.request_id = generation.id
+        if generation.trace is not None and generation.prefill:
+            generation.trace.prefilled(generation.prefill)
+        if output.prefill_stats is not None:
+            count_prefix_hit(output.prefill_stats, generation.cached)
         if generation.ahead and not self._replayed(generation, output):
             return False
         if generation.tokens and generation.attempt > 1:

@@ -36,6 +36,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from pdserve.errors import BadRequest
@@ -50,6 +51,7 @@ __all__ = [
     "FinishReason",
     "SamplingParams",
     "Unencodable",
+    "count_prefix_hit",
     "decode_outputs",
     "drop_tokens",
     "encode_request",
@@ -125,6 +127,12 @@ def outputs_now(outputs: list[EngineCoreOutput], sent_at: float) -> EngineCoreOu
         for event in output.events or ():
             event.timestamp += now - sent_at
     return EngineCoreOutputs(outputs=outputs, timestamp=now)
+
+
+def count_prefix_hit(stats: PrefillStats, elsewhere: int) -> None:
+    """`cached_tokens` of the usage are prefix hits, here or at the prefill worker: what was computed for this very
+    request, and came over the network, is none."""
+    stats.num_cached_tokens = min(max(stats.num_local_cached_tokens, elsewhere), stats.num_prompt_tokens)
 
 
 def drop_tokens(output: EngineCoreOutput, count: int) -> None:

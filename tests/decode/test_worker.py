@@ -280,7 +280,7 @@ async def test_a_killed_prefill_engine_after_its_answer_is_recomputed() -> None:
         await queue.answer("decode-0", PrefillDone(request_id, handle(LONG)))
         answered = await frontend.end_of(request_id)
         assert answered.placed is not None
-        assert answered.placed.prefill == "remote"
+        assert answered.placed.prefill == "local"
         assert answered.tokens == expected(LONG, 4)
 
 

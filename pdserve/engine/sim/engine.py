@@ -292,6 +292,7 @@ class SimEngine(Engine):
             block_size=self._model.block_size,
             fingerprint=self.facts.fingerprint,
             lease=lease,
+            extra={"remote_prefill_cached_tokens": request.cached},
             computed_at=time.monotonic(),
         )
 

@@ -42,7 +42,10 @@ class SimRequest:
             finish_reason=wire.LENGTH if self.finished else None,
             prefill_stats=self._stats() if len(self.tokens) == 1 else None,
         )
-        return Output(self.request_id, self.tokens[-1:], self.finished, handle, raw=raw)
+        recomputed = self.kv is not None and not self.pulled and len(self.tokens) == 1
+        return Output(
+            self.request_id, self.tokens[-1:], self.finished, handle, recomputed=recomputed, raw=raw
+        )
 
     def _stats(self) -> wire.PrefillStats:
         reused = self.cached + self.pulled
