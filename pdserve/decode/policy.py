@@ -34,12 +34,14 @@ def decide(
     *,
     supported: bool = True,
     migrated: bool = False,
+    fits: bool = True,
 ) -> Decision:
     """Remote where the prompt, less what the prefix cache has of it, is longer than this worker should
     compute beside its decodes, and the queue is short enough that waiting is likely to pay.
 
     `supported` is false for a request whose prompt needs more than its KV (prompt logprobs, images), and `migrated`
-    true for one that was lost together with a worker: perhaps by the KV that this had read.
+    true for one that was lost together with a worker: perhaps by the KV that this had read. `fits` is false for one
+    that is larger than a message in the queue may be.
     """
     if not settings.remote_prefill:
         return Decision("local", "disabled")
@@ -51,6 +53,8 @@ def decide(
         return Decision("local", "queue-down")
     if not prefill_workers:
         return Decision("local", "no-prefill-worker")
+    if not fits:
+        return Decision("local", "too-large")
     if not settings.conditional_disagg:
         return Decision("remote", "always")
     if prompt_len - prefix_hit <= settings.max_local_prefill_length:

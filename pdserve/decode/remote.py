@@ -22,6 +22,8 @@ from pdserve.messages import (
     PrefillRequest,
     PrefillStarted,
     Role,
+    Submit,
+    encode,
 )
 from pdserve.observe.metrics import REMOTE_PREFILL_FAILURES
 from pdserve.queue.base import PrefillQueue
@@ -41,6 +43,9 @@ DOWN, FULL = "queue-down", "queue-full"
 
 AVOID_FOR = 30.0
 """seconds for which nothing is asked of a prefill worker whose KV could not be read; then it is tried again"""
+
+OVERHEAD = 2048
+"""bytes of a PrefillRequest and its headers beside prompt and body"""
 
 
 class NoHandle(Exception):
@@ -105,6 +110,11 @@ class RemotePrefill:
         ours = self._engine.facts.fingerprint
         newcomers = self._view.newcomers(Role.PREFILL, self._model)
         return self._registered() + [worker for worker in newcomers if worker.fingerprint == ours]
+
+    def fits(self, submit: Submit) -> bool:
+        """Whether the queue takes a message that is as large as this request's. A token id takes 5 bytes at most."""
+        left = self._queue.max_payload - OVERHEAD - sum(map(len, submit.body))
+        return 5 * len(submit.prompt) <= left or len(encode(submit.prompt)) <= left
 
     async def handle(self, request: Request) -> KvHandle | None:
         """The KV of the request's prompt, checked; None where it has to be computed here (counted and

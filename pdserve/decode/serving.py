@@ -159,6 +159,7 @@ class Serving:
             settings,
             supported=supported,
             migrated=submit.migrated,
+            fits=self._remote.fits(submit),
         )
         log.info(
             "request %s: prefill %s (%s), prompt %d, hit %d, to compute %d of %d, queue %d of %d, workers %d",

@@ -96,6 +96,11 @@ class PrefillQueue(ABC):
     def clock_skew(self) -> float | None:
         """Seconds that this process's time of day is ahead of the server's, as last measured; None where it was not."""
 
+    @property
+    @abstractmethod
+    def max_payload(self) -> int:
+        """Bytes that a message may have, as the server says; while it is away, as it said last."""
+
     # decode side
 
     @abstractmethod

@@ -68,6 +68,7 @@ class MemoryBroker:
         self.ack_wait = ack_wait
         self.max_deliver = max_deliver
         self.bound = bound
+        self.max_payload = 1 << 20
         self.alive = True
         self.losses = 0
         self.blobs: dict[tuple[str, str], bytes] = {}
@@ -149,6 +150,10 @@ class MemoryQueue(PrefillQueue):
     @property
     def connected(self) -> bool:
         return self._broker.alive
+
+    @property
+    def max_payload(self) -> int:
+        return self._broker.max_payload
 
     @property
     def clock_skew(self) -> float | None:

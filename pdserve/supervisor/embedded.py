@@ -13,6 +13,9 @@ from pathlib import Path
 from pdserve.errors import ConfigError
 from pdserve.supervisor.server_process import ServerProcess
 
+MAX_PAYLOAD = 8 << 20
+"""bytes of a message; prompts of 1.6 million tokens fit. The server's own default is 1 MiB, its advice at most 8"""
+
 
 class EmbeddedNats(ServerProcess):
     """A nats-server with JetStream."""
@@ -25,7 +28,10 @@ class EmbeddedNats(ServerProcess):
 
     def command(self) -> list[str]:
         address = ["--addr", self.host, "--port", str(self.port)]
-        return [str(nats_binary()), *address, "--jetstream", "--store_dir", str(self.data_dir)]
+        config = self.data_dir / "nats.conf"  # this has no flag
+        config.write_text(f"max_payload: {MAX_PAYLOAD}\n")
+        store = ["--jetstream", "--store_dir", str(self.data_dir)]
+        return [str(nats_binary()), "--config", str(config), *address, *store]
 
     async def answers(self) -> bool:
         reply = await _ask(self.host, self.port)

@@ -72,6 +72,8 @@ class JetStreamQueue(PrefillQueue):
         self._unsure: dict[str, float] = {}
         """requests whose storing was not confirmed, and until when they are withdrawn"""
         self._clock: ServerClock | None = None
+        self._max_payload = 1 << 20
+        """NATS' default, until the server says"""
         self._tasks = Owner()
 
     def bind(self, fingerprint: str) -> None:
@@ -106,8 +108,13 @@ class JetStreamQueue(PrefillQueue):
     def losses(self) -> int:
         return self._losses
 
+    @property
+    def max_payload(self) -> int:
+        return self._max_payload
+
     async def _prepare(self, client: Client) -> None:
         """On each new connection: the server may be another one, or have lost its data."""
+        self._max_payload = client.max_payload
         await require_jetstream(client, self._connection.url)
         await ensure(client, self._names, self._limits)
         await remove_abandoned(client, self._names, self._limits)
