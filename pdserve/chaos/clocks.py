@@ -2,7 +2,6 @@
 behind, and takes no harm. Whether they are used is looked up, and whether remote prefill goes on as without them."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -10,15 +9,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from pdserve.chaos.launch import derive, environment
+from pdserve.chaos.launch import environment
 from pdserve.chaos.scene import Scenario, Scene, total
 from pdserve.clock import VARIABLE
 from pdserve.config.machine import Machine
 from pdserve.config.plan import make_plan
 from pdserve.config.schema import Slot
-from pdserve.graph import SLOT_VARIABLE, encode_slot
+from pdserve.graph import CONFIG_VARIABLE, SLOT_VARIABLE, encode_config, encode_slot
 from pdserve.messages import Instance, Role
 from pdserve.ports import free_port
 from pdserve.supervisor.exits import dies_with_parent, end_group, exit_of
@@ -117,19 +115,31 @@ def _slots(scene: Scene, role: Role) -> Sequence[Slot]:
 def _start(scene: Scene, slot: Slot, offset: float) -> Extra:
     """A frontend gets a port of its own: it would share the graph's only with children of one parent."""
     running, name = scene.running, f"clock-{slot.name}"
-    file = running.state_dir / f"{name}.yaml"
-    changed = derive(Path(running.graph.config), 1, free_port(scene.config.host), scene.config.kv_port)
-    changed["Graph"]["namespace"] = running.graph.namespace
-    file.write_text(json.dumps(changed))
+    graph, frontend = running.graph, scene.config.frontend
+    config = replace(
+        scene.config,
+        nats=graph.nats,
+        etcd=graph.etcd,
+        state_dir=running.state_dir,
+        frontend=frontend and replace(frontend, port=free_port(frontend.host)),
+    )
     variables = {
-        "PDSERVE_ETCD": running.graph.etcd,
-        "PDSERVE_NATS": running.graph.nats,
+        CONFIG_VARIABLE: encode_config(config),
         SLOT_VARIABLE: encode_slot(slot),
         VARIABLE: f"{offset:g}",
     }
     with (running.state_dir / "logs" / f"{name}.log").open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve", slot.role.value, "-f", str(file), "--index", str(slot.index)],
+            [
+                sys.executable,
+                "-m",
+                "pdserve",
+                slot.role.value,
+                "-f",
+                graph.config,
+                "--index",
+                str(slot.index),
+            ],
             env={**environment(os.environ, running.state_dir), **variables},
             stdin=subprocess.DEVNULL,
             stdout=out,
