@@ -19,8 +19,8 @@ from pdserve.registry.memory import MemoryRegistry
 from pdserve.worker import liveness, presence
 from pdserve.worker.self_test import self_test
 from tests.conditions import until
-from tests.decode.graph import Graph, living
-from tests.engine.sims import body, sim, spec
+from tests.decode.graph import Graph, living, shared_queue
+from tests.engine.sims import LOADED, body, sim, spec
 
 LONG = [300 + (7 * number) % 600 for number in range(500)]
 
@@ -69,7 +69,7 @@ async def test_a_pair_is_warm_before_the_first_request_and_nothing_else_counts_i
 async def test_a_decode_worker_that_comes_later_is_warm_with_all(slow: None) -> None:
     before = warm("ok")
     graph = Graph()
-    async with MemoryRegistry(graph.registry, "t") as registry, MemoryQueue(graph.broker) as queue:
+    async with MemoryRegistry(graph.registry, "t") as registry, shared_queue(graph.broker) as queue:
         engine = SimEngine(spec(Role.PREFILL, "prefill-0"))
         worker = PrefillWorker(
             graph.config,
@@ -94,10 +94,10 @@ async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(
     """Until its KV was read."""
     monkeypatch.setattr(presence, "INTERVAL", 0.01)
     graph = Graph()
-    decode = Instance("decode-x", Role.DECODE, "demo")
+    decode = Instance("decode-x", Role.DECODE, "demo", fingerprint=LOADED)
     async with (
         MemoryRegistry(graph.registry, "t") as registry,
-        MemoryQueue(graph.broker) as queue,
+        shared_queue(graph.broker) as queue,
         sim(Role.DECODE, "decode-x") as engine,
     ):
         await registry.put("instances/decode/decode-x", encode_record(decode))
@@ -131,8 +131,8 @@ async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(
 
 async def test_one_that_does_not_answer_keeps_nobody_away_and_is_asked_again(hasty: None) -> None:
     graph, failed = Graph(), warm("failed")
-    hung = Instance("prefill-x", Role.PREFILL, "demo")
-    async with MemoryRegistry(graph.registry, "t") as registry, MemoryQueue(graph.broker) as queue:
+    hung = Instance("prefill-x", Role.PREFILL, "demo", fingerprint=LOADED)
+    async with MemoryRegistry(graph.registry, "t") as registry, shared_queue(graph.broker) as queue:
         await registry.put("newcomers/prefill/prefill-x", encode_record(hung))
         async with graph:
             assert graph.decode.ready.is_set()
