@@ -31,13 +31,15 @@ class Load(Struct, frozen=True):
     """What an instance is doing; written again every second or so while it changes."""
 
     running: int = 0
-    """requests inside the engine's batch"""
+    """requests inside the engine's batch; of a frontend: sequences that are being generated"""
     waiting: int = 0
-    """requests admitted but not yet running, those out for remote prefill included"""
+    """requests admitted but not yet running, those out for remote prefill included; of a frontend: requests in line"""
     kv_usage: float = 0.0
     """share of the KV blocks in use, 0 to 1"""
     queue_depth: int = 0
     """prefill requests not yet pulled, as this instance sees the queue"""
+    unreachable: list[str] = []
+    """of a frontend: decode workers that are registered and that it has no connection to"""
 
 
 class Instance(Struct, frozen=True):

@@ -14,7 +14,7 @@ from pdserve.config.schema import Limits
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.frontend.body import Refusal
 from pdserve.frontend.line import Line
-from pdserve.messages import ModelCard, Role
+from pdserve.messages import Load, ModelCard, Role
 from pdserve.observe.metrics import INSTANCES, WAITING
 from pdserve.processor.room import Room
 from pdserve.processor.router import POLICIES
@@ -152,6 +152,15 @@ class Roster:
     def load(self) -> int:
         """Requests that need a decode worker and are not over, of this frontend."""
         return sum(serving.line.requests for serving in self._models.values())
+
+    def report(self) -> Load:
+        """What this frontend is at, for the registry."""
+        served = [(model, model.processor) for model in self._models.values() if model.processor is not None]
+        return Load(
+            running=sum(processor.running for _, processor in served),
+            waiting=sum(len(model.line) for model, _ in served),
+            unreachable=sorted(worker for _, processor in served for worker in processor.unreachable),
+        )
 
     def live(self) -> dict[str, int]:
         """Connected decode workers by model."""

@@ -23,7 +23,7 @@ from pdserve.frontend.listen import bind
 from pdserve.frontend.metrics_page import MetricsPage
 from pdserve.frontend.roster import Roster
 from pdserve.frontend.versions import vllm_version
-from pdserve.messages import Instance, Role, encode_record
+from pdserve.messages import Instance, Role
 from pdserve.observe.page import serve_metrics
 from pdserve.processor.surroundings import Surroundings
 from pdserve.queue.base import BlobStore
@@ -33,8 +33,9 @@ from pdserve.registry.base import Registry
 from pdserve.registry.etcd import connect as connect_registry
 from pdserve.registry.view import View
 from pdserve.stream.zmq import connect as connect_stream
+from pdserve.tasks import forever
 from pdserve.worker.identity import new_instance_id
-from pdserve.worker.presence import described
+from pdserve.worker.presence import Presence, described
 from pdserve.worker.run import run_until_signalled
 
 logger = logging.getLogger(__name__)
@@ -83,30 +84,42 @@ class Frontend:
             page = MetricsPage(view, me.id, client)
             edge = Edge(roster, page, api_keys, config.request_timeout, frontend.max_request_timeout)
             connections = Connections(frontend.header_timeout, frontend.write_timeout)
-            await self._serve(edge, connections, sock, registry, me)
+            presence = Presence(registry, me, None, roster.report)
+            await self._serve(edge, connections, sock, registry, presence)
 
     async def _serve(
-        self, edge: Edge, connections: Connections, sock: socket.socket, registry: Registry, me: Instance
+        self,
+        edge: Edge,
+        connections: Connections,
+        sock: socket.socket,
+        registry: Registry,
+        presence: Presence,
     ) -> None:
         server = QuietServer(_options(edge, connections, self._config.drain_timeout))
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(connections.watch(), name="connections")
             serving = tasks.create_task(server.serve(sockets=[sock]), name="uvicorn")
-            stopper = tasks.create_task(self._stop_server(server, registry, me))
+            telling = tasks.create_task(forever(presence.keep_current, "load report"))
+            stopper = tasks.create_task(self._stop_server(server, registry, presence, telling))
             self.ready.set()
-            await registry.put(keys.instance(me), encode_record(me))
-            logger.info("listening on %s", me.address)
+            await presence.announce()
+            logger.info("listening on %s", presence.instance.address)
             await serving
             stopper.cancel()
             watching.cancel()
+            telling.cancel()
         logger.info("stopped")
 
-    async def _stop_server(self, server: uvicorn.Server, registry: Registry, me: Instance) -> None:
+    async def _stop_server(
+        self, server: uvicorn.Server, registry: Registry, presence: Presence, telling: "asyncio.Task[None]"
+    ) -> None:
         await self._stop.wait()
         logger.info("stopping: running requests may finish")
         server.should_exit = True
+        telling.cancel()  # it would register it again
+        await asyncio.wait([telling])
         with suppress(RegistryUnavailable):
-            await registry.delete(keys.instance(me))
+            await registry.delete(keys.instance(presence.instance))
 
 
 async def main(config: Config, slot: Slot) -> None:

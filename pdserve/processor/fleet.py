@@ -87,6 +87,11 @@ class Fleet:
         return sum(self._usable(one) and not one.draining for one in self._instances.values())
 
     @property
+    def unreachable(self) -> list[str]:
+        """Workers that the registry lists and that there is no connection to."""
+        return sorted(self._instances.keys() - self._links.keys())
+
+    @property
     def room(self) -> Room:
         """For further requests, at all workers."""
         return total(self._room(one) for one in self._instances.values() if self._usable(one))

@@ -121,3 +121,14 @@ class Generation:
         if self.trace is not None:
             self.trace.token(len(tokens))
         return gap
+
+
+def unsupported(request: EngineCoreRequest) -> str | None:
+    """Why it cannot be generated here; None where it can."""
+    if request.mm_features or request.prompt_embeds is not None:
+        return "only text prompts are served: images, audio, video and prompt embeddings are not"
+    if request.sampling_params is None:
+        return "this model generates text: pooling and embedding requests are not served"
+    if request.lora_request is not None or request.resumable:
+        return "LoRA adapters and streaming input are not served"
+    return None

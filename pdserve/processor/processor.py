@@ -96,6 +96,16 @@ class Processor:
         return self._fleet.live
 
     @property
+    def running(self) -> int:
+        """Sequences that a decode worker has."""
+        return self._core.running
+
+    @property
+    def unreachable(self) -> list[str]:
+        """Decode workers that are registered and that there is no connection to."""
+        return self._fleet.unreachable
+
+    @property
     def room(self) -> Room:
         """For further requests, at all of its workers."""
         return self._fleet.room

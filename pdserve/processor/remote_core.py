@@ -18,7 +18,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from pdserve.messages import Cancel, Failed, Outputs, Placed, Refused, Submit, ToFrontend
 from pdserve.observe.metrics import ITL, MIGRATIONS, TTFT
 from pdserve.processor import migration
-from pdserve.processor.generation import Generation
+from pdserve.processor.generation import Generation, unsupported
 from pdserve.processor.link import Link
 from pdserve.processor.trace import RETRY_AFTER, Failure, current_trace, no_worker
 from pdserve.processor.usual import Usual
@@ -152,6 +152,11 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             self._emptied.clear()
             await self._emptied.wait()
 
+    @property
+    def running(self) -> int:
+        """Sequences that a worker has."""
+        return sum(generation.link is not None for generation in self._generations.values())
+
     # what links tell
 
     def link_up(self, link: Link) -> None:
@@ -184,7 +189,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
     @_by_itself
     def _begin(self, generation: Generation) -> None:
         request, trace = generation.request, generation.trace
-        if reason := _unsupported(request):
+        if reason := unsupported(request):
             self._fail(generation, Failure(400, reason))
             return
         generation.size = self._size(request)
@@ -386,13 +391,3 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             if other := self._generations.get(request_id):
                 self._leave_worker(other)
                 self._forget(other)
-
-
-def _unsupported(request: EngineCoreRequest) -> str | None:
-    if request.mm_features or request.prompt_embeds is not None:
-        return "only text prompts are served: images, audio, video and prompt embeddings are not"
-    if request.sampling_params is None:
-        return "this model generates text: pooling and embedding requests are not served"
-    if request.lora_request is not None or request.resumable:
-        return "LoRA adapters and streaming input are not served"
-    return None

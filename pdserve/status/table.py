@@ -98,7 +98,21 @@ def _row(each: Instance, mixed: Container[str]) -> tuple[str | Text, ...]:
         name.append(f"\nclock {each.clock_skew:+.1f} s", "yellow")
     where = f"{each.host or '?'}:{each.pid}"
     if not each.kv_blocks:
-        return name, each.model, where, "", _up(each), str(each.load.running), "", "", "", each.address
+        for worker in each.load.unreachable:
+            name.append(f"\ncannot reach {worker}", "red")
+        load = each.load
+        return (
+            name,
+            each.model,
+            where,
+            "",
+            _up(each),
+            str(load.running),
+            str(load.waiting),
+            "",
+            "",
+            each.address,
+        )
     return (
         name,
         each.model,

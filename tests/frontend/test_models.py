@@ -2,15 +2,21 @@
 
 import asyncio
 import gc
+import io
 import weakref
 from contextlib import AsyncExitStack
 
+import msgspec
 import pytest
+from rich.console import Console
 
-from pdserve.messages import encode_record
+from pdserve.messages import Instance, Load, Role, encode_record
 from pdserve.processor.processor import Processor
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
+from pdserve.registry.view import View
+from pdserve.status.find import Found
+from pdserve.status.table import render
 from tests.conditions import until
 from tests.frontend.conftest import Graph, card
 from tests.frontend.test_generate import completion
@@ -78,6 +84,26 @@ async def test_a_model_that_goes_is_collected(graph: Graph) -> None:
         del processor
     gc.collect()
     assert sum(engine() is not None for engine in engines) <= 1  # something in vLLM remembers the newest one
+
+
+async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
+    """With the decode workers that it cannot reach, which `pdserve status` shows."""
+    async with graph.worker(pace=None) as worker, MemoryRegistry(graph.registry) as registry:
+        request = asyncio.create_task(graph.http.post("/v1/completions", json=completion(max_tokens=1)))
+        await worker.until(lambda: worker.jobs)
+        lost = msgspec.structs.replace(worker.instance, id="decode-9-lost", address="memory://nowhere")
+        await registry.put(keys.instance(lost), encode_record(lost))
+        await until(lambda: graph.roster.report() == Load(running=1, unreachable=["decode-9-lost"]))
+        me = Instance("frontend-0-me", Role.FRONTEND, load=graph.roster.report())
+        await registry.put(keys.instance(me), encode_record(me))
+        shown = io.StringIO()
+        async with View(registry) as view:
+            Console(file=shown, width=200).print(render(view, Found("etcd", "t")))
+        await registry.delete(keys.instance(lost))
+        await worker.step()
+        assert (await request).status_code == 200
+    await until(lambda: graph.roster.report() == Load())
+    assert "cannot reach decode-9-lost" in shown.getvalue()
 
 
 async def test_unknown_model(graph: Graph) -> None:
