@@ -18,6 +18,7 @@ from pdserve.frontend.answer import Answer
 from pdserve.frontend.asgi import Receive, Scope, Send, header, respond, respond_error, respond_json
 from pdserve.frontend.auth import OPEN_PATHS, ApiKeys
 from pdserve.frontend.body import Body, ClientGone, Incoming, Intake, Refusal, Replay, look_into
+from pdserve.frontend.connections import UNREAD
 from pdserve.frontend.limits import deadline, max_body
 from pdserve.frontend.line import Ticket
 from pdserve.frontend.roster import Roster, Serving
@@ -210,6 +211,7 @@ class Edge:
         """Until the app has answered, the client is gone or the deadline has passed."""
         gone = asyncio.Event()
         current_trace.set(trace)
+        scope.setdefault("extensions", {})[UNREAD] = Unread(serving, ticket, trace)
         turn = self._turn(serving, ticket, scope, raw)
         app = asyncio.create_task(_call(serving, turn, _inside(scope, trace), Replay(raw, gone), answer))
         watch = asyncio.create_task(_disconnected(incoming))
@@ -251,6 +253,28 @@ class Edge:
             trace.prefill or "-",
             trace.instances or "-",
         )
+
+
+class Unread:
+    """Told again and again whether the client reads: while it does not, and others wait, its places are theirs."""
+
+    def __init__(self, serving: Serving, ticket: Ticket, trace: Trace) -> None:
+        self._serving = serving
+        self._ticket = ticket
+        self._trace = trace
+        self._paused = False
+
+    def __call__(self, unread: bool) -> None:
+        processor = self._serving.processor
+        if processor is None or unread == self._paused:
+            return
+        if unread and self._serving.line.others_wait(self._ticket):
+            logger.info("%s: nobody reads it and others wait: paused", self._trace.request_id)
+            processor.pause(self._trace)
+            self._paused = True
+        elif self._paused and not unread:
+            processor.resume(self._trace)
+            self._paused = False
 
 
 async def _call(

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 SWEEP = 1.0
 """seconds between two looks at all connections"""
+UNREAD = "pdserve.unread"
+"""the extension of the ASGI scope by which a request is told whether its client reads"""
 UNSENT = 16 << 10
 """bytes of an answer that the kernel takes beyond what the client's window admits: what is not read shows soon"""
 _BYTES_ACKED = slice(120, 128)
@@ -35,9 +37,10 @@ class Connection(HttpToolsProtocol):
         self._owner = owner
         self._head_since: float | None = None
         """monotonic; while a request's head is waited for"""
-        self._taken = 0
-        self._took: float | None = None
-        """monotonic; when the client last took something, while something is waiting to be sent"""
+        self._taken = -1
+        """bytes, when it was last looked at; -1 where nothing waited to be sent"""
+        self._unread = 0.0
+        self._asked = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -75,13 +78,20 @@ class Connection(HttpToolsProtocol):
 
     def unread_seconds(self, now: float) -> float:
         """For which the client has taken nothing of what waits to be sent to it. To be asked regularly."""
-        if not self.transport.get_write_buffer_size():
-            self._took = None
-            return 0.0
-        taken = self._bytes_taken()
-        if self._took is None or taken != self._taken:
-            self._took, self._taken = now, taken
-        return now - self._took
+        since, self._asked = now - self._asked, now
+        taken = self._bytes_taken() if self.transport.get_write_buffer_size() else -1
+        if taken < 0 or taken != self._taken:
+            self._unread = 0.0
+        else:  # a time in which this process itself stood still is not the client's fault
+            self._unread += min(since, 2 * self._owner.interval)
+        self._taken = taken
+        return self._unread
+
+    def tell(self, unread: float) -> None:
+        """The request may give its places to others while nobody reads."""
+        extensions: dict[str, Any] = {} if self._idle() else dict(self.cycle.scope.get("extensions") or {})
+        if UNREAD in extensions:
+            extensions[UNREAD](unread > self._owner.pause_after)
 
     def refuse_head(self) -> None:
         self.transport.write(_TIMEOUT)
@@ -108,7 +118,9 @@ class Connection(HttpToolsProtocol):
 class Connections:
     """uvicorn's `http`: makes a protocol for each connection. `watch` must run."""
 
-    def __init__(self, header_timeout: float, write_timeout: float) -> None:
+    def __init__(self, header_timeout: float, write_timeout: float, pause_after: float = 2.0) -> None:
+        self.pause_after = pause_after
+        """seconds after which a client counts as not reading"""
         self.header_timeout = header_timeout
         self.write_timeout = write_timeout
         """seconds; both may be changed at any time"""
@@ -123,16 +135,23 @@ class Connections:
     ) -> Connection:
         return Connection(self, config, server_state, app_state, _loop)
 
+    @property
+    def interval(self) -> float:
+        """Seconds between two looks at all connections."""
+        return min(SWEEP, self.header_timeout / 4, self.write_timeout / 4, self.pause_after / 2)
+
     async def watch(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(min(SWEEP, self.header_timeout / 4, self.write_timeout / 4))
+            await asyncio.sleep(self.interval)
             self.sweep(time.monotonic())
 
     def sweep(self, now: float) -> None:
         for connection in list(self.open):
             client = connection.client[0] if connection.client else "a client"
-            if connection.unread_seconds(now) > self.write_timeout:
+            unread = connection.unread_seconds(now)
+            connection.tell(unread)
+            if unread > self.write_timeout:
                 logger.warning("%s has read nothing for %g s: its request ends", client, self.write_timeout)
                 CONNECTIONS_CLOSED.labels("unread").inc()
                 connection.abort()

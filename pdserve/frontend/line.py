@@ -99,10 +99,12 @@ class Turn:
         self.drop = drop
         self.held = False
         """the sequence has its place"""
+        self.asked = False
         self._line = line
 
     def ask(self) -> None:
         """May begin it at once."""
+        self.asked = True
         self._line.ask(self)
 
     def end(self) -> None:
@@ -181,6 +183,9 @@ class Line:
             turn.drop()
         self._left.set()
         self.advance()
+
+    def others_wait(self, ticket: Ticket) -> bool:
+        return any(one.client != ticket.client for one in self._waiting)
 
     async def empty(self) -> None:
         """Until nobody waits or is inside."""

@@ -74,6 +74,9 @@ class Generation:
         most: int = self.request.sampling_params.max_tokens
         return most
 
+    def is_complete(self, max_model_len: int) -> bool:
+        return len(self.tokens) >= min(self.max_tokens, max_model_len - len(self.prompt))
+
     def attach(self, link: Link, wire_id: str) -> None:
         """A new attempt, under an id never used before: a worker may still know the one before."""
         self.attempt += 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -97,3 +98,9 @@ class Link:
             except ProtocolError as error:
                 if isinstance(message, Submit):
                     self._owner.arrived(self, Failed(message.request_id, str(error)))
+
+
+class Router(Protocol):
+    def pick(self, avoid: Collection[str], only_others: bool) -> Link | None:
+        """A worker for one request; None while there is none. Those in `avoid` are the last resort, or none
+        with `only_others`."""

@@ -19,6 +19,7 @@ from pdserve.processor.model_metrics import MODEL_METRICS
 from pdserve.processor.remote_core import RemoteCore
 from pdserve.processor.room import Room
 from pdserve.processor.surroundings import Surroundings
+from pdserve.processor.trace import Trace
 from pdserve.processor.usual import Usual
 from pdserve.processor.vllm_api import (
     VERSION,
@@ -113,6 +114,13 @@ class Processor:
     @property
     def usual(self) -> Usual:
         return self._core.usual
+
+    def pause(self, trace: Trace) -> None:
+        """Until `resume`, its sequences hold no places."""
+        self._core.pause(trace)
+
+    def resume(self, trace: Trace) -> None:
+        self._core.resume(trace)
 
     def on_room(self, tell: Callable[[], None]) -> None:
         """`tell` is called whenever there may be more room than before."""

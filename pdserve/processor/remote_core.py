@@ -10,17 +10,17 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial, wraps
 from types import SimpleNamespace
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from pdserve.messages import Cancel, Failed, Outputs, Placed, Refused, Submit, ToFrontend
 from pdserve.observe.metrics import ITL, MIGRATIONS, TTFT
 from pdserve.processor import migration
 from pdserve.processor.generation import Generation, unsupported
-from pdserve.processor.link import Link
-from pdserve.processor.trace import RETRY_AFTER, Failure, current_trace, no_worker
+from pdserve.processor.link import Link, Router
+from pdserve.processor.trace import RETRY_AFTER, Failure, Trace, Turn, current_trace, no_worker
 from pdserve.processor.usual import Usual
 from pdserve.processor.vllm_api import (
     EngineCoreClient,
@@ -69,12 +69,6 @@ def _by_itself(
         return None
 
     return guarded
-
-
-class Router(Protocol):
-    def pick(self, avoid: Collection[str], only_others: bool) -> Link | None:
-        """A worker for one request; None while there is none. Those in `avoid` are the last resort, or none
-        with `only_others`."""
 
 
 class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers NotImplementedError, a 501, for the rest
@@ -157,6 +151,20 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         """Sequences that a worker has."""
         return sum(generation.link is not None for generation in self._generations.values())
 
+    def pause(self, trace: Trace) -> None:
+        """Give the places of its sequences to others until `resume`, but for those that would have to be replayed."""
+        for generation in [one for one in self._generations.values() if one.trace is trace]:
+            if generation.link is not None and generation.turn is not None and not generation.replays:
+                self._leave_worker(generation)
+                generation.turn.end()
+                generation.turn = self._turn(generation, trace)
+        self.on_room()
+
+    def resume(self, trace: Trace) -> None:
+        for generation in [one for one in self._generations.values() if one.trace is trace]:
+            if generation.turn is not None and not generation.turn.asked:
+                generation.turn.ask()
+
     # what links tell
 
     def link_up(self, link: Link) -> None:
@@ -202,10 +210,12 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         if trace.failure is not None:  # a sibling (n > 1) has just ended all of them
             self._forget(generation)
             return
-        generation.turn = trace.turns.sequence(
-            partial(self._place, generation), partial(self._forget, generation)
-        )
+        generation.turn = self._turn(generation, trace)
         generation.turn.ask()
+
+    def _turn(self, generation: Generation, trace: Trace) -> Turn:
+        assert trace.turns is not None
+        return trace.turns.sequence(partial(self._place, generation), partial(self._forget, generation))
 
     # outputs
 
@@ -336,7 +346,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             generation.avoid.add(link.instance)
         generation.losses += generation.placed
         generation.last_loss = reason
-        if generation.tokens and self._is_complete(generation):
+        if generation.tokens and generation.is_complete(self._max_model_len):
             self._finish(generation)
         elif generation.engines_died >= MAX_ENGINES:
             why = f"{generation.engines_died} engines in a row died while they computed this request's next token"
@@ -353,10 +363,6 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 reason,
             )
             self._place(generation, only_others=True)
-
-    def _is_complete(self, generation: Generation) -> bool:
-        said = len(generation.tokens)
-        return said >= min(generation.max_tokens, self._max_model_len - len(generation.prompt))
 
     def _finish(self, generation: Generation) -> None:
         """All of its tokens came, and only the word that it is finished was lost."""

@@ -40,6 +40,9 @@ class Turn(Protocol):
     def held(self) -> bool:
         """It has come, and the sequence is not over."""
 
+    @property
+    def asked(self) -> bool: ...
+
     def ask(self) -> None:
         """May begin the sequence at once."""
 
