@@ -207,7 +207,12 @@ def _refuse_deadly_grammars(inputs: InputProcessor) -> None:
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
         if asked and (why := deadly(asked.json, asked.structural_tag)):
             raise VLLMValidationError(why, parameter="structured_outputs")
-        return cast(bool | None, validate(params, *rest))
+        try:
+            return cast(bool | None, validate(params, *rest))
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # pyo3's, of a compiler in Rust: no Exception
+                raise
+            raise VLLMValidationError("it cannot be compiled", parameter="structured_outputs") from error
 
     inputs._validate_params = checked
 

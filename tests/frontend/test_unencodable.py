@@ -129,3 +129,13 @@ async def test_a_grammar_that_ends_its_compiler_is_not_compiled(
         assert answer.status_code == 400
         assert "maximum must not be below" in answer.json()["error"]["message"]
         assert not worker.seen
+
+
+async def test_a_grammar_at_which_its_compiler_panics_is_a_400(graph: Graph) -> None:
+    smiles = "\N{SLIGHTLY SMILING FACE}" * 300
+    schema = {"type": "string", "maxLength": smiles, "minLength": smiles}
+    async with graph.worker():
+        answer = await graph.http.post(
+            "/v1/completions", json=completion(structured_outputs={"json": schema})
+        )
+        assert answer.status_code == 400
