@@ -1,28 +1,52 @@
 """TCP ports of this machine."""
 
+import errno
+import random
 import socket
+from contextlib import suppress
 
 import psutil
 
+from pdserve.errors import ConfigError
 
-def free_port(host: str) -> int:
-    """A port that was free just now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+_FIRST, _LAST = 15000, 30000
+"""below the ports that Linux gives to outgoing connections (32768 and up). Of those any may be taken while its server
+is down, even by a client of that server, which tries to reach it and meets itself"""
+_TRIES = 1000
+
+
+def free_port(host: str, count: int = 1) -> int:
+    """The first of so many ports in a row that were free just now. Raises OSError where there are none."""
+    for _ in range(_TRIES):
+        first = random.randint(_FIRST, _LAST)
+        if all(_is_free(host, port) for port in range(first, first + count)):
+            return first
+    raise OSError(errno.EADDRINUSE, f"no {count} free ports on {host}")
 
 
 def port_holder(host: str, port: int) -> str | None:
-    """Who listens on this port, as far as this user may know; None when it is free."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            pass
-        else:
+    """Who listens on this port, as far as this user may know; None when it is free. Raises ConfigError where nobody
+    can listen: the address is no one of this machine, or the port is for root alone."""
+    try:
+        if _is_free(host, port, again=True):
             return None
+    except OSError as error:
+        raise ConfigError([f"{host}:{port} cannot be listened on: {error.strerror or error}."]) from error
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-            return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
+            with suppress(psutil.Error):  # it has just ended
+                return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
     return "another process"
+
+
+def _is_free(host: str, port: int, again: bool = False) -> bool:
+    """`again`: connections of a server that is gone do not count."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, again)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+    return True

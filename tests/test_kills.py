@@ -29,6 +29,7 @@ def test_requests_finish_when_serve_is_killed(tmp_path: Path) -> None:
     )
     process = serve.start()
     until(lambda: "Ready after" in serve.text or process.poll() is not None, serve)
+    assert process.poll() is None, serve.text[-5000:]
     streams = [Stream(serve, 200) for _ in range(6)]
     for stream in streams:
         assert stream.begun.wait(30)
@@ -82,6 +83,7 @@ def test_two_of_each_under_random_kills(tmp_path: Path) -> None:
     process = serve.start()
     try:
         until(lambda: "Ready after" in serve.text or process.poll() is not None, serve)
+        assert process.poll() is None, serve.text[-5000:]
         answers = _under_kills(serve, random.Random(7))
         assert process.poll() is None, serve.text[-5000:]
         until(lambda: serve.health()["status"] == "ok", serve)

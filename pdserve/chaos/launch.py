@@ -4,14 +4,12 @@ own, in a folder that is thrown away."""
 import asyncio
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,21 +93,6 @@ def _take(section: dict[str, Any], key: str) -> Any:
     return None
 
 
-def free_ports(host: str, count: int) -> int:
-    """The first of so many free ports in a row, below those that the kernel gives to connections."""
-    while True:
-        first = random.randint(15000, 30000)
-        if all(_is_free(host, port) for port in range(first, first + count)):
-            return first
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe, suppress(OSError):
-        probe.bind((host, port))
-        return True
-    return False
-
-
 @dataclass
 class Running:
     """A graph on this machine. One that somebody else started is taken as it is."""
@@ -169,7 +152,7 @@ async def started(
     and Unavailable with the end of its output where it does not come up."""
     config = load(file, {})
     model = _copied(Path(config.model), folder) if own_model else None
-    ports = free_port(config.host), free_ports(config.host, 16 * workers)
+    ports = free_port(config.host), free_port(config.host, 16 * workers)
     sections = derive(file, workers, *ports, dtype, model)
     (folder / GRAPH_FILE).write_text(json.dumps(sections, indent=2))  # JSON is YAML
     state_dir = folder / "state"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pdserve.config.machine import GIB, Machine
 from pdserve.config.schema import Config, Slot
 from pdserve.doctor.finding import Finding, fail, ok, warn
+from pdserve.errors import ConfigError
 from pdserve.supervisor.checks import busy_ports
 
 VLLM = "0.32.0"
@@ -88,7 +89,11 @@ def shared_memory() -> Finding:
 
 def ports(config: Config, slots: Iterable[Slot]) -> Iterator[Finding]:
     slots = list(slots)
-    if problems := busy_ports(config, slots):
+    try:
+        problems = busy_ports(config, slots)
+    except ConfigError as error:
+        problems = error.problems
+    if problems:
         for problem in problems:
             text, _, advice = problem.partition(": ")
             yield warn("ports", text, advice)

@@ -7,7 +7,7 @@ from pdserve.ports import port_holder
 
 
 def busy_ports(config: Config, slots: Iterable[Slot]) -> list[str]:
-    """A sentence for each port that the graph needs and somebody holds."""
+    """A sentence for each port that the graph needs and somebody holds. Raises ConfigError where nobody could."""
     problems = []
     if config.frontend and (holder := port_holder(config.frontend.host, config.frontend.port)):
         problems.append(

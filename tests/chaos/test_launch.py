@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.chaos.launch import SIM_SPEED, derive, free_ports
+from pdserve.chaos.launch import SIM_SPEED, derive
 from pdserve.config.load import load
 from pdserve.errors import ConfigError
 
@@ -53,7 +53,3 @@ def test_without_a_frontend_nobody_can_ask(tmp_path: Path) -> None:
     file.write_text("Common: {model: demo}\nVllmWorker: {engine: sim, common-configs: [model]}\n")
     with pytest.raises(ConfigError, match="has no Frontend section"):
         derive(file, 2, 8123, 20100)
-
-
-def test_free_ports_are_below_those_of_connections() -> None:
-    assert 15000 <= free_ports("127.0.0.1", 32) <= 30000

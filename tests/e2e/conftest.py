@@ -61,7 +61,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory, reference: dict[str, list[in
     # `reference` comes first so that three engines never load at once on a small machine.
     del reference
     folder: Path = tmp_path_factory.mktemp("graph")
-    yaml = GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1"), decode=1, prefill=1)
+    yaml = GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1", 2), decode=1, prefill=1)
     with serving(yaml, folder) as graph:
         yield graph
 

@@ -16,7 +16,7 @@ LOCAL = Path(__file__).parents[2] / "configs/local.yaml"
 
 
 def test_the_very_first_request_is_prefilled_remotely(tmp_path: Path) -> None:
-    yaml, kv_port = LOCAL.read_text(), free_port("127.0.0.1")
+    yaml, kv_port = LOCAL.read_text(), free_port("127.0.0.1", 2)
     assert "port: 8000" in yaml
     assert "dtype" not in yaml
     yaml = yaml.replace("port: 8000", f"port: {free_port('127.0.0.1')}")
