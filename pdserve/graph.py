@@ -50,6 +50,11 @@ CONFIG_VARIABLE = "PDSERVE_CONFIG"
 and a role that is started again must fit those that run"""
 
 
+BOOT_VARIABLE = "PDSERVE_BOOT"
+"""environment variable by which the supervisor knows the instance that a process registers from all others: its pid is
+only unique inside a container, and until a restart of that"""
+
+
 def encode_config(config: Config) -> str:
     return json.dumps(msgspec.to_builtins(config, enc_hook=str))
 

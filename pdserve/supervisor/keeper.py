@@ -6,10 +6,11 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from dataclasses import replace
 from enum import StrEnum
 
 from pdserve.errors import PdserveError
-from pdserve.graph import Job
+from pdserve.graph import BOOT_VARIABLE, Job
 from pdserve.messages import Instance, Role, SlotState
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
@@ -18,6 +19,7 @@ from pdserve.supervisor.guardian import Guardian
 from pdserve.supervisor.process import CONFIG_ERROR, Ended, Process
 from pdserve.supervisor.rollcall import Roll
 from pdserve.tasks import forever
+from pdserve.worker.identity import instance_id, new_boot
 
 log = logging.getLogger(__name__)
 
@@ -131,13 +133,18 @@ class Keeper:
         started = time.monotonic()
         self._become(State.STARTING)
         self.instance = None
+        boot = new_boot()
+        job = replace(self.job, env={**self.job.env, BOOT_VARIABLE: boot})
         try:
-            process = Process.start(self.job, lambda raw: self._watcher.line(self.job.name, raw))
+            process = Process.start(job, lambda raw: self._watcher.line(self.job.name, raw))
         except OSError as error:  # no memory for another process, too many of them, a full disk
             return Life(started, time.monotonic(), False, Ended(1, (f"it could not be started: {error}",)))
         self._process = process
         self._guardian.watch(process.pid, self.job.node.stops)
-        watching = asyncio.create_task(forever(lambda: self._watch(process), "role watch", until_done=True))
+        mine = instance_id(self.job.name, boot)
+        watching = asyncio.create_task(
+            forever(lambda: self._watch(process, mine), "role watch", until_done=True)
+        )
         try:
             if self._stopping.is_set():
                 process.ask_to_stop()
@@ -157,10 +164,10 @@ class Keeper:
             await self._roll.strike_off(self.instance)
         return Life(started, time.monotonic(), was_ready, end)
 
-    async def _watch(self, process: Process) -> None:
+    async def _watch(self, process: Process, instance_id: str) -> None:
         """See it become ready, and kill it when it hangs. Draining is none of this: who stops a process sees to its
         end."""
-        self.instance = await self._roll.until(process.pid)
+        self.instance = await self._roll.until(instance_id, process.pid)
         self._was_ready = True
         self.ready.set()
         self.settled.set()

@@ -24,8 +24,8 @@ class Roll(ABC):
     """What the supervisor asks and tells the registry."""
 
     @abstractmethod
-    async def until(self, pid: int) -> Instance:
-        """Wait until the process `pid` of this machine is registered."""
+    async def until(self, instance_id: str, pid: int) -> Instance:
+        """Wait until the process that was started under this id, and is `pid` here, is registered."""
 
     @abstractmethod
     async def vanished(self, instance: Instance) -> float:
@@ -43,17 +43,17 @@ class Roll(ABC):
 
 class RollCall(Roll):
     def __init__(self, registry: Registry, view: View, host: str, leaving: float = 0.0) -> None:
-        """`host` is this machine, as its instances call it: other machines have the same pids. `leaving` are the
-        seconds that a process may go on after it took itself off the roll (a frontend that drains)."""
+        """`host` is this machine, for what is reported. `leaving` are the seconds that a process may go on after it
+        took itself off the roll (a frontend that drains)."""
         self._registry = registry
         self._view = view
         self._host = host
         self._patience = MISSING + leaving
 
-    async def until(self, pid: int) -> Instance:
+    async def until(self, instance_id: str, pid: int) -> Instance:
         async for _ in self._view.changes():
             for instance in self._view.instances():
-                if instance.pid == pid and instance.host == self._host:
+                if instance.id == instance_id and instance.pid == pid:
                     return instance
         raise AssertionError("the registry's changes never end")
 

@@ -10,13 +10,22 @@ import msgspec
 from pdserve import clock
 from pdserve.config.schema import Config, Slot, WorkerConfig
 from pdserve.engine.base import EngineFacts
+from pdserve.graph import BOOT_VARIABLE
 from pdserve.messages import Instance, ModelCard, Role
 
 
 def new_instance_id(slot: Slot) -> str:
     """`<role>-<index>-<boot id>`: a restarted worker is a new instance, and KV of its earlier life is
-    nobody's."""
-    return f"{slot.name}-{secrets.token_hex(4)}"
+    nobody's. The boot id is the supervisor's, where there is one."""
+    return instance_id(slot.name, os.environ.get(BOOT_VARIABLE) or new_boot())
+
+
+def new_boot() -> str:
+    return secrets.token_hex(4)
+
+
+def instance_id(name: str, boot: str) -> str:
+    return f"{name}-{boot}"
 
 
 def worker_config(config: Config, role: Role) -> WorkerConfig:

@@ -48,10 +48,10 @@ class Registered(Roll):
         """set: the next instance that is looked for has vanished for long"""
         self._up, self._ever = up, ever
 
-    async def until(self, pid: int) -> Instance:
+    async def until(self, instance_id: str, pid: int) -> Instance:
         while not self._ever or pid not in self._up():  # noqa: ASYNC110 (told by its output)
             await asyncio.sleep(0.005)
-        return Instance(id=f"fake-{pid}", role=Role.DECODE, pid=pid)
+        return Instance(id=instance_id, role=Role.DECODE, pid=pid)
 
     async def vanished(self, instance: Instance) -> float:
         await self.hung.wait()
