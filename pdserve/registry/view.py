@@ -120,6 +120,7 @@ class View:
     def _forget_all(self) -> None:
         self._instances.clear()
         self._cards.clear()
+        self._newcomers.clear()
         self._settings.clear()
         self._slots.clear()
 

@@ -3,8 +3,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve.messages import Instance, Load, ModelCard, Role, encode_record
+from pdserve.messages import Instance, Load, ModelCard, Role, SlotState, encode_record
 from pdserve.registry import keys
+from pdserve.registry.base import Change
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import View
 from tests.registry.conftest import Stage
@@ -13,6 +14,7 @@ from tests.registry.following import until
 DECODE = Instance("decode-0-a", Role.DECODE, "org/model", load=Load(running=3))
 PREFILL = Instance("prefill-0-b", Role.PREFILL, "org/model", draining=True)
 FRONTEND = Instance("frontend-0-c", Role.FRONTEND)
+SLOT = SlotState("decode-0", Role.DECODE)
 CARD = ModelCard("org/model", "/models/m", {"max-model-len": 4096})
 
 
@@ -72,6 +74,45 @@ async def test_during_an_outage_it_stands_still() -> None:
         assert view.instances() == [DECODE]
         await server.up()
         await until(lambda: not view.instances())
+
+
+class WatchedAnew(MemoryRegistry):
+    """Its first watch fails at the first change."""
+
+    watches = 0
+
+    async def watch(self, prefix: str) -> AsyncIterator[list[Change]]:
+        self.watches += 1
+        watch = super().watch(prefix)
+        yield await anext(watch)
+        async for changes in watch:
+            if self.watches == 1:
+                raise RuntimeError("a bug")
+            yield changes
+
+
+async def test_a_watch_that_is_begun_anew_forgets_what_is_gone() -> None:
+    server = MemoryServer()
+    records = {
+        keys.instance(DECODE): encode_record(DECODE),
+        keys.newcomer(DECODE): encode_record(DECODE),
+        keys.card(CARD.name, DECODE.id): encode_record(CARD),
+        keys.setting("router"): b"kv",
+        keys.slot(SLOT): encode_record(SLOT),
+    }
+    async with MemoryRegistry(server) as writer, WatchedAnew(server) as registry:
+        for key, value in records.items():
+            await writer.put(key, value)
+        async with View(registry) as view:
+
+            def seen() -> list[object]:
+                newcomers = view.newcomers(Role.DECODE, "org/model")
+                return [view.instances(), newcomers, view.cards(), view.settings(), view.slots()]
+
+            assert all(seen())
+            for key in records:
+                await writer.delete(key)
+            await until(lambda: registry.watches == 2 and not any(seen()))
 
 
 def test_keys_of_models_with_slashes() -> None:
