@@ -106,7 +106,8 @@ class Requests:
             self._recent.popitem(last=False)
         request = Request(frontend, submit, prefiller=warms, warms=warms, engines_died=submit.engines_died)
         self._live[submit.request_id] = request
-        self._empty.clear()
+        if not warms:
+            self._empty.clear()
         return request
 
     def get(self, request_id: str) -> Request | None:
@@ -115,7 +116,7 @@ class Requests:
     def drop(self, request: Request) -> None:
         self._live.pop(request.id, None)
         request.over.set()
-        if not self._live:
+        if all(left.warms for left in self._live.values()):
             self._empty.set()
 
     def of(self, frontend: str) -> list[Request]:
@@ -136,4 +137,5 @@ class Requests:
         return sum(request.phase is Phase.WAITING for request in self.clients())
 
     async def empty(self) -> None:
+        """Wait until no client's request is left."""
         await self._empty.wait()

@@ -185,5 +185,26 @@ async def test_an_engine_that_hangs_at_its_first_work_is_dead(monkeypatch: pytes
             await asyncio.wait_for(self_test(engine, Role.DECODE), 10)
 
 
+async def test_a_drain_does_not_wait_for_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for those that are under way nor for the next tries."""
+    monkeypatch.setattr(presence, "PATIENCE", 0.05)
+    monkeypatch.setattr(warm_up, "FIRST_RETRY", 0.01)
+    hung = Instance("prefill-x", Role.PREFILL, "demo", fingerprint=LOADED)
+    graph = Graph(drain_timeout=30.0)
+    async with MemoryRegistry(graph.registry, "t") as registry:
+        await registry.put("newcomers/prefill/prefill-x", encode_record(hung))
+        async with graph:
+            frontend = await graph.frontend()
+            running = await frontend.submit(LONG[:20], 200)
+            await until(lambda: bool(frontend.answered[running].tokens))
+            graph.decode.stop()
+            await until(lambda: not graph.decode.ready.is_set())
+            await until(lambda: bool(graph.decode.requests.of("")))
+            assert len((await frontend.end_of(running)).tokens) == 200
+            began = time.monotonic()
+            await graph.life
+            assert time.monotonic() - began < 2.0
+
+
 async def newcomers(registry: MemoryRegistry) -> bool:
     return bool(await registry.read("newcomers/"))
