@@ -118,6 +118,9 @@ class Serving:
             await self._fail(request, "internal error in the decode worker", retry=True)
 
     async def _place(self, request: Request) -> None:
+        if request.cancelled:  # before this task had its first turn
+            self._requests.drop(request)
+            return
         if time.monotonic() >= request.deadline:
             await self._fail(request, "the deadline passed before the request was started", retry=False)
             return
@@ -183,10 +186,15 @@ class Serving:
         submit = request.submit
         try:
             await self._engine.generate(request.id, submit.prompt, submit.body, handle)
-        except ProtocolError:
-            if handle is not None:
-                await self._engine.reject(handle)
-            raise
+        except ProtocolError as error:
+            if handle is None:
+                raise
+            # the lease of its KV ran out since it was looked at: a frontend may take a second to be told
+            log.warning("request %s: its KV is refused (%s), prefilling locally", request.id, error)
+            await self._engine.reject(handle)
+            request.decision = Decision("local", "fallback")
+            await self.send(request.frontend, Placed(request.id, "local", "fallback"))
+            await self._engine.generate(request.id, submit.prompt, submit.body, None)
         if request.cancelled:
             await self._engine.cancel([request.id])
 

@@ -9,24 +9,28 @@ import pytest
 from prometheus_client import REGISTRY
 
 from pdserve.decode import remote
+from pdserve.engine.handles import LEASE_MARGIN
 from pdserve.engine.sim.model import SimModel
 from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable
 from pdserve.messages import (
     Hello,
     Instance,
     KvHandle,
+    Placed,
     PrefillAnswer,
     PrefillDone,
     PrefillFailed,
     PrefillRequest,
     PrefillStarted,
     Role,
+    ToFrontend,
     decode_card,
     decode_instance,
     encode_record,
 )
 from pdserve.queue.memory import MemoryQueue
 from pdserve.registry.memory import MemoryRegistry
+from pdserve.stream.memory import MemoryStreamServer
 from tests.conditions import until
 from tests.decode.graph import Graph
 from tests.engine.sims import FAST, LOADED, body, collect, sim
@@ -448,6 +452,44 @@ async def test_cancel_while_the_request_is_queued() -> None:
         await until(lambda: not len(graph.decode.requests))
         assert await queue.pull(1, 0.05) == []
         assert frontend.answered[request_id].placed is None
+
+
+async def test_cancel_in_the_same_breath_sends_nothing_out() -> None:
+    """Both lie there when the worker reads: the cancellation is handled before the request has had its first turn."""
+    async with Graph() as graph:
+        await act_prefill(graph)
+        frontend = await graph.frontend()
+        request_id = await frontend.submit(LONG)
+        await frontend.cancel(request_id)
+        await until(lambda: graph.decode.requests.get(request_id) is None)
+        with pytest.raises(TimeoutError):
+            await until(lambda: graph.depth > 0 or len(graph.decode.requests) > 0, within=0.1)
+        again = await frontend.submit(LONG)
+        await until(lambda: graph.depth == 1)
+        await frontend.cancel(again)
+
+
+async def test_kv_whose_lease_runs_out_at_the_last_moment_is_computed_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While the frontend is told how its prompt gets its KV, which may take a second."""
+    tell = MemoryStreamServer.send
+
+    async def slowly(server: MemoryStreamServer, frontend: str, message: ToFrontend) -> None:
+        if isinstance(message, Placed) and message.prefill == "remote":
+            await asyncio.sleep(0.6)
+        await tell(server, frontend, message)
+
+    async with Graph() as graph:
+        prefill = await graph.prefill(lease=LEASE_MARGIN + 0.4)
+        monkeypatch.setattr(MemoryStreamServer, "send", slowly)
+        answered = await (await graph.frontend()).ask(LONG)
+        assert answered.failed is None
+        assert answered.tokens == expected(LONG, 4)
+        assert answered.placed is not None
+        assert (answered.placed.prefill, answered.placed.reason) == ("local", "fallback")
+        await until(prefill.engine.all_blocks_free)
+        await until(graph.decode_engine.all_blocks_free)
 
 
 async def test_cancel_while_it_is_prefilled_elsewhere_frees_everything() -> None:
