@@ -13,8 +13,10 @@ from pathlib import Path
 from pdserve.errors import ConfigError
 from pdserve.supervisor.server_process import ServerProcess
 
+_CONFIG = Path(__file__).with_name("nats.conf")
+"""in the package, and not written to the state: the disk may be full"""
 MAX_PAYLOAD = 8 << 20
-"""bytes of a message; prompts of 1.6 million tokens fit. The server's own default is 1 MiB, its advice at most 8"""
+"""bytes of a message, as it is said there"""
 
 
 class EmbeddedNats(ServerProcess):
@@ -28,10 +30,8 @@ class EmbeddedNats(ServerProcess):
 
     def command(self) -> list[str]:
         address = ["--addr", self.host, "--port", str(self.port)]
-        config = self.data_dir / "nats.conf"  # this has no flag
-        config.write_text(f"max_payload: {MAX_PAYLOAD}\n")
         store = ["--jetstream", "--store_dir", str(self.data_dir)]
-        return [str(nats_binary()), "--config", str(config), *address, *store]
+        return [str(nats_binary()), "--config", str(_CONFIG), *address, *store]
 
     async def answers(self) -> bool:
         reply = await _ask(self.host, self.port)
