@@ -4,10 +4,15 @@ import errno
 import io
 import logging
 import os
+import select
+import stat
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -17,6 +22,11 @@ from pdserve.observe.logs import LogLine
 
 FILE_LIMIT = 64 << 20
 """bytes; a log file that reaches it becomes `<name>.log.1`, in place of the one before"""
+
+UNREAD = 1 << 20
+"""bytes for a terminal or a pipe that takes nothing; what comes beyond them is left out"""
+LAST_WORDS = 1.0
+"""seconds for what is not written yet when all is over"""
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -33,7 +43,9 @@ class Output:
     ) -> None:
         self.log_dir = log_dir
         self.json = fmt == "json"
-        self.console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self._unread = _unblocked(stream or sys.stderr)
+        file = cast("TextIO", self._unread or stream or sys.stderr)
+        self.console = Console(file=file, highlight=False, soft_wrap=True)
         if self.json or not self.console.is_terminal:
             self.console = Console(file=self.console.file, highlight=False, force_terminal=False, width=100)
         self._verbose = verbose
@@ -42,6 +54,8 @@ class Output:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+        if self._unread:
+            self._unread.finish()
 
     def handler(self) -> logging.Handler:
         """For the supervisor's own records."""
@@ -174,6 +188,90 @@ class _Handler(logging.Handler):
         self._output.show(
             LogLine(logs.stamp(record.created), record.levelname[0], "serve", record.name, message)
         )
+
+
+def _unblocked(stream: TextIO) -> "Unblocked | None":
+    """None where writing does not wait for a reader: to a file, or to memory."""
+    try:
+        number = stream.fileno()
+        return None if stat.S_ISREG(os.fstat(number).st_mode) else Unblocked(stream, number)
+    except (OSError, ValueError):
+        return None
+
+
+class Unblocked(io.TextIOBase):
+    """Writes from a thread of its own: a terminal that is stopped (Ctrl-S, a connection that is lost, a mark in a
+    window) or a pipe that nobody reads would hold the supervisor, and soon all roles, whose output it reads.
+
+    Past Python's own buffer, whose lock would keep the process from its end."""
+
+    def __init__(self, stream: TextIO, number: int) -> None:
+        self._stream, self._number = stream, number
+        self._waiting: deque[bytes] = deque()
+        self._size = 0
+        """bytes that wait, with those that are just being written"""
+        self._left_out = 0
+        self._gone = False
+        self._changed = threading.Condition()
+        stream.flush()
+        threading.Thread(target=self._run, name="terminal", daemon=True).start()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._number
+
+    def write(self, text: str) -> int:
+        data = text.encode(self.encoding, "backslashreplace")
+        with self._changed:
+            if self._gone:
+                return len(text)
+            if self._size + len(data) > UNREAD:
+                self._left_out += 1
+                return len(text)
+            if self._left_out:
+                self._put(f"({self._left_out} lines were left out here: nobody read them)\n".encode())
+                self._left_out = 0
+            self._put(data)
+        return len(text)
+
+    def finish(self) -> None:
+        """Give it some time to be written."""
+        deadline = time.monotonic() + LAST_WORDS
+        with self._changed:
+            while self._size and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+
+    def _put(self, data: bytes) -> None:
+        self._waiting.append(data)
+        self._size += len(data)
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while not self._gone:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+                data = self._waiting.popleft()
+            try:
+                self._write(memoryview(data))
+            except OSError:
+                self._gone = True
+            with self._changed:
+                self._size = 0 if self._gone else self._size - len(data)
+                self._changed.notify_all()
+
+    def _write(self, rest: memoryview) -> None:
+        while rest:
+            try:
+                rest = rest[os.write(self._number, rest) :]
+            except BlockingIOError:  # somebody who shares the terminal made it so
+                select.select([], [self._number], [])
 
 
 class _Nowhere(io.StringIO):

@@ -1,5 +1,7 @@
 import json
 import logging
+import os
+import threading
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -146,3 +148,24 @@ def test_the_banner_fits_a_hundred_columns_and_its_curl_is_json(tmp_path: Path) 
     body = json.loads(curl(config).split("-d ", 1)[1].strip("'"))
     assert body["stream"] is True
     assert "red box" in body["messages"][0]["content"]
+
+
+def test_a_terminal_that_takes_nothing_holds_nobody(tmp_path: Path) -> None:
+    """Ctrl-S, a connection that is lost: the graph goes on, and so does the terminal when it is read again."""
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as pipe, os.fdopen(read, encoding="utf-8") as reader:
+        output = Output(tmp_path, stream=pipe)
+        for number in range(20_000):
+            output.line("decode-0", f"{number} {'x' * 100}")
+        shown = [reader.readline() for _ in range(5000)]
+        assert [line.split()[4] for line in shown] == [str(number) for number in range(5000)]
+        rest = threading.Thread(target=lambda: shown.extend(reader))
+        rest.start()
+        output.line("decode-0", "the last")
+        output.close()
+        pipe.close()
+        rest.join(10)
+        left_out, last = shown[-2:]
+        assert "lines were left out here" in left_out
+        assert last.endswith("the last\n")
+    assert len((tmp_path / "decode-0.log").read_text().splitlines()) == 20_001
