@@ -61,3 +61,19 @@ def test_information_and_other_places_are_not_held_back(log: logging.Logger, out
     assert text.count("request") == 300
     assert text.count("one place") == 100
     assert text.count("another place") == 1
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        '{"time":1,"level":5}',
+        '{"time":1,"level":5,"role":"","logger":"","message":2}',
+        '{"time":"","level":"odd","role":"","logger":"","message":""}',
+        '{"time":"","level":"info","role":"","logger":"","message":"","trace":[1]}',
+    ],
+)
+def test_json_of_somebody_else_is_a_line_as_any_other(raw: str) -> None:
+    """The supervisor reads it in what a role said last, and would end with it."""
+    line = logs.parse(raw, "decode-0")
+    assert (line.name, line.logger, line.message) == ("decode-0", "", raw)
+    assert logs.as_json(line)

@@ -22,6 +22,7 @@ from pdserve import clock
 _CONFIG = Path(__file__).with_name("logging.json")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LEVELS = {"D": "debug", "I": "info", "W": "warning", "E": "error", "C": "critical"}
+_LETTERS = {word: letter for letter, word in _LEVELS.items()}
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}) ([DIWEC]) (\S+) (\S+): (.*)", re.DOTALL)
 
 # What vLLM and torch say on every start, and nobody can do anything about.
@@ -182,11 +183,11 @@ def parse(raw: str, name: str) -> LogLine:
     if raw.startswith('{"time":'):
         try:
             record = json.loads(raw)
-            message = "\n".join(filter(None, (record["message"], record.get("trace"))))
-            return LogLine(
-                record["time"], record["level"][0].upper(), record["role"], record["logger"], message
-            )
-        except (ValueError, LookupError):
+            said = [record[key] for key in ("time", "level", "role", "logger", "message")]
+            time_, level, own_name, logger, message = map(str, said)
+            message = "\n".join(filter(None, (message, record.get("trace"))))
+            return LogLine(time_, _LETTERS[level], own_name, logger, message)
+        except (ValueError, LookupError, TypeError):  # somebody else's JSON
             pass
     return LogLine(stamp(), _guess_level(raw), name, "", raw)
 
