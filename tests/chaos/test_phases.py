@@ -14,8 +14,8 @@ from pdserve.messages import Instance, PrefillDone, PrefillStarted, Role, encode
 from pdserve.queue.base import Delivery
 from pdserve.queue.memory import MemoryQueue
 from tests.conditions import until
-from tests.decode.graph import Graph
-from tests.engine.sims import body, collect, spec
+from tests.decode.graph import Graph, shared_queue
+from tests.engine.sims import LOADED, body, collect, spec
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -91,9 +91,9 @@ class Victim:
 async def victim(graph: Graph) -> AsyncIterator[Victim]:
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(SimEngine(spec(Role.PREFILL, VICTIM)))
-        queue = await stack.enter_async_context(MemoryQueue(graph.broker))
+        queue = await stack.enter_async_context(shared_queue(graph.broker))
         registry = await graph.registry_of_another()
-        record = encode_record(Instance(VICTIM, Role.PREFILL, "demo"))
+        record = encode_record(Instance(VICTIM, Role.PREFILL, "demo", fingerprint=LOADED))
         await registry.put(f"instances/prefill/{VICTIM}", record)
         await until(lambda: bool(graph.decode.view.instances(role=Role.PREFILL)))
         yield Victim(graph, engine, queue, stack)
