@@ -39,8 +39,9 @@ TIMEOUT, GONE, ALONE, UNKNOWN = "timeout", "prefill-worker-gone", "no-prefill-wo
 UNREACHABLE, LOST = "unreachable", "queue-lost"
 DOWN, FULL = "queue-down", "queue-full"
 """why a wait came to nothing, as the metric has it"""
-
-
+LAST_WORDS = 0.2
+"""seconds that a prefill worker's answers may still take when the registry has told that it is gone: they come by another
+connection"""
 AVOID_FOR = 30.0
 """seconds for which nothing is asked of a prefill worker whose KV could not be read; then it is tried again"""
 
@@ -254,14 +255,23 @@ class RemotePrefill:
                 request.resolve(LOST)
 
     def give_up_on_the_gone(self) -> None:
-        """What a prefill worker had in its hands that is registered no longer is done here, at once; and
-        everything where none is left."""
-        registered, live = self._registered(), {peer.id for peer in self.peers()}
+        """What a prefill worker had in its hands that is registered no longer is done here, and everything where none
+        is left: after `LAST_WORDS`, since the worker may have said that its engine died of a request."""
         for request in self._requests:
-            if not registered and not request.warms:
-                request.resolve(ALONE)
-            elif request.prefiller and request.prefiller not in live:
-                request.resolve(GONE)
+            if request.awaits and self._gone(request):
+                asyncio.get_running_loop().call_later(LAST_WORDS, self._give_up, request)
+
+    def _give_up(self, request: Request) -> None:
+        if reason := self._gone(request):
+            request.resolve(reason)
+
+    def _gone(self, request: Request) -> str:
+        """Why no prefill worker will answer the request; empty where one may."""
+        if not request.warms and not self._registered():
+            return ALONE
+        if request.prefiller and request.prefiller not in {peer.id for peer in self.peers()}:
+            return GONE
+        return ""
 
 
 def _dated(request: Request, answer: PrefillDone) -> PrefillDone:

@@ -320,6 +320,28 @@ async def test_what_a_prefill_worker_had_in_its_hands_when_it_died_is_computed_h
         assert [one.request.request_id for one in again] == ids[1:], "the other one was taken back"
 
 
+@pytest.mark.parametrize("last", [True, False], ids=["the last worker", "one of two"])
+async def test_the_last_words_of_a_prefill_worker_are_waited_for(last: bool) -> None:
+    """They come by another connection than the word that it is gone: an engine that died of a request must count."""
+    async with Graph() as graph:
+        registry = await act_prefill(graph)
+        if not last:
+            await act_prefill(graph, "prefill-y")
+        queue, frontend = await graph.queue(), await graph.frontend()
+        before = failures("engine-died")
+        request_id = await frontend.submit(LONG)
+        await queue.pull(1, 5.0)
+        await queue.answer("decode-0", PrefillStarted(request_id, "prefill-x"))
+        await until(lambda: bool(graph.decode.requests.get(request_id).prefiller))  # type: ignore[union-attr]
+        await registry.delete("instances/prefill/prefill-x")
+        await until(lambda: len(graph.decode.view.instances(Role.PREFILL)) == (0 if last else 1))
+        await asyncio.sleep(0)
+        await queue.answer("decode-0", PrefillFailed(request_id, "engine-died", engine_died=True))
+        await until(lambda: frontend.answered[request_id].finished, within=1.5)
+        assert frontend.answered[request_id].tokens == expected(LONG, 4)
+        assert failures("engine-died") == before + 1
+
+
 @pytest.mark.parametrize("message", ["started", "done"])
 async def test_a_worker_that_is_not_registered_is_not_waited_for(message: str) -> None:
     async with Graph() as graph:
