@@ -36,8 +36,8 @@ SHARES = (
 a frontend is away, and the faults"""
 
 
-RACES = {"poison", "serve-kill"}
-"""one run of some is not good yet: a third worker dies of a long poison, streams of a frontend break off at the kill of
+RACES = {"serve-kill"}
+"""one run of some is not good yet: streams of a frontend break off at the kill of
 `serve`"""
 
 
