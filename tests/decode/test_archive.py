@@ -42,11 +42,15 @@ async def test_it_is_stored_under_its_name(folder: Path) -> None:
     assert archive_name(await blobs.get(archive.name)) == archive.name
 
 
-async def test_a_hub_id_has_no_archive() -> None:
-    archive = Archive("Qwen/Qwen3-0.6B", MemoryBlobs(MemoryBroker()))
+async def test_a_hub_id_has_no_archive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.decode.archive.CHECK", 0.01)
+    broker = MemoryBroker()
+    archive = Archive("Qwen/Qwen3-0.6B", MemoryBlobs(broker))
     await archive.make()
     assert archive.name == ""
-    await archive.keep_stored()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(archive.keep_stored(), 0.05)
+    assert not broker.blobs
 
 
 async def test_it_is_stored_when_nats_comes_late_and_when_nats_has_lost_it(
