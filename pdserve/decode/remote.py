@@ -40,8 +40,8 @@ UNREACHABLE, LOST = "unreachable", "queue-lost"
 DOWN, FULL = "queue-down", "queue-full"
 """why a wait came to nothing, as the metric has it"""
 LAST_WORDS = 0.2
-"""seconds that a prefill worker's answers may still take when the registry has told that it is gone: they come by another
-connection"""
+"""seconds that a prefill worker's answers may still take when the registry has told that it is gone: they come by
+another connection"""
 AVOID_FOR = 30.0
 """seconds for which nothing is asked of a prefill worker whose KV could not be read; then it is tried again"""
 
