@@ -103,7 +103,8 @@ class Config:
     etcd: str | None = None
     """host:port; not set: `serve` starts its own"""
     host: str = "127.0.0.1"
-    """address under which the workers of this machine are reached by the others"""
+    """address under which the workers of this machine are reached by the others; all parts of their engines listen on
+    its network device only (and on RDMA ports)"""
     kv_port: int = 5600
     """first of the ports on which workers hand out their KV handles (NIXL side channel), one for each
     worker"""

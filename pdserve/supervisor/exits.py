@@ -7,9 +7,9 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-import psutil
+from pdserve.supervisor.guardian import is_tracker, members, release, send, shared_memory
 
 log = logging.getLogger(__name__)
 
@@ -49,28 +49,27 @@ async def exit_of(process: "subprocess.Popen[bytes]") -> int:
     return process.wait()
 
 
-async def end_group(group: int, patience: float = 2.0) -> None:
-    """Kill what is left of a process group whose leader is gone, and return when nothing is.
+async def end_group(group: int, memory: Collection[str] = (), patience: float = 2.0) -> None:
+    """Kill what is left of a process group whose leader is gone, and return when nothing is. Its shared memory goes
+    with it: that which the processes that are killed here have, and `memory`, which is known of before.
 
     multiprocessing's resource tracker goes last: it removes the shared memory of those that were killed, and
     ends by itself when they are gone. It is killed too after `patience` seconds.
     """
-    for process in _members(group):
-        with contextlib.suppress(psutil.Error):
-            if not any("resource_tracker" in part for part in process.cmdline()):
-                process.kill()
+    left = members(group)
+    memory = shared_memory(left) | set(memory)
+    send((pid for pid in left if not is_tracker(pid)), signal.SIGKILL)
     loop = asyncio.get_running_loop()
     started = loop.time()
     while _exists(group):
         if loop.time() > started + 2 * patience:
-            log.warning(
-                "process group %d does not end", group
-            )  # a zombie of somebody else's, or stuck in I/O
-            return
+            log.warning("process group %d does not end", group)  # somebody else's zombie, or stuck in I/O
+            break
         if loop.time() > started + patience:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
         await asyncio.sleep(0.01)
+    release(memory)
 
 
 def _exists(group: int) -> bool:
@@ -82,12 +81,3 @@ def _exists(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _members(group: int) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, psutil.Error):
-            if os.getpgid(process.pid) == group:
-                found.append(process)
-    return found

@@ -168,6 +168,7 @@ class Keeper:
         """See it become ready, and kill it when it hangs. Draining is none of this: who stops a process sees to its
         end."""
         self.instance = await self._roll.until(instance_id, process.pid)
+        process.note_memory()
         self._was_ready = True
         self.ready.set()
         self.settled.set()

@@ -20,6 +20,7 @@ from typing import Self
 
 from pdserve.graph import Job
 from pdserve.supervisor.exits import dies_with_parent, end_group, exit_of
+from pdserve.supervisor.guardian import members, shared_memory
 from pdserve.worker.lifecycle import SUPERVISOR_DIED
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Process:
         self._process = process
         self._tail: deque[str] = deque(maxlen=TAIL)
         self._on_line = on_line
+        self._memory: set[str] = set()
         self._reader = asyncio.create_task(self._read(), name=f"output of {job.name}")
 
     @classmethod
@@ -84,11 +86,15 @@ class Process:
     async def wait(self) -> Ended:
         """Wait for its end, and see to it that nothing of its group outlives it."""
         code = await exit_of(self._process)
-        await end_group(self.pid)
+        await end_group(self.pid, self._memory)
         # Its pipe is at its end now, unless somebody who left the group holds it.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._reader, 1)
         return Ended(code, tuple(self._tail))
+
+    def note_memory(self) -> None:
+        """Remember its shared memory: once all of the group is killed, resource tracker included, nobody can tell."""
+        self._memory = shared_memory(members(self.pid))
 
     def ask_to_stop(self) -> None:
         """SIGTERM to the role alone: it stops the processes below it itself, in its own order."""
@@ -96,6 +102,7 @@ class Process:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
+        self.note_memory()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 

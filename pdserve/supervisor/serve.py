@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 from pdserve.config.plan import Plan
@@ -75,7 +76,8 @@ async def _serve(config: Config, slots: Sequence[Slot], output: Output, policy: 
         graph = _describe(config, {server.name: server.url for server in servers})
         roll = await _roll(stack, graph, config)
         state.write(config.state_dir, graph)
-        jobs = [_job(slot, config, graph, output) for slot in slots]
+        sockets = stack.enter_context(state.socket_folder(config.state_dir))
+        jobs = [_job(slot, config, graph, sockets) for slot in slots]
         supervision = Supervision(jobs, roll, output, guardian, policy)
         signals.act = supervision.stop
 
@@ -122,7 +124,7 @@ def _describe(config: Config, embedded: Mapping[str, str]) -> state.Graph:
     )
 
 
-def _job(slot: Slot, config: Config, graph: state.Graph, output: Output) -> Job:
+def _job(slot: Slot, config: Config, graph: state.Graph, sockets: Path) -> Job:
     env = {
         "PDSERVE_ETCD": graph.etcd,
         "PDSERVE_NATS": graph.nats,
@@ -132,6 +134,7 @@ def _job(slot: Slot, config: Config, graph: state.Graph, output: Output) -> Job:
         "PDSERVE_LOG_FORMAT": "json",
         "PDSERVE_LOG_LEVEL": os.environ.get("PDSERVE_LOG_LEVEL", "INFO"),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
+        "VLLM_RPC_BASE_PATH": str(sockets),
         "PYTHONUNBUFFERED": "1",
     }
     return job(slot, config.path, env)

@@ -2,8 +2,11 @@
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,8 @@ from pdserve.supervisor.guardian import alive
 log = logging.getLogger(__name__)
 
 _LOCK, _RECORD = "lock", "graph.json"
+_LONGEST_FOLDER = 107 - len("/123e4567-e89b-12d3-a456-426614174000")
+"""bytes, before the names that vLLM gives its sockets"""
 
 
 class Graph(msgspec.Struct, frozen=True):
@@ -66,6 +71,38 @@ def only_one(state_dir: Path) -> Iterator[int]:
             yield lock.fileno()
         finally:
             (state_dir / _RECORD).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def socket_folder(state_dir: Path) -> Iterator[Path]:
+    """A folder for the sockets of this graph's engines, empty at the beginning and at the end: engines that are killed
+    leave them behind. It is in the temporary folder where a socket's path (107 bytes at most) would become too long.
+    Raises ConfigError where it cannot be used."""
+    folder = state_dir / "sockets"
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        digest = hashlib.blake2s(os.fsencode(state_dir), digest_size=6).hexdigest()
+        folder = Path(tempfile.gettempdir()) / f"pdserve-{os.getuid()}-{digest}"
+    _empty(folder)
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(ConfigError):
+            _empty(folder)
+
+
+def _empty(folder: Path) -> None:
+    """Only ours: in a temporary folder, anybody may have put something there under this name."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        made = folder.lstat()
+        if not stat.S_ISDIR(made.st_mode) or made.st_uid != os.getuid():
+            raise ConfigError(
+                [f"{folder} belongs to another user: remove it, or set another state directory."]
+            )
+        for entry in folder.iterdir():
+            entry.unlink()
+    except OSError as error:
+        raise _unusable(folder, error) from error
 
 
 def _open_lock(state_dir: Path) -> IO[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from pdserve.config.load import load
+from pdserve.frontend.metrics_page import KEPT
 
 _START_SECONDS = 420.0
 
@@ -25,20 +26,33 @@ class Graph:
     process: subprocess.Popen[bytes]
     log: Path
     env: dict[str, str]
+    _kept_until: float = 0.0
 
     def pdserve(self, *args: str) -> "subprocess.CompletedProcess[str]":
         """Run another pdserve command against this graph."""
         command = [sys.executable, "-m", "pdserve", *args]
         return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60)
 
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples over all instances, from the frontend's merged page; 0 where absent."""
+    def metrics(self) -> "Metrics":
+        """The frontend's merged page as it is now. It is made once a second at most: one that may be that of the call
+        before is not asked for."""
+        time.sleep(max(0.0, self._kept_until - time.monotonic()))
+        page = httpx.get(f"{self.url}/metrics", timeout=30).text
+        self._kept_until = time.monotonic() + KEPT + 0.1
+        return Metrics(page)
+
+
+@dataclass
+class Metrics:
+    page: str
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples over all instances; 0 where absent."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        page = httpx.get(f"{self.url}/metrics", timeout=30).text
         return sum(
             sample.value
-            for family in text_string_to_metric_families(page)
+            for family in text_string_to_metric_families(self.page)
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         )

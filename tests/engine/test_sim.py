@@ -100,7 +100,18 @@ async def test_blocks_of_another_boot_are_not_read() -> None:
     async with sim(Role.PREFILL, "p") as prefill, sim(Role.DECODE, "d") as decode:
         handle = msgspec.structs.replace(await prefilled(prefill, "r", PROMPT), engine_id="an earlier boot")
         await decode.generate("r", PROMPT, body(1), handle)
-        assert (await transfers(decode)).failures == 1
+        step = await decode.step()
+        assert step.transfers == Transfers(failures=1)
+        assert step.unread == ["r"]
+
+
+async def test_kv_that_nobody_will_read_is_freed() -> None:
+    async with sim(Role.PREFILL, "p") as prefill:
+        handle = await prefilled(prefill, "r", PROMPT)
+        assert not await prefill.all_blocks_free()
+        await prefill.release(handle)
+        assert (await prefill.step()).released == [handle.request_id]
+        assert await prefill.all_blocks_free()
 
 
 async def test_blocks_read_after_their_lease_give_wrong_tokens() -> None:

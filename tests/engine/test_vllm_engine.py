@@ -81,6 +81,7 @@ class Driven:
     transfers: list[Transfers] = field(default_factory=list)
     packed: list[list[bytes]] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     unreachable: list[str] = field(default_factory=list)
 
     async def read(self) -> None:
@@ -89,6 +90,7 @@ class Driven:
             if step.transfers:
                 self.transfers.append(step.transfers)
             self.released += step.released
+            self.unread += step.unread
             self.unreachable += step.unreachable
             if step.outputs:
                 self.packed.append(self.engine.pack(step.outputs))
@@ -372,6 +374,7 @@ async def test_a_read_does_not_begin_when_the_lease_is_nearly_over(
     waited = await pair.decode.generate("waited", prompt, old)
     assert pair.decode.bytes == bytes_before
     assert pair.decode.failures == failures + 1
+    assert pair.decode.unread.count("waited") == 1
     await pair.decode.engine.reject(handle)
     await pair.all_free()
     assert await pair.decode.generate("not-waited", prompt) == waited
@@ -474,6 +477,7 @@ async def test_a_stalled_transfer_is_recomputed_and_its_blocks_come_back(pair: P
     with pair.prefill.stopped():
         stalled = await pair.decode.generate("stalled", prompt, handle)
         assert pair.decode.failures > failures
+        assert pair.decode.unread.count("stalled") == 1
         assert not await pair.decode.engine.all_blocks_free(), "the stalled read's blocks are in quarantine"
         began = time.monotonic()
         other = await pair.decode.generate(
@@ -487,6 +491,7 @@ async def test_a_stalled_transfer_is_recomputed_and_its_blocks_come_back(pair: P
     before = pair.decode.bytes
     again = await pair.decode.generate("remote-again", prompt, await pair.prefill.prefill("p-again", prompt))
     assert again == stalled
+    assert "remote-again" not in pair.decode.unread
     assert pair.decode.bytes > before, "the peer is asked again when it is back"
 
 

@@ -1,9 +1,13 @@
 import asyncio
 import os
 import signal
+from multiprocessing import shared_memory
 from pathlib import Path
 
+import pytest
+
 from pdserve.messages import Role
+from pdserve.supervisor.guardian import is_tracker, members
 from pdserve.supervisor.process import Ended, Process
 from tests.conditions import until
 from tests.supervisor.fakes import alive, fake
@@ -85,6 +89,45 @@ async def test_shared_memory_of_the_killed_is_cleaned_up() -> None:
     process.kill()
     await process.wait()
     assert not path.exists()
+
+
+FORKED = """
+    import multiprocessing, os, sys, time
+    from multiprocessing import shared_memory
+    memory = shared_memory.SharedMemory(create=True, size=4096)
+    print(memory.name, flush=True)
+    if os.fork() == 0:
+        memory = shared_memory.SharedMemory(create=True, size=4096)
+        print(memory.name, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    "noted", [True, False], ids=["all killed at once", "its tracker and its leader killed"]
+)
+async def test_shared_memory_is_cleaned_up_where_the_resource_tracker_was_killed_too(noted: bool) -> None:
+    """By its name, which is read from its own processes: what others have is left alone."""
+    lines: list[str] = []
+    process = Process.start(fake(FORKED), lines.append)
+    others = shared_memory.SharedMemory(create=True, size=4096)
+    try:
+        await until(lambda: len(lines) == 2)
+        paths = [Path("/dev/shm") / line.lstrip("/") for line in lines]
+        assert all(path.exists() for path in paths)
+        if noted:
+            process.note_memory()
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            for pid in filter(is_tracker, members(process.pid)):
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
+        await process.wait()
+        assert not any(path.exists() for path in paths)
+        assert (Path("/dev/shm") / others.name.lstrip("/")).exists()
+    finally:
+        others.close()
+        others.unlink()
 
 
 async def test_wait_ends_though_a_grandchild_in_another_group_holds_the_pipe() -> None:

@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -66,3 +67,28 @@ def test_a_record_of_a_dead_graph_counts_for_nothing(tmp_path: Path) -> None:
 def test_a_damaged_record_counts_for_nothing(tmp_path: Path, content: str) -> None:
     (tmp_path / "graph.json").write_text(content)
     assert state.read(tmp_path) is None
+
+
+@pytest.mark.parametrize("depth", [1, 8], ids=["short", "too long for a socket"])
+def test_the_folder_for_sockets_is_empty_at_both_ends(tmp_path: Path, depth: int) -> None:
+    state_dir = tmp_path.joinpath(*["a-long-name"] * depth)
+    state_dir.mkdir(parents=True)
+    with state.socket_folder(state_dir) as folder, socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(folder / "123e4567-e89b-12d3-a456-426614174000"))
+        os.link(folder / "123e4567-e89b-12d3-a456-426614174000", tmp_path / "s")
+    assert list(folder.iterdir()) == []
+    os.link(tmp_path / "s", folder / "left by a graph that was killed")
+    with state.socket_folder(state_dir) as again:
+        assert again == folder
+        assert list(folder.iterdir()) == []
+        assert folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+
+
+def test_a_folder_of_somebody_else_is_not_emptied(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/file").touch()
+    (tmp_path / "sockets").symlink_to(tmp_path / "theirs")
+    with pytest.raises(ConfigError, match="belongs to another user"), state.socket_folder(tmp_path):
+        pass
+    assert (tmp_path / "theirs/file").exists()
