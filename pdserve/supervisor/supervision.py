@@ -49,12 +49,8 @@ class Supervision(Watcher):
             keeping = [group.create_task(self._keep(each)) for each in self._keepers.values()]
             others = [group.create_task(each) for each in (*beside, forever(self._report, "slot records"))]
             await self._stop.wait()
-            waves = stop_waves(self._jobs)
-            if not starting.done():  # nobody was told that the graph is there
-                waves, patience = [list(self._jobs)], LOADING_PATIENCE
             starting.cancel()
-            for wave in waves:
-                await asyncio.gather(*(self._keepers[job.name].stop(patience) for job in wave))
+            await self._stop_all(patience)
             await asyncio.gather(*keeping)
             for task in others:
                 task.cancel()
@@ -70,6 +66,18 @@ class Supervision(Watcher):
         else:
             log.info("stopping: frontends, then decode, then prefill workers (Ctrl-C again: at once)")
             self._stop.set()
+
+    async def _stop_all(self, patience: float) -> None:
+        """In waves, and at the same time what is not ready: it has nothing to drain. The others may serve, also before
+        all of the graph is ready, which it never is where one worker is always killed while it starts."""
+        ready = [job for job in self._jobs if self._keepers[job.name].ready.is_set()]
+        loading = [keeper for keeper in self._keepers.values() if keeper.job not in ready]
+
+        async def stop_ready() -> None:
+            for wave in stop_waves(ready):
+                await asyncio.gather(*(self._keepers[job.name].stop(patience) for job in wave))
+
+        await asyncio.gather(stop_ready(), *(keeper.stop(LOADING_PATIENCE) for keeper in loading))
 
     def line(self, name: str, raw: str) -> None:
         line = self._output.line(name, raw)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.messages import Role, SlotState
-from pdserve.supervisor.keeper import GaveUp
+from pdserve.supervisor.keeper import LOADING_PATIENCE, GaveUp
 from tests.conditions import until
 from tests.supervisor.fakes import QUICK, SERVE, Graph, alive, fake
 
@@ -163,6 +163,26 @@ async def test_stops_in_waves(tmp_path: Path) -> None:
     assert ended["frontend-0"] < min(began["decode-0"], began["decode-1"])
     assert abs(began["decode-0"] - began["decode-1"]) < 0.19  # side by side
     assert max(ended["decode-0"], ended["decode-1"]) < began["prefill-0"]
+
+
+async def test_what_serves_before_all_is_ready_drains(tmp_path: Path) -> None:
+    """One that is killed whenever it starts keeps a graph from being ready for ever; the others serve."""
+    drains = """
+        import os, signal, sys, time
+        def stop(*_):
+            time.sleep(%g)
+            print("drained", flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, stop)
+        print("up", os.getpid(), flush=True)
+        time.sleep(600)
+    """
+    killed = fake("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", index=1)
+    jobs = [fake(drains % (LOADING_PATIENCE + 0.5), Role.FRONTEND), fake(drains % 0), killed]
+    async with Graph(tmp_path, *jobs, policy=replace(QUICK, kills=1000)) as graph:
+        await until(lambda: len({each.name for each in graph.roll.reported if each.ready}) == 2)
+        assert not graph.ready.is_set()
+    assert graph.text.count("drained") == 2
 
 
 async def test_one_that_does_not_stop_is_killed_after_the_deadline(tmp_path: Path) -> None:
