@@ -1,6 +1,7 @@
 """Grammars that would end the process which compiles them, found before vLLM looks at them. Pure."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
@@ -8,6 +9,7 @@ LOWEST = -9.2e18
 """llguidance, which vLLM asks where xgrammar refuses a schema, ends the process (a recursion without end) for an
 integer range whose upper bound is next to the smallest of 64 bits; it clips what lies beyond"""
 _UPPER = ("maximum", "exclusiveMaximum")
+_NEGATIVE = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 def deadly(*schemas: object) -> str:
@@ -18,6 +20,17 @@ def deadly(*schemas: object) -> str:
             if value < LOWEST:
                 return f"a JSON schema's {name} must not be below {LOWEST:g}"
     return ""
+
+
+def deadly_text(grammar: object) -> str:
+    """The same for a grammar in Lark's form, which may hold schemas (`%json`): numbers cannot be written otherwise in
+    them, whatever else is escaped."""
+    found = _NEGATIVE.findall(grammar) if isinstance(grammar, str) else ()
+    return (
+        f"a grammar's numbers must not be below {LOWEST:g}"
+        if any(float(one) < LOWEST for one in found)
+        else ""
+    )
 
 
 def _read(schema: object) -> object:

@@ -40,7 +40,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from pdserve.errors import BadRequest
-from pdserve.processor.grammar import deadly
+from pdserve.processor.grammar import deadly, deadly_text
 
 __all__ = [
     "AsyncLLM",
@@ -205,7 +205,7 @@ def _refuse_deadly_grammars(inputs: InputProcessor) -> None:
 
     def checked(params: object, *rest: Any) -> bool | None:
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
-        if asked and (why := deadly(asked.json, asked.structural_tag)):
+        if asked and (why := deadly(asked.json, asked.structural_tag) or deadly_text(asked.grammar)):
             raise VLLMValidationError(why, parameter="structured_outputs")
         try:
             return cast(bool | None, validate(params, *rest))

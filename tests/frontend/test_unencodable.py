@@ -118,6 +118,7 @@ RANGE = {"type": "integer", "minimum": -(1 << 64), "maximum": -(1 << 64)}
         {"structured_outputs": {"json": RANGE}},
         {"structured_outputs": {"json": json.dumps({"items": {"anyOf": [RANGE]}})}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": RANGE}}},
+        {"structured_outputs": {"grammar": "start: %json " + json.dumps(RANGE).replace("max", "m\\u0061x")}},
     ],
 )
 async def test_a_grammar_that_ends_its_compiler_is_not_compiled(
@@ -127,7 +128,7 @@ async def test_a_grammar_that_ends_its_compiler_is_not_compiled(
     async with graph.worker() as worker:
         answer = await graph.http.post("/v1/completions", json=completion(**changes))
         assert answer.status_code == 400
-        assert "maximum must not be below" in answer.json()["error"]["message"]
+        assert "must not be below" in answer.json()["error"]["message"]
         assert not worker.seen
 
 
