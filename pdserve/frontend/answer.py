@@ -14,17 +14,37 @@ class Answer:
         self.status = 0
         """as it was sent; 0 before"""
         self._send = send
-        self._trace = trace
+        self.trace = trace
+        """of what answers now"""
         self._path = path
         self._held: Message | None = None
         self._early: list[Message] = []
         """parts of the body that came while the start was held"""
         self._ended = False
+        self._muted = False
         self._stream = False
 
     @property
     def started(self) -> bool:
         return self.status != 0
+
+    @property
+    def given_back(self) -> bool:
+        """Nothing was said, and another model is to answer: see `anew`."""
+        failure = self.trace.failure
+        return failure is not None and failure.again and not self.started and not self._muted
+
+    @property
+    def ended(self) -> bool:
+        """There is nothing more to be said."""
+        return self._ended
+
+    def anew(self) -> None:
+        """For another app; the one before is over. Has a trace of its own from now on."""
+        self.trace = self.trace.anew()
+        self._held = None
+        self._early.clear()
+        self._ended = False
 
     async def __call__(self, message: Message) -> None:
         if self._ended:
@@ -39,6 +59,9 @@ class Answer:
         if self._too_early(self._held, message):
             return
         held, self._held = self._held, None
+        if self.given_back:
+            self._ended = True
+            return
         if self._must_replace(held):
             await self.fail()
             return
@@ -56,7 +79,7 @@ class Answer:
 
     def _too_early(self, start: Message, message: Message) -> bool:
         """Some streams (responses) begin with an event before anything is generated."""
-        if self._trace.prefill or self._trace.failure is not None or not message.get("more_body", False):
+        if self.trace.prefill or self.trace.failure is not None or not message.get("more_body", False):
             return False
         return _is_stream(start)
 
@@ -77,7 +100,7 @@ class Answer:
 
     def mute(self) -> None:
         """Nobody listens any more."""
-        self._ended = True
+        self._ended = self._muted = True
 
     async def own(self, message: Message) -> None:
         """As `__call__`, for an answer of our own."""
@@ -88,11 +111,13 @@ class Answer:
 
     def _must_replace(self, start: Message) -> bool:
         """A stream's status is sent before vLLM knows of the failure; here it is still in time."""
-        return self._trace.failure is not None and start["status"] == 200
+        return self.trace.failure is not None and start["status"] == 200
 
     async def fail(self) -> None:
         """End it with the failure that the trace names."""
-        failure = self._trace.failure
+        if self.given_back:
+            return
+        failure = self.trace.failure
         assert failure is not None
         await self.end_with(failure.status, failure.message, failure.retry_after)
 
@@ -103,14 +128,14 @@ class Answer:
         headers = [(name, value) for name, value in start["headers"] if name.lower() != b"x-request-id"]
         headers += [(name, value.encode("latin-1")) for name, value in self._own().items()]
         if self.status in (429, 503) and b"retry-after" not in names:
-            failure = self._trace.failure
+            failure = self.trace.failure
             headers.append((b"retry-after", retry_seconds(failure.retry_after if failure else 1.0).encode()))
-        if self.status == 500 and self._trace.failure is not None:
+        if self.status == 500 and self.trace.failure is not None:
             headers.append((b"x-should-retry", b"false"))  # OpenAI's and Anthropic's clients heed it
         await self._send({**start, "headers": headers})
 
     def _own(self) -> dict[bytes, str]:
-        trace = self._trace
+        trace = self.trace
         own = {b"x-request-id": trace.request_id}
         if trace.prefill:
             own[b"x-pdserve-prefill"] = trace.prefill

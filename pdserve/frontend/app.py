@@ -20,7 +20,7 @@ from pdserve.frontend.auth import OPEN_PATHS, ApiKeys
 from pdserve.frontend.body import Body, ClientGone, Incoming, Intake, Refusal, Replay, look_into
 from pdserve.frontend.connections import UNREAD
 from pdserve.frontend.limits import deadline, max_body
-from pdserve.frontend.line import Ticket
+from pdserve.frontend.line import Replaced, Ticket
 from pdserve.frontend.roster import Roster, Serving
 from pdserve.frontend.versions import versions
 from pdserve.messages import ModelCard
@@ -100,7 +100,7 @@ class Edge:
             )
         except ClientGone:
             return
-        self._account(path, answer, trace)
+        self._account(path, answer, answer.trace)
 
     # routes
 
@@ -110,7 +110,7 @@ class Edge:
             if method != "POST":
                 raise Refusal(405, f"{path} takes POST")
             async with self._body(scope, incoming, trace) as raw:
-                await self._dispatch(look_into(raw), scope, incoming, answer, trace)
+                await self._dispatch(look_into(raw), scope, incoming, answer)
         elif (method in ("GET", "HEAD") and path in OPEN_PATHS) or (method, path) == ("POST", "/ping"):
             await self._own_page(path, answer)
         elif method == "GET" and (path == _MODELS or path.startswith(_MODELS + "/")):
@@ -119,7 +119,7 @@ class Edge:
             query = parse_qs(scope["query_string"].decode("latin-1"), errors="replace")
             name = query.get("model", [None])[0]
             async with self._body(scope, incoming, trace) as raw:
-                await self._dispatch(Body(raw, name), scope, incoming, answer, trace)
+                await self._dispatch(Body(raw, name), scope, incoming, answer)
         elif routes.is_left_out(path):
             raise Refusal(404, f"{path} is not available on a separated graph")
         else:
@@ -160,11 +160,29 @@ class Edge:
 
     # to a model
 
-    async def _dispatch(
-        self, body: Body, scope: Scope, incoming: Incoming, answer: Answer, trace: Trace
+    async def _dispatch(self, body: Body, scope: Scope, incoming: Incoming, answer: Answer) -> None:
+        """Again where the model is replaced before the request is begun."""
+        model = body.model
+        while True:
+            serving = self._roster.find(model)
+            model = answer.trace.model = serving.card.name
+            try:
+                await self._try(serving, body, scope, incoming, answer)
+                if not answer.given_back:
+                    return
+            except Replaced:
+                if answer.ended:
+                    return
+            logger.info(
+                "%s: %s was replaced: the request goes to its successor", answer.trace.request_id, model
+            )
+            answer.anew()
+
+    async def _try(
+        self, serving: Serving, body: Body, scope: Scope, incoming: Incoming, answer: Answer
     ) -> None:
-        serving = self._roster.find(body.model)
-        trace.model = serving.card.name
+        """Raises Replaced."""
+        trace = answer.trace
         most = max_body(serving.card.max_model_len, passing=routes.is_passing(scope["path"]))
         if len(body.raw) > most:
             raise Refusal(413, f"the request body is larger than {most} bytes")
@@ -282,6 +300,8 @@ async def _call(
 ) -> None:
     async with turn:
         await serving.settled.wait()
+        if serving.retired.is_set() and serving.processor is None:
+            raise Replaced
         if serving.processor is None:
             why = serving.problem
             raise Refusal(503, f"{serving.card.name} is not being served: {why}", retry_after=RETRY_AFTER)
@@ -295,7 +315,7 @@ async def _finished(app: "asyncio.Task[None]", answer: Answer, trace: Trace) -> 
     try:
         with suppress(asyncio.CancelledError):
             await app
-    except (Refusal, Overloaded):
+    except (Refusal, Overloaded, Replaced):
         raise
     except BadRequest as error:
         raise Refusal(error.status, str(error)) from None

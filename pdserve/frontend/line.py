@@ -47,6 +47,10 @@ class Account:
     """places at the workers: sequences whose turn has come and that are not over"""
 
 
+class Replaced(Exception):
+    """The model is another one now: the request has to stand in that one's line."""
+
+
 class Ticket:
     """An HTTP request, from its coming to its end."""
 
@@ -67,19 +71,19 @@ class Ticket:
         """turns that the engine core waits for"""
         self._line = line
         self._called = asyncio.Event()
-        self._refusal: Overloaded | None = None
+        self._refusal: Exception | None = None
 
     @property
     def waiting(self) -> bool:
         return not self._called.is_set()
 
     async def turn(self) -> None:
-        """Until the request may go on to the model. Raises Overloaded where it never may."""
+        """Until the request may go on to the model. Raises Overloaded where it never may, and Replaced."""
         await self._called.wait()
         if self._refusal is not None:
             raise self._refusal
 
-    def call(self, refusal: Overloaded | None = None) -> None:
+    def call(self, refusal: Exception | None = None) -> None:
         self._refusal = refusal
         self._called.set()
 
@@ -186,6 +190,12 @@ class Line:
 
     def others_wait(self, ticket: Ticket) -> bool:
         return any(one.client != ticket.client for one in self._waiting)
+
+    def dissolve(self) -> None:
+        """All who wait for their first turn have to stand in another line, in the order of this one."""
+        for ticket in [one for one in self._waiting if one.waiting]:
+            self._withdraw(ticket)
+            ticket.call(Replaced())
 
     async def empty(self) -> None:
         """Until nobody waits or is inside."""

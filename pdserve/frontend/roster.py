@@ -46,10 +46,18 @@ class Serving:
         self.settled = asyncio.Event()
         """set when there is a processor or a problem"""
         self.retired = asyncio.Event()
+        """another model has its name, or none"""
         self.removal: asyncio.TimerHandle | None = None
         self.line = Line(limits, self._room, self._usual)
         self.long = asyncio.Lock()
         """held while a long text is tokenized for an answer and nothing else"""
+
+    def replace(self, replaced: bool) -> None:
+        """Whether another model has its name, and no worker is left here: what is not begun goes there."""
+        if replaced:
+            self.line.dissolve()
+        if self.processor is not None:
+            self.processor.replace(replaced)
 
     @property
     def live(self) -> int:
@@ -151,15 +159,15 @@ class Roster:
 
     def load(self) -> int:
         """Requests that need a decode worker and are not over, of this frontend."""
-        return sum(serving.line.requests for serving in self._models.values())
+        return sum(serving.line.requests for serving in self._all())
 
     def report(self) -> Load:
         """What this frontend is at, for the registry."""
-        served = [(model, model.processor) for model in self._models.values() if model.processor is not None]
+        served = [(model, model.processor) for model in self._all() if model.processor is not None]
         return Load(
             running=sum(processor.running for _, processor in served),
             waiting=sum(len(model.line) for model, _ in served),
-            unreachable=sorted(worker for _, processor in served for worker in processor.unreachable),
+            unreachable=sorted({worker for _, processor in served for worker in processor.unreachable}),
         )
 
     def live(self) -> dict[str, int]:
@@ -191,10 +199,13 @@ class Roster:
             self._serve(name, card)
         for name, all_cards in self._view.cards().items():
             self._look_for_mixed(name, all_cards)
-        for serving in [*self._models.values(), *self._retiring]:
+        for serving in self._all():
             self._tell(serving)
         for role in Role:
             INSTANCES.labels(role.value).set(len(self._view.instances(role)))
+
+    def _all(self) -> list[Serving]:
+        return [*self._models.values(), *self._retiring]
 
     def _look_for_mixed(self, name: str, cards: list[tuple[str, ModelCard]]) -> None:
         there, before = {card.fingerprint for _, card in cards}, self._mixed.get(name)
@@ -247,15 +258,19 @@ class Roster:
         self._retiring.add(serving)
 
     def _tell(self, serving: Serving) -> None:
-        if serving.processor is None:
-            return
+        if serving.processor is not None:
+            self._tell_processor(serving, serving.processor)
+        if serving.retired.is_set():
+            serving.replace(serving.card.name in self._models and not serving.live)
+
+    def _tell_processor(self, serving: Serving, processor: "Processor") -> None:
         frontends = len(self._view.instances(Role.FRONTEND))
         workers = self._view.instances(Role.DECODE, serving.card.name)
         ours = [worker for worker in workers if worker.fingerprint == serving.card.fingerprint]
-        serving.processor.update(ours, max(1, frontends))
+        processor.update(ours, max(1, frontends))
         policy = self._view.settings().get("router", self._around.router)
         if policy in POLICIES:
-            serving.processor.route_by(policy)
+            processor.route_by(policy)
         serving.line.advance()
 
     # one model
@@ -281,6 +296,9 @@ class Roster:
                     await asyncio.wait_for(serving.retired.wait(), RETRY)
         finally:
             self._retiring.discard(serving)
+            if serving.retired.is_set():  # perhaps while it was being built, which failed
+                serving.settled.set()
+                serving.line.dissolve()
 
     async def _hold_once(self, serving: Serving) -> None:
         name = serving.card.name
@@ -296,7 +314,7 @@ class Roster:
             logger.info("%s is being served, up to %d tokens", name, serving.card.max_model_len)
             await serving.retired.wait()
             with suppress(TimeoutError):
-                await asyncio.wait_for(serving.idle(), self._around.request_timeout)
+                await asyncio.wait_for(serving.idle(), self._around.longest)
             logger.info("%s is no longer served", name)
         finally:
             serving.processor = None

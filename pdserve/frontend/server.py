@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from pdserve.config.schema import Config, Slot
 from pdserve.errors import QueueUnavailable, RegistryUnavailable
-from pdserve.frontend.app import Edge
+from pdserve.frontend.app import GRACE, Edge
 from pdserve.frontend.asgi import App
 from pdserve.frontend.auth import load_keys
 from pdserve.frontend.connections import Connections
@@ -136,6 +136,7 @@ async def _load_models(roster: Roster) -> None:
 
 def _surroundings(config: Config, router: str, me: str) -> Surroundings:
     assert config.nats is not None
+    assert config.frontend is not None
     serial = itertools.count(1)
     return Surroundings(
         # a name of its own for each connection: a worker takes a second one of the same name for the first
@@ -145,6 +146,7 @@ def _surroundings(config: Config, router: str, me: str) -> Surroundings:
         state_dir=config.state_dir,
         router=router,
         request_timeout=config.request_timeout,
+        longest=max(config.request_timeout, config.frontend.max_request_timeout) + 2 * GRACE,
     )
 
 

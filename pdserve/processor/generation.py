@@ -1,14 +1,20 @@
 """One sequence being generated: an engine-core request of AsyncLLM and where it stands."""
 
 import asyncio
+import itertools
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pdserve.messages import Submit
 from pdserve.processor import migration
 from pdserve.processor.link import Link
 from pdserve.processor.trace import Trace, Turn
 from pdserve.processor.vllm_api import EngineCoreRequest
+
+_BOOT = secrets.token_hex(4)
+_serial = itertools.count(1)
 
 
 @dataclass(eq=False)
@@ -16,7 +22,7 @@ class Generation:
     request: EngineCoreRequest
     trace: Trace | None
     deadline: float
-    """Unix seconds"""
+    """monotonic seconds"""
     size: float = 0.0
     """tokens of KV that it will probably need"""
     tokens: list[int] = field(default_factory=list)
@@ -76,6 +82,20 @@ class Generation:
 
     def is_complete(self, max_model_len: int) -> bool:
         return len(self.tokens) >= min(self.max_tokens, max_model_len - len(self.prompt))
+
+    def submit(self) -> Submit:
+        """The next attempt, under an id never used before. Raises Unencodable."""
+        wire_id = f"{self.id}#{self.attempt + 1}-{_BOOT}{next(_serial):x}"
+        said = [] if self.replays else self.tokens
+        return Submit(
+            wire_id,
+            self.prompt + said,
+            self.max_tokens - len(said),
+            max(0.0, self.deadline - time.monotonic()),
+            migration.body(self.request, wire_id, self.tokens),
+            migrated=self.losses > 0,
+            engines_died=self.engines_died,
+        )
 
     def attach(self, link: Link, wire_id: str) -> None:
         """A new attempt, under an id never used before: a worker may still know the one before."""

@@ -87,6 +87,10 @@ class Processor:
     def route_by(self, policy: str) -> None:
         self._fleet.policy = policy
 
+    def replace(self, replaced: bool) -> None:
+        """Whether another model has this one's name, and no worker is left here."""
+        self._core.replace(replaced)
+
     async def idle(self) -> None:
         """Until nothing is in flight."""
         await self._core.idle()

@@ -6,21 +6,19 @@ so far: nothing above this class notices.
 """
 
 import asyncio
-import itertools
 import logging
-import secrets
 import time
 from collections.abc import Callable
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Concatenate, ParamSpec, TypeVar
 
-from pdserve.messages import Cancel, Failed, Outputs, Placed, Refused, Submit, ToFrontend
+from pdserve.messages import Cancel, Failed, Outputs, Placed, Refused, ToFrontend
 from pdserve.observe.metrics import ITL, MIGRATIONS, TTFT
 from pdserve.processor import migration
 from pdserve.processor.generation import Generation, unsupported
 from pdserve.processor.link import Link, Router
-from pdserve.processor.trace import RETRY_AFTER, Failure, Trace, Turn, current_trace, no_worker
+from pdserve.processor.trace import RETRY_AFTER, Failure, Trace, Turn, current_trace, no_worker, replaced
 from pdserve.processor.usual import Usual
 from pdserve.processor.vllm_api import (
     EngineCoreClient,
@@ -46,8 +44,6 @@ which of them kills."""
 PAUSE = 0.5
 """seconds before a worker that failed a request gets it again, where there is no other"""
 
-_BOOT = secrets.token_hex(4)
-_serial = itertools.count(1)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -89,6 +85,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         self._tasks = tuple(tasks)
         self._max_model_len = max_model_len
         self._request_timeout = request_timeout
+        self._replaced = False
         self._generations: dict[str, Generation] = {}
         self._emptied = asyncio.Event()
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
@@ -164,6 +161,12 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         for generation in [one for one in self._generations.values() if one.trace is trace]:
             if generation.turn is not None and not generation.turn.asked:
                 generation.turn.ask()
+
+    def replace(self, replaced: bool) -> None:
+        """Whether another model has this one's name, and no worker is left here."""
+        self._replaced = replaced
+        for generation in [one for one in self._generations.values() if one.link is None]:
+            self._give_back(generation)
 
     # what links tell
 
@@ -296,31 +299,29 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             self._wait(generation)
             if only_others:  # a worker that just failed it may do better in a moment
                 generation.later(PAUSE, self._place)
+            self._give_back(generation)
             return
-        submit = self._submit(generation)
+        submit = generation.submit()
         generation.detach()
         generation.attach(link, submit.request_id)
         if generation.trace is not None:
             generation.trace.sent_to(link.instance)
         link.post(submit)
 
-    def _submit(self, generation: Generation) -> Submit:
-        """The next attempt, under an id never used before. Raises Unencodable."""
-        wire_id = f"{generation.id}#{generation.attempt + 1}-{_BOOT}{next(_serial):x}"
-        said = [] if generation.replays else generation.tokens
-        return Submit(
-            wire_id,
-            generation.prompt + said,
-            generation.max_tokens - len(said),
-            max(0.0, generation.deadline - time.monotonic()),
-            migration.body(generation.request, wire_id, generation.tokens),
-            migrated=generation.losses > 0,
-            engines_died=generation.engines_died,
-        )
-
     def _wait(self, generation: Generation) -> None:
         if not generation.timers:
             generation.later(max(0.0, generation.deadline - time.monotonic()), self._gave_up_waiting)
+
+    @_by_itself
+    def _give_back(self, generation: Generation) -> None:
+        """End it where it is better begun anew, with its siblings (n, several prompts), elsewhere. One at which an
+        engine died is not tried at the other model's workers: they would count its victims from 0 again."""
+        trace = generation.trace
+        if not self._replaced or trace is None or generation.id not in self._generations or trace.first_token:
+            return  # where it has tokens, another worker of what it began with may still come
+        together = [one for one in self._generations.values() if one.trace is trace]
+        if not any(one.link for one in together):
+            self._fail(generation, replaced(self._model, not any(one.engines_died for one in together)))
 
     def _gave_up_waiting(self, generation: Generation) -> None:
         self._fail(generation, no_worker(self._model, generation.last_loss))

@@ -19,3 +19,5 @@ class Surroundings:
     router: str
     """the configured policy; the live setting `router` goes before it"""
     request_timeout: float
+    longest: float = 3600.0
+    """seconds after which every request is over"""

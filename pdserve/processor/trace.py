@@ -19,6 +19,8 @@ class Failure:
     status: int
     message: str
     retry_after: float = 0.0
+    again: bool = False
+    """nothing of it was generated, and there is another model of the same name by now, which can answer it"""
 
 
 RETRY_AFTER = 5.0
@@ -31,6 +33,12 @@ def no_worker(model: str, why: str = "") -> Failure:
     return Failure(
         503, f"no decode worker of {model} came up within the request's deadline{since}", RETRY_AFTER
     )
+
+
+def replaced(model: str, again: bool) -> Failure:
+    """Where a request waits for a decode worker that has what is no longer served."""
+    why = f"{model} was replaced by another model of this name, and no worker of the one before is left"
+    return Failure(503, f"{why}; send the request again", RETRY_AFTER, again)
 
 
 class Turn(Protocol):
@@ -72,6 +80,10 @@ class Trace:
     _prompts: dict[str, int] = field(default_factory=dict)
     _prefill: dict[str, None] = field(default_factory=dict)
     _instances: dict[str, None] = field(default_factory=dict)
+
+    def anew(self) -> "Trace":
+        """The same request, as if nothing had been done for it."""
+        return Trace(self.request_id, self.deadline, self.model, self.started)
 
     def prompt(self, key: str, tokens: int) -> None:
         """A prompt of this request; the several outputs of n > 1 share one key and are counted once."""

@@ -1,12 +1,19 @@
 """A rolling change of what a model's workers have loaded, as the frontend goes through it."""
 
 import asyncio
+import dataclasses
+from contextlib import AsyncExitStack
+from typing import Any
 
+import httpx
 import pytest
 
+from pdserve.messages import Failed, encode_record
+from pdserve.registry import keys
+from pdserve.registry.memory import MemoryRegistry
 from tests.conditions import until
-from tests.frontend.conftest import Graph
-from tests.frontend.test_generate import completion
+from tests.frontend.conftest import Graph, card
+from tests.frontend.test_generate import chat, completion, events
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -46,3 +53,106 @@ async def test_a_card_of_an_older_generation_changes_nothing(graph: Graph) -> No
         await until(lambda: graph.roster.find("rolled").live == 1)
         assert await ask(graph) == 200
         assert len(newest.seen) == 2
+
+
+BODIES = {
+    "/v1/completions": completion(model="rolled", max_tokens=6),
+    "/v1/chat/completions": chat(model="rolled", max_tokens=6),
+    "/v1/responses": {"model": "rolled", "input": "hello", "max_output_tokens": 6},
+}
+
+
+def post(graph: Graph, path: str = "/v1/completions", **changes: Any) -> "asyncio.Task[httpx.Response]":
+    return asyncio.create_task(graph.http.post(path, json={**BODIES[path], **changes}))
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_not_begun_goes_to_the_newest_when_no_old_one_is_left(
+    graph: Graph, path: str, stream: bool
+) -> None:
+    """Two at the old worker without a token, two in its line."""
+    async with AsyncExitStack() as stack:
+        old = await stack.enter_async_context(
+            graph.worker("rolled", pace=None, at_once=1, loaded="old", generation=11)
+        )
+        asked = [post(graph, path, stream=stream) for _ in range(4)]
+        serving = graph.roster.find("rolled")
+        await old.until(lambda: len(old.seen) == 2)
+        await until(lambda: len(serving.line) == 2)
+        async with graph.worker("rolled", loaded="new", generation=12) as new:
+            assert graph.roster.load() >= 4, "also those of a model that goes"
+            assert not new.seen
+            await stack.aclose()
+            answers = await asyncio.wait_for(asyncio.gather(*asked), 8)
+            assert [answer.status_code for answer in answers] == [200] * 4
+            assert len(new.seen) == 4
+            assert {answer.headers["x-pdserve-instance"] for answer in answers} == {new.id}
+            if stream and path == "/v1/completions":
+                assert "".join(event["choices"][0]["text"] for event in events(answers[0]))
+        await until(lambda: serving not in graph.roster._retiring)
+
+
+@pytest.mark.parametrize("changes", [{"n": 3, "temperature": 1.0}, {"prompt": [[300, 301], [302]]}])
+async def test_several_outputs_begin_anew_together(graph: Graph, changes: dict[str, Any]) -> None:
+    async with AsyncExitStack() as stack:
+        old = await stack.enter_async_context(
+            graph.worker("rolled", pace=None, at_once=1, loaded="old", generation=13)
+        )
+        asked = post(graph, **changes)
+        await old.until(lambda: len(old.seen) == 2)
+        async with graph.worker("rolled", loaded="new", generation=14) as new:
+            await stack.aclose()
+            answer = await asyncio.wait_for(asked, 8)
+    assert answer.status_code == 200, answer.text
+    assert len(new.seen) == len(answer.json()["choices"])
+
+
+async def test_a_suspect_is_not_tried_with_other_weights(graph: Graph) -> None:
+    async with AsyncExitStack() as stack:
+        old = await stack.enter_async_context(graph.worker("rolled", loaded="old", generation=15))
+        old.fail = Failed("", "its engine died", retry=True, engines_died=1)
+        asked = post(graph)
+        await old.until(lambda: old.seen)
+        async with graph.worker("rolled", loaded="new", generation=16) as new:
+            await stack.aclose()
+            answer = await asyncio.wait_for(asked, 8)
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) >= 1
+    assert "was replaced by another model of this name" in answer.json()["error"]["message"]
+    assert not new.seen
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_a_model_that_is_replaced_while_it_cannot_be_built(graph: Graph, path: str) -> None:
+    broken = card("rolled", model="/nowhere/at/all", fingerprint=f"broken {path}", generation=17)
+    async with MemoryRegistry(graph.registry) as registry:
+        async with graph.roster._building:
+            await registry.put(keys.card("rolled", "decode-9-broken"), encode_record(broken))
+            await until(lambda: graph.roster._models["rolled"].card == broken)
+            asked = asyncio.create_task(graph.http.post(path, json={"model": "rolled", "prompt": "hello"}))
+            line = graph.roster._models["rolled"].line
+            await until(lambda: len(line) + len(line._inside) == 1)
+            worker = graph.worker("rolled", loaded="new", generation=18, connected=False)
+            stack = AsyncExitStack()
+            await stack.enter_async_context(worker)
+            await until(lambda: graph.roster._models["rolled"].card != broken)
+        async with stack:
+            answer = await asyncio.wait_for(asked, 8)
+    assert answer.status_code == 200, answer.text
+
+
+async def test_a_long_request_is_finished_by_what_began_it(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request may have a later deadline than is usual."""
+    around = dataclasses.replace(graph.roster._around, request_timeout=0.1)
+    monkeypatch.setattr(graph.roster, "_around", around)
+    async with graph.worker("rolled", pace=None, loaded="old", generation=19) as old:
+        asked = post(graph)
+        await old.until(lambda: len(old.jobs) == 1)
+        async with graph.worker("rolled", loaded="new", generation=20):
+            await asyncio.wait({asked}, timeout=0.5)
+            for _ in range(6):
+                await old.step()
+            assert (await asked).status_code == 200

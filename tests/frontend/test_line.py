@@ -9,7 +9,7 @@ import pytest
 from pdserve.config.schema import Limits
 from pdserve.errors import Overloaded
 from pdserve.frontend.body import Asks, Refusal
-from pdserve.frontend.line import GROUP, Line, Ticket, Turn
+from pdserve.frontend.line import GROUP, Line, Replaced, Ticket, Turn
 from pdserve.processor.room import Room
 from pdserve.processor.trace import Trace
 from pdserve.processor.usual import Usual
@@ -416,3 +416,16 @@ def test_a_client_that_waits_is_never_forgotten() -> None:
         model.line.leave(model.ask(f"client {number}"))
     model.line.leave(second)
     assert not len(model.line)
+
+
+async def test_those_who_wait_go_to_another_line_in_their_order() -> None:
+    model = full()
+    waiting = [model.ask(client) for client in "aab"]
+    waiting.sort(key=lambda one: one.place)
+    model.line.dissolve()
+    for ticket in waiting:
+        with pytest.raises(Replaced):
+            await ticket.turn()
+        model.line.leave(ticket)
+    assert (len(model.line), model.line.requests) == (0, 1), "what was called stays"
+    assert [ticket.client for ticket in waiting] == list("aba")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
+from msgspec.structs import replace
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -171,7 +172,7 @@ class EchoWorker:
         self.seen.append(submit)
         self.requests.append(request)
         if self.fail is not None:
-            await self.send(Failed(submit.request_id, self.fail.message, self.fail.retry))
+            await self.send(replace(self.fail, request_id=submit.request_id))
             return
         await self.send(Placed(submit.request_id, self._prefill, "test"))
         self.jobs[submit.request_id] = Job(submit, request)
