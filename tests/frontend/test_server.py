@@ -199,3 +199,26 @@ async def test_beside_another_frontend_it_takes_requests_only_when_it_can_serve_
             assert "loaded" not in (await client.get("/health")).text
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(running, 10)
+
+
+async def test_a_request_that_is_on_its_way_when_it_stops_is_answered(config: Config) -> None:
+    """On a connection that was made before; the client may be about to write."""
+    async with frontend(config) as process:
+        url = (await process.get("/version")).url
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        process.stop()
+        await until(lambda: refused(url))
+        writer.write(b"GET /version HTTP/1.1\r\nhost: test\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"\r\nconnection: close\r\n" in answer.lower()
+
+
+async def refused(url: httpx.URL) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(url.host, url.port)
+    except ConnectionRefusedError:
+        return True
+    writer.close()
+    return False

@@ -1,8 +1,13 @@
 """Prompts over a megabyte, on the NATS that `serve` starts."""
 
+import pytest
+
+from pdserve.errors import QueueFull
 from pdserve.messages import PrefillRequest, encode
 from pdserve.queue.jetstream.queue import JetStreamQueue
+from pdserve.queue.jetstream.setup import Limits
 from pdserve.supervisor.embedded import MAX_PAYLOAD
+from tests.queue.requests import publish, request
 
 
 async def test_a_prompt_of_more_than_a_megabyte(nats_url: str, namespace: str) -> None:
@@ -18,3 +23,22 @@ async def test_a_prompt_of_more_than_a_megabyte(nats_url: str, namespace: str) -
         (delivery,) = await prefill.pull(1, 5.0)
         assert delivery.request.prompt == prompt
         await delivery.ack()
+
+
+async def test_large_prompts_are_bounded_together(nats_url: str, namespace: str) -> None:
+    """They lie in the server's memory."""
+    async with JetStreamQueue(nats_url, namespace, "m", Limits(max_bytes=1 << 20)) as queue:
+        for number in range(2):
+            await queue.publish(request(f"large-{number}", prompt=100_000))
+        with pytest.raises(QueueFull):
+            await queue.publish(request("large-2", prompt=100_000))
+        assert queue.depth == 2
+        for delivery in await queue.pull(1, 1.0):
+            await delivery.ack()
+        await publish(queue, "small")
+
+
+async def test_a_server_with_less_memory_than_the_bound(nats_url: str, namespace: str) -> None:
+    async with JetStreamQueue(nats_url, namespace, "m", Limits(max_bytes=1 << 50)) as queue:
+        await publish(queue, "a")
+        assert len(await queue.pull(1, 1.0)) == 1

@@ -147,6 +147,7 @@ class JetStreamQueue(PrefillQueue):
         made, stored, state = await read_state(client, self._names)
         if self._made is not None and made != self._made:
             self._losses += 1
+            self._owed_acks.clear()  # of messages of another stream
         self._made = made
         self._depth = self._depth.synced(stored, state, asked)
         self._news = time.monotonic()
@@ -248,7 +249,9 @@ class JetStreamQueue(PrefillQueue):
             )
             await self._connection.publish(message.reply, b"+TERM")
             return None
-        delivery = JetStreamDelivery(self._connection, self._owed_acks, message, request, self._clock)
+        delivery = JetStreamDelivery(
+            self._connection, self._owed_acks, message, request, self._clock, lambda: self._losses
+        )
         deliveries = message.metadata.num_delivered
         if deliveries > self._limits.max_deliver:
             log.error(

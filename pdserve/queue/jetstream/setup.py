@@ -4,9 +4,11 @@ import json
 import logging
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import nats.js.errors
 from nats.aio.client import Client
+from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 
 from pdserve.errors import ConfigError
@@ -18,7 +20,9 @@ log = logging.getLogger(__name__)
 API_TIMEOUT = 2.0
 _NAME_IN_USE = 10058
 TOO_MANY = 10077
-"""error code of a stream that has as many messages as it may"""
+"""error code of a stream that has as many messages, or bytes, as it may"""
+_NO_SPACE = (10028, 10047)
+"""error codes of a server that has not so many bytes, of memory or in files, left to set aside"""
 _NOT_ENABLED = (None, 10039, 10076)
 """error codes of a server or account without JetStream; None: nobody answers on its subjects at all"""
 
@@ -31,6 +35,8 @@ class Limits:
     """a request that was delivered so often kills its workers: the next one drops it"""
     bound: int = 1000
     """requests in the stream, also those that are being worked on"""
+    max_bytes: int = 256 << 20
+    """of them together: they lie in the server's memory, and each may have megabytes"""
     max_age: float = 600.0
     """seconds; the longest deadline that makes sense"""
     publish_timeout: float = 1.0
@@ -58,7 +64,25 @@ async def ensure(client: Client, names: Names, limits: Limits) -> None:
     """Stream and consumer are there, with these limits; in the server's memory, because a full disk stops a stream in
     files for as long as the server runs (docs/decisions/0011-queue-in-memory.md)."""
     js = client.jetstream(timeout=API_TIMEOUT)
-    ours = {
+    try:
+        await _make_stream(js, names, limits, {"max_bytes": limits.max_bytes})
+    except nats.js.errors.Error as error:
+        if getattr(error, "err_code", None) not in _NO_SPACE:
+            raise
+        # a bound in bytes is set aside at once; a server that cannot do so has a lower bound of its own
+        await _make_stream(js, names, limits, {})
+    consumer = ConsumerConfig(
+        durable_name=CONSUMER,
+        ack_policy=AckPolicy.EXPLICIT,
+        ack_wait=limits.ack_wait,
+        max_deliver=-1,
+        max_ack_pending=limits.bound,
+    )
+    await js.add_consumer(names.stream, consumer)
+
+
+async def _make_stream(js: JetStreamContext, names: Names, limits: Limits, more: dict[str, Any]) -> None:
+    ours = more | {
         "subjects": [names.requests],
         "retention": RetentionPolicy.WORK_QUEUE,
         "discard": DiscardPolicy.NEW,
@@ -73,14 +97,6 @@ async def ensure(client: Client, names: Names, limits: Limits) -> None:
             raise
         # it has other limits: ours now, but what an administrator set beside them (replicas, placement) stays
         await js.update_stream((await js.stream_info(names.stream)).config, **ours)
-    consumer = ConsumerConfig(
-        durable_name=CONSUMER,
-        ack_policy=AckPolicy.EXPLICIT,
-        ack_wait=limits.ack_wait,
-        max_deliver=-1,
-        max_ack_pending=limits.bound,
-    )
-    await js.add_consumer(names.stream, consumer)
 
 
 async def remove_abandoned(client: Client, names: Names, limits: Limits) -> None:
