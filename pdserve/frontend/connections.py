@@ -18,6 +18,8 @@ from pdserve.observe.metrics import CONNECTIONS_CLOSED
 
 logger = logging.getLogger(__name__)
 
+LINGER = 0.5
+"""seconds that a server which drains leaves a connection open on which a first or next request may be on its way"""
 SWEEP = 1.0
 """seconds between two looks at all connections"""
 UNREAD = "pdserve.unread"
@@ -41,6 +43,8 @@ class Connection(HttpToolsProtocol):
         """bytes, when it was last looked at; -1 where nothing waited to be sent"""
         self._unread = 0.0
         self._asked = 0.0
+        self._last = False
+        """the next request is the last one"""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -49,6 +53,21 @@ class Connection(HttpToolsProtocol):
         sock = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
+        if self._owner.draining:
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """The server drains. uvicorn would close a connection on which no request is at work, and reset the one that
+        the client is just sending."""
+        if not self._idle():
+            super().shutdown()
+            return
+        self._last = True
+        asyncio.get_running_loop().call_later(LINGER, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if self._idle():
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._owner.open.discard(self)
@@ -66,6 +85,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_since = None
         super().on_headers_complete()
+        if self._last and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -125,6 +146,8 @@ class Connections:
         self.write_timeout = write_timeout
         """seconds; both may be changed at any time"""
         self.open: set[Connection] = set()
+        self.draining = False
+        """set when the server stops: what is accepted now has one request"""
 
     def __call__(
         self,

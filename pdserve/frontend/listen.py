@@ -2,6 +2,8 @@
 
 import os
 import socket
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 import psutil
 
@@ -26,6 +28,16 @@ def bind(host: str, port: int) -> socket.socket:
         sock.close()
         raise ConfigError([f"Frontend: cannot listen on {host}:{port}: {error.strerror}."]) from error
     return sock
+
+
+def accept_all(listening: Iterable[socket.socket]) -> Iterator[socket.socket]:
+    """The connections that wait in the kernel to be accepted, non-blocking ones."""
+    for sock in listening:
+        with suppress(OSError):  # BlockingIOError: there are no more
+            while True:
+                connection, _ = sock.accept()
+                connection.setblocking(False)
+                yield connection
 
 
 def _stranger(port: int) -> str:

@@ -19,7 +19,7 @@ from pdserve.frontend.app import GRACE, Edge
 from pdserve.frontend.asgi import App
 from pdserve.frontend.auth import load_keys
 from pdserve.frontend.connections import Connections
-from pdserve.frontend.listen import bind
+from pdserve.frontend.listen import accept_all, bind
 from pdserve.frontend.metrics_page import MetricsPage
 from pdserve.frontend.roster import Roster
 from pdserve.frontend.versions import vllm_version
@@ -100,7 +100,7 @@ class Frontend:
             watching = tasks.create_task(connections.watch(), name="connections")
             serving = tasks.create_task(server.serve(sockets=[sock]), name="uvicorn")
             telling = tasks.create_task(forever(presence.keep_current, "load report"))
-            stopper = tasks.create_task(self._stop_server(server, registry, presence, telling))
+            stopper = tasks.create_task(self._stop_server(server, connections, registry, presence, telling))
             self.ready.set()
             await presence.announce()
             logger.info("listening on %s", presence.instance.address)
@@ -111,10 +111,16 @@ class Frontend:
         logger.info("stopped")
 
     async def _stop_server(
-        self, server: uvicorn.Server, registry: Registry, presence: Presence, telling: "asyncio.Task[None]"
+        self,
+        server: uvicorn.Server,
+        connections: Connections,
+        registry: Registry,
+        presence: Presence,
+        telling: "asyncio.Task[None]",
     ) -> None:
         await self._stop.wait()
         logger.info("stopping: running requests may finish")
+        connections.draining = True
         server.should_exit = True
         telling.cancel()  # it would register it again
         await asyncio.wait([telling])
@@ -180,6 +186,20 @@ class QuietServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take also the connections that the kernel has made and this process has not accepted yet: closing the
+        listening socket would reset them."""
+        loop = asyncio.get_running_loop()
+        late = [loop.connect_accepted_socket(self._protocol, sock) for sock in accept_all(sockets or ())]
+        end, *_ = await asyncio.gather(super().shutdown(sockets), *late, return_exceptions=True)
+        if isinstance(end, BaseException):
+            raise end
+
+    def _protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
 
 def _options(edge: Edge, connections: Connections, drain_timeout: float) -> uvicorn.Config:
