@@ -1,5 +1,6 @@
 """The state of a graph, for people and for machines."""
 
+import socket
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from typing import Any
@@ -129,6 +130,9 @@ def _row(each: Instance, mixed: Container[str]) -> tuple[str | Text, ...]:
 
 def _up(each: Instance) -> str:
     """How long its process runs, where it is one of this machine."""
+    here = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    if each.host not in here | {"localhost", socket.gethostname()}:
+        return ""
     try:
         seconds = clock.unix() - psutil.Process(each.pid).create_time()
     except psutil.Error:

@@ -1,0 +1,25 @@
+import os
+
+import pytest
+from rich.console import Console
+
+from pdserve.messages import Instance, Role, encode_record
+from pdserve.registry import keys
+from pdserve.registry.memory import MemoryRegistry, MemoryServer
+from pdserve.registry.view import View
+from pdserve.status.find import Found
+from pdserve.status.table import render
+
+
+@pytest.mark.parametrize(("host", "known"), [("127.0.0.1", True), ("192.0.2.7", False)])
+async def test_how_long_a_process_runs_is_only_known_on_its_machine(host: str, known: bool) -> None:
+    """Another machine has other processes of the same pids."""
+    instance = Instance("decode-0-ab12cd34", Role.DECODE, host=host, pid=os.getpid())
+    async with MemoryRegistry(MemoryServer()) as registry:
+        await registry.put(keys.instance(instance), encode_record(instance))
+        async with View(registry) as view:
+            console = Console(width=200)
+            with console.capture() as shown:
+                console.print(render(view, Found("etcd", "pdserve")))
+    row = next(line for line in shown.get().splitlines() if instance.id in line)
+    assert (" s " in row or " min " in row) == known
