@@ -93,6 +93,8 @@ def fingerprint(model: str, engine_args: Mapping[str, object], version: str) -> 
     if tokenizer := engine_args.get("tokenizer"):
         revision = str(engine_args.get("tokenizer-revision") or engine_args.get("revision") or "main")
         files["tokenizer"] = _source(str(tokenizer), revision)
+    if config := engine_args.get("hf-config-path"):  # read instead of the model's own config.json
+        files["config"] = _source(str(config), str(engine_args.get("revision") or "main"))
     facts = json.dumps([version, settings, files], sort_keys=True, default=str)
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 

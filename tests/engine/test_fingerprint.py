@@ -143,6 +143,13 @@ def test_another_tokenizer(model: Path, tmp_path: Path) -> None:
     assert of(model, tokenizer=str(other)) != before
 
 
+def test_another_config(model: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    before = of(model, **{"hf-config-path": str(other)})
+    (other / "config.json").write_text("{}")
+    assert of(model, **{"hf-config-path": str(other)}) != before
+
+
 def test_a_model_that_is_nowhere() -> None:
     assert fingerprint("no/such-model", {}, "1") != fingerprint("no/other-model", {}, "1")
 
