@@ -28,9 +28,9 @@ PrefillWorker:
   common-configs: [model, block-size, max-model-len, num-gpu-blocks-override]
 """
 SHARES = (
-    (4, "kill,clock,garbage,nats-cut,etcd-cut,mixed"),
+    (4, "kill,garbage,nats-cut,etcd-cut,mixed"),
     (4, "prefill-hang,decode-hang,nats-hang,etcd-hang,lose,drain,all-prefill-hang,poison,unread,disk"),
-    (30, "frontend-hang,prefill-cut,decode-cut,frontend-cut,start,serve"),
+    (30, "frontend-hang,prefill-cut,decode-cut,frontend-cut,clock,start,serve"),
 )
 """of graphs that are broken side by side, because each row is mostly waiting: `write-timeout`, to be longer than
 a frontend is away, and the faults"""
