@@ -266,8 +266,10 @@ class RemotePrefill:
             request.resolve(reason)
 
     def _gone(self, request: Request) -> str:
-        """Why no prefill worker will answer the request; empty where one may."""
-        if not request.warms and not self._registered():
+        """Why no prefill worker will answer the request; empty where one may. A worker that drains finishes what it
+        has, and pulls no more."""
+        there = self._registered()
+        if not request.warms and all(worker.draining and worker.id != request.prefiller for worker in there):
             return ALONE
         if request.prefiller and request.prefiller not in {peer.id for peer in self.peers()}:
             return GONE

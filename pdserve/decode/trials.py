@@ -36,16 +36,21 @@ class Trials:
         elif self._line:
             for entry in [entry for entry in self._line if entry[0] is request]:
                 self._line.remove(entry)
-                entry[1].set_result(None)
+                _let_go(entry[1])
             self._advance()
 
     def _advance(self) -> None:
         while self._line and self._may_enter(self._line[0][0]):
             request, turn = self._line.popleft()
             self._unproven.add(request)
-            turn.set_result(None)
+            _let_go(turn)
 
     def _may_enter(self, request: Request) -> bool:
         if request.engines_died:
             return not self._unproven
         return not any(other.engines_died for other in self._unproven)
+
+
+def _let_go(turn: asyncio.Future[None]) -> None:
+    if not turn.done():  # cancelled with its request's task, where the worker ends
+        turn.set_result(None)

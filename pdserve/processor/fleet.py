@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from types import TracebackType
@@ -143,6 +144,7 @@ class Fleet:
         pause = FIRST_RETRY
         while instance.id in self._instances:
             link = Link(instance.id, self._connect(instance.address), self, self._version)
+            started = time.monotonic()
             try:
                 await link.run()
             except PeerGone:
@@ -150,4 +152,5 @@ class Fleet:
             except Exception:
                 logger.exception("the link to %s failed; trying again in %g s", instance.id, pause)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LAST_RETRY)
+            held = time.monotonic() - started > 2 * LAST_RETRY
+            pause = FIRST_RETRY if held else min(2 * pause, LAST_RETRY)

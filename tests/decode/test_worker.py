@@ -212,6 +212,25 @@ async def test_prefill_workers_of_another_model_do_not_count() -> None:
         assert answered.placed.reason == "fallback", "the other model's worker is not waited for"
 
 
+async def test_a_prefill_worker_that_drains_finishes_what_it_has_and_nothing_else_is_left_to_it() -> None:
+    async with Graph() as graph:
+        registry = await act_prefill(graph)
+        queue, frontend = await graph.queue(), await graph.frontend()
+        pulled = await frontend.submit(LONG)
+        await queue.pull(1, 5.0)
+        await queue.answer("decode-0", PrefillStarted(pulled, "prefill-x"))
+        await until(lambda: bool(graph.decode.requests.get(pulled).prefiller))  # type: ignore[union-attr]
+        queued = await frontend.submit(LONG[::-1])
+        await until(lambda: graph.depth == 1)
+        draining = Instance("prefill-x", Role.PREFILL, "demo", fingerprint=LOADED, draining=True)
+        await registry.put("instances/prefill/prefill-x", encode_record(draining))
+        answered = await asyncio.wait_for(frontend.end_of(queued), 2.0)
+        assert answered.tokens == expected(LONG[::-1], 4)
+        assert not frontend.answered[pulled].over
+        await queue.answer("decode-0", PrefillFailed(pulled, "engine"))
+        assert (await frontend.end_of(pulled)).tokens == expected(LONG, 4)
+
+
 async def test_workers_that_loaded_other_weights_never_meet() -> None:
     async with Graph() as graph:
         other = await graph.prefill("prefill-new", hf_overrides={"rope_theta": 7})
