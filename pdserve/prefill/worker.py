@@ -117,6 +117,7 @@ class PrefillWorker:
             )
 
     async def _announce(self) -> None:
+        await self._queue.expect_warm_ups(self.id)
         await self._presence.warm_up(self._view, self._warm)
         await self._presence.announce()
 

@@ -126,6 +126,10 @@ class PrefillQueue(ABC):
     # prefill side
 
     @abstractmethod
+    async def expect_warm_ups(self, instance: str) -> None:
+        """When it returns, `warm_up` reaches this prefill worker. Does not fail where the queue is away."""
+
+    @abstractmethod
     def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
         """Those for prefill worker `instance`; undecodable ones are logged and skipped."""
 

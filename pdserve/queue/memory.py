@@ -133,6 +133,7 @@ class MemoryQueue(PrefillQueue):
         self._cancelled = Cancelled()
         self._cancels: asyncio.Queue[Any] | None = None
         self._listening: list[tuple[str, asyncio.Queue[Any]]] = []
+        self._warm_ups: dict[str, asyncio.Queue[Any]] = {}
 
     def bind(self, fingerprint: str) -> None:
         self._line = self._broker.line(self._namespace, f"{self._model}+{fingerprint}")
@@ -146,6 +147,7 @@ class MemoryQueue(PrefillQueue):
         for subject, queue in self._listening:
             self._line.listeners[subject].remove(queue)
         self._listening.clear()
+        self._warm_ups.clear()
 
     @property
     def connected(self) -> bool:
@@ -192,8 +194,14 @@ class MemoryQueue(PrefillQueue):
         self._broker.check()
         self._line.tell(f"warm-ups/{worker}", request)
 
+    async def expect_warm_ups(self, instance: str) -> None:
+        if instance not in self._warm_ups:
+            self._warm_ups[instance] = self._listen(f"warm-ups/{instance}")
+
     def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
-        return self._messages(self._listen(f"warm-ups/{instance}"))
+        if instance not in self._warm_ups:
+            self._warm_ups[instance] = self._listen(f"warm-ups/{instance}")
+        return self._messages(self._warm_ups[instance])
 
     async def pull(self, limit: int, wait: float) -> list[Delivery]:
         ends = time.monotonic() + wait

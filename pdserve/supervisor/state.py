@@ -76,12 +76,12 @@ def only_one(state_dir: Path) -> Iterator[int]:
 @contextlib.contextmanager
 def socket_folder(state_dir: Path) -> Iterator[Path]:
     """A folder for the sockets of this graph's engines, empty at the beginning and at the end: engines that are killed
-    leave them behind. It is in the temporary folder where a socket's path (107 bytes at most) would become too long.
-    Raises ConfigError where it cannot be used."""
-    folder = state_dir / "sockets"
-    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
-        digest = hashlib.blake2s(os.fsencode(state_dir), digest_size=6).hexdigest()
-        folder = Path(tempfile.gettempdir()) / f"pdserve-{os.getuid()}-{digest}"
+    leave them behind. It is in the temporary folder, or in /tmp, where a socket's path (107 bytes at most) would become
+    too long. Raises ConfigError where it cannot be used."""
+    digest = hashlib.blake2s(os.fsencode(state_dir), digest_size=6).hexdigest()
+    name = f"pdserve-{os.getuid()}-{digest}"
+    folders = [state_dir / "sockets", Path(tempfile.gettempdir()) / name, Path("/tmp") / name]
+    folder = next((each for each in folders if len(os.fsencode(each)) <= _LONGEST_FOLDER), folders[-1])
     _empty(folder)
     try:
         yield folder

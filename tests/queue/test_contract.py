@@ -43,6 +43,17 @@ async def test_a_warm_up_goes_to_one_worker_beside_the_queue(queues: Queues) -> 
     not_coming.cancel()
 
 
+async def test_a_warm_up_reaches_a_worker_that_expects_it(queues: Queues) -> None:
+    """Though nobody reads it yet: of two that start at the same time, one asks the other at once."""
+    decode, prefill = await queues(), await queues()
+    sent = msgspec.structs.replace(request("w"), warm_up=True)
+    for worker in (f"prefill-{number}" for number in range(20)):
+        await prefill.expect_warm_ups(worker)
+        await decode.warm_up(worker, sent)
+        async with asyncio.timeout(5):
+            assert await anext(prefill.warm_ups(worker)) == sent
+
+
 async def test_models_are_apart(queues: Queues) -> None:
     a, b = await queues("org/a"), await queues("org.a")
     await publish(a, "r")

@@ -2,6 +2,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -69,10 +70,15 @@ def test_a_damaged_record_counts_for_nothing(tmp_path: Path, content: str) -> No
     assert state.read(tmp_path) is None
 
 
+@pytest.mark.parametrize("long_temp", [False, True])
 @pytest.mark.parametrize("depth", [1, 8], ids=["short", "too long for a socket"])
-def test_the_folder_for_sockets_is_empty_at_both_ends(tmp_path: Path, depth: int) -> None:
+def test_the_folder_for_sockets_is_empty_at_both_ends(
+    tmp_path: Path, depth: int, long_temp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state_dir = tmp_path.joinpath(*["a-long-name"] * depth)
     state_dir.mkdir(parents=True)
+    if long_temp:
+        monkeypatch.setattr(tempfile, "tempdir", str(state_dir))
     with state.socket_folder(state_dir) as folder, socket.socket(socket.AF_UNIX) as left:
         left.bind(str(folder / "123e4567-e89b-12d3-a456-426614174000"))
         os.link(folder / "123e4567-e89b-12d3-a456-426614174000", tmp_path / "s")

@@ -122,6 +122,15 @@ class Connection:
             subject = self._unsent.pop()
             await client.subscribe(subject, cb=self._handlers[subject])
 
+    async def settled(self) -> None:
+        """Return when the server knows what is listened to. Raises QueueUnavailable."""
+        try:
+            await self.settle()
+            for _ in range(2):  # a ping of nats-py overtakes what it has not written yet
+                await self.client().flush(PING_TIMEOUT)
+        except (nats.errors.Error, TimeoutError) as error:
+            raise QueueUnavailable(str(error)) from error
+
     async def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
         """At most once: returns before the server has it. Raises QueueUnavailable."""
         try:

@@ -209,6 +209,11 @@ class JetStreamQueue(PrefillQueue):
 
     # prefill side
 
+    async def expect_warm_ups(self, instance: str) -> None:
+        self._inbox(self._names.warm_ups(instance))
+        with suppress(QueueUnavailable):
+            await self._connection.settled()
+
     def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
         return self._decoded(self._inbox(self._names.warm_ups(instance)), decode_prefill_request)
 
