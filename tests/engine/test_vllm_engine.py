@@ -408,7 +408,7 @@ async def test_a_grammar_that_cannot_be_compiled_is_refused(pair: Pair) -> None:
     output = pair.decode.outputs["grammar"][-1]
     assert output.failed
     assert output.refused == "structured_outputs.json cannot be compiled by the engine (xgrammar)"
-    assert await pair.decode.generate("after", prompt_of(50))
+    assert await pair.decode.generate("after the grammar", prompt_of(50))
 
 
 async def test_prompt_logprobs_are_computed_here(pair: Pair) -> None:

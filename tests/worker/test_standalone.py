@@ -15,6 +15,7 @@ from pdserve import registry, stream
 from pdserve.messages import Failed, Instance, Outputs, Role, Submit
 from pdserve.ports import free_port
 from pdserve.registry.view import View
+from pdserve.worker.run import SAME
 from tests.conditions import until
 from tests.engine.sims import body, decode_outputs
 from tests.servers import etcd_server
@@ -79,6 +80,7 @@ async def test_the_second_ctrl_c_ends_it_at_once(alone: Alone) -> None:
             await begun.wait()
             terminal.type("\x03")
             await asyncio.to_thread(terminal.until, "draining: 1 requests to finish", 30)
+            await asyncio.sleep(SAME)  # no finger is quicker
             terminal.type("\x03")
             await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
         assert "told again" in terminal.text
@@ -106,6 +108,7 @@ async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
             assert b" 100 " in await reader.readline()  # it waits for the body
             terminal.type("\x03")
             await asyncio.to_thread(terminal.until, "running requests may finish", 30)
+            await asyncio.sleep(SAME)
             started = time.monotonic()
             terminal.type("\x03")
             await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
