@@ -2,6 +2,7 @@ import asyncio
 import os
 import secrets
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,19 @@ FORKED = """
 """
 
 
+@pytest.fixture
+def foreign_memory() -> Iterator[None]:
+    """Shared memory of somebody else, which is still there at the end."""
+    path = Path(f"/dev/shm/psm_{secrets.token_hex(4)}")
+    path.write_bytes(bytes(4096))
+    try:
+        yield
+        assert path.exists()
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@pytest.mark.usefixtures("foreign_memory")
 @pytest.mark.parametrize(
     "noted", [True, False], ids=["all killed at once", "its tracker and its leader killed"]
 )
@@ -110,24 +124,18 @@ async def test_shared_memory_is_cleaned_up_where_the_resource_tracker_was_killed
     """By its name, which is read from its own processes: what others have is left alone."""
     lines: list[str] = []
     process = Process.start(fake(FORKED), lines.append)
-    others = Path(f"/dev/shm/psm_{secrets.token_hex(4)}")
-    others.write_bytes(bytes(4096))
-    try:
-        await until(lambda: len(lines) == 2)
-        paths = [Path("/dev/shm") / line.lstrip("/") for line in lines]
-        assert all(path.exists() for path in paths)
-        if noted:
-            process.note_memory()
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            for pid in filter(is_tracker, members(process.pid)):
-                os.kill(pid, signal.SIGKILL)
-            process.kill()
-        await process.wait()
-        assert not any(path.exists() for path in paths)
-        assert others.exists()
-    finally:
-        others.unlink()
+    await until(lambda: len(lines) == 2)
+    paths = [Path("/dev/shm") / line.lstrip("/") for line in lines]
+    assert all(path.exists() for path in paths)
+    if noted:
+        process.note_memory()
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        for pid in filter(is_tracker, members(process.pid)):
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+    await process.wait()
+    assert not any(path.exists() for path in paths)
 
 
 async def test_wait_ends_though_a_grandchild_in_another_group_holds_the_pipe() -> None:
