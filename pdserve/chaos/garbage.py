@@ -21,6 +21,8 @@ LINES = 2000
 """of log that all of it may cost, above what the load writes"""
 LOOPBACK = ("127.", "::1")
 EVERYWHERE = ("0.0.0.0", "::")
+_HANDSHAKE = 2.0
+"""seconds for the other side's greeting: without it nothing is sent, and a busy machine takes its time"""
 _TIMEOUT = 0.3
 
 
@@ -109,9 +111,11 @@ def _as_zeromq(end: socket.socket, messages: Sequence[Sequence[bytes]], more: by
     """Greeting and handshake of ZMTP 3.0 (rfc.zeromq.org/spec/23), then the messages, frame by frame."""
     ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    end.settimeout(_HANDSHAKE)
     end.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
     if not end.recv(64).startswith(b"\xff"):
         return
+    end.settimeout(_TIMEOUT)
     for parts in messages:
         for number, part in enumerate(parts, 1):
             flags = (number < len(parts)) | (2 if len(part) > 255 else 0)
