@@ -158,6 +158,8 @@ def look_into(raw: bytes) -> Body:
             raise Refusal(
                 400, f"vllm_xargs.{name} must not be sent: the server decides where KV comes from", name
             )
+    if not isinstance(fields.get("structured_outputs") or {}, dict):  # vLLM 0.32 answers 500
+        raise Refusal(400, "structured_outputs must be an object", "structured_outputs")
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
         raise Refusal(400, "model must be a string", "model")

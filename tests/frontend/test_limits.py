@@ -1,7 +1,7 @@
 import pytest
 
 from pdserve.frontend.asgi import with_one_type
-from pdserve.frontend.body import look_into
+from pdserve.frontend.body import Refusal, look_into
 from pdserve.frontend.limits import max_body, too_late
 
 
@@ -82,3 +82,10 @@ def test_what_a_body_asks_for(body: bytes, max_tokens: int | None, sequences: in
 )
 def test_types_of_errors(body: bytes, status: int, expected: bytes) -> None:
     assert with_one_type(body, status) == expected
+
+
+def test_structured_outputs_that_are_no_object_are_refused() -> None:
+    """vLLM 0.32 would answer 500."""
+    with pytest.raises(Refusal, match="must be an object"):
+        look_into(b'{"structured_outputs": "json"}')
+    assert look_into(b'{"structured_outputs": {"regex": "a"}}').model is None
