@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 import msgspec
@@ -257,23 +258,26 @@ class RemotePrefill:
     def give_up_on_the_gone(self) -> None:
         """What a prefill worker had in its hands that is registered no longer is done here, and everything where none
         is left: after `LAST_WORDS`, since the worker may have said that its engine died of a request."""
-        for request in self._requests:
-            if request.awaits and self._gone(request):
-                asyncio.get_running_loop().call_later(LAST_WORDS, self._give_up, request)
+        if lost := [request for request, _ in self._gone(self._requests)]:
+            asyncio.get_running_loop().call_later(LAST_WORDS, self._give_up, lost)
 
-    def _give_up(self, request: Request) -> None:
-        if reason := self._gone(request):
+    def _give_up(self, requests: list[Request]) -> None:
+        for request, reason in self._gone(requests):
             request.resolve(reason)
 
-    def _gone(self, request: Request) -> str:
-        """Why no prefill worker will answer the request; empty where one may. A worker that drains finishes what it
-        has, and pulls no more."""
-        there = self._registered()
-        if not request.warms and all(worker.draining and worker.id != request.prefiller for worker in there):
-            return ALONE
-        if request.prefiller and request.prefiller not in {peer.id for peer in self.peers()}:
-            return GONE
-        return ""
+    def _gone(self, requests: Iterable[Request]) -> Iterator[tuple[Request, str]]:
+        """Those that no prefill worker will answer, with the reason. A worker that drains finishes what it has, and
+        pulls no more."""
+        registered, peers = self._registered(), {peer.id for peer in self.peers()}
+        there = {worker.id for worker in registered}
+        pulled = any(not worker.draining for worker in registered)
+        for request in requests:
+            if not request.awaits:
+                continue
+            if not request.warms and not pulled and request.prefiller not in there:
+                yield request, ALONE
+            elif request.prefiller and request.prefiller not in peers:
+                yield request, GONE
 
 
 def _dated(request: Request, answer: PrefillDone) -> PrefillDone:

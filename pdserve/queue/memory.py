@@ -195,13 +195,15 @@ class MemoryQueue(PrefillQueue):
         self._line.tell(f"warm-ups/{worker}", request)
 
     async def expect_warm_ups(self, instance: str) -> None:
-        if instance not in self._warm_ups:
-            self._warm_ups[instance] = self._listen(f"warm-ups/{instance}")
+        self._warm_ups_of(instance)
 
     def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
+        return self._messages(self._warm_ups_of(instance))
+
+    def _warm_ups_of(self, instance: str) -> asyncio.Queue[Any]:
         if instance not in self._warm_ups:
             self._warm_ups[instance] = self._listen(f"warm-ups/{instance}")
-        return self._messages(self._warm_ups[instance])
+        return self._warm_ups[instance]
 
     async def pull(self, limit: int, wait: float) -> list[Delivery]:
         ends = time.monotonic() + wait
