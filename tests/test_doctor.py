@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from pdserve import clock
-from pdserve.config.machine import GIB, Gpu, Machine
-from pdserve.doctor import host, servers
-from pdserve.doctor.finding import Finding, Grade
-from pdserve.doctor.transfer import transfer
+from pdserve.cli.doctor import host, servers
+from pdserve.cli.doctor.finding import Finding, Grade
+from pdserve.cli.doctor.transfer import transfer
+from pdserve.plan.machine import GIB, Gpu, Machine
 from pdserve.ports import free_port, port_holder
 from pdserve.supervisor.embedded import nats_binary
 from tests.conditions import until

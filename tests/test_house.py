@@ -15,19 +15,19 @@ SOURCES = sorted((ROOT / "pdserve").rglob("*.py"))
 ALLOWED = {
     "aetcd": ("registry/etcd",),
     "nats": ("queue/jetstream/",),
-    "zmq": ("stream/zmq/", "engine/vllm_cache.py", "kv/side_channel.py"),  # vLLM itself speaks it there
-    "pynvml": ("config/machine.py",),
+    "zmq": ("stream/zmq/", "engine/vllm/cache.py", "kv/side_channel.py"),  # vLLM itself speaks it there
+    "pynvml": ("plan/machine.py",),
     "yaml": ("config/tree.py",),
-    "vllm": ("engine/vllm_api.py", "engine/vllm_worker.py", "processor/vllm_api.py", "kv/"),
-    "fastapi": ("processor/vllm_api.py", "frontend/"),
+    "vllm": ("engine/vllm/api.py", "engine/vllm/worker.py", "frontend/model/vllm_api.py", "kv/"),
+    "fastapi": ("frontend/model/vllm_api.py", "frontend/"),
     "uvicorn": ("frontend/",),
-    "torch": ("doctor/transfer.py", "engine/instruction_sets.py", "kv/"),
-    "rich": ("cli/", "config/render.py", "doctor/", "status/", "supervisor/"),
+    "torch": ("cli/doctor/transfer.py", "engine/instruction_sets.py", "kv/"),
+    "rich": ("cli/", "plan/render.py", "supervisor/"),
 }
 """outside library -> the only places that may import it"""
 
 UNSAFE = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
-TALKERS = ("cli/", "status/", "doctor/")
+TALKERS = ("cli/",)
 """where print is the purpose"""
 
 
@@ -93,21 +93,17 @@ def test_nobody_leaves_the_session() -> None:
 
 
 AWAITED_TASKS = {
-    "chaos/cut.py": 1,
-    "chaos/disk.py": 1,
-    "chaos/load.py": 1,
-    "chaos/run.py": 1,
-    "engine/vllm_process.py": 1,
+    "engine/vllm/process.py": 1,
     "frontend/app.py": 2,
-    "processor/link.py": 2,
+    "frontend/model/link.py": 2,
     "queue/jetstream/connection.py": 1,
     "registry/etcd_session.py": 3,
     "supervisor/keeper.py": 1,
     "supervisor/process.py": 1,
     "supervisor/servers.py": 1,
-    "worker/liveness.py": 1,
-    "worker/self_test.py": 2,
-    "worker/run.py": 1,
+    "process/liveness.py": 1,
+    "process/self_test.py": 2,
+    "process/run.py": 1,
 }
 """file -> how many tasks it makes itself, each of them awaited, or cancelled and awaited, by the function or the
 `async with` that made it. Background tasks belong to `pdserve/tasks.py`, a TaskGroup or a worker's Lifecycle."""

@@ -90,7 +90,7 @@ async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pyte
 
 async def test_a_damaged_model_archive(nats_url: str, namespace: str, tmp_path: Path) -> None:
     from pdserve.errors import Unavailable
-    from pdserve.processor.assets import unpack
+    from pdserve.frontend.model.assets import unpack
 
     blobs = connect_blobs(nats_url, namespace)
     await blobs.put("archive", b"garbage")
@@ -131,8 +131,8 @@ async def test_frames_at_a_decode_worker() -> None:
 async def test_cache_events_of_an_engine() -> None:
     import msgspec
 
-    from pdserve.engine import vllm_api as api
-    from pdserve.engine.vllm_cache import CacheMirror
+    from pdserve.engine.vllm.cache import CacheMirror
+    from pdserve.engine.vllm.engine import api as api
 
     stored = api.BlockStored([7], None, [1], 1, None, None, None)
     async with CacheMirror() as mirror:

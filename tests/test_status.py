@@ -3,12 +3,12 @@ import os
 import pytest
 from rich.console import Console
 
+from pdserve.cli.status.find import Found
+from pdserve.cli.status.table import render
 from pdserve.messages import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import View
-from pdserve.status.find import Found
-from pdserve.status.table import render
 
 
 @pytest.mark.parametrize(("host", "known"), [("127.0.0.1", True), ("192.0.2.7", False)])

@@ -7,8 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+from pdserve_bench.chaos import command as chaos
+
 from pdserve import __version__
-from pdserve.cli import chaos, doctor, plan, role, serve, settings, status
+from pdserve.cli import plan, role, serve, settings
+from pdserve.cli.doctor import command as doctor
+from pdserve.cli.status import command as status
 from pdserve.errors import ConfigError, PdserveError
 
 COMMANDS = (serve, role, plan, status, settings, doctor, chaos)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from pdserve.config.plan import Plan
+    from pdserve.plan.plan import Plan
 
 Commands = Any
 """what argparse's add_subparsers returns; its type has no public name"""
@@ -58,8 +58,8 @@ def add_graph(parser: argparse.ArgumentParser) -> None:
 
 def load_plan(args: argparse.Namespace) -> "Plan":
     from pdserve.config.load import load
-    from pdserve.config.machine import Machine
-    from pdserve.config.plan import make_plan
+    from pdserve.plan.machine import Machine
+    from pdserve.plan.plan import make_plan
 
     return make_plan(load(args.file), Machine.detect())
 

@@ -26,9 +26,9 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from pdserve.config.load import load
-    from pdserve.config.machine import Machine, what_if
-    from pdserve.config.plan import make_plan
-    from pdserve.config.render import plan_as_dict, render
+    from pdserve.plan.machine import Machine, what_if
+    from pdserve.plan.plan import make_plan
+    from pdserve.plan.render import plan_as_dict, render
 
     machine = Machine.detect()
     plan = make_plan(load(args.file), what_if(args.gpus, machine) if args.gpus else machine)

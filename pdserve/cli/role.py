@@ -52,7 +52,7 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     from pdserve import clock
     from pdserve.observe import logs
-    from pdserve.worker.lifecycle import STOPPERS
+    from pdserve.process.lifecycle import STOPPERS
 
     clock.skew_role(args.role.value)
     level = os.environ.get("PDSERVE_LOG_LEVEL", "INFO")
@@ -139,8 +139,8 @@ def _place(args: argparse.Namespace) -> "tuple[Config, Slot]":
 
 def _planned(args: argparse.Namespace) -> "tuple[Config, Slot]":
     from pdserve.config.load import load
-    from pdserve.config.machine import Machine
-    from pdserve.config.plan import make_plan
+    from pdserve.plan.machine import Machine
+    from pdserve.plan.plan import make_plan
 
     config = load(args.file)
     plan = make_plan(config, Machine.detect(), roles={args.role}, index=args.index)

@@ -29,8 +29,8 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     import asyncio
 
-    from pdserve.status import settings
-    from pdserve.status.find import find
+    from pdserve.cli.status import settings
+    from pdserve.cli.status.find import find
 
     changes = settings.parse(args.changes, args.unset)
     settings.check(changes)

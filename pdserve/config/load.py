@@ -21,7 +21,7 @@ from pdserve.config.keys import Keys
 from pdserve.config.schema import Config, DecodeConfig, FrontendConfig, Limits, PrefillConfig, WorkerConfig
 from pdserve.config.tree import Entry, read_tree
 from pdserve.config.workers import Arguments, read_arguments, read_decode, read_prefill
-from pdserve.processor.router import POLICIES
+from pdserve.frontend.model.router import POLICIES
 
 SECTIONS = ("Common", "Graph", "Frontend", "Processor", "VllmWorker", "PrefillWorker")
 

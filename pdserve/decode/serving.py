@@ -17,10 +17,10 @@ from pdserve.engine.handles import expired, prefix_hit
 from pdserve.errors import EngineDead, PeerGone, ProtocolError
 from pdserve.messages import Failed, KvHandle, Outputs, Placed, Submit, ToFrontend
 from pdserve.observe.metrics import KV_TRANSFER_BYTES, KV_TRANSFER_SECONDS, PREFILL, REMOTE_PREFILL_FAILURES
+from pdserve.process.lifecycle import Lifecycle
+from pdserve.process.liveness import may_have_killed
 from pdserve.queue.base import PrefillQueue
 from pdserve.stream.base import StreamServer
-from pdserve.worker.lifecycle import Lifecycle
-from pdserve.worker.liveness import may_have_killed
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from pdserve.engine.base import Engine
 from pdserve.errors import ProtocolError
 from pdserve.messages import Submit
 from pdserve.observe.metrics import WARM_UPS
+from pdserve.process.self_test import unique_prompt
 from pdserve.registry.view import View
 from pdserve.tasks import forever
-from pdserve.worker.self_test import unique_prompt
 
 log = logging.getLogger(__name__)
 

@@ -16,18 +16,18 @@ from pdserve.engine.base import Engine
 from pdserve.messages import Cancel, Failed, Hello, Load, Refused, Role, Submit, ToDecode
 from pdserve.observe.metrics import QUEUE_DEPTH
 from pdserve.observe.page import serve_metrics
+from pdserve.process.identity import describe, model_card, new_instance_id
+from pdserve.process.lifecycle import Lifecycle
+from pdserve.process.liveness import watch_engine
+from pdserve.process.measured import log_memory
+from pdserve.process.presence import Presence
+from pdserve.process.run import build_engine, run_until_signalled
+from pdserve.process.self_test import self_test
 from pdserve.queue.base import BlobStore, PrefillQueue
 from pdserve.registry.base import Registry
 from pdserve.registry.view import View
 from pdserve.stream.base import StreamServer
 from pdserve.tasks import forever
-from pdserve.worker.identity import describe, model_card, new_instance_id
-from pdserve.worker.lifecycle import Lifecycle
-from pdserve.worker.liveness import watch_engine
-from pdserve.worker.measured import log_memory
-from pdserve.worker.presence import Presence
-from pdserve.worker.run import build_engine, run_until_signalled
-from pdserve.worker.self_test import self_test
 
 log = logging.getLogger(__name__)
 

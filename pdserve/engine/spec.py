@@ -8,7 +8,7 @@ from pdserve.engine.base import Engine
 from pdserve.messages import Role
 
 ENGINES = {
-    "vllm": "pdserve.engine.vllm:VllmEngine",
+    "vllm": "pdserve.engine.vllm.engine:VllmEngine",
     "sim": "pdserve.engine.sim.engine:SimEngine",
 }
 """by the `engine` key of a worker's section; import strings, so that only the one in use is loaded"""

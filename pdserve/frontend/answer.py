@@ -4,7 +4,7 @@ is known where the request went, and whether it failed before anything was said.
 import msgspec
 
 from pdserve.frontend.asgi import Message, Send, error_body, respond_error, retry_seconds, with_one_type
-from pdserve.processor.trace import Trace
+from pdserve.frontend.trace import Trace
 
 
 class Answer:

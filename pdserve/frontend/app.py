@@ -14,18 +14,18 @@ from weakref import WeakValueDictionary
 from pdserve.config.schema import FrontendConfig
 from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend import routes
+from pdserve.frontend.admission.fair_queue import Replaced, Ticket
+from pdserve.frontend.admission.limits import deadline, max_body
 from pdserve.frontend.answer import Answer
 from pdserve.frontend.asgi import Receive, Scope, Send, header, respond, respond_error, respond_json
 from pdserve.frontend.auth import OPEN_PATHS, ApiKeys
 from pdserve.frontend.body import Body, ClientGone, Incoming, Intake, Refusal, Replay, look_into
 from pdserve.frontend.connections import UNREAD
-from pdserve.frontend.limits import deadline, max_body
-from pdserve.frontend.line import Replaced, Ticket
-from pdserve.frontend.roster import Roster, Serving
+from pdserve.frontend.models import Roster, Serving
+from pdserve.frontend.trace import RETRY_AFTER, Failure, Trace, current_trace, no_worker
 from pdserve.frontend.versions import versions
 from pdserve.messages import ModelCard
 from pdserve.observe.metrics import E2E, REQUESTS
-from pdserve.processor.trace import RETRY_AFTER, Failure, Trace, current_trace, no_worker
 
 logger = logging.getLogger(__name__)
 

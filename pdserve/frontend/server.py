@@ -21,11 +21,14 @@ from pdserve.frontend.auth import load_keys
 from pdserve.frontend.connections import Connections
 from pdserve.frontend.listen import accept_all, bind
 from pdserve.frontend.metrics_page import MetricsPage
-from pdserve.frontend.roster import Roster
+from pdserve.frontend.model.surroundings import Surroundings
+from pdserve.frontend.models import Roster
 from pdserve.frontend.versions import vllm_version
 from pdserve.messages import Instance, Role
 from pdserve.observe.page import serve_metrics
-from pdserve.processor.surroundings import Surroundings
+from pdserve.process.identity import new_instance_id
+from pdserve.process.presence import Presence, described
+from pdserve.process.run import run_until_signalled
 from pdserve.queue.base import BlobStore
 from pdserve.queue.jetstream import connect_blobs
 from pdserve.registry import keys
@@ -34,9 +37,6 @@ from pdserve.registry.etcd import connect as connect_registry
 from pdserve.registry.view import View
 from pdserve.stream.zmq import connect as connect_stream
 from pdserve.tasks import forever
-from pdserve.worker.identity import new_instance_id
-from pdserve.worker.presence import Presence, described
-from pdserve.worker.run import run_until_signalled
 
 logger = logging.getLogger(__name__)
 

@@ -26,17 +26,17 @@ from pdserve.observe.metrics import QUEUE_WAIT
 from pdserve.observe.page import serve_metrics
 from pdserve.prefill.held import Held, aged
 from pdserve.prefill.jobs import Job, Jobs
+from pdserve.process.identity import describe, new_instance_id
+from pdserve.process.lifecycle import Lifecycle
+from pdserve.process.liveness import may_have_killed, watch_engine, watch_side_channel
+from pdserve.process.measured import log_memory
+from pdserve.process.presence import Presence
+from pdserve.process.run import build_engine, run_until_signalled
+from pdserve.process.self_test import self_test
 from pdserve.queue.base import Delivery, PrefillQueue, Unqueued
 from pdserve.registry.base import Registry
 from pdserve.registry.view import View
 from pdserve.tasks import forever
-from pdserve.worker.identity import describe, new_instance_id
-from pdserve.worker.lifecycle import Lifecycle
-from pdserve.worker.liveness import may_have_killed, watch_engine, watch_side_channel
-from pdserve.worker.measured import log_memory
-from pdserve.worker.presence import Presence
-from pdserve.worker.run import build_engine, run_until_signalled
-from pdserve.worker.self_test import self_test
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from pdserve.graph import BOOT_VARIABLE, Job
 from pdserve.messages import Instance, Role, SlotState
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
+from pdserve.process.identity import instance_id, new_boot
 from pdserve.supervisor.backoff import GiveUp, Life, Policy, decide, failed_starts
 from pdserve.supervisor.guardian import Guardian
 from pdserve.supervisor.process import CONFIG_ERROR, Ended, Process
 from pdserve.supervisor.rollcall import Roll
 from pdserve.tasks import forever
-from pdserve.worker.identity import instance_id, new_boot
 
 log = logging.getLogger(__name__)
 

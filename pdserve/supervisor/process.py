@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from pdserve.graph import Job
+from pdserve.process.lifecycle import SUPERVISOR_DIED
 from pdserve.supervisor.exits import dies_with_parent, end_group, exit_of
 from pdserve.supervisor.guardian import members, shared_memory
-from pdserve.worker.lifecycle import SUPERVISOR_DIED
 
 log = logging.getLogger(__name__)
 

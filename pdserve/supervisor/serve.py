@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from pdserve.config.plan import Plan
 from pdserve.config.schema import Config, Slot
 from pdserve.errors import ConfigError, RegistryUnavailable
 from pdserve.graph import CONFIG_VARIABLE, SLOT_VARIABLE, Job, encode_config, encode_slot, job
 from pdserve.messages import Instance
+from pdserve.plan.plan import Plan
+from pdserve.process.lifecycle import STOPPERS
 from pdserve.registry import connect
 from pdserve.registry.view import View
 from pdserve.supervisor import state
@@ -32,7 +33,6 @@ from pdserve.supervisor.rollcall import RollCall
 from pdserve.supervisor.servers import keep, needed_servers
 from pdserve.supervisor.supervision import Supervision
 from pdserve.tasks import forever
-from pdserve.worker.lifecycle import STOPPERS
 
 log = logging.getLogger(__name__)
 

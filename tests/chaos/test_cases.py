@@ -4,9 +4,9 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from pdserve_bench.chaos.cases import MAX_OUTPUT, computed, endless, shape, simulated
+from pdserve_bench.chaos.reference import again
 
-from pdserve.chaos.cases import MAX_OUTPUT, computed, endless, shape, simulated
-from pdserve.chaos.reference import again
 from pdserve.config.load import load
 
 YAML = """

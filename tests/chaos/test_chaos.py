@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pdserve_bench.chaos.catalog import FAULTS
 
-from pdserve.chaos.catalog import FAULTS
 from tests.chaos.command import Run
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]

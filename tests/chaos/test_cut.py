@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from pdserve_bench.chaos.cut import Cannot, cut_off
 
-from pdserve.chaos.cut import Cannot, cut_off
 from tests.conditions import until
 
 _ECHO = """

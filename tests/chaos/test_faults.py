@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pdserve_bench.chaos.catalog import FAULTS, choose
+from pdserve_bench.chaos.faults import Target, Victim, find
 
-from pdserve.chaos.catalog import FAULTS, choose
-from pdserve.chaos.faults import Target, Victim, find
 from pdserve.errors import ConfigError
 from pdserve.messages import Instance, Role
 

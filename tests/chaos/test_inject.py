@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pdserve_bench.chaos.faults import Kind, Victim
+from pdserve_bench.chaos.inject import injected
 
-from pdserve.chaos.faults import Kind, Victim
-from pdserve.chaos.inject import injected
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
 from pdserve.supervisor.server_process import ServerProcess
 from tests.conditions import until

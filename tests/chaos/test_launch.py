@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from pdserve_bench.chaos.launch import SIM_SPEED, derive
 
-from pdserve.chaos.launch import SIM_SPEED, derive
 from pdserve.config.load import load
 from pdserve.errors import ConfigError
 

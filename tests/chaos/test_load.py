@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
-
-from pdserve.chaos.cases import Case
-from pdserve.chaos.load import Load
-from pdserve.chaos.verdict import Result
+from pdserve_bench.chaos.cases import Case
+from pdserve_bench.chaos.load import Load
+from pdserve_bench.chaos.verdict import Result
 
 ANSWER = (7, 8, 9)
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\nx-pdserve-prefill: remote\r\n"

@@ -8,10 +8,10 @@ from itertools import count
 from typing import Any
 
 import pytest
+from pdserve_bench.chaos.cases import Case
+from pdserve_bench.chaos.client import Client
+from pdserve_bench.chaos.reference import POOL, http, learn
 
-from pdserve.chaos.cases import Case
-from pdserve.chaos.client import Client
-from pdserve.chaos.reference import POOL, http, learn
 from pdserve.errors import Unavailable
 
 Answer = Callable[[dict[str, Any]], list[int]]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import zmq
+from pdserve_bench.chaos.disk import full
+from pdserve_bench.chaos.garbage import _to_port, payloads
+from pdserve_bench.chaos.launch import small_disk
+from pdserve_bench.chaos.scene import Scenario, _series, total
+from pdserve_bench.chaos.weights import _other_weights, turned
 
-from pdserve.chaos.disk import full
-from pdserve.chaos.garbage import _to_port, payloads
-from pdserve.chaos.launch import small_disk
-from pdserve.chaos.scene import Scenario, _series, total
-from pdserve.chaos.weights import _other_weights, turned
 from tests.conditions import until
 
 MODEL = Path(__file__).parent.parent.parent / "pdserve/demo/model"
@@ -77,6 +77,6 @@ def test_metrics_are_summed_over_labels() -> None:
 
 
 def test_scenarios_are_told() -> None:
-    from pdserve.chaos.catalog import SCENARIOS
+    from pdserve_bench.chaos.catalog import SCENARIOS
 
     assert all(isinstance(each, Scenario) and each.told for each in SCENARIOS)

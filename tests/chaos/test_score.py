@@ -4,11 +4,10 @@ import json
 from dataclasses import replace
 
 import pytest
-
-from pdserve.chaos.cases import Case
-from pdserve.chaos.client import Exchange
-from pdserve.chaos.score import Leftovers, Row, as_json, passed, percentile, score
-from pdserve.chaos.verdict import Result, Seen, Trace, trace
+from pdserve_bench.chaos.cases import Case
+from pdserve_bench.chaos.client import Exchange
+from pdserve_bench.chaos.score import Leftovers, Row, as_json, passed, percentile, score
+from pdserve_bench.chaos.verdict import Result, Seen, Trace, trace
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
+from pdserve_bench.chaos.score import Row
+from pdserve_bench.chaos.scorecard import line, scorecard, verdict
 from rich.console import Console
-
-from pdserve.chaos.score import Row
-from pdserve.cli.scorecard import line, scorecard, verdict
 
 CALM = Row("none", requests=10, recovered=0.0)
 GOOD = Row("etcd-kill", "etcd", requests=20, p99_pause=0.5, slowest="chaos-a", recovered=1.0, freed=0.3)

@@ -1,10 +1,9 @@
 """What came of one request, by tables."""
 
 import pytest
-
-from pdserve.chaos.cases import Case
-from pdserve.chaos.client import Exchange
-from pdserve.chaos.verdict import Result, first_difference, judge, longest_pause, trace
+from pdserve_bench.chaos.cases import Case
+from pdserve_bench.chaos.client import Exchange
+from pdserve_bench.chaos.verdict import Result, first_difference, judge, longest_pause, trace
 
 RIGHT = (5, 6, 7)
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from pdserve.config.machine import GIB, Gpu, Machine
+from pdserve.plan.machine import GIB, Gpu, Machine
 
 QWEN_14B = {
     "model_type": "qwen2",

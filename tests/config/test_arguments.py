@@ -139,8 +139,8 @@ def test_the_installed_vllm_agrees() -> None:
 def test_loading_a_file_does_not_import_vllm() -> None:
     code = (
         "import sys; from pathlib import Path; from pdserve.config.load import load; from "
-        "pdserve.config.plan import "
-        "make_plan; from pdserve.config.machine import Machine; from pdserve.config.render import render; "
+        "pdserve.plan.plan import "
+        "make_plan; from pdserve.plan.machine import Machine; from pdserve.plan.render import render; "
         "render(make_plan(load(Path('configs/local.yaml')), Machine.detect())); "
         "sys.exit(bool({'vllm', 'torch', 'transformers'} & set(sys.modules)))"
     )

@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdserve.config.load import load
-from pdserve.config.plan import make_plan
-from pdserve.config.render import plan_as_dict, render
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
+from pdserve.plan.plan import make_plan
+from pdserve.plan.render import plan_as_dict, render
 from tests.config.models import machine
 from tests.config.test_load import DYNAMO, GRAPH
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.decode.archive import Archive, archive_name, pack_model
-from pdserve.processor.assets import unpack
+from pdserve.frontend.model.assets import unpack
 from pdserve.queue.memory import MemoryBlobs, MemoryBroker
 from tests.conditions import until
 

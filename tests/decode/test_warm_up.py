@@ -14,10 +14,10 @@ from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
 from pdserve.messages import Instance, PrefillDone, PrefillRequest, PrefillStarted, Role, encode_record
 from pdserve.prefill.worker import PrefillWorker
+from pdserve.process import liveness, presence
+from pdserve.process.self_test import self_test
 from pdserve.queue.memory import MemoryQueue
 from pdserve.registry.memory import MemoryRegistry
-from pdserve.worker import liveness, presence
-from pdserve.worker.self_test import self_test
 from tests.conditions import until
 from tests.decode.graph import Graph, living, shared_queue
 from tests.engine.sims import LOADED, body, sim, spec

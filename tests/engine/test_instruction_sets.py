@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pdserve.doctor import host
-from pdserve.doctor.finding import Grade
+from pdserve.cli.doctor import host
+from pdserve.cli.doctor.finding import Grade
 from pdserve.engine import instruction_sets
 
 EPYC = {"avx2": True, "avx512_bf16": True, "amx_tile": False, "amx_bf16": False, "cpu_name": "AMD EPYC"}

@@ -1,4 +1,4 @@
-"""What moved in vLLM? Each line names something that `pdserve/engine/vllm_api.py` or the connector relies
+"""What moved in vLLM? Each line names something that `pdserve/engine/vllm/api.py` or the connector relies
 on."""
 
 import dataclasses
@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdserve.engine import vllm
-from pdserve.engine import vllm_api as api
+from pdserve.engine.vllm import api
+from pdserve.engine.vllm import engine as vllm
 from pdserve.kv import connector
 
 NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"

@@ -21,19 +21,15 @@ import pytest
 import pytest_asyncio
 import torch
 import zmq
+from pdserve_bench.chaos.cut import _duplicate, _ends
 from prometheus_client import REGISTRY, generate_latest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from pdserve.chaos.cut import _duplicate, _ends
-from pdserve.config.machine import GIB
-from pdserve.config.memory import size
-from pdserve.config.model_folder import read_model
 from pdserve.engine.base import Output, Transfers
 from pdserve.engine.instruction_sets import describe, request_amx
 from pdserve.engine.spec import EngineSpec
-from pdserve.engine.vllm import VllmEngine
-from pdserve.engine.vllm_api import (
+from pdserve.engine.vllm.api import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -41,9 +37,13 @@ from pdserve.engine.vllm_api import (
     SamplingParams,
     encode_request,
 )
+from pdserve.engine.vllm.engine import VllmEngine
 from pdserve.errors import EngineDead, ProtocolError
 from pdserve.messages import KvHandle, Role
-from pdserve.worker import liveness
+from pdserve.plan.machine import GIB
+from pdserve.plan.memory import size
+from pdserve.plan.model_folder import read_model
+from pdserve.process import liveness
 from tests.conditions import until
 
 pytestmark = [
@@ -368,7 +368,7 @@ async def test_a_read_does_not_begin_when_the_lease_is_nearly_over(
     prompt = prompt_of(700, seed=11)
     await pair.all_free()
     handle = await pair.prefill.prefill("p-waited", prompt)
-    monkeypatch.setattr("pdserve.engine.vllm.check_handle", lambda *_: None)
+    monkeypatch.setattr("pdserve.engine.vllm.engine.check_handle", lambda *_: None)
     old = msgspec.structs.replace(handle, computed_at=time.monotonic() - handle.lease)
     bytes_before, failures = pair.decode.bytes, pair.decode.failures
     waited = await pair.decode.generate("waited", prompt, old)

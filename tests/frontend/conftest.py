@@ -15,18 +15,18 @@ from pdserve.frontend.asgi import App
 from pdserve.frontend.auth import ApiKeys
 from pdserve.frontend.connections import Connections
 from pdserve.frontend.metrics_page import MetricsPage
-from pdserve.frontend.roster import Roster
+from pdserve.frontend.model.surroundings import Surroundings
+from pdserve.frontend.models import Roster
 from pdserve.frontend.server import QuietServer, cross_origin
 from pdserve.messages import ModelCard, encode_record
-from pdserve.processor.surroundings import Surroundings
 from pdserve.queue.base import BlobStore
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import View
 from pdserve.stream.memory import connect
 from tests.conditions import until
-from tests.processor.echo import EchoWorker
-from tests.processor.vllm_version import VERSION
+from tests.frontend.model.echo import EchoWorker
+from tests.frontend.model.vllm_version import VERSION
 
 MODEL = Path(__file__).parents[2] / "pdserve" / "demo" / "model"
 

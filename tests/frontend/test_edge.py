@@ -9,14 +9,14 @@ import httpx
 import pytest
 
 from pdserve.config.schema import Limits
+from pdserve.frontend.admission.limits import max_body
 from pdserve.frontend.auth import ApiKeys
 from pdserve.frontend.body import Intake
-from pdserve.frontend.limits import max_body
 from pdserve.messages import Failed
 from tests.conditions import until
 from tests.frontend.conftest import Graph
+from tests.frontend.model.echo import EchoWorker
 from tests.frontend.test_generate import chat, completion
-from tests.processor.echo import EchoWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

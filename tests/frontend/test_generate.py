@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.frontend.conftest import Graph
-from tests.processor.echo import continuation
+from tests.frontend.model.echo import continuation
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

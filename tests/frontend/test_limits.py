@@ -1,8 +1,8 @@
 import pytest
 
+from pdserve.frontend.admission.limits import max_body, too_late
 from pdserve.frontend.asgi import with_one_type
 from pdserve.frontend.body import Refusal, look_into
-from pdserve.frontend.limits import max_body, too_late
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 
 from pdserve.config.schema import Limits
 from pdserve.errors import Overloaded
+from pdserve.frontend.admission.capacity import Room
+from pdserve.frontend.admission.estimate import Usual
+from pdserve.frontend.admission.fair_queue import GROUP, Line, Replaced, Ticket, Turn
 from pdserve.frontend.body import Asks, Refusal
-from pdserve.frontend.line import GROUP, Line, Replaced, Ticket, Turn
-from pdserve.processor.room import Room
-from pdserve.processor.trace import Trace
-from pdserve.processor.usual import Usual
+from pdserve.frontend.trace import Trace
 
 ASKS = Asks(99, 0)  # 100 tokens
 

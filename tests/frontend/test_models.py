@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from pdserve.cli.status.find import Found
+from pdserve.cli.status.table import render
+from pdserve.frontend.model.processor import Processor
 from pdserve.messages import Instance, Load, Role, encode_record
-from pdserve.processor.processor import Processor
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.view import View
-from pdserve.status.find import Found
-from pdserve.status.table import render
 from tests.conditions import until
 from tests.frontend.conftest import Graph, card
 from tests.frontend.test_generate import completion

@@ -10,8 +10,8 @@ from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
 from tests.conditions import until
 from tests.frontend.conftest import Graph
+from tests.frontend.model.echo import EchoWorker, continuation
 from tests.frontend.test_generate import PROMPT, chat, completion, events, text_of
-from tests.processor.echo import EchoWorker, continuation
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -232,7 +232,7 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its link held all the time, so nobody connects again."""
-    monkeypatch.setattr("pdserve.processor.remote_core.PAUSE", 0.01)
+    monkeypatch.setattr("pdserve.frontend.model.core.PAUSE", 0.01)
     async with graph.worker() as away, MemoryRegistry(graph.registry) as registry:
         async with graph.worker(pace=None) as first:
             await registry.delete(keys.instance(away.instance))

@@ -14,7 +14,7 @@ import pytest
 from pdserve.config.schema import Config, DecodeConfig, Limits, Slot
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.frontend.line import Line
+from pdserve.frontend.admission.fair_queue import Line
 from pdserve.messages import Role
 from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.registry.memory import MemoryRegistry

@@ -1,6 +1,6 @@
 import pytest
 
-from pdserve.frontend.pace import Pace
+from pdserve.frontend.admission.pace import Pace
 
 
 def test_it_knows_nothing_at_first() -> None:

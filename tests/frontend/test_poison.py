@@ -16,10 +16,10 @@ from pdserve.engine.sim.model import SimModel
 from pdserve.engine.spec import EngineSpec
 from pdserve.messages import Role
 from pdserve.prefill.worker import PrefillWorker
+from pdserve.process.identity import new_instance_id
 from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.stream.memory import MemoryStreamServer
-from pdserve.worker.identity import new_instance_id
 from tests.conditions import until
 from tests.decode.graph import living
 from tests.frontend.conftest import MODEL, Graph

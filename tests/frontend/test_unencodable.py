@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pdserve.errors import ProtocolError
+from pdserve.frontend.model.processor import Processor
 from pdserve.messages import Submit
-from pdserve.processor.processor import Processor
 from pdserve.stream import zmq
 from tests.conditions import until
 from tests.frontend.conftest import Graph
@@ -124,7 +124,7 @@ RANGE = {"type": "integer", "minimum": -(1 << 64), "maximum": -(1 << 64)}
 async def test_a_grammar_that_ends_its_compiler_is_not_compiled(
     graph: Graph, changes: dict[str, Any]
 ) -> None:
-    """Found by `benchmarks.fuzz`: llguidance ends the frontend with SIGSEGV."""
+    """Found by `pdserve_bench.fuzz`: llguidance ends the frontend with SIGSEGV."""
     async with graph.worker() as worker:
         answer = await graph.http.post("/v1/completions", json=completion(**changes))
         assert answer.status_code == 400

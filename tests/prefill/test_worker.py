@@ -22,9 +22,9 @@ from pdserve.messages import (
     decode_instance,
 )
 from pdserve.prefill.worker import PrefillWorker
+from pdserve.process.presence import Presence
 from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
-from pdserve.worker.presence import Presence
 from tests.conditions import until
 from tests.decode.graph import config, living, shared_queue
 from tests.engine.sims import LOADED, body, sim, spec
@@ -183,7 +183,7 @@ async def test_a_hung_engine_ends_the_worker_and_another_takes_over(monkeypatch:
         scene.engine.faults.going.clear()
         await scene.ask("r")
         await until(lambda: scene.engine.usage.running == 1)
-        monkeypatch.setattr("pdserve.worker.liveness.AT_ONCE", -60.0)  # as if it were minutes ago
+        monkeypatch.setattr("pdserve.process.liveness.AT_ONCE", -60.0)  # as if it were minutes ago
         scene.engine.die()
         with pytest.raises(EngineDead):
             await scene.life

@@ -1,10 +1,10 @@
-"""The short form of `python -m benchmarks.fuzz`: real processes, NATS and etcd, with simulated engines."""
+"""The short form of `python -m pdserve_bench.fuzz`: real processes, NATS and etcd, with simulated engines."""
 
 import json
 from pathlib import Path
 
-from benchmarks.fuzz import INTEGERS, SIM, Fuzzer, make
-from pdserve.chaos.launch import started
+from pdserve_bench.chaos.launch import started
+from pdserve_bench.fuzz import INTEGERS, SIM, Fuzzer, make
 
 BODIES = 400
 

@@ -1,13 +1,12 @@
-"""The short form of `python -m benchmarks.soak`: real processes, NATS and etcd, with simulated engines."""
+"""The short form of `python -m pdserve_bench.soak`: real processes, NATS and etcd, with simulated engines."""
 
 from pathlib import Path
 
 import pytest
-
-from benchmarks.soak.__main__ import LENGTHS, SIM, soak
-from benchmarks.soak.load import Kind
-from benchmarks.soak.usage import Usage, leaks
-from pdserve.chaos.launch import started
+from pdserve_bench.chaos.launch import started
+from pdserve_bench.soak.__main__ import LENGTHS, SIM, soak
+from pdserve_bench.soak.load import Kind
+from pdserve_bench.soak.usage import Usage, leaks
 
 IDLE = Usage(blocks=0, sockets=9, files=20, tasks=20, threads=15, MiB=600)
 

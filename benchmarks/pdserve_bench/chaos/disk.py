@@ -1,0 +1,74 @@
+"""A full disk: nothing can be written to the graph's state directory for some seconds."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from pdserve_bench.chaos.launch import Started
+from pdserve_bench.chaos.scene import Scenario, Scene
+
+LOGS_WITHIN = 30.0
+_CHUNK = bytes(1 << 20)
+
+
+async def fill(scene: Scene) -> float | None:
+    if not isinstance(scene.running, Started) or not scene.running.disk:
+        raise LookupError("the state directory has no file system of its own: to mount one needs root")
+    async with full(scene.running.state_dir):
+        scene.say("no space is left for logs, the queue and etcd")
+        await asyncio.sleep(scene.options.hold)
+    scene.say("space again")
+    recovered = await scene.recovery()
+    if silent := await _silent(scene.running.state_dir / "logs"):
+        scene.amiss.append(f"no new line within {LOGS_WITHIN:g} s in the logs of {', '.join(silent)}")
+    return recovered
+
+
+@asynccontextmanager
+async def full(folder: Path) -> AsyncIterator[None]:
+    """While it is entered, what becomes free is taken at once."""
+    filler = folder / "filler"
+
+    async def keep() -> None:
+        with filler.open("ab", buffering=0) as file:
+            while True:
+                await asyncio.to_thread(_fill, file.write)
+                await asyncio.sleep(0.05)
+
+    keeper = asyncio.create_task(keep(), name="full disk")
+    try:
+        yield
+    finally:
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+        filler.unlink(missing_ok=True)
+
+
+def _fill(write: Callable[[bytes], object]) -> None:
+    size = len(_CHUNK)
+    while size:
+        try:
+            write(_CHUNK[:size])
+        except OSError:
+            size //= 16
+
+
+async def _silent(folder: Path) -> list[str]:
+    """Decode workers write a line for each request: whose log does not grow under load?"""
+    before = _sizes(folder)
+    silent = set(before)
+    deadline = time.monotonic() + LOGS_WITHIN
+    while silent and time.monotonic() < deadline:
+        await asyncio.sleep(0.2)
+        now = _sizes(folder)
+        silent = {name for name in silent if now.get(name) == before[name]}
+    return sorted(silent)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.stem: path.stat().st_size for path in folder.glob("decode-*.log")}
+
+
+DISK_FULL = Scenario("disk-full", "no space on the state directory's file system for --hold seconds", fill)

@@ -1,0 +1,167 @@
+"""Malformed messages to whatever listens: every port of every process of the graph, every subject on NATS, every
+kind of key in etcd. The graph goes on, and does not fill the disk with complaints."""
+
+import asyncio
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from pdserve.messages import Cancel, Hello, Role, encode
+from pdserve.queue.jetstream.connection import publish_once
+from pdserve.queue.jetstream.names import Names
+from pdserve.registry import keys
+from pdserve_bench.chaos.scene import Scenario, Scene
+
+LINES = 2000
+"""of log that all of it may cost, above what the load writes"""
+LOOPBACK = ("127.", "::1")
+EVERYWHERE = ("0.0.0.0", "::")
+_HANDSHAKE = 2.0
+"""seconds for the other side's greeting: without it nothing is sent, and a busy machine takes its time"""
+_TIMEOUT = 0.3
+
+
+def payloads(seed: int) -> list[bytes]:
+    """What no receiver expects: noise, half a message, a whole one of another kind, other protocols, huge lengths."""
+    dice = random.Random(seed)
+    whole = encode(Hello("0.0.0"))
+    return [
+        dice.randbytes(64),
+        dice.randbytes(5000),
+        whole[: len(whole) // 2],
+        encode(Cancel(["nobody"])),
+        encode({"type": "Submit", "request_id": 7, "prompt": "x"}),
+        encode([1, None, {"a": b"\x00"}]),
+        b"\xdd\xff\xff\xff\xff",  # msgpack: an array of 4 billion
+        b"\xff" * 16,
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n{",
+        b'{"model": ',
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + dice.randbytes(40),
+    ]
+
+
+async def spread(scene: Scene) -> float | None:
+    logs = scene.running.state_dir / "logs"
+    quiet = await _lines_per_second(logs)
+    before, began = _lines(logs), time.monotonic()
+    ports = list(_listening(scene.family()))
+    everything = payloads(scene.options.seed)
+    await asyncio.gather(*(asyncio.to_thread(_to_port, *each[:2], everything) for each in ports))
+    subjects = await _subjects(scene)
+    for subject in subjects:
+        await publish_once(scene.running.graph.nats, subject, everything)
+    names = await _to_etcd(scene, everything)
+    scene.say(f"garbage to {len(ports)} ports, {len(subjects)} subjects, {len(names)} keys")
+    await asyncio.sleep(scene.options.hold / 2)
+    for name in names:
+        await scene.watch.registry.delete(name)
+    recovered = await scene.recovery()
+    lines = _lines(logs) - before - quiet * (time.monotonic() - began)
+    scene.say(f"some {max(0, lines):.0f} lines of log about it")
+    if lines > LINES:
+        scene.amiss.append(f"some {lines:.0f} lines of log about garbage")
+    if dead := [f"{port} of {owner}" for host, port, owner in ports if not _connects(host, port)]:
+        scene.amiss.append(f"nothing listens any more on {', '.join(dead)}")
+    return recovered
+
+
+def _listening(processes: Sequence[psutil.Process]) -> Iterator[tuple[str, int, str]]:
+    """Address, port and owner of what listens, on loopback alone."""
+    seen: set[tuple[str, int]] = set()
+    for process in processes:
+        with suppress(psutil.Error):
+            for each in process.net_connections("tcp"):
+                host = "127.0.0.1" if each.laddr.ip in EVERYWHERE else each.laddr.ip
+                if each.status != psutil.CONN_LISTEN or not host.startswith(LOOPBACK):
+                    continue
+                if (host, each.laddr.port) not in seen:
+                    seen.add((host, each.laddr.port))
+                    yield host, each.laddr.port, f"process {process.pid} ({process.name()})"
+
+
+def _to_port(host: str, port: int, everything: Sequence[bytes]) -> None:
+    """Each on a connection of its own: as it is, and as a message of a ZeroMQ peer."""
+    for payload in everything:
+        _send(host, port, lambda end, raw=payload: end.sendall(raw))  # type: ignore[misc]
+    _send(host, port, lambda end: _as_zeromq(end, [[each] for each in everything]))
+    _send(host, port, lambda end: _as_zeromq(end, [[b"", each] for each in everything]))
+    _send(host, port, lambda end: _as_zeromq(end, [[each, each, b"", each] for each in everything]))
+    _send(
+        host, port, lambda end: _as_zeromq(end, [], b"\x02" + b"\x7f" + b"\xff" * 7)
+    )  # a frame of 2^63 bytes
+
+
+def _send(host: str, port: int, how: Callable[[socket.socket], object]) -> None:
+    """And stay until the other side falls silent: closed at once, what it has not read yet would be dropped."""
+    with suppress(OSError), socket.create_connection((host, port), timeout=_TIMEOUT) as end:
+        how(end)
+        with suppress(TimeoutError):
+            while end.recv(1000):
+                pass
+
+
+def _as_zeromq(end: socket.socket, messages: Sequence[Sequence[bytes]], more: bytes = b"") -> None:
+    """Greeting and handshake of ZMTP 3.0 (rfc.zeromq.org/spec/23), then the messages, frame by frame."""
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    end.settimeout(_HANDSHAKE)
+    end.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+    if not end.recv(64).startswith(b"\xff"):
+        return
+    end.settimeout(_TIMEOUT)
+    for parts in messages:
+        for number, part in enumerate(parts, 1):
+            flags = (number < len(parts)) | (2 if len(part) > 255 else 0)
+            length = len(part).to_bytes(8 if flags & 2 else 1, "big")
+            end.sendall(bytes([flags]) + length + part)
+    end.sendall(more)
+
+
+def _connects(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), timeout=1):
+        return True
+    return False
+
+
+async def _subjects(scene: Scene) -> list[str]:
+    names = Names(scene.running.graph.namespace, scene.running.graph.model)
+    workers = await scene.instances(Role.DECODE)
+    return [names.requests, names.state, names.notices, *(names.answers(each.id) for each in workers)]
+
+
+async def _to_etcd(scene: Scene, everything: Sequence[bytes]) -> list[str]:
+    """New keys beside the true ones: only who wrote those may write them. The keys."""
+    model = scene.running.graph.model
+    prefixes = [f"{keys.INSTANCES}{role}/garbage-" for role in (*Role, "nobody")]
+    prefixes += [f"{keys.CARDS}{model}/garbage-", keys.CARDS + "garbage-", keys.INSTANCES + "garbage-"]
+    names = [f"{prefix}{number}" for prefix in prefixes for number in range(len(everything))]
+    names += [
+        f"{keys.SETTINGS}{name}"
+        for name in ("max-local-prefill-length", "max-prefill-queue-size", "router", "x")
+    ]
+    for number, name in enumerate(names):
+        await scene.watch.registry.put(name, everything[number % len(everything)], leased=False)
+    return names
+
+
+def _lines(folder: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in folder.glob("*.log*"))
+
+
+async def _lines_per_second(folder: Path) -> float:
+    """What the load alone writes."""
+    before, began = _lines(folder), time.monotonic()
+    await asyncio.sleep(2)
+    return (_lines(folder) - before) / (time.monotonic() - began)
+
+
+GARBAGE = Scenario(
+    "garbage", "malformed messages to every port, every subject on NATS, every kind of key in etcd", spread
+)

@@ -1,0 +1,138 @@
+"""Deaths at bad moments: of workers that are still starting, again and again, and of `serve` itself."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import psutil
+
+from pdserve import clock
+from pdserve.messages import Role
+from pdserve_bench.chaos.launch import Started
+from pdserve_bench.chaos.scene import Scenario, Scene
+
+KILLING = 3.3
+"""times --hold: some 40 s"""
+EVERY = (3.0, 6.0)
+"""seconds between two kills of workers that serve"""
+AGAIN = (1, 2, 3, 4)
+"""how many times in a row the worker's next lives end while they start"""
+YOUNG = (0.2, 1.5)
+"""seconds that they live then"""
+TICK = 0.2
+BEFORE = 0.2
+"""seconds from the last new request to the kill of `serve`: nobody is half connected then"""
+AFTER_DRAIN = 20.0
+"""seconds that the processes of a dead `serve` get beyond the drain timeout"""
+
+
+async def kill_workers(scene: Scene) -> float | None:
+    """No two workers that serve die within a second or two: what has lost two in a row is taken for the cause."""
+    dice = random.Random(scene.options.seed)
+    end = time.monotonic() + KILLING * scene.options.hold
+    due, killed, young = 0.0, 0, 0
+    doomed: dict[str, int] = {}
+    while (now := time.monotonic()) < end:
+        ids = {each.pid: each.id for each in await scene.instances()}
+        workers = _workers(scene)
+        for name, worker in workers.items():
+            if worker.pid not in ids and doomed.get(name) and _age(worker) > dice.uniform(*YOUNG):
+                _kill(worker)
+                doomed[name], young = doomed[name] - 1, young + 1
+        serving = {name: worker for name, worker in workers.items() if worker.pid in ids}
+        if serving and now >= due:
+            name = dice.choice(sorted(serving))
+            _kill(serving[name])
+            scene.gone.add(ids[serving[name].pid])
+            doomed[name], killed, due = dice.choice(AGAIN), killed + 1, now + dice.uniform(*EVERY)
+        await asyncio.sleep(TICK)
+    scene.say(f"{killed} workers killed, and {young} that were starting")
+    return await scene.recovery()
+
+
+def _workers(scene: Scene) -> dict[str, psutil.Process]:
+    """The workers that there are by name (`decode-0`), whether they have come to be ready or not."""
+    found = {}
+    for child in scene.family()[1:]:
+        with suppress(psutil.Error, ProcessLookupError, ValueError):
+            if child.ppid() == scene.running.graph.pid and os.getpgid(child.pid) == child.pid:
+                words = child.cmdline()
+                for role in {Role.DECODE.value, Role.PREFILL.value} & set(words):
+                    found[f"{role}-{words[words.index('--index') + 1]}"] = child
+    return found
+
+
+def _age(process: psutil.Process) -> float:
+    return float(clock.unix() - process.create_time())
+
+
+def _kill(process: psutil.Process) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+async def kill_serve(scene: Scene) -> float | None:
+    running = scene.running
+    if not isinstance(running, Started):
+        raise LookupError("only where this command has started the graph, and can start it again")
+    scene.gone |= {each.id for each in await scene.instances()}
+    scene.load.pause()
+    await asyncio.sleep(BEFORE)
+    family = scene.family()
+    scene.say(f"SIGKILL of process {running.graph.pid}, {scene.load.in_flight} requests in flight")
+    running.away = True
+    running.process.kill()
+    killed = time.monotonic()
+    await scene.load.idle()
+    scene.say(f"the last request in flight ended after {time.monotonic() - killed:.1f} s")
+    if left := await _left(family, killed + scene.config.drain_timeout + AFTER_DRAIN):
+        scene.amiss.append(f"{len(left)} processes outlived serve: {', '.join(map(_told, left))}")
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+    scene.say(f"all processes were gone after {time.monotonic() - killed:.1f} s")
+    await running.again()
+    await scene.watch.move(running.graph)
+    scene.load.resume()
+    return await scene.recovery()
+
+
+async def _left(family: Sequence[psutil.Process], end: float) -> list[psutil.Process]:
+    left = list(family)
+    while left and time.monotonic() < end:
+        await asyncio.sleep(0.1)
+        left = [each for each in left if _lives(each)]
+    return left
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _told(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} ({' '.join(process.cmdline()[:4])})"
+    except psutil.Error:
+        return str(process.pid)
+
+
+START_KILL = Scenario(
+    "start-kill",
+    f"SIGKILL of a worker every {EVERY[0]:g} to {EVERY[1]:g} s, and of its next lives while they start, for "
+    f"{KILLING} x --hold",
+    kill_workers,
+    patient=True,
+    kills_decode=True,
+)
+SERVE_KILL = Scenario(
+    "serve-kill",
+    "SIGKILL of `serve`: running requests end well, nothing is left; then `serve` again",
+    kill_serve,
+)

@@ -1,0 +1,115 @@
+"""What came of one request, as its client saw it, and all that is needed to trace one that went amiss."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+
+from pdserve_bench.chaos.client import Exchange
+
+
+class Result(StrEnum):
+    OK = "ok"
+    FAILED = "failed"
+    """an error status, an error in the stream, or an end before the end"""
+    HUNG = "hung"
+    """no end within the client's patience"""
+    WRONG = "wrong"
+    """tokens other than those of the undisturbed graph"""
+    APART = "apart"
+    """its connection was one to the frontend that was killed"""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Times are seconds after the fault began, negative before it; in a row without a fault, after the load did."""
+
+    fault: str
+    result: Result
+    request_id: str
+    started: float
+    ended: float
+    differed: float | None
+    """when the first token came that is another one; None where none is, or where it was not streamed"""
+    first_difference: int | None
+    """index in the output; where the answer is right so far but too short, its length"""
+    stream: bool
+    prefill: str
+    instance: str
+    """these two are the response headers; empty where no answer began"""
+    cache_salt: str
+    error: str
+    prompt: tuple[int, ...]
+    expected: tuple[int, ...]
+    got: tuple[int, ...]
+
+    def __str__(self) -> str:
+        way = "streamed" if self.stream else "whole"
+        via = f"{self.prefill or 'no answer'}, {self.instance or 'nobody'}"
+        asked = f"{len(self.prompt)} tokens, {way}, {via}, from {self.started:.1f} s to {self.ended:.1f} s"
+        return f"{self.result}: {self.request_id} ({asked}): {self._what()}"
+
+    def _what(self) -> str:
+        if self.result is not Result.WRONG:
+            return f"{self.error or 'ended early'}, after {len(self.got)} of {len(self.expected)} tokens"
+        at = self.first_difference
+        assert at is not None
+        right = self.expected[at] if at < len(self.expected) else "the end"
+        when = "" if self.differed is None else f" (at {self.differed:.1f} s)"
+        return f"token {at} of {len(self.expected)} is {self.got[at]}, not {right}{when}"
+
+
+@dataclass(frozen=True)
+class Seen:
+    result: Result
+    pause: float | None = None
+    """seconds of the longest wait for a token, the first one included; None where it was not streamed"""
+    trace: Trace | None = None
+    """of what was neither right nor the killed frontend's"""
+    request_id: str = ""
+
+
+def trace(one: Exchange, result: Result, fault: str, began: float) -> Trace:
+    at = first_difference(one.tokens, one.case.expected)
+    seen = at is not None and at < len(one.arrivals)
+    return Trace(
+        fault=fault,
+        result=result,
+        request_id=one.request_id,
+        started=round(one.started - began, 3),
+        ended=round(one.ended - began, 3),
+        differed=round(one.arrivals[at] - began, 3) if at is not None and seen else None,
+        first_difference=at,
+        stream=one.case.stream,
+        prefill=one.prefill,
+        instance=one.instance,
+        cache_salt=one.case.salt,
+        error=one.error,
+        prompt=one.case.prompt,
+        expected=one.case.expected,
+        got=tuple(one.tokens),
+    )
+
+
+def judge(tokens: Sequence[int], expected: Sequence[int], error: str, hung: bool) -> Result:
+    """What a request came to that was not on the killed frontend's connections. Tokens that are wrong count as
+    wrong however it ended."""
+    if list(tokens) != list(expected[: len(tokens)]):
+        return Result.WRONG
+    if hung:
+        return Result.HUNG
+    return Result.FAILED if error or len(tokens) != len(expected) else Result.OK
+
+
+def first_difference(got: Sequence[int], expected: Sequence[int]) -> int | None:
+    """Where one of them has a token that the other has not; None where they are the same."""
+    for index, (one, other) in enumerate(zip(got, expected, strict=False)):
+        if one != other:
+            return index
+    return None if len(got) == len(expected) else min(len(got), len(expected))
+
+
+def longest_pause(started: float, arrivals: Sequence[float], ended: float) -> float:
+    """`ended` counts where no token ever came: then all of it was waiting."""
+    times = [started, *(arrivals or [ended])]
+    return max(after - before for before, after in pairwise(times))

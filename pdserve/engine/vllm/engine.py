@@ -1,0 +1,302 @@
+"""The real engine: vLLM's EngineCore and workers in processes of their own, driven through its own core
+client."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import psutil
+
+from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
+from pdserve.engine.fingerprint import Fingerprint
+from pdserve.engine.handles import check_handle
+from pdserve.engine.spec import EngineSpec
+from pdserve.engine.vllm import api as api
+from pdserve.engine.vllm.cache import CacheMirror
+from pdserve.engine.vllm.process import LEASE, VllmProcess
+from pdserve.engine.vllm.requests import (
+    handle_of,
+    plain_body,
+    read_body,
+    refusal,
+    remote_ok,
+    to_generate,
+    to_prefill,
+    to_reject,
+)
+from pdserve.engine.vllm.tickets import Ticket, Tickets
+from pdserve.errors import EngineDead, ProtocolError
+from pdserve.kv import side_channel
+from pdserve.messages import KvHandle
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+STALLED, FAILED = "pdserve_stalled_requests", "pdserve_failed_requests"
+RELEASED = "pdserve_released_requests"
+UNREACHABLE = "pdserve_unreachable_engines"
+"""as `pdserve.kv.connector` names it; not imported from there, since that is vLLM's process's business"""
+REACH_WITHIN = 5.0
+"""seconds, as a decode engine waits"""
+SILENCE = 0.5
+"""seconds without a report after which an engine without requests holds no block"""
+
+
+class VllmEngine(Engine):
+    def __init__(self, spec: EngineSpec) -> None:
+        self._process = VllmProcess(spec)
+        self._fingerprint = Fingerprint(spec.model, spec.engine_args, api.VERSION)
+        self._cache = CacheMirror()
+        self._tickets = Tickets()
+        self._usage = EngineUsage()
+        self._reported = 0.0
+        self._unread: list[str] = []
+        """requests whose KV could not be read, since the last step"""
+        self._timestamp = 0.0
+
+    async def __aenter__(self) -> Self:
+        await self._cache.__aenter__()
+        try:
+            await self._fingerprint.before()
+            await self._process.start(self._cache.endpoint)
+            self._cache.follow(self._process.config)
+            self._stats = api.PrometheusStatLogger(self._process.config)
+            self._stats.log_engine_initialized()
+            self.facts = await self._facts()
+            if api.on_cpu():
+                log.info("the engine computes with %s", "; ".join(sorted(set(await self.instruction_sets()))))
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._process.stop()
+        await self._cache.__aexit__(kind, error, trace)
+
+    async def _facts(self) -> EngineFacts:
+        config = self._process.config
+        cache, scheduler = config.cache_config, config.scheduler_config
+        ranks = await self._ask(self._alive.collective_rpc_async("pdserve_memory"))
+        return EngineFacts(
+            kv_blocks=cache.num_gpu_blocks,
+            block_size=cache.block_size,
+            max_model_len=config.model_config.max_model_len,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_batched_tokens=scheduler.max_num_batched_tokens,
+            max_concurrency=cache.kv_cache_max_concurrency or 0.0,
+            vllm_version=api.VERSION,
+            supported_tasks=list(await self._ask(self._alive.get_supported_tasks_async())),
+            fingerprint=await self._fingerprint.after(),
+            weight_bytes=max(weights for weights, _, _ in ranks),
+            consumed_bytes=max(consumed for _, consumed, _ in ranks),
+            peak_bytes=max(peak for _, _, peak in ranks),
+        )
+
+    # the contract
+
+    async def generate(
+        self, request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None
+    ) -> None:
+        if kv is not None:
+            check_handle(kv, len(prompt), self.facts.block_size, self.facts.fingerprint)
+        request = to_generate(request_id, prompt, body, kv)
+        self._check_length(len(prompt))
+        self._tickets.add(Ticket(request_id, prompt, body, pulls=kv is not None))
+        await self._ask(self._alive.add_request_async(request))
+
+    async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
+        request = to_prefill(request_id, prompt, body)
+        self._check_length(len(prompt))
+        self._tickets.add(Ticket(request_id, prompt, body, prefill=True))
+        await self._ask(self._alive.add_request_async(request))
+
+    async def reject(self, kv: KvHandle) -> None:
+        await self._ask(self._alive.add_request_async(to_reject(f"reject-{secrets.token_hex(8)}", kv)))
+
+    async def release(self, kv: KvHandle) -> None:
+        await self._ask(self._alive.collective_rpc_async("pdserve_release", args=(kv.request_id,)))
+
+    async def cancel(self, request_ids: list[str]) -> None:
+        tickets = [ticket for one in request_ids if (ticket := self._tickets.of_request(one))]
+        for ticket in tickets:
+            self._tickets.drop(ticket)
+        if tickets:
+            await self._ask(self._alive.abort_requests_async([ticket.engine_id for ticket in tickets]))
+
+    async def step(self) -> Step:
+        """The engine also reports while it only waits for a transfer, a thousand times a second: those
+        reports end here."""
+        while True:
+            outputs = await self._ask(self._alive.get_output_async())
+            moved = await self._take_stats(outputs.scheduler_stats)
+            if outputs.outputs or moved:
+                self._timestamp = outputs.timestamp
+                found = [output for one in outputs.outputs if (output := self._take(one))]
+                unread, self._unread = self._unread, []
+                return Step(
+                    found,
+                    transfers=_transfers(moved) if moved else None,
+                    unread=unread,
+                    released=list(moved.get(RELEASED, ())),
+                    unreachable=list(moved.get(UNREACHABLE, ())),
+                )
+
+    def pack(self, outputs: list[Output]) -> list[bytes]:
+        return api.encode_outputs([output.raw for output in outputs], self._timestamp)
+
+    def plain_body(self, max_tokens: int) -> list[bytes]:
+        return plain_body(max_tokens)
+
+    def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int:
+        request = read_body(body)
+        request.prompt_token_ids = prompt
+        return self._cache.hit(request) if remote_ok(request) else 0
+
+    def remote_ok(self, body: list[bytes]) -> bool:
+        return remote_ok(read_body(body))
+
+    @property
+    def usage(self) -> EngineUsage:
+        """The last report of the engine is made before it frees the last blocks; but as long as any is held
+        it goes on reporting, so that its silence says the rest."""
+        if not len(self._tickets) and time.monotonic() > self._reported + SILENCE:
+            return EngineUsage()
+        return self._usage
+
+    async def all_blocks_free(self) -> bool:
+        free = bool(await self._ask(self._alive.reset_prefix_cache_async()))
+        if free:
+            self._cache.clear()  # the engine tells of it with its next step only
+        return free
+
+    async def probe(self) -> None:
+        """The answer is known to the core process itself."""
+        await self._ask(self._alive.get_supported_tasks_async())
+
+    async def reach(self) -> None:
+        await asyncio.to_thread(side_channel.ask, self._process.side_channel, REACH_WITHIN)
+
+    def cpu_seconds(self) -> float:
+        return self._process.cpu_seconds()
+
+    async def instruction_sets(self) -> list[str]:
+        """Of the CPU, as each of the engine's workers uses them."""
+        return list(await self._ask(self._alive.collective_rpc_async("pdserve_instruction_sets")))
+
+    # inside
+
+    @property
+    def processes(self) -> set[psutil.Process]:
+        """All of this engine's, for whoever wants to watch or to kill them."""
+        return self._process.processes
+
+    @property
+    def _alive(self) -> api.AsyncMPClient:
+        core = self._process.core
+        if core is None or core.resources.engine_dead:
+            raise EngineDead("vLLM's engine core is gone")
+        return core
+
+    async def _ask(self, answer: Awaitable[T]) -> T:
+        try:
+            return await answer
+        except api.EngineDeadError as error:
+            raise EngineDead("vLLM's engine core died") from error
+        except Exception as error:
+            core = self._process.core
+            if core is None or core.resources.engine_dead:
+                raise EngineDead("vLLM's engine core died") from error
+            raise
+
+    def _check_length(self, prompt_tokens: int) -> None:
+        """vLLM's frontend sees to this; a request that comes past it kills the engine."""
+        if prompt_tokens >= self.facts.max_model_len:
+            raise ProtocolError(
+                f"a prompt of {prompt_tokens} tokens, of at most {self.facts.max_model_len - 1}"
+            )
+
+    def _take(self, raw: api.EngineCoreOutput) -> Output | None:
+        ticket = self._tickets.of_engine(raw.request_id)
+        if ticket is None:
+            return self._take_late(raw)
+        params, raw.kv_transfer_params = raw.kv_transfer_params, None
+        raw.request_id = ticket.request_id
+        output = Output(ticket.request_id, raw.new_token_ids, raw.finished, raw=raw)
+        if raw.new_token_ids and not ticket.began:
+            ticket.began = True
+            output.recomputed = ticket.pulls and self._computed_here(raw.prefill_stats)
+        if raw.finished:
+            self._tickets.drop(ticket)
+            output.failed = raw.finish_reason in (api.FinishReason.ERROR, api.FinishReason.ABORT)
+            if raw.finish_reason is api.FinishReason.ERROR and not ticket.began:
+                output.refused = refusal(ticket.body)
+            if ticket.prefill and params and not output.failed:
+                output.handle = self._handle(params, len(ticket.prompt))
+        return output
+
+    def _computed_here(self, stats: api.PrefillStats | None) -> bool:
+        """A prompt whose KV was read computes no more than its last block."""
+        computed = 0 if stats is None or stats.num_external_cached_tokens else stats.num_computed_tokens
+        return bool(computed > self.facts.block_size)
+
+    def _take_late(self, raw: api.EngineCoreOutput) -> Output | None:
+        """Of a cancelled request. A prefill that was done before vLLM heard of it keeps its KV for the lease."""
+        params = raw.kv_transfer_params
+        if not params:
+            return None
+        handle = self._handle(params, params.get("remote_num_tokens", 0))
+        return Output(raw.request_id, [], finished=True, handle=handle)
+
+    def _handle(self, params: dict[str, Any], prompt_tokens: int) -> KvHandle | None:
+        """The lease began when the engine finished the prompt, which may be a while ago where this process hung."""
+        return handle_of(params, prompt_tokens, self.facts, LEASE, self._timestamp)
+
+    async def _take_stats(self, stats: api.SchedulerStats | None) -> Mapping[str, Any]:
+        """What the KV connectors of all ranks have to tell; mostly nothing."""
+        if stats is None:
+            return {}
+        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        usage = EngineUsage(stats.num_running_reqs, waiting, stats.kv_cache_usage)
+        moved = stats.kv_connector_stats
+        if usage != self._usage or moved or stats.prefix_cache_stats.requests:
+            self._stats.record(stats, None)
+        self._usage, self._reported = usage, time.monotonic()
+        for engine_id in (moved or {}).get(FAILED, ()):
+            self._note_unread(self._tickets.of_engine(engine_id))
+        for engine_id in (moved or {}).get(STALLED, ()):
+            await self._restart(engine_id)
+        return moved or {}
+
+    async def _restart(self, engine_id: str) -> None:
+        """Its KV does not come: compute it here, in other blocks. The old ones stay with the aborted
+        request until the read has ended, because it cannot be stopped from writing into them."""
+        ticket = self._tickets.of_engine(engine_id)
+        if ticket is None:
+            return
+        self._note_unread(ticket)
+        self._tickets.restart(ticket)
+        log.warning("request %s: the KV transfer stalled, prefilling locally", ticket.request_id)
+        await self._ask(self._alive.abort_requests_async([engine_id]))
+        again = to_generate(ticket.engine_id, ticket.prompt, ticket.body, None)
+        await self._ask(self._alive.add_request_async(again))
+
+    def _note_unread(self, ticket: Ticket | None) -> None:
+        """Several ranks may have failed to read for one request."""
+        if ticket is not None and ticket.request_id not in self._unread:
+            self._unread.append(ticket.request_id)
+
+
+def _transfers(moved: Mapping[str, Any]) -> Transfers:
+    return Transfers(
+        len(moved["transfer_duration"]),
+        moved["transfer_duration"],
+        sum(moved["bytes_transferred"]),
+        sum(moved["num_failed_transfers"]) + sum(moved["num_failed_handshakes"]),
+    )

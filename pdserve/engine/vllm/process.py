@@ -1,0 +1,183 @@
+"""A vLLM engine's processes: how they are configured, started and brought to an end."""
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+
+import psutil
+
+from pdserve.config.arguments import for_engine, to_argv
+from pdserve.engine.spec import EngineSpec
+from pdserve.engine.vllm import api as api
+from pdserve.errors import ConfigError, EngineDead
+from pdserve.messages import Role
+from pdserve.ports import free_port, port_holder
+
+log = logging.getLogger(__name__)
+
+LEASE = 30
+"""seconds that the prefill side keeps blocks for the decode side"""
+WORKER_EXTENSION = "pdserve.engine.vllm.worker.WorkerExtension"
+"""by name: the module is vLLM's worker processes' business, in which it does its work when it is imported"""
+SHUTDOWN_TIMEOUT = 2.0
+"""seconds that the processes get to end before they are killed: they have nothing left to do then, but
+vLLM's worker rarely ends by itself"""
+
+
+class VllmProcess:
+    """One at a time in each of ours while it starts: part of vLLM's configuration is the environment."""
+
+    config: api.VllmConfig
+    """as the engine settled on it; set by `start`"""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.core: api.AsyncMPClient | None = None
+        self.side_channel = ""
+        """ZeroMQ address at which other engines ask for KV"""
+        self.processes: set[psutil.Process] = set()
+        """all of them, in all generations"""
+        self._spec = spec
+        self._abandoned = False
+
+    async def start(self, events_endpoint: str) -> None:
+        """vLLM's start takes a minute in a thread and cannot be stopped: cancelled, it is made to fail, by
+        killing each process that it has started. Raises ConfigError, and EngineDead where vLLM gives up."""
+        before = _descendants()
+        start = asyncio.ensure_future(asyncio.to_thread(self._start, events_endpoint))
+        try:
+            await asyncio.shield(start)
+        except asyncio.CancelledError:
+            self._abandoned = True
+            while not start.done():
+                await asyncio.to_thread(_kill, _descendants() - before)
+                await asyncio.wait([start], timeout=0.2)
+            start.exception()
+            raise
+        finally:
+            self.processes = _descendants() - before
+
+    async def stop(self) -> None:
+        """However far the start came, and whatever state the engine is in: its processes are gone
+        afterwards."""
+        if self.core is not None:
+            await asyncio.to_thread(self.core.shutdown, SHUTDOWN_TIMEOUT)
+            self.core.resources.ctx.destroy(
+                linger=0
+            )  # vLLM leaves its ZeroMQ context to the garbage collector
+        await asyncio.to_thread(_kill, self.processes)
+        log.info("the engine's processes are gone")
+
+    def cpu_seconds(self) -> float:
+        total = 0.0
+        for process in self.processes:
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system + times.children_user + times.children_system
+        return total
+
+    def _start(self, events_endpoint: str) -> None:
+        self._set_environment()
+        try:
+            self.config = api.engine_config(self._argv(events_endpoint))
+        except ValueError as error:
+            raise ConfigError([f"vLLM refuses the configuration: {error}"]) from error
+        if api.on_cpu():
+            _fork_from_here()
+        try:
+            with _deaf_children():
+                if not self._abandoned:
+                    self.core = api.start_core(self.config)
+        except Exception as error:
+            raise EngineDead(f"vLLM did not start, its log says why: {error}") from error
+
+    def _set_environment(self) -> None:
+        """Read by vLLM here and in its processes."""
+        port = self._spec.kv_port or free_port(self._spec.host)
+        if holder := port_holder(self._spec.host, port):  # vLLM would not say so, but hang for ever
+            raise ConfigError(
+                [f"The KV side channel's port {port} on {self._spec.host} is held by {holder}."]
+            )
+        host = f"[{self._spec.host}]" if ":" in self._spec.host else self._spec.host
+        self.side_channel = f"tcp://{host}:{port}"
+        os.environ |= {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": self._spec.host,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        }
+        # seeds the hashes that name KV blocks, where vLLM does not seed them itself: equal in its processes
+        # and here
+        os.environ.setdefault("PYTHONHASHSEED", str(secrets.randbelow(2**32)))
+
+    def _argv(self, events_endpoint: str) -> list[str]:
+        spec = self._spec
+        arguments: dict[str, object] = {"model": spec.model, "worker-extension-cls": WORKER_EXTENSION}
+        if spec.served_model_name:
+            arguments["served-model-name"] = [spec.served_model_name]
+        if spec.disaggregated:
+            arguments["kv-transfer-config"] = {
+                "kv_connector": "PdserveConnector",
+                "kv_connector_module_path": "pdserve.kv.connector",
+                "kv_role": "kv_producer" if spec.role is Role.PREFILL else "kv_consumer",
+                "engine_id": spec.instance,
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"kv_lease_duration": LEASE},
+            }
+        if spec.role is Role.DECODE:
+            arguments["kv-events-config"] = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": events_endpoint,
+            }
+        return to_argv({**for_engine(spec.engine_args), **arguments})
+
+
+def _fork_from_here() -> None:
+    """Have vLLM fork its processes, which are then there at once with everything imported, as it does on GPUs. On the
+    CPU it asks for spawning instead, for the sake of OpenMP threads that would not survive a fork; this process has
+    none. Measured: 31 s instead of 66 s to the first token, and 165 MiB less for each process.
+
+    The children must not write their signals into the pipe that wakes this process's event loop.
+    """
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Ctrl-C, and the end of a terminal, go to every process of the foreground group. vLLM's would end at once, with
+    all requests in them; this one lets the requests finish and then ends the others. What this thread blocks stays
+    blocked in its children, and theirs."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        resource_tracker.ensure_running()  # deaf to SIGINT by itself, but its start would unblock that here
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _descendants() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _kill(processes: set[psutil.Process]) -> None:
+    """What is left of them. psutil compares start times: a number that was given to somebody else is not
+    killed. One that is dead but was never waited for, because its parent died before it, counts as gone."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline and any(map(_lives, processes)):
+        time.sleep(0.02)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

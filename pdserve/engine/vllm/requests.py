@@ -1,0 +1,184 @@
+"""What the vLLM engine makes of a request body and of KV handles, and back."""
+
+from typing import Any
+
+import msgspec
+
+from pdserve import clock
+from pdserve.engine.base import EngineFacts
+from pdserve.engine.handles import safe_until
+from pdserve.engine.vllm import api as api
+from pdserve.errors import ProtocolError
+from pdserve.messages import KvHandle
+
+_KV = "kv_transfer_params"
+_KNOWN = {
+    "do_remote_prefill",
+    "do_remote_decode",
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "remote_block_ids",
+    "tp_size",
+}
+
+
+def read_body(body: list[bytes]) -> api.EngineCoreRequest:
+    """Raises ProtocolError for a body that is no text generation request of this vLLM version."""
+    try:
+        request = api.decode_request(body)
+    except (msgspec.MsgspecError, IndexError, TypeError, ValueError, NotImplementedError) as error:
+        raise ProtocolError(f"unreadable request body: {error}") from error
+    if request.sampling_params is None:
+        raise ProtocolError("only text generation is served here, no pooling")
+    return request
+
+
+def remote_ok(request: api.EngineCoreRequest) -> bool:
+    """The prompt must be token ids and nothing else, and must not be skipped: prompt logprobs come from
+    computing it, and vLLM then ignores any KV that it was given."""
+    sampling = request.sampling_params
+    return (
+        not request.mm_features
+        and request.prompt_embeds is None
+        and sampling is not None
+        and not sampling.skip_reading_prefix_cache
+    )
+
+
+def refusal(body: list[bytes]) -> str:
+    """Why vLLM ended this request with an error before its first token, where the request is at fault. vLLM's frontend
+    parses a grammar and does not compile it; its engine tells the reason to its log only."""
+    asked = read_body(body).sampling_params.structured_outputs
+    if asked is None:
+        return ""
+    kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+    kind = next((name for name in kinds if getattr(asked, name)), "structured output")
+    return f"structured_outputs.{kind} cannot be compiled by the engine ({asked._backend})"
+
+
+def to_generate(
+    request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None
+) -> api.EngineCoreRequest:
+    request = _own(request_id, prompt, body)
+    if kv is not None:
+        if not remote_ok(request):
+            raise ProtocolError("a request that has to compute its prompt came with KV")
+        _set_params(request.sampling_params, pull_params(kv))
+    return request
+
+
+def to_prefill(request_id: str, prompt: list[int], body: list[bytes]) -> api.EngineCoreRequest:
+    """One token, greedy, with nothing that could delay or end it: the KV of a prompt does not depend on
+    sampling. What it does depend on (LoRA, cache salt) stays."""
+    request = _own(request_id, prompt, body)
+    if not remote_ok(request):
+        raise ProtocolError("this prompt cannot be prefilled for another engine")
+    request.sampling_params = api.SamplingParams(
+        max_tokens=1, temperature=0.0, detokenize=False, extra_args={_KV: _HAND_OUT.copy()}
+    )
+    request.reasoning_parser_kwargs = None
+    return request
+
+
+def plain_body(max_tokens: int) -> list[bytes]:
+    sampling = api.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    return api.encode_request(_request("", [], sampling))
+
+
+def to_reject(request_id: str, kv: KvHandle) -> api.EngineCoreRequest:
+    """A request that is aborted before it starts, of which the connector tells the prefill engine."""
+    sampling = api.SamplingParams(max_tokens=1, extra_args={_KV: pull_params(kv)})
+    request = _request(request_id, [0], sampling)
+    request.abort_immediately = True
+    return request
+
+
+def _request(request_id: str, prompt: list[int], sampling: api.SamplingParams) -> api.EngineCoreRequest:
+    return api.EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=clock.unix(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+_HAND_OUT = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def pull_params(kv: KvHandle) -> dict[str, Any]:
+    """The connector's parameters for a request whose KV lies at `kv`."""
+    return dict(kv.extra) | {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": kv.engine_id,
+        "remote_request_id": kv.request_id,
+        "remote_host": kv.host,
+        "remote_port": kv.port,
+        "remote_block_ids": kv.block_ids,
+        "tp_size": kv.tp_size,
+        "remote_blocks_expiry_time": safe_until(kv),  # for our connector
+    }
+
+
+def handle_of(
+    params: dict[str, Any], prompt_tokens: int, facts: EngineFacts, lease: float, computed_at: float
+) -> KvHandle | None:
+    """The handle in a finished prefill's parameters; None where they are no such thing. `computed_at` is monotonic."""
+    try:
+        return KvHandle(
+            engine_id=params["remote_engine_id"],
+            request_id=params["remote_request_id"],
+            host=params["remote_host"],
+            port=params["remote_port"],
+            block_ids=[list(group) for group in params["remote_block_ids"]],
+            num_tokens=prompt_tokens,
+            block_size=facts.block_size,
+            fingerprint=facts.fingerprint,
+            tp_size=params["tp_size"],
+            lease=lease,
+            computed_at=computed_at,
+            extra={key: value for key, value in params.items() if key not in _KNOWN},
+        )
+    except (KeyError, TypeError):
+        return None
+
+
+def _own(request_id: str, prompt: list[int], body: list[bytes]) -> api.EngineCoreRequest:
+    """The body's request under our id and with its prompt. Transfer parameters that came with it are
+    dropped: they would let a client read other people's KV, or kill the engine."""
+    request = read_body(body)
+    if not prompt:
+        raise ProtocolError("an empty prompt")
+    request.request_id = request_id
+    request.prompt_token_ids = prompt
+    request.client_index = 0
+    request.data_parallel_rank = None
+    request.abort_immediately = False
+    request.resumable = False
+    _set_params(request.sampling_params, None)
+    return request
+
+
+def _set_params(sampling: api.SamplingParams, params: dict[str, Any] | None) -> None:
+    extra = {
+        key: value
+        for key, value in (sampling.extra_args or {}).items()
+        if key not in (_KV, "ec_transfer_params")
+    }
+    if params is not None:
+        extra[_KV] = params
+    sampling.extra_args = extra or None

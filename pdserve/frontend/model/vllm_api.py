@@ -1,0 +1,285 @@
+"""Everything that the frontend side uses of vLLM 0.32, and the only module on that side that imports it.
+
+`tests/frontend/model/test_vllm_api.py` holds what is expected of each name here and says what moved when vLLM
+changes. Importing this module costs 6 to 7 seconds of CPU: do it late, and in a thread.
+"""
+
+import threading
+import time
+from argparse import ArgumentError, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import Any, cast
+
+import msgspec
+import vllm.envs
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError, VLLMValidationError
+from vllm.reasoning import ReasoningParserManager
+from vllm.sampling_params import SamplingParams
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.executor import Executor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from pdserve.errors import BadRequest
+from pdserve.frontend.model.grammar import deadly, deadly_text
+
+__all__ = [
+    "AsyncLLM",
+    "EngineCoreClient",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "EngineCoreRequest",
+    "FinishReason",
+    "SamplingParams",
+    "Unencodable",
+    "count_prefix_hit",
+    "decode_outputs",
+    "drop_tokens",
+    "encode_request",
+    "fail_request",
+    "make_app",
+    "make_engine",
+    "outputs_now",
+    "parse_args",
+    "restart_output_handler",
+    "with_params",
+]
+
+VERSION: str = vllm.__version__
+
+_encoder = MsgpackEncoder()
+_decoder = MsgpackDecoder(EngineCoreOutputs)
+_constructing = threading.Lock()
+
+
+# ── messages ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Unencodable(ValueError):
+    """A request that cannot travel: an integer over 64 bits, text that is no UTF-8. The message names the field."""
+
+
+def encode_request(request: EngineCoreRequest) -> list[bytes]:
+    """Raises Unencodable."""
+    try:
+        return [bytes(part) for part in _encoder.encode(request)]
+    except Exception as error:
+        where = _refused_part(request).removeprefix("sampling_params.") or "the request"
+        raise Unencodable(f"{where} cannot be served: {error}") from error
+
+
+def _refused_part(value: object) -> str:
+    """The path to the innermost part that the encoder refuses."""
+    path, inner = "", iter(_parts(value))
+    while (found := next(filter(_is_refused, inner), None)) is not None:
+        path, inner = path + found[0], iter(_parts(found[1]))
+    return path.removeprefix(".")
+
+
+def _is_refused(part: tuple[str, object]) -> bool:
+    try:
+        _encoder.encode(part[1])
+    except Exception:
+        return True
+    return False
+
+
+def _parts(value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        yield from ((f".{name}", part) for name, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{number}]", part) for number, part in enumerate(value))
+    elif isinstance(value, msgspec.Struct):
+        yield from ((f".{name}", getattr(value, name)) for name in value.__struct_fields__)
+    elif is_dataclass(value):
+        yield from ((f".{field.name}", getattr(value, field.name)) for field in fields(value))
+
+
+def decode_outputs(body: Sequence[bytes]) -> EngineCoreOutputs:
+    """Raises whatever the decoder raises for bytes that are no EngineCoreOutputs."""
+    return _decoder.decode(body)
+
+
+def outputs_now(outputs: list[EngineCoreOutput], sent_at: float) -> EngineCoreOutputs:
+    """These outputs as a step of our own, in this host's monotonic time: vLLM's metrics subtract the
+    worker's times from each other and, after a migration, those of two hosts."""
+    now = time.monotonic()
+    for output in outputs:
+        for event in output.events or ():
+            event.timestamp += now - sent_at
+    return EngineCoreOutputs(outputs=outputs, timestamp=now)
+
+
+def count_prefix_hit(stats: PrefillStats, elsewhere: int) -> None:
+    """`cached_tokens` of the usage are prefix hits, here or at the prefill worker: what was computed for this very
+    request, and came over the network, is none."""
+    stats.num_cached_tokens = min(max(stats.num_local_cached_tokens, elsewhere), stats.num_prompt_tokens)
+
+
+def drop_tokens(output: EngineCoreOutput, count: int) -> None:
+    """Take the first `count` tokens and what belongs to them out of it."""
+    kept = len(output.new_token_ids) - count
+    output.new_token_ids = output.new_token_ids[count:]
+    if output.new_logprobs is not None:
+        output.new_logprobs = output.new_logprobs.slice_request(count, kept) if kept else None
+    if output.new_sampling_mask is not None:
+        output.new_sampling_mask = output.new_sampling_mask.slice_request(count, kept) if kept else None
+
+
+def with_params(request: EngineCoreRequest, **changes: Any) -> EngineCoreRequest:
+    """A copy whose sampling parameters are changed; the original, which AsyncLLM keeps, is not touched."""
+    request = copy(request)
+    request.sampling_params = params = copy(request.sampling_params)
+    for name, value in changes.items():
+        setattr(params, name, value)
+    return request
+
+
+# ── the engine client ──────────────────────────────────────────────────────────────────────────────────
+
+
+def parse_args(argv: list[str]) -> Namespace:
+    """vLLM's own `serve` arguments. Raises ValueError with the message, where argparse would exit."""
+    parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
+    parser.error = _raise_usage
+    try:
+        args = parser.parse_args(argv)
+        validate_parsed_serve_args(args)
+    except (ArgumentError, VLLMError, TypeError) as error:
+        raise ValueError(str(error)) from error
+    return cast(Namespace, args)
+
+
+def _raise_usage(message: str) -> None:
+    raise ValueError(message)
+
+
+def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegistry) -> AsyncLLM:
+    """An unmodified AsyncLLM whose engine core is `core`; reads tokenizer and config, takes about a second.
+    Its metrics go to `registry`: in the default one each further model would unregister the metrics of the
+    one before. Raises ValueError or OSError for a model folder or arguments that vLLM cannot use."""
+    try:
+        config = _config_without_engine(args)
+    except VLLMError as error:
+        raise ValueError(str(error)) from error
+    make = EngineCoreClient.__dict__["make_async_mp_client"]
+    with _constructing:
+        EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
+        try:
+            engine = AsyncLLM(
+                config,
+                Executor.get_class(config),
+                log_stats=False,
+                log_requests=False,
+                stat_loggers=[_stat_logger(registry)],
+            )
+        finally:
+            EngineCoreClient.make_async_mp_client = make
+            unregister_vllm_metrics()
+    _refuse_deadly_grammars(engine.input_processor)
+    return engine
+
+
+def _refuse_deadly_grammars(inputs: InputProcessor) -> None:
+    """Where vLLM validates a request's parameters, all the forms in which a schema may come are one."""
+    validate = inputs._validate_params
+
+    def checked(params: object, *rest: Any) -> bool | None:
+        asked = params.structured_outputs if isinstance(params, SamplingParams) else None
+        if asked and (why := deadly(asked.json, asked.structural_tag) or deadly_text(asked.grammar)):
+            raise VLLMValidationError(why, parameter="structured_outputs")
+        try:
+            return cast(bool | None, validate(params, *rest))
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # pyo3's, of a compiler in Rust: no Exception
+                raise
+            raise VLLMValidationError("it cannot be compiled", parameter="structured_outputs") from error
+
+    inputs._validate_params = checked
+
+
+def _config_without_engine(args: Namespace) -> VllmConfig:
+    """As vLLM's render server does it."""
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    model = engine_args.create_model_config()
+    model.quantization = None  # kernels are the workers' business
+    vllm.envs.VLLM_CPU_KVCACHE_SPACE = 0  # no KV cache here, so no warning about its size either
+    return VllmConfig(
+        model_config=model,
+        logging_config=engine_args.create_logging_config(),
+        structured_outputs_config=engine_args.create_structured_outputs_config(),
+    )
+
+
+def _stat_logger(registry: CollectorRegistry) -> type:
+    metrics = {
+        "_gauge_cls": staticmethod(partial(Gauge, registry=registry)),
+        "_counter_cls": staticmethod(partial(Counter, registry=registry)),
+        "_histogram_cls": staticmethod(partial(Histogram, registry=registry)),
+    }
+    return type("ModelStatLogger", (PrometheusStatLogger,), metrics)
+
+
+def fail_request(engine: AsyncLLM, request_id: str, message: str, status: int) -> list[str]:
+    """End a core request, and with it the others of the same HTTP request (n > 1), with this error for the
+    client. Returns the ids of all core requests that are ended thereby; empty where it is already over."""
+    processor = engine.output_processor
+    state = processor.request_states.get(request_id)
+    if state is None:
+        return []
+    owner = request_id if state.parent_req is None else state.parent_req.request_id
+    ended: list[str] = processor.abort_requests([owner], internal=True)
+    state.queue.put(GracefulHTTPError(message, HTTPStatus(status)))
+    return ended
+
+
+def restart_output_handler(engine: AsyncLLM) -> None:
+    """After an output made vLLM's handler task raise: without this AsyncLLM counts as dead for ever."""
+    engine.output_handler = None
+    engine._run_output_handler()
+
+
+# ── the HTTP app ───────────────────────────────────────────────────────────────────────────────────────
+
+
+async def make_app(engine: AsyncLLM, args: Namespace, tasks: Sequence[str]) -> ASGIApp:
+    """vLLM's own app on this engine, without its middleware: cross-origin rules, metrics and the rest are
+    the edge's, and each layer costs time on every streamed chunk. Raises BadRequest for what vLLM refuses only when
+    its answer has begun (a stream of /v1/responses)."""
+    app = build_app(args, tuple(tasks), engine.model_config)
+    app.user_middleware = []
+    app.middleware_stack = FastAPI.build_middleware_stack(app)  # app's own is patched to add SageMaker's
+    await init_app_state(engine, app.state, args, tuple(tasks))
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except RuntimeError as error:  # starlette's, since its answer has begun
+            if isinstance(error.__cause__, VLLMClientError):
+                raise BadRequest(str(error.__cause__)) from error
+            raise
+
+    return answer

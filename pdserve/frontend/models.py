@@ -1,0 +1,343 @@
+"""The models of a frontend: each model card becomes a processor, and goes when its card is gone for long."""
+
+import asyncio
+import gc
+import importlib
+import logging
+import sys
+from contextlib import suppress
+from functools import cache
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Self
+
+from pdserve.config.schema import Limits
+from pdserve.errors import ConfigError, Unavailable
+from pdserve.frontend.admission.capacity import Room
+from pdserve.frontend.admission.estimate import Usual
+from pdserve.frontend.admission.fair_queue import Line
+from pdserve.frontend.body import Refusal
+from pdserve.frontend.model.router import POLICIES
+from pdserve.frontend.model.surroundings import Surroundings
+from pdserve.messages import Load, ModelCard, Role
+from pdserve.observe.metrics import INSTANCES, WAITING
+from pdserve.registry.view import View
+from pdserve.tasks import Owner, forever
+
+if TYPE_CHECKING:
+    from pdserve.frontend.model.processor import Processor
+
+logger = logging.getLogger(__name__)
+
+RETRY = 5.0
+"""seconds between attempts to serve a card that could not be served for want of something"""
+EVERYBODY = Room(sys.maxsize, sys.maxsize, float("inf"))
+
+
+class Serving:
+    """One model and the task that holds its processor."""
+
+    def __init__(self, card: ModelCard, limits: Limits) -> None:
+        self.card = card
+        self.present = True
+        """its card is in the registry"""
+        self.processor: Processor | None = None
+        self.problem = ""
+        """why there is no processor; empty while it is being built"""
+        self.settled = asyncio.Event()
+        """set when there is a processor or a problem"""
+        self.retired = asyncio.Event()
+        """another model has its name, or none"""
+        self.removal: asyncio.TimerHandle | None = None
+        self.line = Line(limits, self._room, self._usual)
+        self.long = asyncio.Lock()
+        """held while a long text is tokenized for an answer and nothing else"""
+
+    def replace(self, replaced: bool) -> None:
+        """Whether another model has its name, and no worker is left here: what is not begun goes there."""
+        if replaced:
+            self.line.dissolve()
+        if self.processor is not None:
+            self.processor.replace(replaced)
+
+    @property
+    def live(self) -> int:
+        return self.processor.live if self.processor is not None else 0
+
+    async def idle(self) -> None:
+        await self.line.empty()
+        if self.processor is not None:
+            await self.processor.idle()
+
+    def _room(self) -> Room:
+        """Where nobody serves it, those who wait need not wait to be told."""
+        if self.processor is not None:
+            return self.processor.room
+        return EVERYBODY if self.settled.is_set() else Room()
+
+    def _usual(self) -> Usual:
+        return self.processor.usual if self.processor is not None else Usual()
+
+
+class Roster:
+    """Follows the registry while it is entered. A card that is gone is no longer listed, but for
+    `request_timeout` seconds requests for it are still taken and wait for a worker (which may just be
+    restarting); then the model is unknown, once it is idle."""
+
+    def __init__(self, view: View, around: Surroundings, expected: str, limits: Limits) -> None:
+        self._limits = limits
+        self._view = view
+        self._around = around
+        self._expected = expected
+        """the model of our own configuration: before its first worker is there it is not unknown but
+        starting"""
+        self._models: dict[str, Serving] = {}
+        self._retiring: set[Serving] = set()
+        """their requests finish, and migrate, on workers of the same fingerprint"""
+        self._mixed: dict[str, set[str]] = {}
+        """models whose workers have loaded different things, and which"""
+        self._tasks = Owner()
+        self._building = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        self._tasks.start(self._warm_up(), "importing vLLM")
+        self._tasks.forever(self._follow, "roster")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for serving in self._models.values():
+            if serving.removal is not None:
+                serving.removal.cancel()
+        await self._tasks.stop()
+
+    # what the edge asks
+
+    def listed(self) -> list[ModelCard]:
+        """The models that are ready, in order of name: a request would be served now."""
+        return [card for card in self.known() if self._models[card.name].live]
+
+    def known(self) -> list[ModelCard]:
+        """Those and the ones whose processors are being built, or whose workers are being connected: requests for them
+        wait."""
+        known = [model for model in self._models.values() if model.present and not model.problem]
+        return sorted((model.card for model in known), key=lambda card: card.name)
+
+    def find(self, name: str | None) -> Serving:
+        """The model of this name, or the only one. Raises Refusal."""
+        names = [card.name for card in self.known()]
+        if name is None:
+            if len(names) > 1:
+                raise Refusal(400, f"model must be named; there are: {', '.join(names)}", "model")
+            name = names[0] if names else self._expected
+        serving = self._models.get(name)
+        if serving is not None and not serving.problem:
+            return serving
+        if serving is not None or name == self._expected:
+            raise Refusal(503, f"{name} is not being served: {self.missing(name)}", retry_after=5.0)
+        there = f"there are: {', '.join(names)}" if names else "there are none now"
+        raise Refusal(404, f"the model {name!r} does not exist; {there}", "model")
+
+    def missing(self, name: str | None = None) -> str:
+        """What keeps this model (or any) from being served; empty where nothing does."""
+        if name is None:
+            if any(one.live for one in self._models.values()):
+                return ""
+            return "; ".join(f"{one}: {self.missing(one)}" for one in self._models or [self._expected])
+        serving = self._models.get(name)
+        if serving is None:
+            return "no decode worker has registered"
+        if serving.processor is None:
+            return serving.problem or "its tokenizer and configuration are being loaded"
+        return "" if serving.live else "no decode worker is connected"
+
+    async def settled(self) -> None:
+        """Until each model that the registry has now is served, or known not to be."""
+        self._take()
+        for serving in list(self._models.values()):
+            await serving.settled.wait()
+
+    def load(self) -> int:
+        """Requests that need a decode worker and are not over, of this frontend."""
+        return sum(serving.line.requests for serving in self._all())
+
+    def report(self) -> Load:
+        """What this frontend is at, for the registry."""
+        served = [(model, model.processor) for model in self._all() if model.processor is not None]
+        return Load(
+            running=sum(processor.running for _, processor in served),
+            waiting=sum(len(model.line) for model, _ in served),
+            unreachable=sorted({worker for _, processor in served for worker in processor.unreachable}),
+        )
+
+    def live(self) -> dict[str, int]:
+        """Connected decode workers by model."""
+        return {name: serving.live for name, serving in sorted(self._models.items())}
+
+    def degraded(self) -> dict[str, str]:
+        """The processes that supervisors keep alive and that are not ready now, with what is known of them."""
+        return {f"{slot.name}@{slot.host}": str(slot) for slot in self._view.slots() if not slot.ready}
+
+    # following the registry
+
+    async def _warm_up(self) -> None:
+        """Before the first card comes: workers take longer to start than vLLM to be imported."""
+        try:
+            await _load()
+        except ImportError:
+            logger.exception("no model can be served: vLLM cannot be imported")
+
+    async def _follow(self) -> None:
+        async for _ in self._view.changes():
+            self._take()
+
+    def _take(self) -> None:
+        cards = {name: _newest(cards) for name, cards in self._view.cards().items()}
+        for name in self._models.keys() - cards.keys():
+            self._miss(name)
+        for name, card in cards.items():
+            self._serve(name, card)
+        for name, all_cards in self._view.cards().items():
+            self._look_for_mixed(name, all_cards)
+        for serving in self._all():
+            self._tell(serving)
+        for role in Role:
+            INSTANCES.labels(role.value).set(len(self._view.instances(role)))
+
+    def _all(self) -> list[Serving]:
+        return [*self._models.values(), *self._retiring]
+
+    def _look_for_mixed(self, name: str, cards: list[tuple[str, ModelCard]]) -> None:
+        there, before = {card.fingerprint for _, card in cards}, self._mixed.get(name)
+        if len(there) < 2:
+            self._mixed.pop(name, None)
+        elif there != before:
+            self._mixed[name] = there
+            newest = _newest(cards).fingerprint
+            others = ", ".join(
+                f"{instance} ({card.fingerprint})" for instance, card in cards if card.fingerprint != newest
+            )
+            logger.warning(
+                "%s: its workers have loaded different weights or settings; new requests go only to those of %s, "
+                "not to %s",
+                name,
+                newest,
+                others,
+            )
+
+    def _serve(self, name: str, card: ModelCard) -> None:
+        serving = self._models.get(name)
+        if serving is not None and serving.card.alike(card):
+            serving.present = True
+            if serving.removal is not None:
+                serving.removal.cancel()
+                serving.removal = None
+            return
+        if serving is not None:
+            logger.info("%s: its model card changed", name)
+            self._remove(name)
+        self._models[name] = serving = Serving(card, self._limits)
+        WAITING.labels(name).set_function(serving.line.__len__)
+        holding = forever(lambda: self._hold(serving), f"model: {name}", until_done=True)
+        self._tasks.start(holding, f"model: {name}")
+
+    def _miss(self, name: str) -> None:
+        serving = self._models[name]
+        if serving.present:
+            serving.present = False
+            grace = self._around.request_timeout
+            logger.warning("%s: no decode worker is left; requests wait for one for %g s", name, grace)
+            serving.removal = asyncio.get_running_loop().call_later(grace, self._remove, name)
+
+    def _remove(self, name: str) -> None:
+        serving = self._models.pop(name)
+        WAITING.remove(name)
+        if serving.removal is not None:
+            serving.removal.cancel()
+        serving.retired.set()
+        self._retiring.add(serving)
+
+    def _tell(self, serving: Serving) -> None:
+        if serving.processor is not None:
+            self._tell_processor(serving, serving.processor)
+        if serving.retired.is_set():
+            serving.replace(serving.card.name in self._models and not serving.live)
+
+    def _tell_processor(self, serving: Serving, processor: "Processor") -> None:
+        frontends = len(self._view.instances(Role.FRONTEND))
+        workers = self._view.instances(Role.DECODE, serving.card.name)
+        ours = [worker for worker in workers if worker.fingerprint == serving.card.fingerprint]
+        processor.update(ours, max(1, frontends))
+        policy = self._view.settings().get("router", self._around.router)
+        if policy in POLICIES:
+            processor.route_by(policy)
+        serving.line.advance()
+
+    # one model
+
+    async def _hold(self, serving: Serving) -> None:
+        """Build its processor and keep it until the model is retired and idle."""
+        name = serving.card.name
+        try:
+            while not serving.retired.is_set():
+                try:
+                    await self._hold_once(serving)
+                except (ConfigError, Unavailable) as error:
+                    serving.problem = str(error)
+                except Exception as error:
+                    logger.exception("%s: building its processor failed", name)
+                    serving.problem = f"internal error: {error}"
+                if serving.retired.is_set():
+                    return
+                logger.error("%s is not served: %s", name, serving.problem)
+                serving.settled.set()
+                serving.line.advance()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(serving.retired.wait(), RETRY)
+        finally:
+            self._retiring.discard(serving)
+            if serving.retired.is_set():  # perhaps while it was being built, which failed
+                serving.settled.set()
+                serving.line.dissolve()
+
+    async def _hold_once(self, serving: Serving) -> None:
+        name = serving.card.name
+        async with self._building:
+            module = await _load()
+            processor: Processor = module.Processor(serving.card, self._around)
+            await processor.__aenter__()
+        processor.on_room(serving.line.advance)
+        try:
+            serving.processor, serving.problem = processor, ""
+            serving.settled.set()
+            self._tell(serving)
+            logger.info("%s is being served, up to %d tokens", name, serving.card.max_model_len)
+            await serving.retired.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(serving.idle(), self._around.longest)
+            logger.info("%s is no longer served", name)
+        finally:
+            serving.processor = None
+            serving.line.advance()
+            await processor.__aexit__(None, None, None)
+
+
+async def _load() -> ModuleType:
+    """It imports vLLM: in a thread, so that the edge answers meanwhile."""
+    return await asyncio.to_thread(_import)
+
+
+@cache
+def _import() -> ModuleType:
+    """What it brings stays, so the garbage collector need not walk it again and again: 20-45 ms instead of 500 for a
+    full collection. Models are not frozen: those that go would never be collected."""
+    module = importlib.import_module("pdserve.frontend.model.processor")
+    gc.collect()
+    gc.freeze()
+    return module
+
+
+def _newest(cards: list[tuple[str, ModelCard]]) -> ModelCard:
+    return max(
+        (card for _, card in cards), key=lambda card: (card.generation, card.created, card.fingerprint)
+    )

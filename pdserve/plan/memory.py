@@ -1,0 +1,235 @@
+"""The arithmetic of memory: weights, activations, fixed costs, and what vLLM 0.32 leaves for the KV cache. Pure;
+everything is bytes of one rank (one GPU, or one CPU process of an engine) unless it says otherwise.
+
+vLLM takes `CUDA's total x gpu-memory-utilization` and subtracts what it finds used after loading, the peak of a
+profile run of max-num-batched-tokens, and its estimate of the CUDA graphs (`gpu_worker.determine_available_memory`).
+docs/memory.md holds these terms against the logs of real starts."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pdserve.plan.machine import GIB, MIB, Gpu
+from pdserve.plan.model_folder import DTYPE_BYTES, ModelFacts
+
+GPU_UTILIZATION = 0.92
+"""vLLM's default of gpu-memory-utilization"""
+GPU_RUNTIME_BYTES = GIB // 4
+"""CUDA modules, cuBLAS and FlashInfer workspaces. Logs: 0.24 to 0.26 GiB in vLLM 0.19 to 0.31; 0.05 to 0.25 in 0.7.
+The CUDA context itself is made before vLLM's first look and not charged"""
+NVSWITCH_BYTES = 185 * GIB // 100
+"""what NCCL allocates more where the ranks are joined by NVSwitch. Logs: 2.06 to 2.21 GiB in all on H100 with TP 2
+and 4, 1.39 and 2.10 on A100 with TP 4 and 8, but 0.20 to 0.30 on cards joined by PCIe"""
+GRAPH_POOL_BYTES = GIB // 5
+GRAPH_LAYER_BYTES = 3 * MIB // 20
+"""vLLM's own estimate of its CUDA graphs, which it extrapolates from two captures: a pool, and for each graph some
+driver memory per layer. Logs: 0.26 GiB for 5 graphs, 0.36 for 16, 0.53 for 86 of 28 layers; far off in some (1.2 for
+86 of 32 layers, 2.75 for 86 of 80)"""
+CPU_KV_GIB = 1
+"""KV space per rank on the CPU where kv-cache-memory-bytes is not set"""
+CPU_ENGINE_BYTES = 13 * GIB // 10
+"""an engine's own processes on the CPU (FACTS: 625 + 630 MB)"""
+CPU_RANK_BYTES = 8 * GIB // 10
+"""a rank's process beside weights and KV (FACTS: a worker has 1.8 GB with 1 GiB of KV)"""
+FRONTEND_BYTES = 7 * GIB // 10
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one worker's engine will find. An estimate: vLLM measures when it starts."""
+
+    weights: int
+    kv_per_token: int
+    max_model_len: int
+    block_size: int
+    activations: int = 0
+    """the peak of a step, on a GPU"""
+    graphs: int = 0
+    """CUDA graphs"""
+    runtime: int = 0
+    """what CUDA and NCCL keep for themselves"""
+    kv_space: int | None = None
+    """for the KV cache; negative where not even the weights fit; None: no GPU to measure against"""
+
+    @property
+    def fixed(self) -> int:
+        """What does not grow with the batch, beside the weights."""
+        return self.graphs + self.runtime
+
+    @property
+    def blocks(self) -> int:
+        return max(0, self.kv_space or 0) // (self.block_size * self.kv_per_token)
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks * self.block_size
+
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of max_model_len at once, as vLLM counts: whole blocks."""
+        return self.blocks / -(-self.max_model_len // self.block_size)
+
+
+def size(
+    model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None, *, cpu_kv: int | None = None
+) -> Memory:
+    """On the CPU `cpu_kv` is the space for KV. On a GPU, `gpu` is None where there is none to measure
+    against."""
+    on_cpu = cpu_kv is not None
+    weights = weight_bytes(model, args, on_cpu=on_cpu)
+    activations = 0 if on_cpu else activation_bytes(model, args, gpu)
+    graphs = 0 if on_cpu else graph_bytes(model, args, gpu)
+    runtime = 0 if on_cpu else runtime_bytes(args, gpu)
+    memory = Memory(
+        weights=weights,
+        kv_per_token=kv_bytes_per_token(model, args),
+        max_model_len=max_model_len(model, args),
+        block_size=block_size(args, on_cpu=on_cpu),
+        activations=activations,
+        graphs=graphs,
+        runtime=runtime,
+        kv_space=cpu_kv if on_cpu else _gpu_kv_space(args, gpu, weights + activations + graphs + runtime),
+    )
+    if (blocks := args.get("num-gpu-blocks-override")) is None:
+        return memory
+    return replace(memory, kv_space=int(str(blocks)) * memory.block_size * memory.kv_per_token)
+
+
+def weight_bytes(model: ModelFacts, args: Mapping[str, object], *, on_cpu: bool) -> int:
+    """The stored weights, shared out; the first or last pipeline stage has an embedding more than the others. On a
+    GPU also the rotary table, which every rank has whole, and what torch's allocator loses."""
+    ranks, dtype = _ranks(args), model.resolve_dtype(args.get("dtype", "auto"))
+    width, stored = DTYPE_BYTES[dtype], model.weights(dtype)
+    embedding = model.vocab * model.hidden * width
+    body = stored - embedding * (1 if model.tied else 2)
+    if ranks.pipeline > 1 and body > 0:
+        stored = body * _layers(model, ranks) // model.layers + embedding
+    if on_cpu:
+        return stored // ranks.tensor
+    rotary = 0 if model.latent else model.positions * model.head_dim * width
+    return (
+        stored // ranks.tensor + rotary + _layers(model, ranks) * _allocator_loss(model, ranks.tensor, width)
+    )
+
+
+def _allocator_loss(model: ModelFacts, tensor: int, width: int) -> int:
+    """Of a layer's four matrices. torch's CUDA allocator asks for multiples of 2 MiB for whatever has 10 MiB and
+    more, and splits off the rest only if that is over 1 MiB (c10/cuda/CUDACachingAllocator.cpp). 0.17 GiB of the
+    13.95 that a rank of a 14B model takes with TP 2."""
+    if model.latent or model.quantized:
+        return 0
+    heads, kv_heads = model.heads // tensor, max(1, model.kv_heads // tensor)
+    inner = model.intermediate // tensor
+    rows = ((heads + 2 * kv_heads) * model.head_dim, heads * model.head_dim, 2 * inner, inner)
+    matrices = [row * model.hidden * width for row in rows]
+    rests = [-matrix % (2 * MIB) for matrix in matrices if matrix >= 10 * MIB]
+    return sum(rest for rest in rests if rest <= MIB)
+
+
+def kv_bytes_per_token(model: ModelFacts, args: Mapping[str, object]) -> int:
+    """2 (K and V) x layers x (kv_heads / TP) x head_dim x dtype bytes (FACTS); with fewer KV heads than ranks
+    each rank holds one. Latent attention stores one entry for all heads, on every rank."""
+    ranks = _ranks(args)
+    layers = _layers(model, ranks)
+    dtype_bytes = _kv_dtype_bytes(model, args)
+    if model.latent:
+        return int(layers * model.latent * dtype_bytes)
+    return int(2 * layers * max(1, model.kv_heads // ranks.tensor) * model.head_dim * dtype_bytes)
+
+
+def activation_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) -> int:
+    """The peak of vLLM's profile run: of a layer's MLP at max-num-batched-tokens, or of the logits of max-num-seqs
+    requests beside the last hidden states, whichever is more.
+
+    In the MLP, gate_up (2 x intermediate / TP) and its activation (intermediate / TP) live beside the hidden states:
+    eagerly the layer's input, the residual, the normalized input and the output, and the all-reduce's output where
+    there is one; compiled the attention's output (hidden / TP), the residual before and after it and the normalized
+    input. Logits are gathered and copied across ranks; the sampler of vLLM's model runner V2 copies none in this
+    run."""
+    tokens, sequences = _batch(args, gpu)
+    tensor = _ranks(args).tensor
+    copies = 3 + 1 / tensor if _compiled(args) else 4 + (tensor > 1)
+    mlp = 3 * model.intermediate / tensor + copies * model.hidden
+    logits = model.vocab * (1 if tensor == 1 else 2 + 1 / tensor)
+    elements = max(tokens * mlp, tokens * model.hidden + min(sequences, tokens) * logits)
+    return int(elements * DTYPE_BYTES[model.resolve_dtype(args.get("dtype", "auto"))])
+
+
+def runtime_bytes(args: Mapping[str, object], gpu: Gpu | None) -> int:
+    switched = gpu is not None and re.search(r"A100|[HB][1-3]00", gpu.name) and "PCI" not in gpu.name.upper()
+    return GPU_RUNTIME_BYTES + (NVSWITCH_BYTES if _ranks(args).tensor > 1 and switched else 0)
+
+
+def graph_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) -> int:
+    """Captured are piecewise graphs of 1, 2, 4, multiples of 8 up to 256 and of 16 up to twice max-num-seqs and 512
+    tokens, and full ones as far as max-num-seqs (`VllmConfig._set_cudagraph_sizes`)."""
+    if not _compiled(args):
+        return 0
+    tokens, sequences = _batch(args, gpu)
+    sizes: list[int] = [each for each in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if each <= tokens]
+    count = sum(1 + (each <= sequences) for each in sizes if each <= 2 * sequences)
+    return GRAPH_POOL_BYTES + count * _layers(model, _ranks(args)) * GRAPH_LAYER_BYTES
+
+
+def block_size(args: Mapping[str, object], *, on_cpu: bool) -> int:
+    """vLLM's defaults: 128 on the CPU, 16 on a GPU."""
+    return int(str(args.get("block-size", 128 if on_cpu else 16)))
+
+
+def max_model_len(model: ModelFacts, args: Mapping[str, object]) -> int:
+    asked = args.get("max-model-len")
+    return asked if isinstance(asked, int) else model.max_len or 4096
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    tensor: int
+    pipeline: int
+
+
+def _ranks(args: Mapping[str, object]) -> _Ranks:
+    return _Ranks(
+        int(str(args.get("tensor-parallel-size", 1))), int(str(args.get("pipeline-parallel-size", 1)))
+    )
+
+
+def _layers(model: ModelFacts, ranks: _Ranks) -> int:
+    """Of the largest pipeline stage."""
+    return -(-model.layers // ranks.pipeline)
+
+
+def _compiled(args: Mapping[str, object]) -> bool:
+    """With torch.compile and CUDA graphs, vLLM's default."""
+    return args.get("enforce-eager") is not True
+
+
+def _batch(args: Mapping[str, object], gpu: Gpu | None) -> tuple[int, int]:
+    """max-num-batched-tokens and max-num-seqs; vLLM's defaults for a server are larger on cards of 70 GiB and
+    more (`EngineArgs.get_batch_defaults`)."""
+    memory = gpu.memory if gpu is not None and "A100" not in gpu.name else 0
+    tokens = 16384 if memory >= 160 * GIB else 8192 if memory >= 70 * GIB else 2048
+    return (
+        int(str(args.get("max-num-batched-tokens", tokens))),
+        int(str(args.get("max-num-seqs", 1024 if memory >= 70 * GIB else 256))),
+    )
+
+
+def _kv_dtype_bytes(model: ModelFacts, args: Mapping[str, object]) -> float:
+    kind = str(args.get("kv-cache-dtype", "auto"))
+    if kind.startswith(("fp8", "int8")):
+        return 1
+    if kind.startswith(("int4", "nvfp4", "turboquant", "ultraquant")):
+        return 0.5  # about: scales come on top, and turboquant's k8v4 has more
+    return DTYPE_BYTES[model.resolve_dtype(args.get("dtype", "auto")) if kind == "auto" else kind]
+
+
+def _gpu_kv_space(args: Mapping[str, object], gpu: Gpu | None, taken: int) -> int | None:
+    explicit = args.get("kv-cache-memory-bytes")
+    if isinstance(explicit, int):
+        return explicit
+    return None if gpu is None else int(gpu.memory * gpu_share(args)) - taken
+
+
+def gpu_share(args: Mapping[str, object]) -> float:
+    """The part of a GPU's memory that an engine may take."""
+    return float(str(args.get("gpu-memory-utilization", GPU_UTILIZATION)))

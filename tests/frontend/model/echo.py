@@ -1,0 +1,213 @@
+"""A decode worker in this process, on the in-memory stream: tokens are a pure function of what stands before
+them, so that a request moved to another worker must go on with the same ones. Steps are made by a task, or
+by hand."""
+
+import asyncio
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+from msgspec.structs import replace
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from pdserve.errors import PeerGone
+from pdserve.frontend.model.vllm_api import VERSION
+from pdserve.messages import (
+    Cancel,
+    Failed,
+    Hello,
+    Instance,
+    Outputs,
+    Placed,
+    Refused,
+    Role,
+    Submit,
+    ToDecode,
+    ToFrontend,
+)
+from pdserve.stream.memory import MemoryStreamServer
+
+FIRST, MANY = 300, 600
+"""the tokens it says: plain words of the demo tokenizer"""
+
+
+def next_token(context: list[int]) -> int:
+    return FIRST + zlib.crc32(repr((len(context), context[-6:])).encode()) % MANY
+
+
+def continuation(prompt: list[int], count: int) -> list[int]:
+    tokens: list[int] = []
+    for _ in range(count):
+        tokens.append(next_token(prompt + tokens))
+    return tokens
+
+
+@dataclass
+class Job:
+    submit: Submit
+    request: EngineCoreRequest
+    said: list[int] = field(default_factory=list)
+
+
+class EchoWorker:
+    def __init__(
+        self,
+        id: str,
+        model: str = "demo",
+        *,
+        pace: float | None = 0.0,
+        prefill: str = "local",
+        at_once: int = 0,
+        loaded: str = "",
+    ) -> None:
+        self.id = id
+        self._loaded = loaded
+        self._at_once = at_once
+        self.instance: Instance
+        """set on entering"""
+        self.jobs: dict[str, Job] = {}
+        self.seen: list[Submit] = []
+        self.requests: list[EngineCoreRequest] = []
+        self.cancelled: list[str] = []
+        self.hello = ""
+        self.shift = 0
+        """added to each token: a worker that says something else"""
+        self.fail: Failed | None = None
+        """answered to every request instead of tokens, under that request's id"""
+        self._model = model
+        self._stream = MemoryStreamServer()
+        self._frontends: dict[str, None] = {}
+        self._alive = True
+        self._prefill = prefill
+        self._pace = pace
+        """seconds between steps; None: only `step()` makes them"""
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+        self._encoder = MsgpackEncoder()
+        self._changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self._stream.__aenter__()
+        self.instance = Instance(
+            self.id,
+            Role.DECODE,
+            self._model,
+            address=self._stream.address,
+            vllm_version=VERSION,
+            max_concurrency=4.0,
+            max_num_seqs=self._at_once,
+            fingerprint=self._loaded,
+        )
+        self._spawn(self._read())
+        if self._pace is not None:
+            self._spawn(self._run(self._pace))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.die()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def die(self) -> None:
+        """As SIGKILL: whoever is connected finds it gone."""
+        if self._alive:
+            self._alive = False
+            self.jobs.clear()
+            await self._stream.__aexit__(None, None, None)
+
+    async def _read(self) -> None:
+        async for frontend, message in self._stream.received():
+            if message is not None:
+                self._frontends[frontend] = None
+                await self._take(message)
+
+    async def _take(self, message: ToDecode) -> None:
+        match message:
+            case Hello(version):
+                self.hello = version
+            case Cancel(ids):
+                self.cancelled += ids
+                for request_id in ids:
+                    self.jobs.pop(request_id, None)
+            case Submit():
+                await self._submit(message)
+        await self._tell()
+
+    async def send(self, message: ToFrontend) -> None:
+        for frontend in self._frontends:
+            with suppress(PeerGone):
+                await self._stream.send(frontend, message)
+
+    async def refuse(self, text: str) -> None:
+        await self.send(Refused(text))
+
+    async def step(self, *, strange: bool = False) -> None:
+        """One token for every request, in one message, as an engine does it. With `strange`, logprobs that
+        nobody asked for, at which vLLM's output handler fails."""
+        outputs = [self._speak(job) for job in list(self.jobs.values())]
+        if strange:
+            for output in outputs:
+                output.new_logprobs = _logprobs(FIRST, 1)
+        if outputs:
+            body = [bytes(part) for part in self._encoder.encode(EngineCoreOutputs(outputs=outputs))]
+            await self.send(Outputs(body))
+            await self._tell()
+
+    async def garbage(self) -> None:
+        await self.send(Outputs([b"\xc1 no msgpack"]))
+
+    async def until(self, condition: Any) -> None:
+        """Until the condition, asked after each message and step, holds."""
+        async with asyncio.timeout(10), self._changed:
+            await self._changed.wait_for(condition)
+
+    async def _submit(self, submit: Submit) -> None:
+        assert submit.request_id not in {one.request_id for one in self.seen}, "a request id came twice"
+        request = self._decoder.decode(submit.body)
+        self.seen.append(submit)
+        self.requests.append(request)
+        if self.fail is not None:
+            await self.send(replace(self.fail, request_id=submit.request_id))
+            return
+        await self.send(Placed(submit.request_id, self._prefill, "test"))
+        self.jobs[submit.request_id] = Job(submit, request)
+
+    def _speak(self, job: Job) -> EngineCoreOutput:
+        token = next_token(job.submit.prompt + job.said) + self.shift
+        job.said.append(token)
+        params = job.request.sampling_params
+        done = len(job.said) >= params.max_tokens
+        output = EngineCoreOutput(job.submit.request_id, [token])
+        if params.logprobs is not None:
+            output.new_logprobs = _logprobs(token, params.logprobs)
+        if done:
+            output.finish_reason = FinishReason.LENGTH
+            del self.jobs[job.submit.request_id]
+        return output
+
+    async def _run(self, pace: float) -> None:
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self.jobs)
+            await asyncio.sleep(pace)
+            await self.step()
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _logprobs(token: int, count: int) -> LogprobsLists:
+    ids = np.array([[token, *range(FIRST, FIRST + count)]], dtype=np.int32)
+    values = np.linspace(-0.5, -3.0, count + 1, dtype=np.float32).reshape(1, -1)
+    return LogprobsLists(ids, values, np.array([1], dtype=np.int32))

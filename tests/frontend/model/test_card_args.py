@@ -1,0 +1,64 @@
+import pytest
+
+from pdserve.config.arguments import arguments
+from pdserve.frontend.model.card_args import frontend_argv
+from pdserve.frontend.model.vllm_api import parse_args
+from pdserve.messages import ModelCard
+
+CARD = ModelCard("served", "/there", max_model_len=2048)
+
+
+def argv(**engine_args: object) -> list[str]:
+    named = {name.replace("_", "-"): value for name, value in engine_args.items()}
+    card = ModelCard("served", "/there", engine_args=named, max_model_len=2048)
+    return frontend_argv(card, "/here")
+
+
+@pytest.mark.parametrize(
+    "engine_args",
+    [
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "gpu_memory_utilization": 0.9},
+        {
+            "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+            "kv_cache_dtype": "fp8",
+        },
+        {"max_num_seqs": 20, "max_num_batched_tokens": 512, "block_size": 64, "enable_prefix_caching": True},
+        {"enforce_eager": True, "quantization": "awq", "load_format": "dummy", "max_model_len": 10240},
+        {
+            "compilation_config": {"level": 3},
+            "speculative_config": {"method": "ngram"},
+            "additional_config": {"a": 1},
+        },
+    ],
+)
+def test_worker_only_arguments_stay_behind(engine_args: dict[str, object]) -> None:
+    assert argv(**engine_args) == argv()
+
+
+def test_what_matters_to_a_frontend_arrives() -> None:
+    args = parse_args(
+        argv(
+            tokenizer_mode="slow",
+            tool_call_parser="hermes",
+            enable_auto_tool_choice=True,
+            chat_template="{{ x }}",
+        )
+    )
+    assert args.tokenizer_mode == "slow"
+    assert (args.tool_call_parser, args.enable_auto_tool_choice, args.chat_template) == (
+        "hermes",
+        True,
+        "{{ x }}",
+    )
+    assert (args.model, args.served_model_name, args.max_model_len) == ("/here", ["served"], 2048)
+
+
+def test_bad_arguments_are_an_error_and_no_exit() -> None:
+    with pytest.raises(ValueError, match="tokenizer-mode"):
+        parse_args([*argv(), "--tokenizer-mode"])
+    with pytest.raises(ValueError, match="nowhere"):
+        parse_args(argv(chat_template="nowhere.jinja"))
+
+
+def test_all_our_own_arguments_exist() -> None:
+    assert {"model", "served-model-name", "max-model-len", "allowed-origins"} <= set(arguments())

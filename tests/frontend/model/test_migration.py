@@ -1,0 +1,91 @@
+from typing import Any
+
+import pytest
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from pdserve.frontend.model.migration import body, looks_back, repeatable
+
+
+def request(**params: Any) -> EngineCoreRequest:
+    sampling = SamplingParams(**{"max_tokens": 20, **params})
+    return EngineCoreRequest("r", [1, 2, 3], None, sampling, None, 0.0, None, None, None)
+
+
+def sent(original: EngineCoreRequest, tokens: list[int]) -> EngineCoreRequest:
+    return MsgpackDecoder(EngineCoreRequest).decode(body(original, "r#2", tokens))
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, None),
+        ({"temperature": 0.0}, None),
+        ({"seed": 5, "top_p": 0.9, "top_k": 4, "min_p": 0.1}, None),
+        ({"repetition_penalty": 1.2}, None),
+        ({"logprobs": 3, "prompt_logprobs": 1, "logit_bias": {5: 1.0}, "min_tokens": 3}, None),
+        ({"presence_penalty": 0.1}, "presence_penalty"),
+        ({"frequency_penalty": -0.1}, "frequency_penalty"),
+        ({"structured_outputs": StructuredOutputsParams(regex="a+")}, "structured output"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"repetition_detection": RepetitionDetectionParams(4, 1, 3)}, "repetition_detection"),
+        ({"trace_decode_token_ids": [1, 2]}, "trace_decode_token_ids"),
+    ],
+)
+def test_looks_back(params: dict[str, Any], expected: str | None) -> None:
+    assert looks_back(request(**params).sampling_params) == expected
+
+
+@pytest.mark.parametrize(("words", "expected"), [([[5], [7]], None), ([[5], [7, 8]], "bad_words")])
+def test_bad_words_of_several_tokens_look_back(words: list[list[int]], expected: str | None) -> None:
+    params = SamplingParams()
+    params._bad_words_token_ids = words
+    assert looks_back(params) == expected
+
+
+def test_first_attempt_is_unchanged_but_for_prompt_and_id() -> None:
+    original = request(seed=5, min_tokens=4, prompt_logprobs=1, extra_args={"a": 1, "kv_transfer_params": {}})
+    there = sent(original, [])
+    assert (there.request_id, there.prompt_token_ids) == ("r#2", None)
+    assert there.sampling_params.extra_args == {"a": 1}
+    assert (there.sampling_params.seed, there.sampling_params.min_tokens) == (5, 4)
+    assert there.sampling_params.prompt_logprobs == 1
+    assert (original.request_id, original.prompt_token_ids) == ("r", [1, 2, 3])
+    assert "kv_transfer_params" in original.sampling_params.extra_args
+
+
+def test_later_attempt_counts_what_was_said() -> None:
+    there = sent(request(seed=5, min_tokens=4, prompt_logprobs=1, logprobs=2), [9, 9, 9])
+    params = there.sampling_params
+    assert (params.max_tokens, params.min_tokens, params.logprobs) == (17, 1, 2)
+    assert params.prompt_logprobs is None
+    assert params.seed not in (None, 5)
+    assert sent(request(min_tokens=2), [9, 9, 9]).sampling_params.min_tokens == 0
+
+
+def test_seeds_differ_by_position_and_are_repeatable() -> None:
+    seeds = [sent(request(seed=5), [9] * count).sampling_params.seed for count in (0, 1, 2, 2)]
+    assert len(set(seeds)) == 3
+    assert seeds[2] == seeds[3]
+
+
+def test_what_looks_back_starts_anew_and_with_the_same_seed() -> None:
+    there = sent(request(presence_penalty=0.5, seed=5, min_tokens=4, prompt_logprobs=1), [9, 9, 9])
+    params = there.sampling_params
+    assert (params.max_tokens, params.min_tokens, params.seed) == (20, 4, 5)
+    assert params.prompt_logprobs is None
+
+
+def test_sampling_that_may_be_replayed_gets_a_seed() -> None:
+    original = request(presence_penalty=0.5, temperature=0.7)
+    seeds = {repeatable(original).sampling_params.seed for _ in range(3)}
+    assert len(seeds - {None}) == 3
+    assert original.sampling_params.seed is None
+    for params in ({}, {"presence_penalty": 0.5, "temperature": 0.0}, {"presence_penalty": 0.5, "seed": 4}):
+        assert repeatable(same := request(**params)) is same
+
+
+def test_only_transfers_in_extra_args_leaves_none() -> None:
+    there = sent(request(extra_args={"kv_transfer_params": {}, "ec_transfer_params": {}}), [])
+    assert there.sampling_params.extra_args is None

@@ -1,0 +1,95 @@
+"""Machines, found and imagined."""
+
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.plan.machine import GIB, MIB, Gpu, Machine, visible, what_if
+from tests.config.models import machine
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "gib"),
+    [
+        ("4xA10", ["A10"] * 4, 21.99),
+        ("1xh100", ["H100"], 79.19),
+        ("2x24GiB", ["GPU of 24 GiB"] * 2, 24.0),
+        ("2x24G", ["GPU of 24 GiB"] * 2, 24.0),
+        ("8xA100-80GB", ["A100-80GB"] * 8, 79.25),
+    ],
+)
+def test_what_if(text: str, names: list[str], gib: float) -> None:
+    found = what_if(text, machine())
+    assert [gpu.name for gpu in found.gpus] == names
+    assert found.gpus[0].memory / GIB == pytest.approx(gib, abs=0.01)
+    assert [gpu.index for gpu in found.gpus] == list(range(len(names)))
+    assert (found.cores, found.build, found.imagined) == (8, "cuda", True)
+
+
+def test_what_if_there_were_none() -> None:
+    found = what_if("0", machine(("A10", 24)))
+    assert (found.gpus, found.build) == ((), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("A10", "is not a number and a kind of GPU"),
+        ("0xA10", "is not a number and a kind of GPU"),
+        ("4xA11", "did you mean A10?"),
+        ("4xRiva", "give its memory, as in 4x24GiB, or use one of: T4, "),
+    ],
+)
+def test_what_cannot_be_imagined(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        what_if(text, machine())
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("1", [1]),
+        ("2,0", [2, 0]),
+        ("GPU-b", [1]),
+        ("1,9,0", [1]),
+        ("GPU-", []),
+    ],
+)
+def test_cuda_visible_devices(chosen: str | None, expected: list[int]) -> None:
+    gpus = [Gpu(0, "x", 1, "GPU-a1"), Gpu(1, "x", 1, "GPU-b1"), Gpu(2, "x", 1, "GPU-c1")]
+    assert [gpu.index for gpu in visible(gpus, chosen)] == expected
+
+
+def test_this_machine() -> None:
+    found = Machine.detect({})
+    assert found.cores >= 1
+    assert 0 < found.available <= found.memory
+    assert found.build in ("cpu", "cuda")
+    assert Machine.detect({"CUDA_VISIBLE_DEVICES": ""}).gpus == ()
+
+
+@pytest.mark.parametrize(("driver_tells", "expected"), [(True, 22_516), (False, 23_028)])
+def test_memory_that_the_driver_reserves_is_not_cuda_s(
+    monkeypatch: pytest.MonkeyPatch, driver_tells: bool, expected: int
+) -> None:
+    """An A10: NVML's total is 22.49 GiB, CUDA's 21.99."""
+
+    def memory_info(_handle: object, version: int | None = None) -> SimpleNamespace:
+        if version is not None and not driver_tells:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        return SimpleNamespace(total=23_028 * MIB, reserved=512 * MIB)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda _: "NVIDIA A10")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda _: "GPU-1")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory_info)
+    assert Machine.detect({}).gpus == (Gpu(0, "NVIDIA A10", expected * MIB, "GPU-1"),)

@@ -1,0 +1,330 @@
+"""The arithmetic of memory, against numbers worked out by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.demo import MODEL_DIR
+from pdserve.errors import ConfigError
+from pdserve.plan.machine import GIB, MIB, Gpu, what_if
+from pdserve.plan.memory import GPU_RUNTIME_BYTES, kv_bytes_per_token, runtime_bytes, size, weight_bytes
+from pdserve.plan.model_folder import ModelFacts, find_folder, read_model
+from tests.config.models import QWEN_14B_BYTES, machine, qwen_14b, write_safetensors
+
+A10 = Gpu(0, "A10", 24 * GIB)
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> ModelFacts:
+    return read_model(qwen_14b(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        # 2 x 48 layers x 8 KV heads x 128 x 2 bytes
+        ({}, 196_608),
+        ({"tensor-parallel-size": 2}, 98_304),
+        ({"tensor-parallel-size": 4}, 49_152),
+        ({"tensor-parallel-size": 8}, 24_576),
+        # with more ranks than KV heads each holds one
+        ({"tensor-parallel-size": 20}, 24_576),
+        ({"pipeline-parallel-size": 2}, 98_304),
+        ({"kv-cache-dtype": "fp8"}, 98_304),
+        ({"dtype": "float32"}, 393_216),
+        ({"dtype": "float32", "kv-cache-dtype": "bfloat16"}, 196_608),
+    ],
+)
+def test_kv_bytes_per_token(qwen: ModelFacts, args: dict[str, object], expected: int) -> None:
+    assert kv_bytes_per_token(qwen, args) == expected
+
+
+def test_two_a10s(qwen: ModelFacts) -> None:
+    """Worked out by hand, eagerly: no CUDA graphs, and five hidden states of 5,120 in the MLP."""
+    args = {"tensor-parallel-size": 2, "block-size": 64, "max-model-len": 10240, "max-num-seqs": 20}
+    memory = size(qwen, {**args, "enforce-eager": True}, A10)
+    # a layer loses 1 + 1 + 1 + 0.5 MiB to the allocator; the rotary table has 131,072 x 128 elements
+    weights = QWEN_14B_BYTES // 2 + 48 * 7 * MIB // 2 + 32 * MIB
+    activations = 2048 * (3 * 13_824 // 2 + 5 * 5120) * 2
+    space = int(24 * GIB * 0.92) - weights - activations - GPU_RUNTIME_BYTES
+    assert (memory.weights, memory.activations) == (weights, activations)
+    assert (memory.fixed, memory.kv_space) == (GPU_RUNTIME_BYTES, space)
+    assert memory.blocks == space // (64 * 98_304) == 1_314
+    assert memory.tokens == 84_096
+    assert memory.max_concurrency == pytest.approx(1_314 / 160)
+
+
+def test_two_a10s_compiled(qwen: ModelFacts) -> None:
+    """3.5 hidden states; graphs of 1, 2, 4, 8, 16, 24, 32 and 40 tokens, and full ones of 1, 2, 4, 8 and 16."""
+    memory = size(qwen, {"tensor-parallel-size": 2, "max-num-seqs": 20}, A10)
+    assert memory.activations == 2048 * (3 * 13_824 // 2 + 5120 * 7 // 2) * 2
+    assert (memory.runtime, memory.graphs) == (GPU_RUNTIME_BYTES, GIB // 5 + 13 * 48 * (3 * MIB // 20))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens"),
+    # few: the MLP decides; many: the logits of each request, and the hidden states of all tokens
+    [(1, 3 * 13_824 + 4 * 5120), (512, 5120 + 152_064)],
+)
+def test_what_decides_the_peak(qwen: ModelFacts, sequences: int, tokens: int) -> None:
+    args = {"max-num-seqs": sequences, "max-num-batched-tokens": 512}
+    assert size(qwen, args, A10).activations == 512 * tokens * 2
+
+
+@pytest.mark.parametrize(
+    ("card", "tensor", "switched"),
+    [
+        ("H100", 1, False),
+        ("H100", 2, True),
+        ("NVIDIA H100 PCIe", 2, False),
+        ("A100-80GB", 4, True),
+        ("A10", 2, False),
+    ],
+)
+def test_collectives_cost_memory_behind_an_nvswitch(card: str, tensor: int, switched: bool) -> None:
+    found = runtime_bytes({"tensor-parallel-size": tensor}, Gpu(0, card, 80 * GIB))
+    assert (found > 2 * GIB) is switched
+
+
+def test_kv_space_that_is_given(qwen: ModelFacts) -> None:
+    given = {"kv-cache-memory-bytes": 64 * 98_304 * 100, "tensor-parallel-size": 2, "block-size": 64}
+    assert size(qwen, given, A10).blocks == 100
+
+
+def test_a_number_of_blocks_that_is_given(qwen: ModelFacts) -> None:
+    given: dict[str, object] = {"num-gpu-blocks-override": 77, "block-size": 32}
+    assert [size(qwen, given, A10).blocks, size(qwen, given, None, cpu_kv=GIB).blocks] == [77, 77]
+
+
+def test_no_gpu_to_measure_against(qwen: ModelFacts) -> None:
+    memory = size(qwen, {}, None)
+    assert (memory.kv_space, memory.blocks, memory.tokens) == (None, 0, 0)
+
+
+def test_the_demo_model_on_the_cpu() -> None:
+    """2 x 4 layers x 2 KV heads x 64 x 2 bytes, and 1 GiB."""
+    memory = size(read_model(MODEL_DIR), {"block-size": 32, "max-model-len": 4096}, None, cpu_kv=GIB)
+    assert (memory.kv_per_token, memory.blocks, memory.max_concurrency) == (2048, 16_384, 128.0)
+
+
+def test_partial_blocks_count_as_whole(qwen: ModelFacts) -> None:
+    memory = size(qwen, {"block-size": 64, "max-model-len": 65}, None, cpu_kv=64 * 196_608 * 4)
+    assert (memory.blocks, memory.max_concurrency) == (4, 2.0)
+
+
+def test_vllm_s_default_block_sizes(qwen: ModelFacts) -> None:
+    assert (size(qwen, {}, A10).block_size, size(qwen, {}, None, cpu_kv=GIB).block_size) == (16, 128)
+
+
+def test_latent_attention_is_not_split(tmp_path: Path) -> None:
+    config = (
+        '{"num_attention_heads": 16, "num_hidden_layers": 27, "hidden_size": 2048, "vocab_size": 102400, '
+        '"kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16"}'
+    )
+    (tmp_path / "config.json").write_text(config)
+    model = read_model(tmp_path)
+    assert kv_bytes_per_token(model, {"tensor-parallel-size": 2}) == 27 * 576 * 2
+
+
+# ── against the logs of real starts (docs/memory.md) ──────────────────────────────────────
+
+
+def dense(
+    layers: int,
+    hidden: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    positions: int,
+    *,
+    tied: bool = False,
+) -> ModelFacts:
+    """A model of Llama's or Qwen's build in bfloat16, with weights as its shapes say; norms and biases left out."""
+    attention = 2 * (heads + kv_heads) * 128 * hidden
+    elements = layers * (attention + 3 * inner * hidden) + vocab * hidden * (2 - tied)
+    return ModelFacts(
+        folder=Path(),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=128,
+        hidden=hidden,
+        intermediate=inner,
+        vocab=vocab,
+        max_len=positions,
+        dtype="bfloat16",
+        stored={"BF16": 2 * elements},
+        positions=positions,
+        tied=tied,
+    )
+
+
+LLAMA_8B = dense(32, 4096, 14336, 32, 8, 128256, 131072)
+LLAMA_7B = dense(32, 4096, 11008, 32, 32, 32016, 16384)
+QWEN_1_5B = dense(28, 1536, 8960, 12, 2, 151936, 32768, tied=True)
+QWEN3_4B = dense(36, 2560, 9728, 32, 8, 151936, 40960, tied=True)
+QWEN_7B = dense(28, 3584, 18944, 28, 4, 152064, 32768)
+QWEN3_8B = dense(36, 4096, 12288, 32, 8, 151936, 40960)
+QWEN_14B = dense(48, 5120, 13824, 40, 8, 152064, 131072)
+QWEN_32B = dense(64, 5120, 27648, 40, 8, 152064, 32768)
+QWEN_72B = dense(80, 8192, 29568, 64, 8, 152064, 32768)
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "pipeline", "logged"),
+    [
+        (QWEN_14B, 2, 1, 13.95),
+        (QWEN_32B, 2, 1, 30.71),
+        (LLAMA_8B, 1, 1, 14.99),
+        (LLAMA_8B, 2, 1, 7.51),
+        (LLAMA_8B, 4, 1, 3.77),
+        (LLAMA_8B, 1, 2, 7.51),
+        (LLAMA_8B, 1, 4, 4.26),
+        (QWEN_7B, 1, 1, 14.25),
+        (QWEN_7B, 2, 1, 7.12),
+        (QWEN_7B, 4, 1, 3.55),
+        (QWEN3_4B, 1, 1, 7.56),
+        (QWEN_1_5B, 1, 1, 2.89),
+    ],
+)
+def test_weights_as_vllm_logs_them(model: ModelFacts, tensor: int, pipeline: int, logged: float) -> None:
+    args = {"tensor-parallel-size": tensor, "pipeline-parallel-size": pipeline}
+    assert weight_bytes(model, args, on_cpu=False) / GIB == pytest.approx(logged, abs=0.011)
+
+
+EAGER: dict[str, object] = {"enforce-eager": True}
+"""vLLM's engine before V1, which compiled nothing and did not charge its CUDA graphs"""
+TP2, TP4 = {"tensor-parallel-size": 2}, {"tensor-parallel-size": 4}
+
+
+def tokens(count: int, sequences: int | None = None) -> dict[str, object]:
+    return {"max-num-batched-tokens": count, **({"max-num-seqs": sequences} if sequences else {})}
+
+
+LOGS = [
+    # model, card, CUDA's total, utilization, arguments, KV space as logged
+    (QWEN_14B, "A10", 21.99, 0.9, EAGER | TP2 | tokens(10240, 20), 4.75),
+    (QWEN_14B, "A10", 21.99, 0.9, EAGER | TP2 | tokens(32768, 20), 2.80),
+    (QWEN_14B, "RTX4090", 23.55, 0.98, EAGER | TP2 | tokens(2048), 8.69),
+    (QWEN_32B, "L40S", 44.42, 0.9, EAGER | TP2 | tokens(10000), 7.71),
+    (LLAMA_8B, "L4", 22.07, 0.9, EAGER | tokens(2048), 4.60),
+    (LLAMA_8B, "H100", 79.14, 0.9, EAGER | tokens(2048), 54.93),
+    (LLAMA_8B, "H100", 79.19, 0.95, {}, 58.11),
+    (QWEN_7B, "H100", 79.19, 0.95, {}, 58.53),
+    (LLAMA_7B, "H100", 79.19, 0.95, {}, 61.65),
+    (LLAMA_8B, "H100", 79.19, 0.95, TP2, 63.76),
+    (QWEN_72B, "H100", 79.19, 0.95, TP4, 36.70),
+    (LLAMA_8B, "NVIDIA A100-SXM4-80GB", 79.25, 0.92, {}, 56.21),
+]
+MISSED = [
+    (QWEN_1_5B, "T4", 14.56, 0.5, EAGER | tokens(32768), 2.36),
+    (QWEN3_4B, "RTX2060", 12.0, 0.95, EAGER | tokens(10000, 1), 3.06),
+    (QWEN3_8B, "A10", 21.48, 0.93, EAGER | TP4 | tokens(8192), 14.49),
+    (QWEN_7B, "RTX4090", 23.55, 0.85, {}, 4.45),
+    (QWEN_72B, "H100", 79.19, 0.95, TP2, 3.06),
+]
+"""by 5 to 10 %; docs/memory.md says of what"""
+
+
+@pytest.mark.parametrize(
+    ("model", "card", "total", "share", "args", "logged", "tolerance"),
+    [*((*log, 0.05) for log in LOGS), *((*log, 0.10) for log in MISSED)],
+)
+def test_kv_space_as_vllm_logs_it(
+    model: ModelFacts,
+    card: str,
+    total: float,
+    share: float,
+    args: dict[str, object],
+    logged: float,
+    tolerance: float,
+) -> None:
+    planned = size(model, {**args, "gpu-memory-utilization": share}, Gpu(0, card, int(total * GIB))).kv_space
+    assert planned is not None
+    assert planned / GIB == pytest.approx(logged, rel=tolerance)
+
+
+@pytest.mark.parametrize(("batched", "logged"), [(10240, 809), (32768, 478)])
+@pytest.mark.parametrize("eager", [True, False])
+def test_blocks_of_the_14b_model_on_two_a10s(
+    qwen: ModelFacts, batched: int, logged: int, eager: bool
+) -> None:
+    args = {
+        "tensor-parallel-size": 2,
+        "block-size": 64,
+        "gpu-memory-utilization": 0.9,
+        "enforce-eager": eager,
+    }
+    card = what_if("2xA10", machine()).gpus[0]
+    assert size(qwen, args | tokens(batched, 20), card).blocks == pytest.approx(logged, rel=0.05)
+
+
+# ── what the folder says ──────────────────────────────────────────────────────────────────
+
+
+def folder_with(tmp_path: Path, tensors: dict[str, tuple[str, int]], missing: int = 0) -> Path:
+    qwen_14b(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    write_safetensors(tmp_path / "model.safetensors", tensors, missing)
+    return tmp_path
+
+
+def test_weights_from_headers(tmp_path: Path) -> None:
+    model = read_model(
+        folder_with(tmp_path, {"a": ("BF16", 1000), "b": ("BF16", 24), "scale": ("F8_E4M3", 10)})
+    )
+    assert model.stored == {"BF16": 1024, "F8_E4M3": 10}
+    assert model.weights("bfloat16") == 1034
+    assert model.weights("float32") == 2 * 1024 + 10
+
+
+def test_float32_weights_are_halved(tmp_path: Path) -> None:
+    model = read_model(folder_with(tmp_path, {"a": ("F32", 4000)}))
+    assert model.weights(model.resolve_dtype("auto")) == 2000
+
+
+def test_only_the_files_of_the_index_count(tmp_path: Path) -> None:
+    folder = qwen_14b(tmp_path)
+    write_safetensors(folder / "model-1.safetensors", {"a": ("BF16", 100)})
+    write_safetensors(folder / "consolidated.safetensors", {"a": ("BF16", 100)})
+    assert read_model(folder).stored == {"BF16": 100}
+
+
+def test_weights_cut_short(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.safetensors is cut short: download it again"):
+        read_model(folder_with(tmp_path, {"a": ("BF16", 1000)}, missing=1))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 8, b"\xff" * 16, (5).to_bytes(8, "little") + b"{nope"])
+def test_files_that_are_no_safetensors(tmp_path: Path, content: bytes) -> None:
+    folder = folder_with(tmp_path, {})
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match="is not a model that pdserve understands"):
+        read_model(folder)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"num_attention_heads": "x"}', '{"num_attention_heads": 0}']
+)
+def test_configs_that_are_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match="is not a model that pdserve understands"):
+        read_model(tmp_path)
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config.json cannot be read \(No such file or directory\)"):
+        read_model(tmp_path)
+
+
+def test_hub_ids_are_looked_up_in_the_cache(tmp_path: Path) -> None:
+    env = {"HF_HOME": str(tmp_path)}
+    assert find_folder("a/b", env=env) is None
+    cache = tmp_path / "hub/models--a--b"
+    snapshot = qwen_14b(cache / "snapshots/123abc")
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text("123abc\n")
+    assert find_folder("a/b", env=env) == snapshot
+    assert find_folder("a/b", "123abc", env) == snapshot
+    assert find_folder("a/b", "other", env) is None

@@ -1,0 +1,49 @@
+"""Which worker gets which GPUs."""
+
+import pytest
+
+from pdserve.plan.placement import Request, place
+
+
+def request(name: str, gpus: int, *pinned: int) -> Request:
+    return Request(name, gpus, pinned)
+
+
+@pytest.mark.parametrize(
+    ("requests", "gpus", "expected"),
+    [
+        pytest.param([("d", 2), ("p", 2)], [0, 1, 2, 3], [(0, 1), (2, 3)], id="the split on four cards"),
+        pytest.param([("d", 4)], [0, 1, 2, 3], [(0, 1, 2, 3)], id="all on four"),
+        pytest.param([("d", 1), ("e", 1), ("p", 2)], range(4), [(0,), (1,), (2, 3)], id="one, one and two"),
+        pytest.param([("d", 0), ("p", 0)], [], [(), ()], id="the CPU"),
+        pytest.param([("d", 2), ("p", 2)], [4, 5, 6, 7], [(4, 5), (6, 7)], id="CUDA_VISIBLE_DEVICES"),
+        pytest.param([("d", 2), ("p", 1)], [0, 2, 3], [(2, 3), (0,)], id="neighbours first"),
+        pytest.param([("d", 2)], [0, 2, 4], [(0, 2)], id="any where there are no neighbours"),
+        pytest.param([("d", 2), ("p", 1, 0)], [0, 1, 2], [(1, 2), (0,)], id="around the pinned"),
+        pytest.param([("d", 1, 0), ("p", 1, 0)], [0], [(0,), (0,)], id="one card for two"),
+        pytest.param([("d", 2, 3, 1)], range(4), [(3, 1)], id="the order of the pinned is theirs"),
+    ],
+)
+def test_placements(
+    requests: list[tuple[str, int]], gpus: list[int], expected: list[tuple[int, ...]]
+) -> None:
+    placement = place([request(*each) for each in requests], gpus)
+    assert placement.problems == []
+    assert list(placement.gpus.values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("requests", "gpus", "problem"),
+    [
+        ([("d", 2), ("p", 2)], [], "The graph needs 4 GPUs (2 for d, 2 for p), found 0: "),
+        ([("d", 2), ("p", 2)], [0, 1, 2], "The graph needs 4 GPUs (2 for d, 2 for p), found 3: "),
+        ([("d", 1)], [], "The graph needs 1 GPU (1 for d), found 0: "),
+        ([("d", 1, 5)], [0, 1], "gpu-ids asks for GPU 5, but there are 0, 1: "),
+        ([("d", 1, 0), ("p", 1)], [0], "The graph needs 2 GPUs (1 for d, 1 for p), found 1: "),
+    ],
+)
+def test_too_few(requests: list[tuple[str, int]], gpus: list[int], problem: str) -> None:
+    placement = place([request(*each) for each in requests], gpus)
+    assert len(placement.problems) == 1
+    assert placement.problems[0].startswith(problem)
+    assert set(placement.gpus) == {name for name, *_ in requests}

@@ -1,0 +1,351 @@
+"""The plan: places, ports, environment, sizes, and why something does not fit."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pdserve.config.load import load
+from pdserve.messages import Role
+from pdserve.plan.machine import GIB, Machine, what_if
+from pdserve.plan.plan import Plan, make_plan
+from pdserve.plan.render import plan_as_dict, render
+from tests.config.models import machine, qwen_14b
+from tests.config.test_load import DYNAMO
+
+FOUR_A10 = what_if("4xA10", machine())
+LOCAL = """\
+Common: {model: demo, block-size: 32, max-model-len: 4096}
+Frontend: {port: 8000, ServiceArgs: {workers: 2}}
+VllmWorker:
+  remote-prefill: true
+  common-configs: [model, block-size, max-model-len]
+PrefillWorker:
+  ServiceArgs: {workers: 2}
+  common-configs: [model, block-size, max-model-len]
+"""
+
+
+def plan(
+    tmp_path: Path,
+    text: str,
+    on: Machine,
+    roles: set[Role] | None = None,
+    index: int | None = None,
+    env: dict[str, str] | None = None,
+) -> Plan:
+    path = tmp_path / "graph.yaml"
+    path.write_text(text)
+    return make_plan(load(path, {}), on, roles, index, env or {})
+
+
+def dynamo(tmp_path: Path, *changes: tuple[str, str]) -> str:
+    text = DYNAMO.replace("/mnt/DeepSeek-R1-Distill-Qwen-14B", str(qwen_14b(tmp_path / "qwen")))
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+def test_the_split_on_four_a10s(tmp_path: Path) -> None:
+    found = plan(tmp_path, dynamo(tmp_path), FOUR_A10)
+    assert found.problems == ()
+    assert [(slot.name, slot.gpus, slot.kv_port) for slot in found.slots] == [
+        ("decode-0", (0, 1), 5600),
+        ("prefill-0", (2, 3), 5601),
+        ("frontend-0", (), 0),
+    ]
+    assert found.slots[1].env == {
+        "CUDA_VISIBLE_DEVICES": "2,3",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "5601",
+    }
+    decode, prefill = (worker.memory for worker in found.workers)
+    assert decode is not None
+    assert prefill is not None
+    assert decode.kv_per_token == 98_304
+    assert decode.weights == pytest.approx(13.95 * GIB, rel=0.001)
+    # The prefill worker's steps of 32,768 tokens cost it KV space.
+    assert decode.tokens > prefill.tokens > 10_240
+    assert 5 < decode.max_concurrency < 7
+
+
+def test_the_reference_on_this_kind_of_machine(tmp_path: Path) -> None:
+    found = plan(tmp_path, DYNAMO, machine())
+    assert len(found.problems) == 2
+    assert "model folder /mnt/DeepSeek-R1-Distill-Qwen-14B not found" in found.problems[0]
+    assert found.problems[1].startswith("The graph needs 4 GPUs (2 for decode-0, 2 for prefill-0), found 0: ")
+    assert "Weights and KV capacity are unknown without the model's files." in found.notes
+    assert [worker.memory for worker in found.workers] == [None, None]
+
+
+def test_weights_are_known_without_gpus(tmp_path: Path) -> None:
+    found = plan(tmp_path, dynamo(tmp_path), machine())
+    assert len(found.problems) == 1
+    memory = found.workers[0].memory
+    assert memory is not None
+    assert (memory.kv_per_token, memory.kv_space) == (98_304, None)
+    assert found.workers[0].slot.env.get("CUDA_VISIBLE_DEVICES") is None
+
+
+def test_the_cpu(tmp_path: Path) -> None:
+    found = plan(tmp_path, LOCAL, machine(cores=8))
+    assert found.problems == ()
+    assert [slot.name for slot in found.slots] == [
+        "decode-0",
+        "prefill-0",
+        "prefill-1",
+        "frontend-0",
+        "frontend-1",
+    ]
+    assert found.slots[2].env == {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "2",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "5602",
+    }
+    decode = found.config.decode
+    assert decode is not None
+    assert (decode.engine_args["enforce-eager"], decode.origins["enforce-eager"]) == (
+        True,
+        "pdserve (no GPU)",
+    )
+
+
+WIRED = dataclasses.replace(
+    machine(),
+    devices={"127.0.0.1": "lo", "::1": "lo", "10.0.0.5": "eth0", "fd00::5": "eth0"},
+    rdma=("mlx5_0:1", "mlx5_1:1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "ucx", "gloo"),
+    [
+        ("127.0.0.1", "lo,mlx5_0:1,mlx5_1:1", "lo"),
+        ("127.0.0.9", "lo,mlx5_0:1,mlx5_1:1", "lo"),
+        ("localhost", "lo,mlx5_0:1,mlx5_1:1", "lo"),
+        ("10.0.0.5", "eth0,mlx5_0:1,mlx5_1:1", "eth0"),
+        ("fd00::5", "eth0,mlx5_0:1,mlx5_1:1", "eth0"),
+        ("10.0.0.6", None, None),
+        ("another.example", None, None),
+    ],
+)
+def test_workers_listen_on_the_hosts_device_alone(
+    tmp_path: Path, host: str, ucx: str | None, gloo: str | None
+) -> None:
+    for slot in plan(
+        tmp_path, f"Graph:\n  host: '{host}'\n{LOCAL}", WIRED, {Role.DECODE, Role.PREFILL}
+    ).slots:
+        assert (slot.env.get("UCX_NET_DEVICES"), slot.env.get("GLOO_SOCKET_IFNAME")) == (ucx, gloo)
+        assert slot.env.get("NCCL_SOCKET_IFNAME") == (gloo and f"={gloo}")
+
+
+def test_the_users_devices_win(tmp_path: Path) -> None:
+    slot = plan(tmp_path, LOCAL, WIRED, env={"UCX_NET_DEVICES": "eth0", "UCX_TLS": "tcp"}).slots[0]
+    assert slot.env["UCX_NET_DEVICES"] == "eth0"
+    assert slot.env["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "UCX_TLS" not in slot.env
+    ray = LOCAL.replace("remote-prefill: true", "remote-prefill: true\n  distributed-executor-backend: ray")
+    assert "UCX_NET_DEVICES" not in plan(tmp_path, ray, WIRED).slots[0].env
+
+
+def test_what_the_file_or_the_environment_says_wins_on_the_cpu(tmp_path: Path) -> None:
+    text = LOCAL.replace("remote-prefill: true", "remote-prefill: true\n  enforce-eager: false")
+    found = plan(tmp_path, text, machine(), env={"VLLM_CPU_KVCACHE_SPACE": "3", "OMP_NUM_THREADS": "5"})
+    env, memory, decode = found.slots[0].env, found.workers[0].memory, found.config.decode
+    assert (env["VLLM_CPU_KVCACHE_SPACE"], env["OMP_NUM_THREADS"]) == ("3", "5")
+    assert memory is not None
+    assert memory.kv_space == 3 * GIB
+    assert decode is not None
+    assert decode.engine_args["enforce-eager"] is False
+    given = LOCAL.replace("remote-prefill: true", "remote-prefill: true\n  kv-cache-memory-bytes: 256M")
+    found = plan(tmp_path, given, machine())
+    memory = found.workers[0].memory
+    assert memory is not None
+    assert memory.kv_space == 256 * 2**20
+    assert "VLLM_CPU_KVCACHE_SPACE" not in found.slots[0].env
+
+
+def test_gpus_that_are_not_asked_for_are_used_where_there_are_some(tmp_path: Path) -> None:
+    found = plan(tmp_path, LOCAL, machine(("A10", 24), ("A10", 24), ("A10", 24)))
+    assert [slot.gpus for slot in found.slots[:3]] == [(0,), (1,), (2,)]
+    on_cpu = plan(tmp_path, LOCAL, machine(("A10", 24), ("A10", 24), ("A10", 24), build="cpu"))
+    assert [slot.gpus for slot in on_cpu.slots[:3]] == [(), (), ()]
+
+
+def test_a_simulated_engine_needs_nothing(tmp_path: Path) -> None:
+    found = plan(
+        tmp_path,
+        DYNAMO.replace("true", "true\n  engine: sim", 1)
+        .replace("max-num-b", "engine: sim\n  max-num-b")
+        .replace("/mnt/DeepSeek-R1-Distill-Qwen-14B", "demo"),
+        machine(),
+    )
+    assert found.problems == ()
+    assert [worker.slot.env for worker in found.workers] == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("role", "index", "expected"),
+    [
+        (Role.DECODE, 0, ("decode-0", (0,), 5600)),
+        (Role.PREFILL, 0, ("prefill-0", (0,), 5601)),
+        (Role.PREFILL, 1, ("prefill-1", (1,), 5602)),
+    ],
+)
+def test_one_role_alone(tmp_path: Path, role: Role, index: int, expected: tuple[object, ...]) -> None:
+    """Ports as in the whole graph; GPUs beside the lower-numbered of its kind."""
+    found = plan(tmp_path, LOCAL, machine(("A10", 24), ("A10", 24)), {role}, index)
+    assert found.problems == ()
+    assert [(slot.name, slot.gpus, slot.kv_port) for slot in found.slots] == [expected]
+
+
+def test_a_frontend_alone(tmp_path: Path) -> None:
+    found = plan(tmp_path, LOCAL, machine(), {Role.FRONTEND}, 1)
+    assert [slot.name for slot in found.slots] == ["frontend-1"]
+
+
+def local(*changes: tuple[str, str]) -> str:
+    text = LOCAL
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+PINNED = local(
+    ("remote-prefill: true", "remote-prefill: true\n  ServiceArgs: {resources: {gpu-ids: [0]}}"),
+    ("{workers: 2}\n  common", "{resources: {gpu-ids: [0]}}\n  common"),
+)
+
+
+def test_one_card_for_two(tmp_path: Path) -> None:
+    text = PINNED.replace("common-configs: [", "gpu-memory-utilization: 0.45\n  common-configs: [")
+    found = plan(tmp_path, text, machine(("H100", 80)))
+    assert found.problems == ()
+    assert [slot.gpus for slot in found.slots[:2]] == [(0,), (0,)]
+
+
+DOES_NOT_FIT = [
+    (local(("block-size: 32", "block-size: 16")), machine(), "block-size 16 does not run on the CPU: "),
+    (
+        local(("4096", "100000")),
+        machine(),
+        "max-model-len 100,000 of decode is more than the model's 8,192: ",
+    ),
+    (
+        local(("prefill: true", "prefill: true\n  tensor-parallel-size: 3")),
+        machine(),
+        "tensor-parallel-size 3 of decode does not divide the model's 4 attention heads: ",
+    ),
+    (
+        local(("prefill: true", "prefill: true\n  kv-cache-memory-bytes: 4M")),
+        machine(),
+        # 64 blocks of 32 tokens of 2 KiB are 2,048 tokens; 2,048 more are 4 MiB
+        "decode has room for 2,048 tokens of KV, less than one request of max-model-len 4,096: short by "
+        "0.0 GiB",
+    ),
+    (LOCAL, machine(ram=4), "The graph needs about "),
+    (
+        local(("8000", "5601")),
+        machine(),
+        "FILE: Frontend.port 5601 is among the KV ports of the workers (5600 to 5602)",
+    ),
+    (LOCAL + "Graph: {kv-port: 65535}\n", machine(), "FILE: Graph.kv-port leaves no room"),
+    (LOCAL, machine(build="cuda"), "vllm is installed, vLLM's GPU build, but the plan runs on the CPU"),
+    (
+        local(("prefill: true", "prefill: true\n  ServiceArgs: {resources: {gpu: 1}}")),
+        machine(("A10", 24), build="cpu"),
+        "vllm-cpu is installed, vLLM's CPU build, but the plan uses GPUs",
+    ),
+    (
+        PINNED,
+        machine(("H100", 80)),
+        "GPU 0 is shared by workers whose gpu-memory-utilization adds up to 1.84: ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "on", "problem"), DOES_NOT_FIT)
+def test_what_does_not_fit(tmp_path: Path, text: str, on: Machine, problem: str) -> None:
+    found = [each.replace(str(tmp_path / "graph.yaml"), "FILE") for each in plan(tmp_path, text, on).problems]
+    assert any(each.startswith(problem) for each in found), found
+    assert all(each.endswith(".") for each in found)
+
+
+def test_cards_that_are_too_small_and_by_how_much(tmp_path: Path) -> None:
+    found = plan(tmp_path, dynamo(tmp_path), machine(*[("T4", 15)] * 4))
+    decode = next(each for each in found.problems if each.startswith("decode"))
+    assert decode.startswith(
+        "decode does not fit: 14.0 GiB of weights, 0.1 GiB for activations and 0.5 GiB of fixed costs on each GPU, "
+        "but 0.92 x 15.0 GiB of a T4 is 13.8 GiB: short by 0.8 GiB; raise tensor-parallel-size"
+    )
+
+
+def test_a_variable_that_is_no_number(tmp_path: Path) -> None:
+    found = plan(tmp_path, LOCAL, machine(), env={"VLLM_CPU_KVCACHE_SPACE": "1.5"})
+    assert found.problems == (
+        "Environment variable VLLM_CPU_KVCACHE_SPACE is '1.5', but must be whole GiB: correct it.",
+    )
+
+
+def test_a_hub_id_that_is_not_here_yet(tmp_path: Path) -> None:
+    found = plan(tmp_path, "VllmWorker: {model: nobody/nothing-of-the-kind}\n", machine())
+    assert found.problems == ()
+    assert (
+        found.notes[0]
+        == "nobody/nothing-of-the-kind is not in the Hugging Face cache: vLLM will download it."
+    )
+
+
+def shown(found: Plan, width: int = 100) -> str:
+    console = Console(width=width, file=io.StringIO())
+    console.print(render(found))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_what_is_printed(tmp_path: Path) -> None:
+    text = shown(plan(tmp_path, dynamo(tmp_path), FOUR_A10))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert max(map(len, text.splitlines())) <= 100
+    assert any(
+        line.startswith("decode-0 vllm GPU 0,1 5600 decode; prefill remote above 1 new tokens")
+        for line in lines
+    )
+    assert any(line.startswith("prefill-0 vllm GPU 2,3 5601 prefill") for line in lines)
+    assert "decode block-size 64 Common" in lines
+    assert "prefill max-num-batched-tokens 32768 PrefillWorker" in lines
+    assert "decode kv-transfer-config NIXL, kv_consumer, recompute pdserve (graph)" in lines
+    assert any(line.startswith("decode-0 13.95 0.15 0.54") and "96 KiB" in line for line in lines)
+    assert "http://127.0.0.1:8009/v1" in text
+    assert lines[-1] == "It fits." or lines[-2] == "It fits."
+
+
+def test_secrets_are_not_shown(tmp_path: Path) -> None:
+    found = plan(tmp_path, "VllmWorker: {model: demo, hf-token: hf_secret}\n", machine())
+    assert "hf_secret" not in shown(found) + json.dumps(plan_as_dict(found))
+
+
+def test_problems_are_printed(tmp_path: Path) -> None:
+    text = " ".join(shown(plan(tmp_path, DYNAMO, machine())).split())
+    assert "problem: The graph needs 4 GPUs" in text
+    assert "2 GPUs, not found" in text
+    assert "It fits." not in text
+
+
+def test_as_json(tmp_path: Path) -> None:
+    data = json.loads(json.dumps(plan_as_dict(plan(tmp_path, dynamo(tmp_path), FOUR_A10))))
+    decode = data["workers"][0]
+    assert (data["fits"], data["url"], decode["gpus"]) == (True, "http://127.0.0.1:8009/v1", [0, 1])
+    assert decode["arguments"]["block-size"] == {"value": 64, "from": "Common"}
+    assert decode["memory"]["kv_tokens"] == decode["memory"]["kv_blocks"] * 64
+    unknown = plan_as_dict(plan(tmp_path, dynamo(tmp_path), machine()))
+    assert (unknown["fits"], unknown["workers"][0]["memory"]["kv_tokens"]) == (False, None)

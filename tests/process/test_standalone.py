@@ -1,0 +1,178 @@
+"""`pdserve decode|prefill` by itself, as on another host: how it is stopped."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from pdserve import registry, stream
+from pdserve.messages import Failed, Instance, Outputs, Role, Submit
+from pdserve.ports import free_port
+from pdserve.process.run import SAME
+from pdserve.registry.view import View
+from tests.conditions import until
+from tests.engine.sims import body, decode_outputs
+from tests.servers import etcd_server
+from tests.terminal import Terminal
+
+YAML = """
+Common: {{model: demo, block-size: 32, max-model-len: 4096}}
+Graph: {{namespace: {namespace}, nats: "{nats}", etcd: "{etcd}"}}
+Frontend: {{served_model_name: demo, port: {port}}}
+VllmWorker: {{engine: sim, remote-prefill: true, common-configs: [model, block-size, max-model-len]}}
+PrefillWorker: {{engine: sim, common-configs: [model, block-size, max-model-len]}}
+"""
+TOKENS = 600
+"""three seconds of a simulated engine"""
+
+
+class Alone:
+    def __init__(self, folder: Path, nats: str, etcd: str, namespace: str) -> None:
+        self.etcd, self.namespace = etcd, namespace
+        self._file = folder / "graph.yaml"
+        port = free_port("127.0.0.1")
+        self._file.write_text(YAML.format(nats=nats, etcd=etcd, namespace=namespace, port=port))
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
+        self.env = {**clean, "PDSERVE_STATE_DIR": str(folder / "state")}
+
+    def command(self, role: Role) -> list[str]:
+        return [sys.executable, "-m", "pdserve", role.value, "-f", str(self._file)]
+
+    @asynccontextmanager
+    async def view(self) -> AsyncIterator[View]:
+        async with registry.connect(self.etcd, self.namespace) as connection, View(connection) as view:
+            yield view
+
+
+@pytest.fixture
+def alone(tmp_path: Path, nats_url: str, etcd_url: str, namespace: str) -> Alone:
+    return Alone(tmp_path, nats_url, etcd_url, namespace)
+
+
+async def test_ctrl_c_lets_a_decode_worker_finish(alone: Alone) -> None:
+    async with alone.view() as view:
+        with Terminal(alone.command(Role.DECODE), alone.env) as terminal:
+            await until(lambda: bool(view.instances(Role.DECODE)), within=30)
+            (instance,) = view.instances(Role.DECODE)
+            begun = asyncio.Event()
+            answer = asyncio.create_task(_ask(instance, begun))
+            await begun.wait()
+            terminal.type("\x03")
+            assert await asyncio.wait_for(answer, 30) == TOKENS
+            await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
+        assert "draining: 1 requests to finish" in terminal.text
+        await until(lambda: not view.instances())
+
+
+async def test_the_second_ctrl_c_ends_it_at_once(alone: Alone) -> None:
+    async with alone.view() as view:
+        with Terminal(alone.command(Role.DECODE), alone.env) as terminal:
+            await until(lambda: bool(view.instances(Role.DECODE)), within=30)
+            (instance,) = view.instances(Role.DECODE)
+            begun = asyncio.Event()
+            answer = asyncio.create_task(_ask(instance, begun))
+            await begun.wait()
+            terminal.type("\x03")
+            await asyncio.to_thread(terminal.until, "draining: 1 requests to finish", 30)
+            await asyncio.sleep(SAME)  # no finger is quicker
+            terminal.type("\x03")
+            await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
+        assert "told again" in terminal.text
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
+
+
+async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
+    """It is importing vLLM by then, in a thread that cannot be stopped, and a client holds a connection."""
+    async with alone.view() as view:
+        with Terminal(alone.command(Role.FRONTEND), alone.env) as terminal:
+            await until(lambda: bool(view.instances(Role.FRONTEND)), within=30)
+            (instance,) = view.instances(Role.FRONTEND)
+            host, _, port = instance.address.removeprefix("http://").rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = (
+                "POST /v1/completions HTTP/1.1",
+                "host: x",
+                "content-length: 100",
+                "expect: 100-continue",
+                "",
+                "",
+            )
+            writer.write("\r\n".join(head).encode())
+            assert b" 100 " in await reader.readline()  # it waits for the body
+            terminal.type("\x03")
+            await asyncio.to_thread(terminal.until, "running requests may finish", 30)
+            await asyncio.sleep(SAME)
+            started = time.monotonic()
+            terminal.type("\x03")
+            await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
+            assert time.monotonic() - started < 5
+            writer.close()
+        assert "told again" in terminal.text
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL, Role.FRONTEND])
+async def test_without_etcd_a_role_waits_for_it(
+    tmp_path: Path, nats_url: str, namespace: str, role: Role
+) -> None:
+    async with etcd_server(tmp_path) as etcd:
+        await etcd.stop()
+        alone = Alone(tmp_path, nats_url, etcd.url, namespace)
+        with Terminal(alone.command(role), alone.env) as terminal:
+            await asyncio.to_thread(terminal.until, f"no etcd answers at {etcd.url}; waiting for it", 30)
+            await etcd.restart()
+            async with alone.view() as view:
+                await until(lambda: bool(view.instances(role)), within=30)
+            terminal.type("\x03")
+            await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
+        assert "Traceback" not in terminal.text
+        await etcd.stop()
+        with Terminal(alone.command(role), alone.env) as terminal:
+            await asyncio.to_thread(terminal.until, "waiting for it", 30)
+            terminal.type("\x03")
+            await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
+
+
+async def _ask(instance: Instance, begun: asyncio.Event) -> int:
+    """How many tokens come."""
+    count = 0
+    async with stream.connect(instance.address, "frontend") as client:
+        await client.send(Submit("r", [3, 4, 5], TOKENS, 60.0, body(TOKENS)))
+        async for message in client.received():
+            match message:
+                case Outputs(frames):
+                    begun.set()
+                    for output in decode_outputs(frames).outputs:
+                        count += len(output.new_token_ids)
+                        if output.finish_reason is not None:
+                            return count
+                case Failed():
+                    pytest.fail(message.message)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL, Role.FRONTEND])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_while_it_starts_ends_it_with_exit_code_0_and_a_word(
+    alone: Alone, role: Role, number: signal.Signals
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *alone.command(role), env=alone.env, stderr=asyncio.subprocess.PIPE
+    )
+    await until(lambda: _handles(process.pid), within=30)
+    process.send_signal(number)
+    _, said = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0, said
+    assert b"told to stop while starting" in said
+
+
+def _handles(pid: int) -> bool:
+    """Whether our handlers are there: that for SIGHUP is the last."""
+    caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+    return bool(int(caught, 16) >> (signal.SIGHUP - 1) & 1)
