@@ -90,7 +90,7 @@ async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pyte
 
 async def test_a_damaged_model_archive(nats_url: str, namespace: str, tmp_path: Path) -> None:
     from pdserve.errors import Unavailable
-    from pdserve.frontend.model.assets import unpack
+    from pdserve.queue.archives import unpack
 
     blobs = connect_blobs(nats_url, namespace)
     await blobs.put("archive", b"garbage")

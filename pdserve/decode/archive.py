@@ -1,33 +1,15 @@
-"""What of a model's folder a frontend on another host needs: everything but the weights."""
+"""A model's archive, kept in NATS' object store for frontends on other hosts."""
 
 import asyncio
-import gzip
-import hashlib
-import io
 import logging
-import tarfile
 from pathlib import Path
 
 from pdserve.errors import QueueUnavailable
+from pdserve.queue.archives import archive_name, pack_model
 from pdserve.queue.base import BlobStore
 
 log = logging.getLogger(__name__)
 
-_WEIGHTS = {
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".ckpt",
-    ".npz",
-    ".tflite",
-}
-_LARGEST = 100 << 20
-"""bytes; the largest tokenizers have some 40 MB"""
 RETRY, CHECK = 5.0, 60.0
 """seconds until it is stored again, while NATS is away and while it is there"""
 
@@ -69,24 +51,3 @@ class Archive:
             return
         if missed:
             log.info("frontends on other hosts will find the tokenizer: NATS is back")
-
-
-def pack_model(folder: Path) -> bytes:
-    """The same bytes for the same files, whenever and wherever they are packed. Only the folder's own files
-    and those one level down (chat templates): hidden folders and deeper ones are other people's copies."""
-    packed = io.BytesIO()
-    with (
-        gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped,
-        tarfile.open(fileobj=zipped, mode="w") as tar,
-    ):
-        for path in sorted([*folder.glob("*"), *folder.glob("[!.]*/*")]):
-            if path.is_file() and path.suffix not in _WEIGHTS and path.stat().st_size <= _LARGEST:
-                entry = tarfile.TarInfo(str(path.relative_to(folder)))
-                data = path.read_bytes()
-                entry.size = len(data)
-                tar.addfile(entry, io.BytesIO(data))
-    return packed.getvalue()
-
-
-def archive_name(archive: bytes) -> str:
-    return hashlib.sha256(archive).hexdigest()[:32]

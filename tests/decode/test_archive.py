@@ -1,11 +1,10 @@
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
 
-from pdserve.decode.archive import Archive, archive_name, pack_model
-from pdserve.frontend.model.assets import unpack
+from pdserve.decode.archive import Archive
+from pdserve.queue.archives import archive_name
 from pdserve.queue.memory import MemoryBlobs, MemoryBroker
 from tests.conditions import until
 
@@ -13,26 +12,10 @@ from tests.conditions import until
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     model = tmp_path / "model"
-    (model / "templates").mkdir(parents=True)
-    (model / ".cache").mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors", "templates/tool.jinja", ".cache/junk"):
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (model / name).write_text(name)
     return model
-
-
-def test_everything_but_the_weights_arrives(folder: Path, tmp_path: Path) -> None:
-    there = unpack(pack_model(folder), tmp_path / "there")
-    names = sorted(str(path.relative_to(there)) for path in there.rglob("*") if path.is_file())
-    assert names == ["config.json", "templates/tool.jinja", "tokenizer.json"]
-    assert (there / "config.json").read_text() == "config.json"
-
-
-def test_the_same_files_give_the_same_archive(folder: Path) -> None:
-    before = pack_model(folder)
-    os.utime(folder / "config.json", (1, 1))
-    assert pack_model(folder) == before
-    (folder / "config.json").write_text("other")
-    assert archive_name(pack_model(folder)) != archive_name(before)
 
 
 async def test_it_is_stored_under_its_name(folder: Path) -> None:

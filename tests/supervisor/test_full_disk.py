@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.decode.archive import pack_model
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import ConfigError, Unavailable
-from pdserve.frontend.model.assets import unpack
 from pdserve.messages import Role
 from pdserve.observe.logs import LogLine
+from pdserve.queue.archives import pack_model, unpack
 from pdserve.supervisor import state
 from pdserve.supervisor.output import Output
 from pdserve.supervisor.process import Process

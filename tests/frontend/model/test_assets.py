@@ -1,24 +1,12 @@
-import io
-import tarfile
 from pathlib import Path
 
 import pytest
 
 from pdserve.errors import Unavailable
-from pdserve.frontend.model import assets
-from pdserve.frontend.model.assets import model_folder, unpack
+from pdserve.frontend.model.assets import model_folder
 from pdserve.messages import ModelCard
 from pdserve.queue.base import BlobStore
-
-
-def archive(**files: bytes) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w:gz") as tar:
-        for name, data in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return out.getvalue()
+from tests.queue.test_archives import tar_of
 
 
 class Blobs(BlobStore):
@@ -50,7 +38,7 @@ async def test_hub_id(tmp_path: Path) -> None:
 
 
 async def test_from_the_object_store(tmp_path: Path) -> None:
-    blobs = Blobs(b=archive(**{"config.json": b"{}", "sub/a.txt": b"a"}))
+    blobs = Blobs(b=tar_of(**{"config.json": b"{}", "sub/a.txt": b"a"}))
     folder = await model_folder(card("/elsewhere/model", "b"), blobs, tmp_path)
     assert files(folder) == {"config.json": b"{}", "sub/a.txt": b"a"}
     assert await model_folder(card("/elsewhere/model", "b"), blobs, tmp_path) == folder
@@ -61,17 +49,3 @@ async def test_from_the_object_store(tmp_path: Path) -> None:
 async def test_nowhere(tmp_path: Path, blob: str, part: str) -> None:
     with pytest.raises(Unavailable, match=part):
         await model_folder(card("/elsewhere/model", blob), Blobs(), tmp_path)
-
-
-@pytest.mark.parametrize("data", [b"no tar", b"", archive(**{"../evil": b"x"}), archive(a=b"x" * 5000)[:60]])
-def test_bad_archives_leave_nothing(tmp_path: Path, data: bytes) -> None:
-    with pytest.raises(Unavailable):
-        unpack(data, tmp_path / "models")
-    assert not list((tmp_path / "models").iterdir())
-    assert not (tmp_path / "evil").exists()
-
-
-def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assets, "MAX_ARCHIVE", 10)
-    with pytest.raises(Unavailable, match="too large"):
-        unpack(archive(a=b"x" * 11), tmp_path / "models")
