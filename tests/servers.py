@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
-from pdserve.supervisor.server_process import ServerProcess
+from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 
 
 def nats_server(state_dir: Path, port: int = 0) -> EmbeddedNats:
@@ -21,7 +20,7 @@ def etcd_server(state_dir: Path, port: int = 0) -> EmbeddedEtcd:
 
 
 @contextmanager
-def running(server: ServerProcess) -> Iterator[ServerProcess]:
+def running(server: EmbeddedServer) -> Iterator[EmbeddedServer]:
     """For session fixtures: the server outlives the event loops of the tests."""
     asyncio.run(server.start())
     try:
@@ -31,7 +30,7 @@ def running(server: ServerProcess) -> Iterator[ServerProcess]:
 
 
 @asynccontextmanager
-async def hung(server: ServerProcess) -> AsyncIterator[None]:
+async def hung(server: EmbeddedServer) -> AsyncIterator[None]:
     """The process is there, its port accepts, and nothing answers."""
     assert server.pid
     os.kill(server.pid, signal.SIGSTOP)
@@ -51,7 +50,7 @@ def _stopped(pid: int) -> bool:
     return all(state in "Tt" for state in states)
 
 
-async def kill(server: ServerProcess) -> None:
+async def kill(server: EmbeddedServer) -> None:
     """SIGKILL; returns when the process is gone."""
     assert server.pid
     os.kill(server.pid, signal.SIGKILL)

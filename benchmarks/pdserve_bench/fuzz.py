@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from pdserve.messages import Role
-from pdserve.supervisor.state import Graph
+from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.chaos.launch import started
 from pdserve_bench.chaos.watch import Watch
 from pdserve_bench.soak.load import Connection
@@ -310,7 +310,7 @@ class Report:
 
 
 class Fuzzer:
-    def __init__(self, graph: Graph, seed: int) -> None:
+    def __init__(self, graph: GraphRecord, seed: int) -> None:
         address = urlsplit(graph.url)
         self._host, self._port = address.hostname or "127.0.0.1", address.port or 80
         self._graph, self._seed = graph, seed

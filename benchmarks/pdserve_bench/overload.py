@@ -27,7 +27,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from pdserve.supervisor.state import Graph
+from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.chaos.launch import started
 from pdserve_bench.chaos.score import percentile
 
@@ -96,7 +96,7 @@ class Shape:
 
 
 class Caller:
-    def __init__(self, http: httpx.AsyncClient, graph: Graph, shape: Shape) -> None:
+    def __init__(self, http: httpx.AsyncClient, graph: GraphRecord, shape: Shape) -> None:
         self._http, self._url, self._model = http, f"{graph.url}/v1/completions", graph.model
         self._supervisor = graph.pid
         self.shape = shape
@@ -257,7 +257,7 @@ def _print(rows: dict[str, dict[str, float]]) -> None:
 
 
 @asynccontextmanager
-async def _graph(file: Path | None, folder: Path) -> AsyncIterator[Graph]:
+async def _graph(file: Path | None, folder: Path) -> AsyncIterator[GraphRecord]:
     os.environ["PDSERVE_API_KEYS"] = ",".join([*CROWD, FLOOD, POLITE])
     if file is None:
         file = folder / "sim.yaml"

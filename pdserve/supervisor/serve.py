@@ -96,14 +96,14 @@ async def _serve(config: Config, slots: Sequence[Slot], output: Output, policy: 
         await supervision.run(healthy, show_ready, beside, patience)
 
 
-async def _healthy(config: Config, graph: state.Graph) -> AsyncIterator[str]:
+async def _healthy(config: Config, graph: state.GraphRecord) -> AsyncIterator[str]:
     """Yields what the frontends still lack; nothing where there are none."""
     if config.frontend:
         async for missing in until_healthy(graph.url, config.frontend.processes):
             yield missing
 
 
-async def _roll(stack: AsyncExitStack, graph: state.Graph, config: Config) -> RollCall:
+async def _roll(stack: AsyncExitStack, graph: state.GraphRecord, config: Config) -> RollCall:
     try:
         registry = await stack.enter_async_context(connect(graph.etcd, graph.namespace))
         view = await stack.enter_async_context(View(registry))
@@ -112,8 +112,8 @@ async def _roll(stack: AsyncExitStack, graph: state.Graph, config: Config) -> Ro
     return RollCall(registry, view, config.host, config.drain_timeout)
 
 
-def _describe(config: Config, embedded: Mapping[str, str]) -> state.Graph:
-    return state.Graph(
+def _describe(config: Config, embedded: Mapping[str, str]) -> state.GraphRecord:
+    return state.GraphRecord(
         pid=os.getpid(),
         config=str(config.path.resolve()),
         model=config.served_model_name,
@@ -124,7 +124,7 @@ def _describe(config: Config, embedded: Mapping[str, str]) -> state.Graph:
     )
 
 
-def _job(slot: Slot, config: Config, graph: state.Graph, sockets: Path) -> Job:
+def _job(slot: Slot, config: Config, graph: state.GraphRecord, sockets: Path) -> Job:
     env = {
         "PDSERVE_ETCD": graph.etcd,
         "PDSERVE_NATS": graph.nats,

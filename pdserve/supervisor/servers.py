@@ -10,11 +10,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
 from pdserve.supervisor.backoff import Life, Policy, Restart, decide
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
+from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 from pdserve.supervisor.guardian import Guardian
 from pdserve.supervisor.keeper import LIVES
 from pdserve.supervisor.process import Ended
-from pdserve.supervisor.server_process import ServerProcess
 from pdserve.tasks import forever
 
 log = logging.getLogger(__name__)
@@ -25,10 +24,10 @@ LOOK_EVERY, ANSWER_WITHIN = 5.0, 5.0
 
 
 @asynccontextmanager
-async def needed_servers(config: Config, guardian: Guardian) -> AsyncIterator[list[ServerProcess]]:
+async def needed_servers(config: Config, guardian: Guardian) -> AsyncIterator[list[EmbeddedServer]]:
     """Those that the configuration leaves to us, running; stopped in the opposite order, etcd before NATS."""
     async with AsyncExitStack() as stack:
-        servers: list[ServerProcess] = []
+        servers: list[EmbeddedServer] = []
         if config.nats is None:
             servers.append(await stack.enter_async_context(EmbeddedNats(config.state_dir, guardian=guardian)))
         if config.etcd is None:
@@ -36,7 +35,7 @@ async def needed_servers(config: Config, guardian: Guardian) -> AsyncIterator[li
         yield servers
 
 
-async def keep(server: ServerProcess, policy: Policy) -> None:
+async def keep(server: EmbeddedServer, policy: Policy) -> None:
     """Bring a server back, on the same port and data, whenever it ends or hangs; until cancelled. The graph goes on
     without it meanwhile, for as long as it takes."""
     lives: deque[Life] = deque(maxlen=LIVES)
@@ -54,7 +53,7 @@ async def keep(server: ServerProcess, policy: Policy) -> None:
         await _restart(server, lives, policy)
 
 
-async def _kill_if_it_hangs(server: ServerProcess) -> None:
+async def _kill_if_it_hangs(server: EmbeddedServer) -> None:
     """Looks are counted, not seconds: a supervisor that was stopped itself knows nothing."""
     silent = 0.0
     while silent < HANGS_AFTER:
@@ -64,7 +63,7 @@ async def _kill_if_it_hangs(server: ServerProcess) -> None:
     server.kill()
 
 
-async def _answers(server: ServerProcess) -> bool:
+async def _answers(server: EmbeddedServer) -> bool:
     """Anything at all: an etcd that says it is ill would not be cured by a restart."""
     try:
         async with asyncio.timeout(ANSWER_WITHIN):
@@ -74,7 +73,7 @@ async def _answers(server: ServerProcess) -> bool:
     return True
 
 
-async def _restart(server: ServerProcess, lives: deque[Life], policy: Policy) -> None:
+async def _restart(server: EmbeddedServer, lives: deque[Life], policy: Policy) -> None:
     while True:
         decision = decide(lives, policy, was_ready=True, role_was_ready=True)
         assert isinstance(decision, Restart)

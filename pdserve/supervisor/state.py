@@ -25,7 +25,7 @@ _LONGEST_FOLDER = 107 - len("/123e4567-e89b-12d3-a456-426614174000")
 """bytes, before the names that vLLM gives its sockets"""
 
 
-class Graph(msgspec.Struct, frozen=True):
+class GraphRecord(msgspec.Struct, frozen=True):
     """A running graph, as `graph.json` in its state directory tells it to `pdserve status` and the like."""
 
     pid: int
@@ -127,7 +127,7 @@ def _locked(lock: IO[str]) -> bool:
     return True
 
 
-def write(state_dir: Path, graph: Graph) -> None:
+def write(state_dir: Path, graph: GraphRecord) -> None:
     """Raises ConfigError where it cannot; what was there before then stays whole."""
     fresh = state_dir / f"{_RECORD}.new"
     try:
@@ -139,10 +139,10 @@ def write(state_dir: Path, graph: Graph) -> None:
         raise _unusable(state_dir, error) from error
 
 
-def read(state_dir: Path) -> Graph | None:
+def read(state_dir: Path) -> GraphRecord | None:
     """The graph that runs on this state directory, None where none does."""
     try:
-        graph = msgspec.json.decode((state_dir / _RECORD).read_bytes(), type=Graph)
+        graph = msgspec.json.decode((state_dir / _RECORD).read_bytes(), type=GraphRecord)
     except (OSError, msgspec.MsgspecError):
         return None
     return graph if psutil.pid_exists(graph.pid) else None

@@ -11,8 +11,7 @@ import pytest
 from pdserve_bench.chaos.faults import Kind, Victim
 from pdserve_bench.chaos.inject import injected
 
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
-from pdserve.supervisor.server_process import ServerProcess
+from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 from tests.conditions import until
 
 
@@ -54,7 +53,7 @@ async def test_one_that_has_ended_cannot_be_harmed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [EmbeddedNats, EmbeddedEtcd])
-async def test_a_server_comes_back_without_its_data(kind: type[ServerProcess], tmp_path: Path) -> None:
+async def test_a_server_comes_back_without_its_data(kind: type[EmbeddedServer], tmp_path: Path) -> None:
     async with kind(tmp_path) as server:
         (server.data_dir / "something").mkdir()
         for time in (1, 2):

@@ -10,15 +10,14 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
-from pdserve.supervisor.server_process import ServerProcess
+from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 from tests.servers import kill
 
 KINDS = pytest.mark.parametrize("kind", [EmbeddedNats, EmbeddedEtcd])
 
 
 @KINDS
-async def test_starts_restarts_and_leaves_nothing(kind: type[ServerProcess], tmp_path: Path) -> None:
+async def test_starts_restarts_and_leaves_nothing(kind: type[EmbeddedServer], tmp_path: Path) -> None:
     async with kind(tmp_path) as server:
         first, port = server.pid, server.port
         assert first
@@ -35,7 +34,7 @@ async def test_starts_restarts_and_leaves_nothing(kind: type[ServerProcess], tmp
 
 
 @KINDS
-async def test_wait_reports_a_crash_and_restart_mends_it(kind: type[ServerProcess], tmp_path: Path) -> None:
+async def test_wait_reports_a_crash_and_restart_mends_it(kind: type[EmbeddedServer], tmp_path: Path) -> None:
     async with kind(tmp_path) as server:
         await kill(server)
         assert await server.wait() == -signal.SIGKILL
@@ -44,21 +43,21 @@ async def test_wait_reports_a_crash_and_restart_mends_it(kind: type[ServerProces
 
 
 @KINDS
-async def test_says_who_holds_the_port(kind: type[ServerProcess], tmp_path: Path) -> None:
+async def test_says_who_holds_the_port(kind: type[EmbeddedServer], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError) as caught:
         await kind(tmp_path, port=taken.getsockname()[1]).start()
     assert f"(pid {os.getpid()})" in str(caught.value)
 
 
 @KINDS
-async def test_two_servers_never_share_data(kind: type[ServerProcess], tmp_path: Path) -> None:
+async def test_two_servers_never_share_data(kind: type[EmbeddedServer], tmp_path: Path) -> None:
     async with kind(tmp_path) as server:
         with pytest.raises(ConfigError, match=rf"in use by another {server.name} \(pid {server.pid}\)"):
             await kind(tmp_path).start()
 
 
 @KINDS
-async def test_a_server_that_cannot_start_says_why(kind: type[ServerProcess], tmp_path: Path) -> None:
+async def test_a_server_that_cannot_start_says_why(kind: type[EmbeddedServer], tmp_path: Path) -> None:
     server = kind(tmp_path, port=free_port("127.0.0.1"))
     server.data_dir.mkdir()
     for name in ("jetstream", "data"):

@@ -87,7 +87,7 @@ def test_a_terminal_that_is_a_file_comes_back(disk: Disk) -> None:
 
 
 def test_the_state_is_refused_in_a_sentence_and_stays_whole(disk: Disk) -> None:
-    graph = state.Graph(1, "a.yaml", "demo", "ns", "etcd", "nats", "x" * 5000)
+    graph = state.GraphRecord(1, "a.yaml", "demo", "ns", "etcd", "nats", "x" * 5000)
     with state.only_one(disk.path):
         state.write(disk.path, graph)
         disk.fill()

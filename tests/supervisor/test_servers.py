@@ -8,22 +8,21 @@ from pathlib import Path
 import pytest
 
 from pdserve.supervisor import servers
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
+from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 from pdserve.supervisor.guardian import Guardian
-from pdserve.supervisor.server_process import ServerProcess
 from tests.conditions import until
 from tests.servers import kill
 from tests.supervisor.fakes import QUICK, alive
 
 
 @pytest.fixture(params=[EmbeddedNats, EmbeddedEtcd])
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> ServerProcess:
-    made: ServerProcess = request.param(tmp_path)
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> EmbeddedServer:
+    made: EmbeddedServer = request.param(tmp_path)
     return made
 
 
 async def test_one_that_ends_or_hangs_is_back_on_its_port(
-    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, seconds in {"HANGS_AFTER": 0.3, "LOOK_EVERY": 0.1, "ANSWER_WITHIN": 0.2}.items():
         monkeypatch.setattr(servers, name, seconds)

@@ -10,7 +10,7 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.supervisor import state
 
-GRAPH = state.Graph(
+GRAPH = state.GraphRecord(
     os.getpid(), "/a/graph.yaml", "demo", "pdserve", "127.0.0.1:2379", "nats://127.0.0.1:4222"
 )
 
@@ -60,7 +60,7 @@ def test_the_record_is_there_as_long_as_the_graph(tmp_path: Path) -> None:
 def test_a_record_of_a_dead_graph_counts_for_nothing(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    state.write(tmp_path, state.Graph(dead.pid, "f", "m", "n", "e", "q"))
+    state.write(tmp_path, state.GraphRecord(dead.pid, "f", "m", "n", "e", "q"))
     assert state.read(tmp_path) is None
 
 

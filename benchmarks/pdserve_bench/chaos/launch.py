@@ -97,7 +97,7 @@ def _take(section: dict[str, Any], key: str) -> Any:
 class Running:
     """A graph on this machine. One that somebody else started is taken as it is."""
 
-    graph: state.Graph
+    graph: state.GraphRecord
     state_dir: Path
 
     @property
@@ -158,7 +158,7 @@ async def started(
     state_dir = folder / "state"
     with small_disk(state_dir) if own_disk else nullcontext(False) as disk:
         process = _spawn(folder)
-        nothing = state.Graph(process.pid, "", "", "", "", "")
+        nothing = state.GraphRecord(process.pid, "", "", "", "", "")
         found = Started(nothing, state_dir, folder, process, say, model, disk)
         try:
             await _until_ready(process, folder, say)

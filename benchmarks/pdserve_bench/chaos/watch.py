@@ -12,7 +12,7 @@ from pdserve.errors import RegistryUnavailable
 from pdserve.messages import Instance, decode_instance
 from pdserve.registry import connect, keys
 from pdserve.registry.base import Registry
-from pdserve.supervisor.state import Graph
+from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.chaos.score import Leftovers
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Watch:
     async def __aexit__(self, *_: object) -> None:
         await self._connection.aclose()
 
-    async def move(self, graph: Graph) -> None:
+    async def move(self, graph: GraphRecord) -> None:
         """To the etcd of this graph, first of all and where it has another one. Raises RegistryUnavailable."""
         await self._connection.aclose()
         self.registry = await self._connection.enter_async_context(connect(graph.etcd, graph.namespace))

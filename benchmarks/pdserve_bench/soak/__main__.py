@@ -23,7 +23,7 @@ from rich.table import Table
 
 from pdserve.registry import connect
 from pdserve.registry.base import Registry
-from pdserve.supervisor.state import Graph
+from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.chaos.launch import started
 from pdserve_bench.chaos.watch import Watch
 from pdserve_bench.soak.load import Load
@@ -65,7 +65,7 @@ class Report:
         return [*leaks(self.before, self.after), *self.load.surprises]
 
 
-async def soak(graph: Graph, warm: int, requests: int, lengths: tuple[int, int], seed: int) -> Report:
+async def soak(graph: GraphRecord, warm: int, requests: int, lengths: tuple[int, int], seed: int) -> Report:
     async with connect(graph.etcd, graph.namespace) as registry, Watch() as watch:
         await watch.move(graph)
         await watch.learn()
@@ -85,7 +85,7 @@ async def soak(graph: Graph, warm: int, requests: int, lengths: tuple[int, int],
         return Report(before, after, load, time.monotonic() - ended)
 
 
-async def _look(graph: Graph, watch: Watch, registry: Registry) -> Picture:
+async def _look(graph: GraphRecord, watch: Watch, registry: Registry) -> Picture:
     stored = {"nats": await nats_keeps(graph.nats), "etcd": len(await registry.read(""))}
     return await picture(graph.pid, await watch.instances(), stored)
 

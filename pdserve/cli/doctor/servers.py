@@ -14,8 +14,7 @@ from pdserve.cli.doctor.finding import Finding, fail, ok, warn
 from pdserve.clock import LARGE_SKEW
 from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
 from pdserve.registry import connect
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
-from pdserve.supervisor.server_process import ServerProcess
+from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 
 PATIENCE = 5.0
 
@@ -50,7 +49,7 @@ async def etcd(address: str | None) -> Finding:
 
 
 async def _embedded(
-    name: str, kind: Callable[[Path], ServerProcess], ask: Callable[[str], Awaitable[Finding]]
+    name: str, kind: Callable[[Path], EmbeddedServer], ask: Callable[[str], Awaitable[Finding]]
 ) -> Finding:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pdserve-doctor-") as folder:
