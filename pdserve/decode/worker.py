@@ -14,8 +14,7 @@ from pdserve.decode.settings import LiveSettings
 from pdserve.decode.warm_up import WarmUp
 from pdserve.engine.base import Engine
 from pdserve.messages import Cancel, Failed, Hello, Load, Refused, Role, Submit, ToDecode
-from pdserve.observe.metrics import QUEUE_DEPTH
-from pdserve.observe.page import serve_metrics
+from pdserve.observe.metrics import QUEUE_DEPTH, serve_metrics
 from pdserve.process.identity import describe, model_card, new_instance_id
 from pdserve.process.lifecycle import Lifecycle
 from pdserve.process.liveness import watch_engine

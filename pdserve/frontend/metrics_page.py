@@ -7,8 +7,7 @@ import httpx
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pdserve.messages import Instance
-from pdserve.observe.merge import merge
-from pdserve.observe.metrics import SlotMetrics
+from pdserve.observe.metrics import SlotMetrics, merge
 from pdserve.registry.view import View
 
 PATIENCE = 0.5

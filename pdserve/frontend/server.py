@@ -25,7 +25,7 @@ from pdserve.frontend.model.surroundings import Surroundings
 from pdserve.frontend.models import Roster
 from pdserve.frontend.versions import vllm_version
 from pdserve.messages import Instance, Role
-from pdserve.observe.page import serve_metrics
+from pdserve.observe.metrics import serve_metrics
 from pdserve.process.identity import new_instance_id
 from pdserve.process.presence import Presence, described
 from pdserve.process.run import run_until_signalled

@@ -1,10 +1,22 @@
-"""The metric names that monitoring relies on, all in one place (DESIGN §7). Seconds and bytes, as Prometheus wants."""
+"""The metrics that monitoring relies on, all in one place (DESIGN §7), in seconds and bytes as Prometheus wants; the
+page of a process that shows them, and several pages merged into one."""
 
-from collections.abc import Iterable, Iterator
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    start_http_server,
+)
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from pdserve.messages import SlotState
 
@@ -35,7 +47,6 @@ REMOTE_PREFILL_FAILURES = Counter(
 QUEUE_DEPTH = Gauge("pdserve_prefill_queue_depth", "Prefill requests not yet pulled")
 KV_TRANSFER_SECONDS = Histogram("pdserve_kv_transfer_seconds", "One request's KV pull", buckets=_SECONDS)
 KV_TRANSFER_BYTES = Counter("pdserve_kv_transfer_bytes_total", "KV bytes pulled")
-
 WARM_UPS = Counter(
     "pdserve_warm_ups_total",
     "First KV pulls between a decode and a prefill worker, of a prompt of their own; only transfers count them too",
@@ -57,7 +68,7 @@ TASKS = Gauge(
 
 
 class SlotMetrics(Collector):
-    """What supervisors say of the processes that they keep alive."""
+    """The state of the processes that supervisors keep alive, as the registry has it."""
 
     def __init__(self, slots: Iterable[SlotState]) -> None:
         self._slots = slots
@@ -70,3 +81,56 @@ class SlotMetrics(Collector):
             ready.add_metric([slot.name, slot.host], slot.ready)
             restarts.add_metric([slot.name, slot.host], slot.restarts)
         yield from (ready, restarts)
+
+
+# pages
+
+
+@contextmanager
+def serve_metrics(host: str) -> Iterator[str]:
+    """Serve the default registry on a free port; yield the page's URL. Call it in the process's event loop, whose tasks
+    are counted."""
+    loop = asyncio.get_running_loop()
+    TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
+    server, thread = start_http_server(0, host)
+    try:
+        yield f"http://{host}:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def merge(pages: Mapping[str, str]) -> bytes:
+    """Make one page of several, given by instance id. Families of the same name come together; each sample gets a label
+    `instance`, or, where it has one that means something else (the router's decisions), `source`. A page that cannot
+    be parsed is left out."""
+    families: dict[str, Metric] = {}
+    for instance, page in pages.items():
+        for family in _parse(page):
+            known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            if known.type == family.type:
+                known.samples += [_labelled(sample, instance) for sample in family.samples]
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families(families.values()))
+    return generate_latest(registry)
+
+
+def _parse(page: str) -> list[Metric]:
+    try:
+        return list(text_string_to_metric_families(page))
+    except ValueError:
+        return []
+
+
+def _labelled(sample: Sample, instance: str) -> Sample:
+    name = "source" if "instance" in sample.labels else "instance"
+    return sample._replace(labels={**sample.labels, name: instance})
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families

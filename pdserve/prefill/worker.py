@@ -22,8 +22,7 @@ from pdserve.messages import (
     PrefillStarted,
     Role,
 )
-from pdserve.observe.metrics import QUEUE_WAIT
-from pdserve.observe.page import serve_metrics
+from pdserve.observe.metrics import QUEUE_WAIT, serve_metrics
 from pdserve.prefill.held import Held, aged
 from pdserve.prefill.jobs import Job, Jobs
 from pdserve.process.identity import describe, new_instance_id

@@ -1,6 +1,6 @@
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.observe.merge import merge
+from pdserve.observe.metrics import merge
 
 ONE = """# HELP pdserve_requests_total HTTP requests answered
 # TYPE pdserve_requests_total counter
