@@ -12,8 +12,8 @@ from pdserve.decode.freshness import Freshness
 from pdserve.decode.patience import Patience
 from pdserve.decode.requests import Request, Requests
 from pdserve.engine.base import Engine
-from pdserve.engine.handles import check_handle, expired
 from pdserve.errors import ProtocolError, QueueFull, QueueUnavailable
+from pdserve.kv.handles import check_handle, expired
 from pdserve.messages import (
     Instance,
     KvHandle,

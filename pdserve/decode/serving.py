@@ -13,8 +13,8 @@ from pdserve.decode.requests import Phase, Request, Requests
 from pdserve.decode.settings import LiveSettings
 from pdserve.decode.trials import Trials
 from pdserve.engine.base import Engine, Output, Transfers
-from pdserve.engine.handles import expired, prefix_hit
 from pdserve.errors import EngineDead, PeerGone, ProtocolError
+from pdserve.kv.handles import expired, prefix_hit
 from pdserve.messages import Failed, KvHandle, Outputs, Placed, Submit, ToFrontend
 from pdserve.observe.metrics import KV_TRANSFER_BYTES, KV_TRANSFER_SECONDS, PREFILL, REMOTE_PREFILL_FAILURES
 from pdserve.process.lifecycle import Lifecycle

@@ -36,8 +36,8 @@ from contextlib import contextmanager
 from threading import Event
 from typing import Any
 
-from pdserve.engine.handles import LEASE_MARGIN
 from pdserve.kv import side_channel
+from pdserve.kv.handles import LEASE_MARGIN
 from pdserve.kv.nixl import provide_nixl, quiet_agents
 
 provide_nixl()

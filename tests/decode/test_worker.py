@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from pdserve.decode import remote
-from pdserve.engine.handles import LEASE_MARGIN
 from pdserve.engine.sim.model import SimModel
 from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable
+from pdserve.kv.handles import LEASE_MARGIN
 from pdserve.messages import (
     Hello,
     Instance,

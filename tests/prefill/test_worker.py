@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from pdserve.config.schema import Slot
-from pdserve.engine.handles import check_handle
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
+from pdserve.kv.handles import check_handle
 from pdserve.messages import (
     PrefillAnswer,
     PrefillDone,

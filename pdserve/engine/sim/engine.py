@@ -15,7 +15,6 @@ import msgspec
 
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
 from pdserve.engine.fingerprint import Fingerprint
-from pdserve.engine.handles import check_handle
 from pdserve.engine.sim import wire
 from pdserve.engine.sim.blocks import BlockPool
 from pdserve.engine.sim.model import VLLM_VERSION, Faults, sim_model
@@ -23,6 +22,7 @@ from pdserve.engine.sim.request import SimRequest
 from pdserve.engine.sim.side import SideServer, Unreachable, ask
 from pdserve.engine.spec import EngineSpec
 from pdserve.errors import EngineDead, ProtocolError, Unavailable
+from pdserve.kv.handles import check_handle
 from pdserve.messages import KvHandle
 from pdserve.tasks import Owner
 

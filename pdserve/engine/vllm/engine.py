@@ -13,7 +13,6 @@ import psutil
 
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
 from pdserve.engine.fingerprint import Fingerprint
-from pdserve.engine.handles import check_handle
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api as api
 from pdserve.engine.vllm.cache import CacheMirror
@@ -31,6 +30,7 @@ from pdserve.engine.vllm.requests import (
 from pdserve.engine.vllm.tickets import Ticket, Tickets
 from pdserve.errors import EngineDead, ProtocolError
 from pdserve.kv import side_channel
+from pdserve.kv.handles import check_handle
 from pdserve.messages import KvHandle
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ import msgspec
 
 from pdserve import clock
 from pdserve.engine.base import EngineFacts
-from pdserve.engine.handles import safe_until
 from pdserve.engine.vllm import api as api
 from pdserve.errors import ProtocolError
+from pdserve.kv.handles import safe_until
 from pdserve.messages import KvHandle
 
 _KV = "kv_transfer_params"

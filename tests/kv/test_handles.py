@@ -3,8 +3,8 @@ import time
 import msgspec
 import pytest
 
-from pdserve.engine.handles import LEASE_MARGIN, check_handle, expired
 from pdserve.errors import ProtocolError
+from pdserve.kv.handles import LEASE_MARGIN, check_handle, expired
 from pdserve.messages import KvHandle
 
 GOOD = KvHandle(
