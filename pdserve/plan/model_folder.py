@@ -2,7 +2,6 @@
 and neither torch nor transformers imported."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,18 +56,6 @@ class ModelFacts:
         """Bytes of all weights once loaded; quantized ones stay as they are stored."""
         target = DTYPE_BYTES.get(dtype, 2)
         return sum(size * target // _FLOATS.get(kind, target) for kind, size in self.stored.items())
-
-
-def find_folder(model: str, revision: str = "main", env: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder of an absolute path, or of a hub id that the Hugging Face cache has; else None."""
-    if model.startswith("/"):
-        return Path(model) if Path(model).is_dir() else None
-    home = Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    cache = Path(env.get("HF_HUB_CACHE") or home / "hub").expanduser() / f"models--{model.replace('/', '--')}"
-    ref = cache / "refs" / revision
-    commit = ref.read_text().strip() if ref.is_file() else revision
-    found = cache / "snapshots" / commit
-    return found if (found / "config.json").is_file() else None
 
 
 def read_model(folder: Path) -> ModelFacts:

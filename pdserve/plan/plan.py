@@ -4,6 +4,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from pdserve.config.host import find_folder
 from pdserve.config.schema import Config, Slot
 from pdserve.errors import ConfigError
 from pdserve.messages import Role
@@ -11,7 +12,7 @@ from pdserve.plan import checks
 from pdserve.plan.defaults import cpu_kv_bytes, with_machine_defaults
 from pdserve.plan.machine import Machine
 from pdserve.plan.memory import Memory, size
-from pdserve.plan.model_folder import ModelFacts, find_folder, read_model
+from pdserve.plan.model_folder import ModelFacts, read_model
 from pdserve.plan.slots import Part, Seat, frontend_slots, seat_workers
 
 

@@ -5,10 +5,10 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from pdserve.config.host import VLLM_VERSION
 from pdserve.engine.base import Output
 from pdserve.engine.fingerprint import fingerprint
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.engine.sim.model import VLLM_VERSION
 from pdserve.engine.sim.wire import CoreOutputs, CoreRequest, Sampling
 from pdserve.engine.spec import EngineSpec
 from pdserve.messages import Role

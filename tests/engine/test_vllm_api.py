@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pdserve.config.host import VLLM_VERSION
 from pdserve.engine.vllm import api
 from pdserve.engine.vllm import engine as vllm
 from pdserve.kv import connector
@@ -36,8 +37,8 @@ def parameters(function: object) -> list[str]:
 
 
 def test_the_version_is_the_one_that_was_read() -> None:
-    assert api.VERSION == api.PINNED, (
-        f"vLLM {api.VERSION} is installed; run the engine tests, then set PINNED"
+    assert api.VERSION == VLLM_VERSION, (
+        f"vLLM {api.VERSION} is installed; run the engine tests, then set VLLM_VERSION"
     )
 
 

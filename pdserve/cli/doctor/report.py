@@ -10,6 +10,7 @@ from rich.text import Text
 from pdserve.cli.doctor import host, servers
 from pdserve.cli.doctor.finding import Finding, Grade
 from pdserve.cli.doctor.transfer import transfer
+from pdserve.config.host import installed_vllm
 from pdserve.config.load import load
 from pdserve.config.schema import Config, FrontendConfig, Slot
 from pdserve.messages import Role
@@ -33,7 +34,7 @@ async def checks(file: Path | None) -> AsyncIterator[Finding]:
     machine = Machine.detect()
     config, slots = _graph(file, machine)
     yield host.python()
-    yield host.vllm(machine)
+    yield host.vllm(installed_vllm())
     yield host.gpus(machine)
     yield await asyncio.to_thread(host.instruction_sets)
     yield host.memory(machine)

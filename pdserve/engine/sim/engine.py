@@ -13,11 +13,12 @@ from typing import Self
 
 import msgspec
 
+from pdserve.config.host import VLLM_VERSION
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
 from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.sim import wire
 from pdserve.engine.sim.blocks import BlockPool
-from pdserve.engine.sim.model import VLLM_VERSION, Faults, sim_model
+from pdserve.engine.sim.model import Faults, sim_model
 from pdserve.engine.sim.request import SimRequest
 from pdserve.engine.sim.side import SideServer, Unreachable, ask
 from pdserve.engine.spec import EngineSpec

@@ -9,8 +9,6 @@ from dataclasses import dataclass, fields
 from pdserve.errors import ConfigError
 
 _CONTEXT = 8
-VLLM_VERSION = "0.32.0"
-"""the version whose encoding the simulation speaks"""
 
 
 @dataclass(frozen=True)

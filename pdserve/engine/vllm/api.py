@@ -30,11 +30,7 @@ from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-PINNED = "0.32.0"
-"""the version that all of this was read and measured in"""
-
 __all__ = [
-    "PINNED",
     "VERSION",
     "AllBlocksCleared",
     "AsyncMPClient",

@@ -1,3 +1,3 @@
-from pdserve.frontend.versions import vllm_version
+from pdserve.config.host import installed_vllm
 
-VERSION = vllm_version()
+VERSION = installed_vllm().version

