@@ -120,7 +120,6 @@ class ModelCard(Struct, frozen=True):
     engine_args: dict[str, object] = {}
     """the vLLM arguments (kebab-case) that tokenizing, templates, parsers and limits depend on"""
     max_model_len: int = 0
-    block_size: int = 0
     vllm_version: str = ""
     blob: str = ""
     """name of the archive with config, tokenizer and chat template in NATS' object store; empty: not uploaded"""
@@ -148,7 +147,6 @@ class Submit(Struct, frozen=True, tag=True):
     """unique per attempt, for ever: a migrated or retried request comes with a new one"""
     prompt: list[int]
     """token ids; never empty"""
-    max_tokens: int
     timeout: float
     """seconds until its deadline"""
     body: list[bytes]
@@ -311,7 +309,6 @@ class PrefillDone(Struct, frozen=True, tag=True):
     request_id: str
     handle: KvHandle
     compute_seconds: float = 0.0
-    queue_seconds: float = 0.0
     age: float = 0.0
     """seconds since the KV was computed, when this was sent"""
     token: str = ""

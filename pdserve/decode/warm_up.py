@@ -67,7 +67,7 @@ class WarmUp:
     async def _try(self, peer: str) -> bool:
         began = time.monotonic()
         name, prompt = f"warm-up-{secrets.token_hex(8)}", unique_prompt(self._engine.facts)
-        submit = Submit(name, prompt, 1, WITHIN, self._engine.plain_body(1))
+        submit = Submit(name, prompt, WITHIN, self._engine.plain_body(1))
         request = self._requests.add("", submit, warms=peer)
         assert request is not None
         try:

@@ -51,7 +51,6 @@ class EngineUsage:
 class Transfers:
     """KV transfers that ended since the last step, as the receiving engine counts them."""
 
-    count: int = 0
     seconds: list[float] = field(default_factory=list)
     bytes: int = 0
     failures: int = 0

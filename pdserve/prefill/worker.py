@@ -178,6 +178,8 @@ class PrefillWorker:
         if time.monotonic() >= delivery.deadline:
             await _tell_queue(delivery.ack())
             return
+        if delivery.redelivered:
+            log.info("request %s: delivered again, the worker that had it did not ack it", request.request_id)
         if not request.warm_up:
             QUEUE_WAIT.observe(delivery.queued)
         if refusal := self._refusal(delivery):
@@ -231,7 +233,7 @@ class PrefillWorker:
         log.info(
             "request %s: %d tokens prefilled in %.3f s", request.request_id, len(request.prompt), seconds
         )
-        return PrefillDone(request.request_id, output.handle, seconds, job.delivery.queued)
+        return PrefillDone(request.request_id, output.handle, seconds)
 
     async def _answer(self, delivery: Delivery, answer: PrefillAnswer) -> None:
         """Answer, then ack: a worker that dies between the two has the prompt computed twice, and the

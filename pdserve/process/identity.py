@@ -73,7 +73,6 @@ def model_card(
         model=config.model,
         engine_args=arguments,
         max_model_len=facts.max_model_len,
-        block_size=facts.block_size,
         vllm_version=facts.vllm_version,
         blob=archive,
         supported_tasks=facts.supported_tasks,

@@ -90,7 +90,7 @@ class Frontend:
     ) -> str:
         request_id = request_id or f"r{next(_numbers)}"
         self.answered.setdefault(request_id, Answered())
-        await self.client.send(Submit(request_id, prompt, max_tokens, seconds, body(max_tokens, **sampling)))
+        await self.client.send(Submit(request_id, prompt, seconds, body(max_tokens, **sampling)))
         return request_id
 
     async def ask(self, prompt: list[int], max_tokens: int = 4, **sampling: int) -> Answered:

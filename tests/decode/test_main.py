@@ -81,7 +81,7 @@ async def ask(instance: Instance, request_id: str, first: int) -> tuple[Placed, 
     placed: Placed | None = None
     tokens: list[int] = []
     async with asyncio.timeout(15), stream.connect(instance.address, f"frontend-{request_id}") as client:
-        await client.send(Submit(request_id, list(range(first, first + 500)), 6, 30.0, body(6)))
+        await client.send(Submit(request_id, list(range(first, first + 500)), 30.0, body(6)))
         async for message in client.received():
             match message:
                 case Placed():

@@ -18,7 +18,7 @@ class Engine:
 
     async def bring(self, *names: str) -> None:
         for name in names:
-            submit = Submit(name, [1], 1, 0.0, [])
+            submit = Submit(name, [1], 0.0, [])
             request = Request("f", submit, engines_died=int(name.isupper()))
             self._requests[name] = request
             self._tasks.append(asyncio.create_task(self._enter(request)))

@@ -134,7 +134,7 @@ async def test_the_request_as_the_worker_gets_it(graph: Graph) -> None:
         )
     submit, request = worker.seen[0], worker.requests[0]
     assert submit.prompt == PROMPT
-    assert submit.max_tokens == 8
+    assert request.sampling_params.max_tokens == 8
     assert request.prompt_token_ids is None, "the prompt travels once"
     assert request.request_id == submit.request_id
     assert request.sampling_params.extra_args == {"colour": "red"}

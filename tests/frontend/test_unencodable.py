@@ -86,8 +86,8 @@ async def test_one_that_waits_for_a_worker_does_not_keep_the_others_from_it(grap
 async def test_a_stream_holds_when_a_message_cannot_be_encoded() -> None:
     async with zmq.listen("127.0.0.1") as server, zmq.connect(server.address, "f") as client:
         with pytest.raises(ProtocolError):
-            await client.send(Submit("r", [HUGE], 1, 0.0, []))
-        await client.send(Submit("s", [1], 1, 0.0, []))
+            await client.send(Submit("r", [HUGE], 0.0, []))
+        await client.send(Submit("s", [1], 0.0, []))
         async with asyncio.timeout(5):
             _, message = await anext(aiter(server.received()))
         assert isinstance(message, Submit)

@@ -143,7 +143,7 @@ async def _ask(instance: Instance, begun: asyncio.Event) -> int:
     """How many tokens come."""
     count = 0
     async with stream.connect(instance.address, "frontend") as client:
-        await client.send(Submit("r", [3, 4, 5], TOKENS, 60.0, body(TOKENS)))
+        await client.send(Submit("r", [3, 4, 5], 60.0, body(TOKENS)))
         async for message in client.received():
             match message:
                 case Outputs(frames):

@@ -33,7 +33,7 @@ async def test_messages_keep_their_order_both_ways(streams: Streams) -> None:
 
 
 async def test_large_messages_arrive_whole(streams: Streams) -> None:
-    submit = Submit("r", list(range(200_000)), 10, 1e10, [b"x" * 3_000_000])
+    submit = Submit("r", list(range(200_000)), 1e10, [b"x" * 3_000_000])
     async with streams.listen() as server, streams.connect(server.address, "f") as client:
         await client.send(submit)
         assert await anext(server.received()) == ("f", submit)

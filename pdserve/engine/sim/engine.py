@@ -316,7 +316,7 @@ class SimEngine(Engine):
             )
         else:
             self._receive(request, first, tell.contents)
-            self._steps.put_nowait(Step([], Transfers(1, [time.monotonic() - started], size)))
+            self._steps.put_nowait(Step([], Transfers([time.monotonic() - started], size)))
         del self._pulling[request]
         self._running.append(request)
         self._work.set()

@@ -295,7 +295,6 @@ class VllmEngine(Engine):
 
 def _transfers(moved: Mapping[str, Any]) -> Transfers:
     return Transfers(
-        len(moved["transfer_duration"]),
         moved["transfer_duration"],
         sum(moved["bytes_transferred"]),
         sum(moved["num_failed_transfers"]) + sum(moved["num_failed_handshakes"]),

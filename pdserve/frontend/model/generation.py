@@ -90,7 +90,6 @@ class Generation:
         return Submit(
             wire_id,
             self.prompt + said,
-            self.max_tokens - len(said),
             max(0.0, self.deadline - time.monotonic()),
             migration.body(self.request, wire_id, self.tokens),
             migrated=self.losses > 0,
