@@ -13,12 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-from pdserve.config.schema import Config, Slot
+from pdserve.config.schema import Config
 from pdserve.messages import Role
+from pdserve.plan.slots import Slot
 
 
 @dataclass(frozen=True)
-class Node:
+class RoleSpec:
     """A kind of process."""
 
     role: Role
@@ -33,9 +34,9 @@ class Node:
 GRAPH = {
     node.role: node
     for node in (
-        Node(Role.FRONTEND, "pdserve.frontend.server:main", stops=0),
-        Node(Role.DECODE, "pdserve.decode.worker:main", stops=1, engine=True),
-        Node(Role.PREFILL, "pdserve.prefill.worker:main", stops=2, engine=True),
+        RoleSpec(Role.FRONTEND, "pdserve.frontend.server:main", stops=0),
+        RoleSpec(Role.DECODE, "pdserve.decode.worker:main", stops=1, engine=True),
+        RoleSpec(Role.PREFILL, "pdserve.prefill.worker:main", stops=2, engine=True),
     )
 }
 
@@ -74,7 +75,7 @@ def decode_slot(text: str) -> Slot:
 
 
 @dataclass(frozen=True)
-class Job:
+class ProcessSpec:
     """One process that the supervisor keeps alive."""
 
     name: str
@@ -85,11 +86,11 @@ class Job:
     """beside the supervisor's own environment"""
 
     @property
-    def node(self) -> Node:
+    def node(self) -> RoleSpec:
         return GRAPH[self.role]
 
 
-def job(slot: Slot, config_file: Path, env: Mapping[str, str]) -> Job:
+def process_spec(slot: Slot, config_file: Path, env: Mapping[str, str]) -> ProcessSpec:
     """How `serve` runs a slot: exactly as a user would on another host, `pdserve decode -f FILE --index
     0`."""
     command = (
@@ -102,12 +103,12 @@ def job(slot: Slot, config_file: Path, env: Mapping[str, str]) -> Job:
         "--index",
         str(slot.index),
     )
-    return Job(slot.name, slot.role, command, env)
+    return ProcessSpec(slot.name, slot.role, command, env)
 
 
-def stop_waves(jobs: Iterable[Job]) -> list[list[Job]]:
+def stop_waves(jobs: Iterable[ProcessSpec]) -> list[list[ProcessSpec]]:
     """The jobs in the order of stopping; those of one wave stop together."""
-    waves: dict[int, list[Job]] = {}
+    waves: dict[int, list[ProcessSpec]] = {}
     for each in jobs:
         waves.setdefault(each.node.stops, []).append(each)
     return [waves[wave] for wave in sorted(waves)]

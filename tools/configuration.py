@@ -26,7 +26,7 @@ PrefillWorker: {model: demo}
 Graph: {}
 """
 _CLASSES = {
-    "Frontend": ("FrontendConfig", "Limits", "Config"),
+    "Frontend": ("FrontendConfig", "AdmissionLimits", "Config"),
     "Processor": ("FrontendConfig",),
     "VllmWorker": ("DecodeConfig", "WorkerConfig"),
     "PrefillWorker": ("WorkerConfig",),

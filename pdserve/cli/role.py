@@ -15,7 +15,8 @@ from pdserve.errors import ConfigError, EngineDead, PdserveError, leaves
 from pdserve.messages import Role
 
 if TYPE_CHECKING:
-    from pdserve.config.schema import Config, Slot
+    from pdserve.config.schema import Config
+    from pdserve.plan.slots import Slot
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,17 @@ from pdserve.config.agreement import compare_workers, merge_processor
 from pdserve.config.common import Common
 from pdserve.config.findings import Findings, or_nearest
 from pdserve.config.keys import Keys
-from pdserve.config.schema import Config, DecodeConfig, FrontendConfig, Limits, PrefillConfig, WorkerConfig
+from pdserve.config.schema import (
+    POLICIES,
+    AdmissionLimits,
+    Config,
+    DecodeConfig,
+    FrontendConfig,
+    PrefillConfig,
+    WorkerConfig,
+)
 from pdserve.config.tree import Entry, read_tree
 from pdserve.config.workers import Arguments, read_arguments, read_decode, read_prefill
-from pdserve.frontend.model.router import POLICIES
 
 SECTIONS = ("Common", "Graph", "Frontend", "Processor", "VllmWorker", "PrefillWorker")
 
@@ -76,11 +83,11 @@ def _frontend(entry: Entry | None, findings: Findings) -> tuple[FrontendConfig |
         header_timeout=keys.seconds("header-timeout", FrontendConfig.header_timeout),
         write_timeout=keys.seconds("write-timeout", FrontendConfig.write_timeout),
         max_request_timeout=keys.seconds("max-request-timeout", FrontendConfig.max_request_timeout),
-        limits=Limits(
-            max_wait=keys.seconds("max-wait", Limits.max_wait),
-            max_waiting=keys.integer("max-waiting", Limits.max_waiting, 1),
-            max_waiting_tokens=keys.integer("max-waiting-tokens", Limits.max_waiting_tokens, 1),
-            max_outputs=keys.integer("max-outputs", Limits.max_outputs, 1),
+        limits=AdmissionLimits(
+            max_wait=keys.seconds("max-wait", AdmissionLimits.max_wait),
+            max_waiting=keys.integer("max-waiting", AdmissionLimits.max_waiting, 1),
+            max_waiting_tokens=keys.integer("max-waiting-tokens", AdmissionLimits.max_waiting_tokens, 1),
+            max_outputs=keys.integer("max-outputs", AdmissionLimits.max_outputs, 1),
         ),
     )
     name = keys.text("served-model-name", "")

@@ -5,11 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdserve.messages import Role
+POLICIES = ("round-robin", "least-loaded")
+"""how a decode worker is chosen for a request: see `frontend/model/router.py`"""
+ENGINES = ("vllm", "sim")
+"""see `engine/spec.py`"""
 
 
 @dataclass(frozen=True)
-class Limits:
+class AdmissionLimits:
     """Of each model and frontend process: who waits while the decode workers are full."""
 
     max_wait: float = 30.0
@@ -32,7 +35,7 @@ class FrontendConfig:
     """processes; how many frontends share the port: the larger of Frontend's and Processor's ServiceArgs.workers"""
     router: str = "round-robin"
     """how a decode worker is chosen for a request"""
-    limits: Limits = Limits()
+    limits: AdmissionLimits = AdmissionLimits()
     header_timeout: float = 30.0
     """seconds; a connection on which no whole request head comes within them is closed"""
     write_timeout: float = 30.0
@@ -116,20 +119,3 @@ class Config:
     """seconds; for running requests to finish after SIGTERM"""
     notes: tuple[str, ...] = ()
     """what was read differently from how it was written, one sentence each, to be shown once at start"""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One process's place on this machine, decided by the plan before anything starts."""
-
-    role: Role
-    index: int
-    gpus: tuple[int, ...] = ()
-    kv_port: int = 0
-    """workers only"""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """environment the process must be started with (CUDA_VISIBLE_DEVICES, KV cache space, threads, …)"""
-
-    @property
-    def name(self) -> str:
-        return f"{self.role.value}-{self.index}"

@@ -8,9 +8,8 @@ from pdserve.config import owned
 from pdserve.config.arguments import arguments, canonical, parse
 from pdserve.config.findings import Findings
 from pdserve.config.keys import Keys
-from pdserve.config.schema import DecodeConfig, PrefillConfig, WorkerConfig
+from pdserve.config.schema import ENGINES, DecodeConfig, PrefillConfig, WorkerConfig
 from pdserve.config.tree import Entry
-from pdserve.engine.spec import ENGINES
 
 _CONNECTORS = ("DynamoNixlConnector", "NixlConnector")
 
@@ -53,7 +52,7 @@ def read_prefill(keys: Keys) -> tuple[PrefillConfig, Arguments]:
 def read_worker(keys: Keys) -> tuple[WorkerConfig, Arguments]:
     """What both kinds have. The model's name is among the arguments returned, not among `engine_args`."""
     keys.take("common-configs")
-    engine = keys.choice("engine", "vllm", tuple(ENGINES))
+    engine = keys.choice("engine", "vllm", ENGINES)
     service = keys.inside("ServiceArgs")
     count = service.integer("workers", 1, 1)
     resources = service.inside("resources")

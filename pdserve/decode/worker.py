@@ -5,7 +5,7 @@ import logging
 from contextlib import AsyncExitStack
 
 from pdserve import queue, registry, stream
-from pdserve.config.schema import Config, Slot
+from pdserve.config.schema import Config
 from pdserve.decode.archive import Archive
 from pdserve.decode.remote import RemotePrefill
 from pdserve.decode.requests import Requests
@@ -15,6 +15,7 @@ from pdserve.decode.warm_up import WarmUp
 from pdserve.engine.base import Engine
 from pdserve.messages import Cancel, Failed, Hello, Load, Refused, Role, Submit, ToDecode
 from pdserve.observe.metrics import QUEUE_DEPTH, serve_metrics
+from pdserve.plan.slots import Slot
 from pdserve.process.identity import describe, model_card, new_instance_id
 from pdserve.process.lifecycle import Lifecycle
 from pdserve.process.liveness import watch_engine

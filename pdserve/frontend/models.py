@@ -10,13 +10,12 @@ from functools import cache
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Self
 
-from pdserve.config.schema import Limits
+from pdserve.config.schema import POLICIES, AdmissionLimits
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.frontend.admission.capacity import Room
 from pdserve.frontend.admission.estimate import Usual
 from pdserve.frontend.admission.fair_queue import Line
 from pdserve.frontend.body import Refusal
-from pdserve.frontend.model.router import POLICIES
 from pdserve.frontend.model.surroundings import Surroundings
 from pdserve.messages import Load, ModelCard, Role
 from pdserve.observe.metrics import INSTANCES, WAITING
@@ -36,7 +35,7 @@ EVERYBODY = Room(sys.maxsize, sys.maxsize, float("inf"))
 class Serving:
     """One model and the task that holds its processor."""
 
-    def __init__(self, card: ModelCard, limits: Limits) -> None:
+    def __init__(self, card: ModelCard, limits: AdmissionLimits) -> None:
         self.card = card
         self.present = True
         """its card is in the registry"""
@@ -83,7 +82,7 @@ class Roster:
     `request_timeout` seconds requests for it are still taken and wait for a worker (which may just be
     restarting); then the model is unknown, once it is idle."""
 
-    def __init__(self, view: View, around: Surroundings, expected: str, limits: Limits) -> None:
+    def __init__(self, view: View, around: Surroundings, expected: str, limits: AdmissionLimits) -> None:
         self._limits = limits
         self._view = view
         self._around = around

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
 from pdserve.config.host import installed_vllm
-from pdserve.config.schema import Config, Slot
+from pdserve.config.schema import Config
 from pdserve.errors import QueueUnavailable, RegistryUnavailable
 from pdserve.frontend.app import GRACE, Edge
 from pdserve.frontend.asgi import App
@@ -26,6 +26,7 @@ from pdserve.frontend.model.surroundings import Surroundings
 from pdserve.frontend.models import Roster
 from pdserve.messages import Instance, Role
 from pdserve.observe.metrics import serve_metrics
+from pdserve.plan.slots import Slot
 from pdserve.process.identity import new_instance_id
 from pdserve.process.presence import Presence, described
 from pdserve.process.run import run_until_signalled

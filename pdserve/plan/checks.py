@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from pdserve.config.schema import Config, Slot, WorkerConfig
+from pdserve.config.schema import Config, WorkerConfig
 from pdserve.plan.machine import GIB, Machine
 from pdserve.plan.memory import (
     CPU_ENGINE_BYTES,
@@ -15,6 +15,7 @@ from pdserve.plan.memory import (
     gpu_share,
 )
 from pdserve.plan.model_folder import ModelFacts
+from pdserve.plan.slots import Slot
 
 
 class Worker(Protocol):

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from pdserve.config.host import find_folder
-from pdserve.config.schema import Config, Slot
+from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
 from pdserve.messages import Role
 from pdserve.plan import checks
@@ -13,7 +13,7 @@ from pdserve.plan.defaults import cpu_kv_bytes, with_machine_defaults
 from pdserve.plan.machine import Machine
 from pdserve.plan.memory import Memory, size
 from pdserve.plan.model_folder import ModelFacts, read_model
-from pdserve.plan.slots import Part, Seat, frontend_slots, seat_workers
+from pdserve.plan.slots import Part, Seat, Slot, frontend_slots, seat_workers
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,31 @@
 """Which processes run here, with their GPUs, ports and environment."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
-from pdserve.config.schema import Config, Slot, WorkerConfig
+from pdserve.config.schema import Config, WorkerConfig
 from pdserve.messages import Role
 from pdserve.plan.defaults import cpu_env, gpus_each
 from pdserve.plan.machine import Machine
 from pdserve.plan.placement import Request, place
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One process's place on this machine, decided by the plan before anything starts."""
+
+    role: Role
+    index: int
+    gpus: tuple[int, ...] = ()
+    kv_port: int = 0
+    """workers only"""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """environment the process must be started with (CUDA_VISIBLE_DEVICES, KV cache space, threads, …)"""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role.value}-{self.index}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
 
 from pdserve import queue, registry
-from pdserve.config.schema import Config, Slot
+from pdserve.config.schema import Config
 from pdserve.engine.base import Engine, Output
 from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable
 from pdserve.messages import (
@@ -23,6 +23,7 @@ from pdserve.messages import (
     Role,
 )
 from pdserve.observe.metrics import QUEUE_WAIT, serve_metrics
+from pdserve.plan.slots import Slot
 from pdserve.prefill.held import Held, aged
 from pdserve.prefill.jobs import Job, Jobs
 from pdserve.process.identity import describe, new_instance_id

@@ -8,10 +8,11 @@ from pathlib import Path
 import msgspec
 
 from pdserve import clock
-from pdserve.config.schema import Config, Slot, WorkerConfig
+from pdserve.config.schema import Config, WorkerConfig
 from pdserve.engine.base import EngineFacts
 from pdserve.graph import BOOT_VARIABLE
 from pdserve.messages import Instance, ModelCard, Role
+from pdserve.plan.slots import Slot
 
 
 def new_instance_id(slot: Slot) -> str:

@@ -4,11 +4,12 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pdserve.config.schema import Config, Slot
+from pdserve.config.schema import Config
 from pdserve.engine.base import EngineFacts
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import Memory
 from pdserve.plan.plan import worker_memory
+from pdserve.plan.slots import Slot
 
 log = logging.getLogger(__name__)
 

@@ -5,10 +5,11 @@ import logging
 import signal
 from typing import Protocol
 
-from pdserve.config.schema import Config, Slot
+from pdserve.config.schema import Config
 from pdserve.engine.base import Engine
 from pdserve.engine.spec import EngineSpec, make_engine
 from pdserve.messages import Role
+from pdserve.plan.slots import Slot
 from pdserve.process.identity import worker_config
 from pdserve.process.lifecycle import STOPPERS, SUPERVISOR_DIED
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from pdserve.config.schema import Config, Slot
+from pdserve.config.schema import Config
+from pdserve.plan.slots import Slot
 from pdserve.ports import port_holder
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from enum import StrEnum
 
 from pdserve.errors import PdserveError
-from pdserve.graph import BOOT_VARIABLE, Job
+from pdserve.graph import BOOT_VARIABLE, ProcessSpec
 from pdserve.messages import Instance, Role, SlotState
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
@@ -64,7 +64,9 @@ class Watcher(ABC):
 class Keeper:
     """One job's life. `run` is to be awaited by whoever owns the keeper; `stop` may be called at any time."""
 
-    def __init__(self, job: Job, roll: Roll, watcher: Watcher, guardian: Guardian, policy: Policy) -> None:
+    def __init__(
+        self, job: ProcessSpec, roll: Roll, watcher: Watcher, guardian: Guardian, policy: Policy
+    ) -> None:
         self.job = job
         self.ready = asyncio.Event()
         self.settled = asyncio.Event()

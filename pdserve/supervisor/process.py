@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from pdserve.graph import Job
+from pdserve.graph import ProcessSpec
 from pdserve.process.lifecycle import SUPERVISOR_DIED
 from pdserve.supervisor.exits import dies_with_parent, end_group, exit_of
 from pdserve.supervisor.guardian import members, shared_memory
@@ -58,7 +58,9 @@ class Ended:
 class Process:
     """A running job. Has to be awaited with `wait`, once."""
 
-    def __init__(self, job: Job, process: "subprocess.Popen[bytes]", on_line: Callable[[str], None]) -> None:
+    def __init__(
+        self, job: ProcessSpec, process: "subprocess.Popen[bytes]", on_line: Callable[[str], None]
+    ) -> None:
         self.job = job
         self.pid = process.pid
         self._process = process
@@ -68,7 +70,7 @@ class Process:
         self._reader = asyncio.create_task(self._read(), name=f"output of {job.name}")
 
     @classmethod
-    def start(cls, job: Job, on_line: Callable[[str], None]) -> Self:
+    def start(cls, job: ProcessSpec, on_line: Callable[[str], None]) -> Self:
         """To be called in a running loop. `on_line` gets each line of stdout and stderr, in the order
         written, without its end."""
         process = subprocess.Popen(

@@ -11,11 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from pdserve.config.schema import Config, Slot
+from pdserve.config.schema import Config
 from pdserve.errors import ConfigError, RegistryUnavailable
-from pdserve.graph import CONFIG_VARIABLE, SLOT_VARIABLE, Job, encode_config, encode_slot, job
+from pdserve.graph import (
+    CONFIG_VARIABLE,
+    SLOT_VARIABLE,
+    ProcessSpec,
+    encode_config,
+    encode_slot,
+    process_spec,
+)
 from pdserve.messages import Instance
 from pdserve.plan.plan import Plan
+from pdserve.plan.slots import Slot
 from pdserve.process.lifecycle import STOPPERS
 from pdserve.registry import connect
 from pdserve.registry.view import View
@@ -124,7 +132,7 @@ def _describe(config: Config, embedded: Mapping[str, str]) -> state.GraphRecord:
     )
 
 
-def _job(slot: Slot, config: Config, graph: state.GraphRecord, sockets: Path) -> Job:
+def _job(slot: Slot, config: Config, graph: state.GraphRecord, sockets: Path) -> ProcessSpec:
     env = {
         "PDSERVE_ETCD": graph.etcd,
         "PDSERVE_NATS": graph.nats,
@@ -137,7 +145,7 @@ def _job(slot: Slot, config: Config, graph: state.GraphRecord, sockets: Path) ->
         "VLLM_RPC_BASE_PATH": str(sockets),
         "PYTHONUNBUFFERED": "1",
     }
-    return job(slot, config.path, env)
+    return process_spec(slot, config.path, env)
 
 
 @contextmanager

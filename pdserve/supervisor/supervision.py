@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
-from pdserve.graph import Job, stop_waves
+from pdserve.graph import ProcessSpec, stop_waves
 from pdserve.messages import Instance, Role
 from pdserve.supervisor.backoff import Policy
 from pdserve.supervisor.guardian import Guardian
@@ -22,7 +22,7 @@ class Supervision(Watcher):
     """Keeps jobs alive until `stop` or until one of them can't be kept alive."""
 
     def __init__(
-        self, jobs: Sequence[Job], roll: Roll, output: Output, guardian: Guardian, policy: Policy
+        self, jobs: Sequence[ProcessSpec], roll: Roll, output: Output, guardian: Guardian, policy: Policy
     ) -> None:
         self._jobs = jobs
         self._roll = roll

@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from pdserve.config.load import load
-from pdserve.config.schema import Config, FrontendConfig, Limits
+from pdserve.config.schema import ENGINES, AdmissionLimits, Config, FrontendConfig
 from pdserve.demo import MODEL_DIR
+from pdserve.engine import spec
 from pdserve.errors import ConfigError
 
 GOOD = """\
@@ -108,7 +109,7 @@ def test_limits(tmp_path: Path) -> None:
     limits = "{port: 8000, max-wait: 2.5, max-waiting: 7, max_waiting_tokens: 90, max-outputs: 3}"
     config = read(tmp_path, GOOD.replace("Frontend:\n  port: 8000", f"Frontend: {limits}"))
     assert config.frontend is not None
-    assert config.frontend.limits == Limits(2.5, 7, 90, 3)
+    assert config.frontend.limits == AdmissionLimits(2.5, 7, 90, 3)
     assert read(tmp_path, GOOD).frontend == FrontendConfig()
 
 
@@ -574,3 +575,7 @@ def test_a_file_that_is_none(tmp_path: Path, make: object, expected: str) -> Non
     with pytest.raises(ConfigError) as caught:
         load(path, {})
     assert caught.value.problems == [f"{path} {expected}"]
+
+
+def test_every_engine_that_a_file_may_name_can_be_made() -> None:
+    assert set(ENGINES) == set(spec.ENGINES)

@@ -9,11 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pdserve.config.schema import Config, DecodeConfig, PrefillConfig, Slot
+from pdserve.config.schema import Config, DecodeConfig, PrefillConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.wire import CoreOutputs
 from pdserve.messages import Cancel, Failed, Outputs, Placed, Refused, Role, Submit, ToFrontend
+from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.registry.memory import MemoryRegistry, MemoryServer

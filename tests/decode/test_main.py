@@ -10,10 +10,11 @@ import httpx
 import pytest
 
 from pdserve import registry, stream
-from pdserve.config.schema import Config, DecodeConfig, PrefillConfig, Slot
+from pdserve.config.schema import Config, DecodeConfig, PrefillConfig
 from pdserve.decode.worker import main as decode_main
 from pdserve.engine.sim.wire import read_request
 from pdserve.messages import Failed, Instance, Outputs, Placed, Role, Submit
+from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import main as prefill_main
 from pdserve.registry.view import View
 from tests.conditions import until

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from pdserve.config.schema import Slot
 from pdserve.decode import warm_up
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
 from pdserve.messages import Instance, PrefillDone, PrefillRequest, PrefillStarted, Role, encode_record
+from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process import liveness, presence
 from pdserve.process.self_test import self_test

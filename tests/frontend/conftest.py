@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 import uvicorn
 
-from pdserve.config.schema import Limits
+from pdserve.config.schema import AdmissionLimits
 from pdserve.frontend.app import Edge
 from pdserve.frontend.asgi import App
 from pdserve.frontend.auth import ApiKeys
@@ -135,7 +135,7 @@ async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph
             20.0,
         )
         graph = Graph(server)
-        graph.roster = await stack.enter_async_context(Roster(view, around, "demo", Limits()))
+        graph.roster = await stack.enter_async_context(Roster(view, around, "demo", AdmissionLimits()))
         client = await stack.enter_async_context(httpx.AsyncClient())
         graph.edge = Edge(graph.roster, MetricsPage(view, "frontend-0-test", client), ApiKeys(), 20.0)
         graph.url = await serve(cross_origin(graph.edge), stack)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from pdserve.config.schema import Limits
+from pdserve.config.schema import AdmissionLimits
 from pdserve.frontend.admission.limits import max_body
 from pdserve.frontend.auth import ApiKeys
 from pdserve.frontend.body import Intake
@@ -235,7 +235,7 @@ async def test_a_strange_timeout_is_refused(graph: Graph, value: str) -> None:
 
 @asynccontextmanager
 async def full(
-    graph: Graph, limits: Limits
+    graph: Graph, limits: AdmissionLimits
 ) -> AsyncIterator[tuple[EchoWorker, "asyncio.Task[httpx.Response]"]]:
     """A worker with two places, both taken; what it is at can be finished by `finish`."""
     async with graph.worker(pace=None, at_once=1) as worker:
@@ -259,7 +259,7 @@ async def finish(worker: EchoWorker) -> None:
 
 
 async def test_too_much_is_429_before_anything_is_answered(graph: Graph) -> None:
-    async with full(graph, Limits(max_waiting=1)) as (worker, running):
+    async with full(graph, AdmissionLimits(max_waiting=1)) as (worker, running):
         line = graph.roster.find("demo").line
         waiting = asyncio.create_task(graph.http.post("/v1/completions", json=completion(stream=True)))
         await until(lambda: len(line) == 1)
@@ -278,7 +278,7 @@ async def test_too_much_is_429_before_anything_is_answered(graph: Graph) -> None
 
 
 async def test_who_waits_and_leaves_costs_nothing(graph: Graph) -> None:
-    async with full(graph, Limits()) as (worker, running):
+    async with full(graph, AdmissionLimits()) as (worker, running):
         line = graph.roster.find("demo").line
         waiting = asyncio.create_task(graph.http.post("/v1/completions", json=completion()))
         await until(lambda: len(line) == 1)

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from pdserve.config.schema import Limits
+from pdserve.config.schema import AdmissionLimits
 from pdserve.errors import Overloaded
 from pdserve.frontend.admission.capacity import Room
 from pdserve.frontend.admission.estimate import Usual
@@ -20,7 +20,7 @@ ASKS = Asks(99, 0)  # 100 tokens
 class Model:
     """As the decode workers: so many places, some of them taken."""
 
-    def __init__(self, places: int, limits: Limits = Limits()) -> None:  # noqa: B008  # frozen
+    def __init__(self, places: int, limits: AdmissionLimits = AdmissionLimits()) -> None:  # noqa: B008  # frozen
         self.places, self.tokens = places, float("inf")
         self.running: list[Turn] = []
         self.order: list[str] = []
@@ -72,14 +72,14 @@ class Model:
         return order
 
 
-def full(places: int = 1, limits: Limits = Limits()) -> Model:  # noqa: B008  # frozen
+def full(places: int = 1, limits: AdmissionLimits = AdmissionLimits()) -> Model:  # noqa: B008  # frozen
     model = Model(places, limits)
     for _ in range(places):
         model.take(model.ask("early"))
     return model
 
 
-def paced(limits: Limits, seconds: float) -> Model:
+def paced(limits: AdmissionLimits, seconds: float) -> Model:
     """Full, and for some time a turn of 100 tokens came every so many seconds."""
     model = full(1, limits)
     pace = model.line._pace
@@ -281,7 +281,7 @@ def test_who_leaves_is_not_charged() -> None:
 
 
 def test_too_late_is_said_at_once_with_the_truth() -> None:
-    model = paced(Limits(max_wait=11.0), seconds=2.0)
+    model = paced(AdmissionLimits(max_wait=11.0), seconds=2.0)
     for _ in range(6):
         model.ask("a")
     with pytest.raises(Overloaded) as caught:
@@ -292,7 +292,7 @@ def test_too_late_is_said_at_once_with_the_truth() -> None:
 
 
 def test_a_deadline_leaves_time_to_run() -> None:
-    model = paced(Limits(max_wait=100.0), seconds=1.0)
+    model = paced(AdmissionLimits(max_wait=100.0), seconds=1.0)
     model.usual.learn(100, first=4.0, rest=0.0)
     for _ in range(3):
         model.ask("a", left=600)
@@ -325,7 +325,7 @@ def test_before_the_pace_is_known_it_is_places_and_what_is_usual() -> None:
 
 
 def test_without_workers_everybody_waits_within_the_bounds() -> None:
-    model = Model(0, Limits(max_waiting=5))
+    model = Model(0, AdmissionLimits(max_waiting=5))
     waiting = [model.ask("a") for _ in range(5)]
     with pytest.raises(Overloaded):
         model.ask("a")
@@ -335,8 +335,8 @@ def test_without_workers_everybody_waits_within_the_bounds() -> None:
     assert not any(one.waiting for one in waiting)
 
 
-@pytest.mark.parametrize("limits", [Limits(max_waiting=4), Limits(max_waiting_tokens=400)])
-async def test_a_full_line_makes_place_for_who_has_less(limits: Limits) -> None:
+@pytest.mark.parametrize("limits", [AdmissionLimits(max_waiting=4), AdmissionLimits(max_waiting_tokens=400)])
+async def test_a_full_line_makes_place_for_who_has_less(limits: AdmissionLimits) -> None:
     model = Model(0, limits)
     crowd = [model.ask("crowd") for _ in range(4)]
     single = model.ask("single")
@@ -351,7 +351,7 @@ async def test_a_full_line_makes_place_for_who_has_less(limits: Limits) -> None:
 
 
 def test_one_that_is_over_a_bound_by_itself() -> None:
-    model = Model(0, Limits(max_waiting_tokens=50, max_waiting=8))
+    model = Model(0, AdmissionLimits(max_waiting_tokens=50, max_waiting=8))
     assert model.ask("a").waiting
     with pytest.raises(Refusal, match="129 outputs") as caught:
         model.ask("b", Asks(1, 1, sequences=129, n=129))
@@ -362,7 +362,7 @@ def test_one_that_is_over_a_bound_by_itself() -> None:
 
 
 def test_answers_that_nobody_reads_are_bounded() -> None:
-    model = Model(4, Limits(max_waiting=3))
+    model = Model(4, AdmissionLimits(max_waiting=3))
     for _ in range(7):
         ticket = model.ask("a")
         turn = ticket.sequence(lambda: None, lambda: None)

@@ -11,11 +11,12 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from pdserve.config.schema import Config, DecodeConfig, Limits, Slot
+from pdserve.config.schema import AdmissionLimits, Config, DecodeConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.frontend.admission.fair_queue import Line
 from pdserve.messages import Role
+from pdserve.plan.slots import Slot
 from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.stream.memory import MemoryStreamServer
@@ -73,7 +74,7 @@ async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
             httpx.AsyncClient(base_url=graph.url, transport=other, timeout=30)
         )
         line = graph.roster.find(NAME).line
-        line.limits = Limits(max_waiting=40)
+        line.limits = AdmissionLimits(max_waiting=40)
         flood = Flood(graph, 60)
         await settle(line, 40)
         waits = []

@@ -9,12 +9,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pdserve.config.schema import Config, DecodeConfig, PrefillConfig, Slot
+from pdserve.config.schema import Config, DecodeConfig, PrefillConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.model import SimModel
 from pdserve.engine.spec import EngineSpec
 from pdserve.messages import Role
+from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.identity import new_instance_id
 from pdserve.queue.memory import MemoryBroker, MemoryQueue

@@ -14,12 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pdserve.config.schema import Config, DecodeConfig, FrontendConfig, Slot
+from pdserve.config.schema import Config, DecodeConfig, FrontendConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.spec import EngineSpec, make_engine
 from pdserve.errors import ConfigError
 from pdserve.frontend.server import main
 from pdserve.messages import Instance, Role, encode_record
+from pdserve.plan.slots import Slot
 from pdserve.queue.memory import connect as connect_queue
 from pdserve.registry import keys
 from pdserve.registry.etcd import connect as connect_registry

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from pdserve.config.schema import Slot
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.messages import PrefillDone, PrefillRequest, Role
+from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.queue.base import PrefillQueue
 from pdserve.registry.memory import MemoryRegistry, MemoryServer

@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import msgspec
 import pytest
 
-from pdserve.config.schema import Slot
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
 from pdserve.kv.handles import check_handle
@@ -21,6 +20,7 @@ from pdserve.messages import (
     Role,
     decode_instance,
 )
+from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.presence import Presence
 from pdserve.queue.memory import MemoryBroker, MemoryQueue

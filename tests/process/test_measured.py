@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from pdserve.config.load import load
-from pdserve.config.schema import Slot
 from pdserve.demo import MODEL_DIR
 from pdserve.engine.base import EngineFacts
 from pdserve.messages import Role
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import Memory
+from pdserve.plan.slots import Slot
 from pdserve.process.measured import compare, log_memory
 
 FACTS = EngineFacts(16_384, 32, 4096, 32, 2048, 128.0, "0.32.0", ["generate"])

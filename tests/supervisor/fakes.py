@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from io import StringIO
 from pathlib import Path
 
-from pdserve.graph import Job
+from pdserve.graph import ProcessSpec
 from pdserve.messages import Instance, Role, SlotState
 from pdserve.supervisor.backoff import Policy
 from pdserve.supervisor.guardian import Guardian
@@ -33,9 +33,9 @@ SERVE = """
 """a role that behaves"""
 
 
-def fake(script: str, role: Role = Role.DECODE, index: int = 0, **env: str) -> Job:
+def fake(script: str, role: Role = Role.DECODE, index: int = 0, **env: str) -> ProcessSpec:
     command = (sys.executable, "-c", textwrap.dedent(script))
-    return Job(f"{role.value}-{index}", role, command, env)
+    return ProcessSpec(f"{role.value}-{index}", role, command, env)
 
 
 class Registered(Roll):
@@ -76,7 +76,7 @@ class Graph:
     def __init__(
         self,
         folder: Path,
-        *jobs: Job,
+        *jobs: ProcessSpec,
         registered: bool = True,
         policy: Policy = QUICK,
         patience: float = 10,

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pdserve.clock import VARIABLE
-from pdserve.config.schema import Slot
 from pdserve.graph import CONFIG_VARIABLE, SLOT_VARIABLE, encode_config, encode_slot
 from pdserve.messages import Instance, Role
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import make_plan
+from pdserve.plan.slots import Slot
 from pdserve.ports import free_port
 from pdserve.supervisor.exits import dies_with_parent, end_group, exit_of
 from pdserve_bench.chaos.launch import environment

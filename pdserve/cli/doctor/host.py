@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 
 from pdserve.cli.doctor.finding import Finding, fail, ok, warn
 from pdserve.config.host import VLLM_VERSION, InstalledVllm
-from pdserve.config.schema import Config, Slot
+from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
 from pdserve.plan.machine import GIB, Machine
+from pdserve.plan.slots import Slot
 from pdserve.supervisor.checks import busy_ports
 
 _FILES = 4096

@@ -12,10 +12,11 @@ from pdserve.cli.doctor.finding import Finding, Grade
 from pdserve.cli.doctor.transfer import transfer
 from pdserve.config.host import installed_vllm
 from pdserve.config.load import load
-from pdserve.config.schema import Config, FrontendConfig, Slot
+from pdserve.config.schema import Config, FrontendConfig
 from pdserve.messages import Role
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import make_plan
+from pdserve.plan.slots import Slot
 
 _STYLES = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "bold red"}
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from pdserve.cli.status.find import Found
 from pdserve.config.findings import or_nearest
+from pdserve.config.schema import POLICIES
 from pdserve.decode.settings import MAX_THRESHOLD, is_threshold
 from pdserve.errors import ConfigError
-from pdserve.frontend.model.router import POLICIES
 from pdserve.registry import connect, keys
 
 SETTINGS = {

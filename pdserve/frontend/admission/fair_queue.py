@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdserve.config.schema import Limits
+from pdserve.config.schema import AdmissionLimits
 from pdserve.errors import Overloaded
 from pdserve.frontend.admission.capacity import Room
 from pdserve.frontend.admission.estimate import Usual
@@ -120,7 +120,7 @@ class Line:
     """A ticket that joins or passes must leave. `room` is asked before each turn; call `advance` whenever there may
     be more."""
 
-    def __init__(self, limits: Limits, room: Callable[[], Room], usual: Callable[[], Usual]) -> None:
+    def __init__(self, limits: AdmissionLimits, room: Callable[[], Room], usual: Callable[[], Usual]) -> None:
         self.limits = limits
         """may be changed at any time"""
         self._room = room

@@ -3,9 +3,8 @@
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from pdserve.config.schema import POLICIES
 from pdserve.messages import Instance
-
-POLICIES = ("round-robin", "least-loaded")
 
 
 @dataclass(frozen=True)

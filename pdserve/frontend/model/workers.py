@@ -8,10 +8,11 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from pdserve.config.schema import POLICIES
 from pdserve.errors import PeerGone
 from pdserve.frontend.admission.capacity import Room, room, total
 from pdserve.frontend.model.link import Link, LinkOwner
-from pdserve.frontend.model.router import POLICIES, RouterState, choose, eligible
+from pdserve.frontend.model.router import RouterState, choose, eligible
 from pdserve.frontend.model.surroundings import Connect
 from pdserve.messages import Instance, ToFrontend
 from pdserve.observe.metrics import ROUTER_DECISIONS
