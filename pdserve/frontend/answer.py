@@ -4,13 +4,13 @@ is known where the request went, and whether it failed before anything was said.
 import msgspec
 
 from pdserve.frontend.asgi import Message, Send, error_body, respond_error, retry_seconds, with_one_type
-from pdserve.frontend.trace import Trace
+from pdserve.frontend.trace import RequestTrace
 
 
 class Answer:
     """The `send` of the app inside."""
 
-    def __init__(self, send: Send, trace: Trace, path: str) -> None:
+    def __init__(self, send: Send, trace: RequestTrace, path: str) -> None:
         self.status = 0
         """as it was sent; 0 before"""
         self._send = send
@@ -32,7 +32,7 @@ class Answer:
     def given_back(self) -> bool:
         """Nothing was said, and another model is to answer: see `anew`."""
         failure = self.trace.failure
-        return failure is not None and failure.again and not self.started and not self._muted
+        return failure is not None and failure.redirect and not self.started and not self._muted
 
     @property
     def ended(self) -> bool:
@@ -41,7 +41,7 @@ class Answer:
 
     def anew(self) -> None:
         """For another app; the one before is over. Has a trace of its own from now on."""
-        self.trace = self.trace.anew()
+        self.trace = self.trace.restarted()
         self._held = None
         self._early.clear()
         self._ended = False

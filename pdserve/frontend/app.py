@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from pdserve.config.schema import FrontendConfig
 from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend import routes
-from pdserve.frontend.admission.fair_queue import Replaced, Ticket
+from pdserve.frontend.admission.control import Admission, ModelReplaced
 from pdserve.frontend.admission.limits import deadline, max_body
 from pdserve.frontend.answer import Answer
 from pdserve.frontend.asgi import Receive, Scope, Send, header, respond, respond_error, respond_json
@@ -22,7 +22,7 @@ from pdserve.frontend.auth import OPEN_PATHS, ApiKeys
 from pdserve.frontend.body import Body, ClientGone, Incoming, Intake, Refusal, Replay, look_into
 from pdserve.frontend.connections import UNREAD
 from pdserve.frontend.models import Roster, Serving
-from pdserve.frontend.trace import RETRY_AFTER, Failure, Trace, current_trace, no_worker
+from pdserve.frontend.trace import RETRY_AFTER, RequestFailure, RequestTrace, current_trace
 from pdserve.frontend.versions import versions
 from pdserve.messages import ModelCard
 from pdserve.observe.metrics import E2E, REQUESTS
@@ -69,7 +69,9 @@ class Edge:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        trace = Trace(_request_id(header(scope, "x-request-id")), time.monotonic() + self._request_timeout)
+        trace = RequestTrace(
+            _request_id(header(scope, "x-request-id")), time.monotonic() + self._request_timeout
+        )
         answer = Answer(send, trace, path)
         incoming = Incoming(receive)
         try:
@@ -104,7 +106,7 @@ class Edge:
 
     # routes
 
-    async def _answer(self, scope: Scope, incoming: Incoming, answer: Answer, trace: Trace) -> None:
+    async def _answer(self, scope: Scope, incoming: Incoming, answer: Answer, trace: RequestTrace) -> None:
         path, method = scope["path"], scope["method"]
         if routes.is_generate(path):
             if method != "POST":
@@ -170,7 +172,7 @@ class Edge:
                 await self._try(serving, body, scope, incoming, answer)
                 if not answer.given_back:
                     return
-            except Replaced:
+            except ModelReplaced:
                 if answer.ended:
                     return
             logger.info(
@@ -181,22 +183,25 @@ class Edge:
     async def _try(
         self, serving: Serving, body: Body, scope: Scope, incoming: Incoming, answer: Answer
     ) -> None:
-        """Raises Replaced."""
+        """Raises ModelReplaced."""
         trace = answer.trace
         most = max_body(serving.card.max_model_len, passing=routes.is_passing(scope["path"]))
         if len(body.raw) > most:
             raise Refusal(413, f"the request body is larger than {most} bytes")
         if routes.needs_turn(scope["path"]):
-            ticket = serving.line.join(self._client(scope), body.asks, trace)
+            ticket = serving.line.join(self._client(scope), body.asks, trace.deadline)
+            trace.admission = ticket
         else:
-            ticket = serving.line.pass_by(trace)
+            ticket = serving.line.pass_by()
         try:
             await self._run(serving, ticket, body.raw, scope, incoming, answer, trace)
         finally:
             serving.line.leave(ticket)
 
     @asynccontextmanager
-    async def _turn(self, serving: Serving, ticket: Ticket, scope: Scope, raw: bytes) -> AsyncIterator[None]:
+    async def _turn(
+        self, serving: Serving, ticket: Admission, scope: Scope, raw: bytes
+    ) -> AsyncIterator[None]:
         """Long texts that are only tokenized come one after another, in turn round the clients: each takes seconds,
         and prompts that are to be generated from are tokenized by the same threads."""
         await ticket.turn()
@@ -206,7 +211,9 @@ class Edge:
         async with self._long.setdefault(self._client(scope), asyncio.Lock()), serving.long:
             yield
 
-    def _body(self, scope: Scope, incoming: Incoming, trace: Trace) -> AbstractAsyncContextManager[bytes]:
+    def _body(
+        self, scope: Scope, incoming: Incoming, trace: RequestTrace
+    ) -> AbstractAsyncContextManager[bytes]:
         """Which model it is for is known when it has been read: the bound is that of the longest context."""
         longest = max((card.max_model_len for card in self._roster.known()), default=0)
         most = max_body(longest, passing=routes.is_passing(scope["path"]))
@@ -219,12 +226,12 @@ class Edge:
     async def _run(
         self,
         serving: Serving,
-        ticket: Ticket,
+        ticket: Admission,
         raw: bytes,
         scope: Scope,
         incoming: Incoming,
         answer: Answer,
-        trace: Trace,
+        trace: RequestTrace,
     ) -> None:
         """Until the app has answered, the client is gone or the deadline has passed."""
         gone = asyncio.Event()
@@ -237,7 +244,7 @@ class Edge:
         try:
             done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if not done and ticket.waiting and not serving.live:
-                failure = no_worker(trace.model)
+                failure = RequestFailure.no_worker(trace.model)
                 await answer.end_with(failure.status, failure.message, failure.retry_after)
             elif not done:
                 await answer.end_with(504, "the request's deadline passed")
@@ -250,7 +257,7 @@ class Edge:
                 app.cancel()
             await _finished(app, answer, trace)
 
-    def _account(self, path: str, answer: Answer, trace: Trace) -> None:
+    def _account(self, path: str, answer: Answer, trace: RequestTrace) -> None:
         if not routes.is_generate(path):
             return
         total = time.monotonic() - trace.started
@@ -276,7 +283,7 @@ class Edge:
 class Unread:
     """Told again and again whether the client reads: while it does not, and others wait, its places are theirs."""
 
-    def __init__(self, serving: Serving, ticket: Ticket, trace: Trace) -> None:
+    def __init__(self, serving: Serving, ticket: Admission, trace: RequestTrace) -> None:
         self._serving = serving
         self._ticket = ticket
         self._trace = trace
@@ -301,28 +308,28 @@ async def _call(
     async with turn:
         await serving.settled.wait()
         if serving.retired.is_set() and serving.processor is None:
-            raise Replaced
+            raise ModelReplaced
         if serving.processor is None:
             why = serving.problem
             raise Refusal(503, f"{serving.card.name} is not being served: {why}", retry_after=RETRY_AFTER)
         await serving.processor.app(scope, receive, answer)
 
 
-async def _finished(app: "asyncio.Task[None]", answer: Answer, trace: Trace) -> None:
+async def _finished(app: "asyncio.Task[None]", answer: Answer, trace: RequestTrace) -> None:
     """A disconnect was told to the app: it ends by itself, or is ended."""
     await asyncio.wait({app}, timeout=5.0)
     app.cancel()
     try:
         with suppress(asyncio.CancelledError):
             await app
-    except (Refusal, Overloaded, Replaced):
+    except (Refusal, Overloaded, ModelReplaced):
         raise
     except BadRequest as error:
         raise Refusal(error.status, str(error)) from None
     except Exception:
         if trace.failure is None:
             logger.exception("the model's app failed")
-            trace.failure = Failure(500, "internal error")
+            trace.failure = RequestFailure(500, "internal error")
         await answer.fail()
 
 
@@ -332,7 +339,7 @@ async def _disconnected(incoming: Incoming) -> None:
             await incoming.part()
 
 
-def _inside(scope: Scope, trace: Trace) -> Scope:
+def _inside(scope: Scope, trace: RequestTrace) -> Scope:
     """As vLLM's app sees the request: always with a request id, from which it makes the response's id."""
     headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
     return {**scope, "headers": [*headers, (b"x-request-id", trace.request_id.encode())]}

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Self
 
 from pdserve.config.schema import POLICIES, AdmissionLimits
 from pdserve.errors import ConfigError, Unavailable
-from pdserve.frontend.admission.capacity import Room
-from pdserve.frontend.admission.estimate import Usual
-from pdserve.frontend.admission.fair_queue import Line
+from pdserve.frontend.admission.capacity import Capacity
+from pdserve.frontend.admission.control import AdmissionControl
+from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.body import Refusal
 from pdserve.frontend.model.surroundings import Surroundings
 from pdserve.messages import Load, ModelCard, Role
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 RETRY = 5.0
 """seconds between attempts to serve a card that could not be served for want of something"""
-EVERYBODY = Room(sys.maxsize, sys.maxsize, float("inf"))
+EVERYBODY = Capacity(sys.maxsize, sys.maxsize, float("inf"))
 
 
 class Serving:
@@ -47,7 +47,7 @@ class Serving:
         self.retired = asyncio.Event()
         """another model has its name, or none"""
         self.removal: asyncio.TimerHandle | None = None
-        self.line = Line(limits, self._room, self._usual)
+        self.line = AdmissionControl(limits, self._capacity, self._estimate)
         self.long = asyncio.Lock()
         """held while a long text is tokenized for an answer and nothing else"""
 
@@ -67,14 +67,14 @@ class Serving:
         if self.processor is not None:
             await self.processor.idle()
 
-    def _room(self) -> Room:
+    def _capacity(self) -> Capacity:
         """Where nobody serves it, those who wait need not wait to be told."""
         if self.processor is not None:
-            return self.processor.room
-        return EVERYBODY if self.settled.is_set() else Room()
+            return self.processor.capacity
+        return EVERYBODY if self.settled.is_set() else Capacity()
 
-    def _usual(self) -> Usual:
-        return self.processor.usual if self.processor is not None else Usual()
+    def _estimate(self) -> RequestEstimate:
+        return self.processor.estimate if self.processor is not None else RequestEstimate()
 
 
 class Roster:
@@ -305,7 +305,7 @@ class Roster:
             module = await _load()
             processor: Processor = module.Processor(serving.card, self._around)
             await processor.__aenter__()
-        processor.on_room(serving.line.advance)
+        processor.on_capacity(serving.line.advance)
         try:
             serving.processor, serving.problem = processor, ""
             serving.settled.set()

@@ -14,7 +14,7 @@ import pytest
 from pdserve.config.schema import AdmissionLimits, Config, DecodeConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.frontend.admission.fair_queue import Line
+from pdserve.frontend.admission.control import AdmissionControl
 from pdserve.messages import Role
 from pdserve.plan.slots import Slot
 from pdserve.queue.memory import MemoryBroker, MemoryQueue
@@ -62,7 +62,7 @@ class Flood:
         return await asyncio.gather(*self.tasks)
 
 
-async def settle(line: Line, waiting: int) -> None:
+async def settle(line: AdmissionControl, waiting: int) -> None:
     await until(lambda: len(line) == waiting, within=10)
 
 

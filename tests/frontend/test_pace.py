@@ -1,10 +1,10 @@
 import pytest
 
-from pdserve.frontend.admission.pace import Pace
+from pdserve.frontend.admission.pace import AdmissionRate
 
 
 def test_it_knows_nothing_at_first() -> None:
-    pace = Pace()
+    pace = AdmissionRate()
     pace.waiting(True, 10.0)
     assert pace.seconds(0, 10.0) == 0
     assert pace.seconds(100, 10.0) is None
@@ -13,7 +13,7 @@ def test_it_knows_nothing_at_first() -> None:
 
 
 def test_it_is_turns_by_time_of_waiting() -> None:
-    pace = Pace()
+    pace = AdmissionRate()
     for start in (0.0, 1000.0):  # between them nobody waited
         pace.waiting(True, start)
         for second in range(1, 11):
@@ -23,7 +23,7 @@ def test_it_is_turns_by_time_of_waiting() -> None:
 
 
 def test_a_burst_counts_the_wait_before_it() -> None:
-    pace = Pace()
+    pace = AdmissionRate()
     pace.waiting(True, 0.0)
     for _ in range(40):
         pace.turn(1, 6.0)
@@ -31,7 +31,7 @@ def test_a_burst_counts_the_wait_before_it() -> None:
 
 
 def test_it_forgets() -> None:
-    pace = Pace()
+    pace = AdmissionRate()
     pace.waiting(True, 0.0)
     for tenth in range(600):
         pace.turn(10, tenth / 10)
@@ -41,7 +41,7 @@ def test_it_forgets() -> None:
 
 
 def test_it_slows_down_while_nothing_moves() -> None:
-    pace = Pace()
+    pace = AdmissionRate()
     pace.waiting(True, 0.0)
     for second in range(1, 31):
         pace.turn(10, float(second))

@@ -1,4 +1,4 @@
-"""What a model's requests usually are, learnt from those that finished: means that forget."""
+"""How large requests are and how long they take, learnt from those that finished."""
 
 from dataclasses import dataclass
 
@@ -7,26 +7,28 @@ _MEMORY = 32
 
 
 @dataclass
-class Usual:
-    tokens: float = 128.0
+class RequestEstimate:
+    """Means over a model's finished requests that forget."""
+
+    output_tokens: float = 128.0
     """that a request generates; before the first one, a guess"""
-    first: float = 0.0
-    """seconds from a worker's getting it to its first token"""
-    gap: float = 0.0
+    ttft: float = 0.0
+    """seconds from sending it to a worker to its first token"""
+    itl: float = 0.0
     """seconds between two tokens"""
     _learnt: int = 0
 
-    def learn(self, tokens: int, first: float, rest: float) -> None:
-        """One request, undisturbed: `rest` are the seconds after its first token."""
+    def learn(self, output_tokens: int, ttft: float, decode_seconds: float) -> None:
+        """Take one request that ran undisturbed into account; `decode_seconds` come after its first token."""
         self._learnt = min(self._learnt + 1, _MEMORY)
-        self.tokens += (tokens - self.tokens) / self._learnt
-        self.first += (first - self.first) / self._learnt
-        self.gap += (rest / max(1, tokens - 1) - self.gap) / self._learnt
+        self.output_tokens += (output_tokens - self.output_tokens) / self._learnt
+        self.ttft += (ttft - self.ttft) / self._learnt
+        self.itl += (decode_seconds / max(1, output_tokens - 1) - self.itl) / self._learnt
 
-    def output(self, max_tokens: int | None) -> float:
+    def tokens(self, max_tokens: int | None) -> float:
         """Tokens that a request with this bound probably generates."""
-        return self.tokens if max_tokens is None else min(max_tokens, self.tokens)
+        return self.output_tokens if max_tokens is None else min(max_tokens, self.output_tokens)
 
     def seconds(self, max_tokens: int | None) -> float:
         """How long a worker probably takes for it."""
-        return self.first + self.gap * self.output(max_tokens)
+        return self.ttft + self.itl * self.tokens(max_tokens)

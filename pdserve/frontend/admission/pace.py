@@ -8,9 +8,9 @@ _ENOUGH = 1.0
 """seconds of waiting that have to be seen"""
 
 
-class Pace:
+class AdmissionRate:
     """Counts the time in which somebody waits, and no other: that nobody came says nothing about how fast the
-    graph is. Turns are counted in tokens. `now` is in monotonic seconds."""
+    graph is. Admissions are counted in tokens. `now` is in monotonic seconds."""
 
     def __init__(self) -> None:
         self._since: float | None = None

@@ -13,7 +13,7 @@ from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Concatenate, ParamSpec, TypeVar
 
-from pdserve.frontend.admission.estimate import Usual
+from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.model import migration
 from pdserve.frontend.model.generation import Generation, unsupported
 from pdserve.frontend.model.link import Link, Router
@@ -29,7 +29,7 @@ from pdserve.frontend.model.vllm_api import (
     drop_tokens,
     outputs_now,
 )
-from pdserve.frontend.trace import RETRY_AFTER, Failure, Trace, Turn, current_trace, no_worker, replaced
+from pdserve.frontend.trace import RETRY_AFTER, RequestFailure, RequestTrace, current_trace
 from pdserve.messages import Cancel, Failed, Outputs, Placed, Refused, ToFrontend
 from pdserve.observe.metrics import ITL, MIGRATIONS, TTFT
 
@@ -58,10 +58,10 @@ def _by_itself(
         try:
             return act(core, generation, *args, **kwargs)
         except Unencodable as error:
-            core._fail(generation, Failure(400, str(error)))
+            core._fail(generation, RequestFailure(400, str(error)))
         except Exception:
             logger.exception("request %s failed in the frontend", generation.id)
-            core._fail(generation, Failure(500, "internal error in the frontend"))
+            core._fail(generation, RequestFailure(500, "internal error in the frontend"))
         return None
 
     return guarded
@@ -78,9 +78,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         """set before the first request"""
         self.fail_request: Callable[[str, str, int], list[str]]
         """ends a request of AsyncLLM with an error; set when AsyncLLM is there"""
-        self.on_room: Callable[[], None] = lambda: None
-        """called when there may be more room at the workers than before"""
-        self.usual = Usual()
+        self.on_capacity: Callable[[], None] = lambda: None
+        """called when there may be more capacity at the workers than before"""
+        self.estimate = RequestEstimate()
         self._model = model
         self._tasks = tuple(tasks)
         self._max_model_len = max_model_len
@@ -133,7 +133,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         """Fails what is in flight: whoever waits for it would wait for ever. May be called twice."""
         self.resources.engine_dead = True
         for generation in list(self._generations.values()):
-            self._fail(generation, Failure(503, "the frontend is shutting down", RETRY_AFTER))
+            self._fail(generation, RequestFailure(503, "the frontend is shutting down", RETRY_AFTER))
 
     # what the processor asks
 
@@ -148,19 +148,18 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         """Sequences that a worker has."""
         return sum(generation.link is not None for generation in self._generations.values())
 
-    def pause(self, trace: Trace) -> None:
+    def pause(self, trace: RequestTrace) -> None:
         """Give the places of its sequences to others until `resume`, but for those that would have to be replayed."""
         for generation in [one for one in self._generations.values() if one.trace is trace]:
-            if generation.link is not None and generation.turn is not None and not generation.replays:
+            if generation.link is not None and generation.permit is not None and not generation.replays:
                 self._leave_worker(generation)
-                generation.turn.end()
-                generation.turn = self._turn(generation, trace)
-        self.on_room()
+                generation.permit.release()
+        self.on_capacity()
 
-    def resume(self, trace: Trace) -> None:
+    def resume(self, trace: RequestTrace) -> None:
         for generation in [one for one in self._generations.values() if one.trace is trace]:
-            if generation.turn is not None and not generation.turn.asked:
-                generation.turn.ask()
+            if generation.permit is not None and not generation.permit.requested:
+                generation.permit.request()
 
     def replace(self, replaced: bool) -> None:
         """Whether another model has this one's name, and no worker is left here."""
@@ -174,7 +173,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         waiting = [one for one in self._generations.values() if one.link is None and one.begun]
         for generation in waiting:
             self._place(generation)
-        self.on_room()
+        self.on_capacity()
 
     def link_lost(self, link: Link, reason: str) -> None:
         if link.generations:
@@ -201,24 +200,21 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
     def _begin(self, generation: Generation) -> None:
         request, trace = generation.request, generation.trace
         if reason := unsupported(request):
-            self._fail(generation, Failure(400, reason))
+            self._fail(generation, RequestFailure(400, reason))
             return
         generation.size = self._size(request)
         generation.request = migration.repeatable(request)
         if trace is not None:
-            trace.prompt(request.external_req_id or request.request_id, len(generation.prompt))
-        if trace is None or trace.turns is None:
+            trace.add_prompt(request.external_req_id or request.request_id, len(generation.prompt))
+        if trace is None or trace.admission is None:
             self._place(generation)
             return
         if trace.failure is not None:  # a sibling (n > 1) has just ended all of them
             self._forget(generation)
             return
-        generation.turn = self._turn(generation, trace)
-        generation.turn.ask()
-
-    def _turn(self, generation: Generation, trace: Trace) -> Turn:
-        assert trace.turns is not None
-        return trace.turns.sequence(partial(self._place, generation), partial(self._forget, generation))
+        begin, drop = partial(self._place, generation), partial(self._forget, generation)
+        generation.permit = trace.admission.permit(begin, drop)
+        generation.permit.request()
 
     # outputs
 
@@ -235,7 +231,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         kept = [output for generation, output in found if generation and self._take(generation, link, output)]
         if kept:
             self._outputs.put_nowait(outputs_now(kept, outputs.timestamp))
-        self.on_room()
+        self.on_capacity()
 
     @_by_itself
     def _take(self, generation: Generation, link: Link, output: EngineCoreOutput) -> bool:
@@ -266,7 +262,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         again = generation.heard_again(output.new_token_ids)
         if again is None or (output.finished and generation.ahead):
             why = f"{generation.last_loss}, and another worker's answer began differently; send it again"
-            self._fail(generation, Failure(503, why, 1.0))
+            self._fail(generation, RequestFailure(503, why, 1.0))
             return False
         drop_tokens(output, again)
         return bool(output.new_token_ids) or output.finished
@@ -274,11 +270,11 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
     def _learn(self, generation: Generation) -> None:
         if generation.attempt == 1 and generation.tokens:
             first, last = generation.first_token, generation.last_token
-            self.usual.learn(len(generation.tokens), first - generation.sent, last - first)
+            self.estimate.learn(len(generation.tokens), first - generation.sent, last - first)
 
     def _size(self, request: EngineCoreRequest) -> float:
         params = request.sampling_params
-        return len(request.prompt_token_ids or ()) + self.usual.output(params and params.max_tokens)
+        return len(request.prompt_token_ids or ()) + self.estimate.tokens(params and params.max_tokens)
 
     def _count(self, generation: Generation, tokens: list[int]) -> None:
         first = generation.trace is not None and generation.trace.first_token is None
@@ -321,10 +317,11 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             return  # where it has tokens, another worker of what it began with may still come
         together = [one for one in self._generations.values() if one.trace is trace]
         if not any(one.link for one in together):
-            self._fail(generation, replaced(self._model, not any(one.engines_died for one in together)))
+            suspect = any(one.engines_died for one in together)
+            self._fail(generation, RequestFailure.model_replaced(self._model, redirect=not suspect))
 
     def _gave_up_waiting(self, generation: Generation) -> None:
-        self._fail(generation, no_worker(self._model, generation.last_loss))
+        self._fail(generation, RequestFailure.no_worker(self._model, generation.last_loss))
 
     @_by_itself
     def _failed_there(self, generation: Generation, link: Link, failed: Failed) -> None:
@@ -335,7 +332,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             return
         late = time.monotonic() >= generation.deadline
         status = 400 if failed.invalid else 504 if late else 500
-        self._fail(generation, Failure(status, failed.message))
+        self._fail(generation, RequestFailure(status, failed.message))
 
     @_by_itself
     def _lost(self, generation: Generation, reason: str) -> None:
@@ -351,10 +348,10 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             self._finish(generation)
         elif generation.engines_died >= MAX_ENGINES:
             why = f"{generation.engines_died} engines in a row died while they computed this request's next token"
-            self._fail(generation, Failure(500, f"{why}; it is not tried again (the last: {reason})"))
+            self._fail(generation, RequestFailure(500, f"{why}; it is not tried again (the last: {reason})"))
         elif generation.losses >= MAX_LOSSES:
             why = f"{generation.losses} decode workers lost this request; the last: {reason}"
-            self._fail(generation, Failure(503, why, RETRY_AFTER))
+            self._fail(generation, RequestFailure(503, why, RETRY_AFTER))
         else:
             MIGRATIONS.labels(self._model).inc()
             logger.info(
@@ -379,18 +376,18 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
 
     def _forget(self, generation: Generation) -> None:
         del self._generations[generation.id]
-        if generation.turn is not None:
-            generation.turn.end()
+        if generation.permit is not None:
+            generation.permit.release()
         if not self._generations:
             self._emptied.set()
-        self.on_room()
+        self.on_capacity()
 
     def _leave_worker(self, generation: Generation) -> None:
         wire_id = generation.wire_id
         if link := generation.detach():
             link.post(Cancel([wire_id]))
 
-    def _fail(self, generation: Generation, failure: Failure) -> None:
+    def _fail(self, generation: Generation, failure: RequestFailure) -> None:
         """End it, and with it the others of the same HTTP request, with this error for the client."""
         if generation.trace is not None:
             generation.trace.failure = failure

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pdserve.frontend.admission.control import SequencePermit
 from pdserve.frontend.model import migration
 from pdserve.frontend.model.link import Link
 from pdserve.frontend.model.vllm_api import EngineCoreRequest
-from pdserve.frontend.trace import Trace, Turn
+from pdserve.frontend.trace import RequestTrace
 from pdserve.messages import Submit
 
 _BOOT = secrets.token_hex(4)
@@ -20,7 +21,7 @@ _serial = itertools.count(1)
 @dataclass(eq=False)
 class Generation:
     request: EngineCoreRequest
-    trace: Trace | None
+    trace: RequestTrace | None
     deadline: float
     """monotonic seconds"""
     size: float = 0.0
@@ -40,7 +41,7 @@ class Generation:
     """in a row, each while it computed the next token, as their workers reported"""
     link: Link | None = None
     wire_id: str = ""
-    turn: Turn | None = None
+    permit: SequencePermit | None = None
     placed: bool = False
     """the worker has taken it up"""
     prefill: str = ""
@@ -68,7 +69,7 @@ class Generation:
     @property
     def begun(self) -> bool:
         """Its turn has come."""
-        return self.turn is None or self.turn.held
+        return self.permit is None or self.permit.granted
 
     @property
     def replays(self) -> bool:
@@ -141,7 +142,7 @@ class Generation:
         self.engines_died = 0
         self.tokens += tokens
         if self.trace is not None:
-            self.trace.token(len(tokens))
+            self.trace.add_tokens(len(tokens))
         return gap
 
 

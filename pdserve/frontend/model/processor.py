@@ -11,8 +11,8 @@ from typing import Self
 from starlette.types import ASGIApp
 
 from pdserve.errors import ConfigError
-from pdserve.frontend.admission.capacity import Room
-from pdserve.frontend.admission.estimate import Usual
+from pdserve.frontend.admission.capacity import Capacity
+from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.model.assets import model_folder
 from pdserve.frontend.model.card_args import frontend_argv
 from pdserve.frontend.model.core import RemoteCore
@@ -28,7 +28,7 @@ from pdserve.frontend.model.vllm_api import (
     restart_output_handler,
 )
 from pdserve.frontend.model.workers import Fleet
-from pdserve.frontend.trace import Trace
+from pdserve.frontend.trace import RequestTrace
 from pdserve.messages import Instance, ModelCard
 
 logger = logging.getLogger(__name__)
@@ -111,24 +111,24 @@ class Processor:
         return self._fleet.unreachable
 
     @property
-    def room(self) -> Room:
+    def capacity(self) -> Capacity:
         """For further requests, at all of its workers."""
-        return self._fleet.room
+        return self._fleet.capacity
 
     @property
-    def usual(self) -> Usual:
-        return self._core.usual
+    def estimate(self) -> RequestEstimate:
+        return self._core.estimate
 
-    def pause(self, trace: Trace) -> None:
+    def pause(self, trace: RequestTrace) -> None:
         """Until `resume`, its sequences hold no places."""
         self._core.pause(trace)
 
-    def resume(self, trace: Trace) -> None:
+    def resume(self, trace: RequestTrace) -> None:
         self._core.resume(trace)
 
-    def on_room(self, tell: Callable[[], None]) -> None:
-        """`tell` is called whenever there may be more room than before."""
-        self._core.on_room = tell
+    def on_capacity(self, tell: Callable[[], None]) -> None:
+        """`tell` is called whenever there may be more capacity than before."""
+        self._core.on_capacity = tell
 
     def _watch_handler(self) -> None:
         restart_output_handler(self._engine)

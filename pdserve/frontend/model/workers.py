@@ -10,7 +10,7 @@ from typing import Self
 
 from pdserve.config.schema import POLICIES
 from pdserve.errors import PeerGone
-from pdserve.frontend.admission.capacity import Room, room, total
+from pdserve.frontend.admission.capacity import Capacity, total_capacity, worker_capacity
 from pdserve.frontend.model.link import Link, LinkOwner
 from pdserve.frontend.model.router import RouterState, choose, eligible
 from pdserve.frontend.model.surroundings import Connect
@@ -70,11 +70,11 @@ class Fleet:
             self._owner.link_up(link)  # it lost its lease and not its link: requests may be waiting
 
     def pick(self, avoid: Collection[str], only_others: bool) -> Link | None:
-        """A connected worker for one request, with room where there is one; None while there is none. Those in
+        """A connected worker for one request, with capacity where there is one; None while there is none. Those in
         `avoid` are the last resort, or none with `only_others`."""
         connected = [one for one in self._instances.values() if self._usable(one)]
         takers = eligible(connected, avoid, only_others=only_others)
-        takers = [one for one in takers if self._room(one).open] or takers
+        takers = [one for one in takers if self._capacity(one).available] or takers
         in_flight = {name: len(link.generations) for name, link in self._links.items()}
         chosen = choose(self.policy, takers, RouterState(self._last, in_flight))
         if chosen is None:
@@ -94,9 +94,9 @@ class Fleet:
         return sorted(self._instances.keys() - self._links.keys())
 
     @property
-    def room(self) -> Room:
+    def capacity(self) -> Capacity:
         """For further requests, at all workers."""
-        return total(self._room(one) for one in self._instances.values() if self._usable(one))
+        return total_capacity(self._capacity(one) for one in self._instances.values() if self._usable(one))
 
     # LinkOwner
 
@@ -119,8 +119,8 @@ class Fleet:
         link = self._links.get(instance.id)
         return link is not None and not link.refused
 
-    def _room(self, instance: Instance) -> Room:
-        return room(instance, self._links[instance.id], self.frontends)
+    def _capacity(self, instance: Instance) -> Capacity:
+        return worker_capacity(instance, self._links[instance.id], self.frontends)
 
     def _fits(self, instance: Instance) -> bool:
         if instance.vllm_version == self._version:

@@ -8,11 +8,16 @@ import pytest
 
 from pdserve.config.schema import AdmissionLimits
 from pdserve.errors import Overloaded
-from pdserve.frontend.admission.capacity import Room
-from pdserve.frontend.admission.estimate import Usual
-from pdserve.frontend.admission.fair_queue import GROUP, Line, Replaced, Ticket, Turn
+from pdserve.frontend.admission.capacity import Capacity
+from pdserve.frontend.admission.control import (
+    GROUP,
+    Admission,
+    AdmissionControl,
+    ModelReplaced,
+    SequencePermit,
+)
+from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.body import Asks, Refusal
-from pdserve.frontend.trace import Trace
 
 ASKS = Asks(99, 0)  # 100 tokens
 
@@ -22,45 +27,45 @@ class Model:
 
     def __init__(self, places: int, limits: AdmissionLimits = AdmissionLimits()) -> None:  # noqa: B008  # frozen
         self.places, self.tokens = places, float("inf")
-        self.running: list[Turn] = []
+        self.running: list[SequencePermit] = []
         self.order: list[str] = []
         """the clients whose sequences began"""
-        self.usual = Usual()
-        self.line = Line(limits, self.room, lambda: self.usual)
+        self.usual = RequestEstimate()
+        self.line = AdmissionControl(limits, self.room, lambda: self.usual)
 
-    def room(self) -> Room:
-        return Room(self.places, self.places - len(self.running), self.tokens)
+    def room(self) -> Capacity:
+        return Capacity(self.places, self.places - len(self.running), self.tokens)
 
-    def ask(self, client: str, asks: Asks = ASKS, left: float = 600.0) -> Ticket:
-        return self.line.join(client, asks, Trace(client, time.monotonic() + left))
+    def ask(self, client: str, asks: Asks = ASKS, left: float = 600.0) -> Admission:
+        return self.line.join(client, asks, time.monotonic() + left)
 
-    def take(self, *tickets: Ticket) -> None:
+    def take(self, *tickets: Admission) -> None:
         """As the engine core: all of their sequences ask for a turn."""
         for ticket in tickets:
             for _ in range(ticket.asks.sequences):
                 self.sequence(ticket)
 
-    def sequence(self, ticket: Ticket) -> Turn:
-        turn = ticket.sequence(lambda: self.begin(turn), lambda: turn.end())
-        turn.ask()
+    def sequence(self, ticket: Admission) -> SequencePermit:
+        turn = ticket.permit(lambda: self.begin(turn), lambda: turn.release())
+        turn.request()
         return turn
 
-    def begin(self, turn: Turn) -> None:
+    def begin(self, turn: SequencePermit) -> None:
         self.running.append(turn)
         self.order.append(turn.ticket.client)
 
-    def end(self, turn: Turn | None = None) -> None:
+    def end(self, turn: SequencePermit | None = None) -> None:
         """This one is done, or the first one that runs; with its last one a request is."""
         turn = turn or self.running[0]
         self.running.remove(turn)
-        turn.end()
+        turn.release()
         ticket = turn.ticket
         if ticket.asked or any(one.ticket is ticket for one in self.running):
             self.line.advance()
         else:
             self.line.leave(ticket)
 
-    def serve(self, waiting: list[Ticket]) -> list[str]:
+    def serve(self, waiting: list[Admission]) -> list[str]:
         """Everybody, one after another: the clients in order of their turns."""
         order = []
         while waiting:
@@ -133,7 +138,7 @@ def test_turns_are_fair_in_tokens() -> None:
     assert order[:6].count("short") >= 4
 
 
-def several(model: Model, client: str, sequences: int) -> Ticket:
+def several(model: Model, client: str, sequences: int) -> Admission:
     model.usual.learn(100, 0.0, 0.0)
     ticket = model.ask(client, Asks(0, 100, sequences, sequences))
     if not ticket.waiting:
@@ -180,7 +185,7 @@ def test_what_is_left_of_a_request_is_not_charged() -> None:
     model.take(crowd)
     other = [model.ask("b") for _ in range(2)]
     for turn in list(crowd.asked):
-        turn.end()
+        turn.release()
     model.line.leave(crowd)
     assert model.serve([later, *other]) in (list("bab"), list("abb"))
     assert not len(model.line)
@@ -218,7 +223,7 @@ def test_more_sequences_than_were_told() -> None:
     model = Model(1)
     ticket = model.ask("a")
     turns = [model.sequence(ticket) for _ in range(3)]  # a beam search
-    assert [turn.held for turn in turns] == [True, False, False]
+    assert [turn.granted for turn in turns] == [True, False, False]
     single = model.ask("b")
     model.end()
     model.end()
@@ -293,7 +298,7 @@ def test_too_late_is_said_at_once_with_the_truth() -> None:
 
 def test_a_deadline_leaves_time_to_run() -> None:
     model = paced(AdmissionLimits(max_wait=100.0), seconds=1.0)
-    model.usual.learn(100, first=4.0, rest=0.0)
+    model.usual.learn(100, ttft=4.0, decode_seconds=0.0)
     for _ in range(3):
         model.ask("a", left=600)
     model.ask("a", left=10.5)  # 6.5 to spare: may wait for 3
@@ -304,7 +309,7 @@ def test_a_deadline_leaves_time_to_run() -> None:
 async def test_a_deadline_that_cannot_be_met_any_more() -> None:
     model = full()
     late, fine = model.ask("a", left=2.0), model.ask("a")
-    model.usual.learn(100, first=5.0, rest=0.0)
+    model.usual.learn(100, ttft=5.0, decode_seconds=0.0)
     model.end()
     with pytest.raises(Overloaded):
         await late.turn()
@@ -315,7 +320,7 @@ def test_before_the_pace_is_known_it_is_places_and_what_is_usual() -> None:
     model = full(3)
     for _ in range(3):
         model.ask("a")  # nobody knows anything
-    model.usual.learn(100, first=20.0, rest=0.0)
+    model.usual.learn(100, ttft=20.0, decode_seconds=0.0)
     for _ in range(2):
         model.ask("a")
     with pytest.raises(Overloaded) as caught:
@@ -365,19 +370,19 @@ def test_answers_that_nobody_reads_are_bounded() -> None:
     model = Model(4, AdmissionLimits(max_waiting=3))
     for _ in range(7):
         ticket = model.ask("a")
-        turn = ticket.sequence(lambda: None, lambda: None)
-        turn.ask()
-        turn.end()  # generated, and not yet read
+        turn = ticket.permit(lambda: None, lambda: None)
+        turn.request()
+        turn.release()  # generated, and not yet read
     with pytest.raises(Overloaded):
         model.ask("b")
     with pytest.raises(Overloaded):
-        model.line.pass_by(Trace("x", 0))
+        model.line.pass_by()
 
 
 async def test_empty_when_all_have_left() -> None:
     model = full()
     waits = model.ask("a")
-    passing = model.line.pass_by(Trace("x", 0))
+    passing = model.line.pass_by()
     await passing.turn()
     empty = asyncio.create_task(model.line.empty())
     model.line.leave(waits)
@@ -424,7 +429,7 @@ async def test_those_who_wait_go_to_another_line_in_their_order() -> None:
     waiting.sort(key=lambda one: one.place)
     model.line.dissolve()
     for ticket in waiting:
-        with pytest.raises(Replaced):
+        with pytest.raises(ModelReplaced):
             await ticket.turn()
         model.line.leave(ticket)
     assert (len(model.line), model.line.requests) == (0, 1), "what was called stays"
