@@ -21,7 +21,7 @@ from pdserve.frontend.asgi import Receive, Scope, Send, header, respond, respond
 from pdserve.frontend.auth import OPEN_PATHS, ApiKeys
 from pdserve.frontend.body import Body, ClientGone, Incoming, Intake, Refusal, Replay, look_into
 from pdserve.frontend.connections import UNREAD
-from pdserve.frontend.models import Roster, Serving
+from pdserve.frontend.models import ServedModel, ServedModels
 from pdserve.frontend.trace import RETRY_AFTER, RequestFailure, RequestTrace, current_trace
 from pdserve.frontend.versions import versions
 from pdserve.messages import ModelCard
@@ -37,18 +37,18 @@ GRACE = 0.3
 """seconds after the deadline within which the processor's own, more exact answer may still come"""
 
 
-class Edge:
+class FrontendApp:
     """One ASGI app for all models; it answers from the first moment, when there are none yet."""
 
     def __init__(
         self,
-        roster: Roster,
+        models: ServedModels,
         metrics_page: Callable[[], Awaitable[bytes]],
         keys: ApiKeys,
         request_timeout: float,
         max_request_timeout: float = FrontendConfig.max_request_timeout,
     ) -> None:
-        self._roster = roster
+        self._roster = models
         self._metrics_page = metrics_page
         self._keys = keys
         self._request_timeout = request_timeout
@@ -166,10 +166,10 @@ class Edge:
         """Again where the model is replaced before the request is begun."""
         model = body.model
         while True:
-            serving = self._roster.find(model)
-            model = answer.trace.model = serving.card.name
+            served = self._roster.find(model)
+            model = answer.trace.model = served.card.name
             try:
-                await self._try(serving, body, scope, incoming, answer)
+                await self._try(served, body, scope, incoming, answer)
                 if not answer.given_back:
                     return
             except ModelReplaced:
@@ -181,26 +181,26 @@ class Edge:
             answer.anew()
 
     async def _try(
-        self, serving: Serving, body: Body, scope: Scope, incoming: Incoming, answer: Answer
+        self, served: ServedModel, body: Body, scope: Scope, incoming: Incoming, answer: Answer
     ) -> None:
         """Raises ModelReplaced."""
         trace = answer.trace
-        most = max_body(serving.card.max_model_len, passing=routes.is_passing(scope["path"]))
+        most = max_body(served.card.max_model_len, passing=routes.is_passing(scope["path"]))
         if len(body.raw) > most:
             raise Refusal(413, f"the request body is larger than {most} bytes")
         if routes.needs_turn(scope["path"]):
-            ticket = serving.line.join(self._client(scope), body.asks, trace.deadline)
+            ticket = served.admission.join(self._client(scope), body.asks, trace.deadline)
             trace.admission = ticket
         else:
-            ticket = serving.line.pass_by()
+            ticket = served.admission.pass_by()
         try:
-            await self._run(serving, ticket, body.raw, scope, incoming, answer, trace)
+            await self._run(served, ticket, body.raw, scope, incoming, answer, trace)
         finally:
-            serving.line.leave(ticket)
+            served.admission.leave(ticket)
 
     @asynccontextmanager
     async def _turn(
-        self, serving: Serving, ticket: Admission, scope: Scope, raw: bytes
+        self, served: ServedModel, ticket: Admission, scope: Scope, raw: bytes
     ) -> AsyncIterator[None]:
         """Long texts that are only tokenized come one after another, in turn round the clients: each takes seconds,
         and prompts that are to be generated from are tokenized by the same threads."""
@@ -208,7 +208,7 @@ class Edge:
         if len(raw) <= LONG or not routes.is_passing(scope["path"]):
             yield
             return
-        async with self._long.setdefault(self._client(scope), asyncio.Lock()), serving.long:
+        async with self._long.setdefault(self._client(scope), asyncio.Lock()), served.long:
             yield
 
     def _body(
@@ -225,7 +225,7 @@ class Edge:
 
     async def _run(
         self,
-        serving: Serving,
+        served: ServedModel,
         ticket: Admission,
         raw: bytes,
         scope: Scope,
@@ -236,14 +236,14 @@ class Edge:
         """Until the app has answered, the client is gone or the deadline has passed."""
         gone = asyncio.Event()
         current_trace.set(trace)
-        scope.setdefault("extensions", {})[UNREAD] = Unread(serving, ticket, trace)
-        turn = self._turn(serving, ticket, scope, raw)
-        app = asyncio.create_task(_call(serving, turn, _inside(scope, trace), Replay(raw, gone), answer))
+        scope.setdefault("extensions", {})[UNREAD] = Unread(served, ticket, trace)
+        turn = self._turn(served, ticket, scope, raw)
+        app = asyncio.create_task(_call(served, turn, _inside(scope, trace), Replay(raw, gone), answer))
         watch = asyncio.create_task(_disconnected(incoming))
         left = trace.deadline + GRACE - time.monotonic()
         try:
             done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if not done and ticket.waiting and not serving.live:
+            if not done and ticket.waiting and not served.live:
                 failure = RequestFailure.no_worker(trace.model)
                 await answer.end_with(failure.status, failure.message, failure.retry_after)
             elif not done:
@@ -283,8 +283,8 @@ class Edge:
 class Unread:
     """Told again and again whether the client reads: while it does not, and others wait, its places are theirs."""
 
-    def __init__(self, serving: Serving, ticket: Admission, trace: RequestTrace) -> None:
-        self._serving = serving
+    def __init__(self, served: ServedModel, ticket: Admission, trace: RequestTrace) -> None:
+        self._serving = served
         self._ticket = ticket
         self._trace = trace
         self._paused = False
@@ -293,7 +293,7 @@ class Unread:
         processor = self._serving.processor
         if processor is None or unread == self._paused:
             return
-        if unread and self._serving.line.others_wait(self._ticket):
+        if unread and self._serving.admission.others_wait(self._ticket):
             logger.info("%s: nobody reads it and others wait: paused", self._trace.request_id)
             processor.pause(self._trace)
             self._paused = True
@@ -303,16 +303,20 @@ class Unread:
 
 
 async def _call(
-    serving: Serving, turn: AbstractAsyncContextManager[None], scope: Scope, receive: Replay, answer: Answer
+    served: ServedModel,
+    turn: AbstractAsyncContextManager[None],
+    scope: Scope,
+    receive: Replay,
+    answer: Answer,
 ) -> None:
     async with turn:
-        await serving.settled.wait()
-        if serving.retired.is_set() and serving.processor is None:
+        await served.settled.wait()
+        if served.retired.is_set() and served.processor is None:
             raise ModelReplaced
-        if serving.processor is None:
-            why = serving.problem
-            raise Refusal(503, f"{serving.card.name} is not being served: {why}", retry_after=RETRY_AFTER)
-        await serving.processor.app(scope, receive, answer)
+        if served.processor is None:
+            why = served.problem
+            raise Refusal(503, f"{served.card.name} is not being served: {why}", retry_after=RETRY_AFTER)
+        await served.processor.app(scope, receive, answer)
 
 
 async def _finished(app: "asyncio.Task[None]", answer: Answer, trace: RequestTrace) -> None:

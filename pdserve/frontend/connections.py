@@ -31,10 +31,10 @@ _BYTES_ACKED = slice(120, 128)
 _TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-class Connection(HttpToolsProtocol):
+class ClientConnection(HttpToolsProtocol):
     """One socket."""
 
-    def __init__(self, owner: "Connections", *args: Any, **options: Any) -> None:
+    def __init__(self, owner: "ClientConnections", *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._owner = owner
         self._head_since: float | None = None
@@ -136,7 +136,7 @@ class Connection(HttpToolsProtocol):
         return int.from_bytes(info[_BYTES_ACKED], "little")
 
 
-class Connections:
+class ClientConnections:
     """uvicorn's `http`: makes a protocol for each connection. `watch` must run."""
 
     def __init__(self, header_timeout: float, write_timeout: float, pause_after: float = 2.0) -> None:
@@ -145,7 +145,7 @@ class Connections:
         self.header_timeout = header_timeout
         self.write_timeout = write_timeout
         """seconds; both may be changed at any time"""
-        self.open: set[Connection] = set()
+        self.open: set[ClientConnection] = set()
         self.draining = False
         """set when the server stops: what is accepted now has one request"""
 
@@ -155,8 +155,8 @@ class Connections:
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> Connection:
-        return Connection(self, config, server_state, app_state, _loop)
+    ) -> ClientConnection:
+        return ClientConnection(self, config, server_state, app_state, _loop)
 
     @property
     def interval(self) -> float:

@@ -32,7 +32,7 @@ RETRY = 5.0
 EVERYBODY = Capacity(sys.maxsize, sys.maxsize, float("inf"))
 
 
-class Serving:
+class ServedModel:
     """One model and the task that holds its processor."""
 
     def __init__(self, card: ModelCard, limits: AdmissionLimits) -> None:
@@ -47,14 +47,14 @@ class Serving:
         self.retired = asyncio.Event()
         """another model has its name, or none"""
         self.removal: asyncio.TimerHandle | None = None
-        self.line = AdmissionControl(limits, self._capacity, self._estimate)
+        self.admission = AdmissionControl(limits, self._capacity, self._estimate)
         self.long = asyncio.Lock()
         """held while a long text is tokenized for an answer and nothing else"""
 
     def replace(self, replaced: bool) -> None:
         """Whether another model has its name, and no worker is left here: what is not begun goes there."""
         if replaced:
-            self.line.dissolve()
+            self.admission.dissolve()
         if self.processor is not None:
             self.processor.replace(replaced)
 
@@ -63,7 +63,7 @@ class Serving:
         return self.processor.live if self.processor is not None else 0
 
     async def idle(self) -> None:
-        await self.line.empty()
+        await self.admission.empty()
         if self.processor is not None:
             await self.processor.idle()
 
@@ -77,7 +77,7 @@ class Serving:
         return self.processor.estimate if self.processor is not None else RequestEstimate()
 
 
-class Roster:
+class ServedModels:
     """Follows the registry while it is entered. A card that is gone is no longer listed, but for
     `request_timeout` seconds requests for it are still taken and wait for a worker (which may just be
     restarting); then the model is unknown, once it is idle."""
@@ -89,8 +89,8 @@ class Roster:
         self._expected = expected
         """the model of our own configuration: before its first worker is there it is not unknown but
         starting"""
-        self._models: dict[str, Serving] = {}
-        self._retiring: set[Serving] = set()
+        self._models: dict[str, ServedModel] = {}
+        self._retiring: set[ServedModel] = set()
         """their requests finish, and migrate, on workers of the same fingerprint"""
         self._mixed: dict[str, set[str]] = {}
         """models whose workers have loaded different things, and which"""
@@ -99,15 +99,15 @@ class Roster:
 
     async def __aenter__(self) -> Self:
         self._tasks.start(self._warm_up(), "importing vLLM")
-        self._tasks.forever(self._follow, "roster")
+        self._tasks.forever(self._follow, "served models")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for serving in self._models.values():
-            if serving.removal is not None:
-                serving.removal.cancel()
+        for served in self._models.values():
+            if served.removal is not None:
+                served.removal.cancel()
         await self._tasks.stop()
 
     # what the edge asks
@@ -122,17 +122,17 @@ class Roster:
         known = [model for model in self._models.values() if model.present and not model.problem]
         return sorted((model.card for model in known), key=lambda card: card.name)
 
-    def find(self, name: str | None) -> Serving:
+    def find(self, name: str | None) -> ServedModel:
         """The model of this name, or the only one. Raises Refusal."""
         names = [card.name for card in self.known()]
         if name is None:
             if len(names) > 1:
                 raise Refusal(400, f"model must be named; there are: {', '.join(names)}", "model")
             name = names[0] if names else self._expected
-        serving = self._models.get(name)
-        if serving is not None and not serving.problem:
-            return serving
-        if serving is not None or name == self._expected:
+        served = self._models.get(name)
+        if served is not None and not served.problem:
+            return served
+        if served is not None or name == self._expected:
             raise Refusal(503, f"{name} is not being served: {self.missing(name)}", retry_after=5.0)
         there = f"there are: {', '.join(names)}" if names else "there are none now"
         raise Refusal(404, f"the model {name!r} does not exist; {there}", "model")
@@ -143,35 +143,35 @@ class Roster:
             if any(one.live for one in self._models.values()):
                 return ""
             return "; ".join(f"{one}: {self.missing(one)}" for one in self._models or [self._expected])
-        serving = self._models.get(name)
-        if serving is None:
+        served = self._models.get(name)
+        if served is None:
             return "no decode worker has registered"
-        if serving.processor is None:
-            return serving.problem or "its tokenizer and configuration are being loaded"
-        return "" if serving.live else "no decode worker is connected"
+        if served.processor is None:
+            return served.problem or "its tokenizer and configuration are being loaded"
+        return "" if served.live else "no decode worker is connected"
 
     async def settled(self) -> None:
         """Until each model that the registry has now is served, or known not to be."""
         self._take()
-        for serving in list(self._models.values()):
-            await serving.settled.wait()
+        for served in list(self._models.values()):
+            await served.settled.wait()
 
     def load(self) -> int:
         """Requests that need a decode worker and are not over, of this frontend."""
-        return sum(serving.line.requests for serving in self._all())
+        return sum(served.admission.requests for served in self._all())
 
     def report(self) -> Load:
         """What this frontend is at, for the registry."""
         served = [(model, model.processor) for model in self._all() if model.processor is not None]
         return Load(
             running=sum(processor.running for _, processor in served),
-            waiting=sum(len(model.line) for model, _ in served),
+            waiting=sum(len(model.admission) for model, _ in served),
             unreachable=sorted({worker for _, processor in served for worker in processor.unreachable}),
         )
 
     def live(self) -> dict[str, int]:
         """Connected decode workers by model."""
-        return {name: serving.live for name, serving in sorted(self._models.items())}
+        return {name: served.live for name, served in sorted(self._models.items())}
 
     def degraded(self) -> dict[str, str]:
         """The processes that supervisors keep alive and that are not ready now, with what is known of them."""
@@ -198,12 +198,12 @@ class Roster:
             self._serve(name, card)
         for name, all_cards in self._view.cards().items():
             self._look_for_mixed(name, all_cards)
-        for serving in self._all():
-            self._tell(serving)
+        for served in self._all():
+            self._tell(served)
         for role in Role:
             INSTANCES.labels(role.value).set(len(self._view.instances(role)))
 
-    def _all(self) -> list[Serving]:
+    def _all(self) -> list[ServedModel]:
         return [*self._models.values(), *self._retiring]
 
     def _look_for_mixed(self, name: str, cards: list[tuple[str, ModelCard]]) -> None:
@@ -225,99 +225,99 @@ class Roster:
             )
 
     def _serve(self, name: str, card: ModelCard) -> None:
-        serving = self._models.get(name)
-        if serving is not None and serving.card.alike(card):
-            serving.present = True
-            if serving.removal is not None:
-                serving.removal.cancel()
-                serving.removal = None
+        served = self._models.get(name)
+        if served is not None and served.card.alike(card):
+            served.present = True
+            if served.removal is not None:
+                served.removal.cancel()
+                served.removal = None
             return
-        if serving is not None:
+        if served is not None:
             logger.info("%s: its model card changed", name)
             self._remove(name)
-        self._models[name] = serving = Serving(card, self._limits)
-        WAITING.labels(name).set_function(serving.line.__len__)
-        holding = forever(lambda: self._hold(serving), f"model: {name}", until_done=True)
+        self._models[name] = served = ServedModel(card, self._limits)
+        WAITING.labels(name).set_function(served.admission.__len__)
+        holding = forever(lambda: self._hold(served), f"model: {name}", until_done=True)
         self._tasks.start(holding, f"model: {name}")
 
     def _miss(self, name: str) -> None:
-        serving = self._models[name]
-        if serving.present:
-            serving.present = False
+        served = self._models[name]
+        if served.present:
+            served.present = False
             grace = self._around.request_timeout
             logger.warning("%s: no decode worker is left; requests wait for one for %g s", name, grace)
-            serving.removal = asyncio.get_running_loop().call_later(grace, self._remove, name)
+            served.removal = asyncio.get_running_loop().call_later(grace, self._remove, name)
 
     def _remove(self, name: str) -> None:
-        serving = self._models.pop(name)
+        served = self._models.pop(name)
         WAITING.remove(name)
-        if serving.removal is not None:
-            serving.removal.cancel()
-        serving.retired.set()
-        self._retiring.add(serving)
+        if served.removal is not None:
+            served.removal.cancel()
+        served.retired.set()
+        self._retiring.add(served)
 
-    def _tell(self, serving: Serving) -> None:
-        if serving.processor is not None:
-            self._tell_processor(serving, serving.processor)
-        if serving.retired.is_set():
-            serving.replace(serving.card.name in self._models and not serving.live)
+    def _tell(self, served: ServedModel) -> None:
+        if served.processor is not None:
+            self._tell_processor(served, served.processor)
+        if served.retired.is_set():
+            served.replace(served.card.name in self._models and not served.live)
 
-    def _tell_processor(self, serving: Serving, processor: "Processor") -> None:
+    def _tell_processor(self, served: ServedModel, processor: "Processor") -> None:
         frontends = len(self._view.instances(Role.FRONTEND))
-        workers = self._view.instances(Role.DECODE, serving.card.name)
-        ours = [worker for worker in workers if worker.fingerprint == serving.card.fingerprint]
+        workers = self._view.instances(Role.DECODE, served.card.name)
+        ours = [worker for worker in workers if worker.fingerprint == served.card.fingerprint]
         processor.update(ours, max(1, frontends))
         policy = self._view.settings().get("router", self._around.router)
         if policy in POLICIES:
             processor.route_by(policy)
-        serving.line.advance()
+        served.admission.advance()
 
     # one model
 
-    async def _hold(self, serving: Serving) -> None:
+    async def _hold(self, served: ServedModel) -> None:
         """Build its processor and keep it until the model is retired and idle."""
-        name = serving.card.name
+        name = served.card.name
         try:
-            while not serving.retired.is_set():
+            while not served.retired.is_set():
                 try:
-                    await self._hold_once(serving)
+                    await self._hold_once(served)
                 except (ConfigError, Unavailable) as error:
-                    serving.problem = str(error)
+                    served.problem = str(error)
                 except Exception as error:
                     logger.exception("%s: building its processor failed", name)
-                    serving.problem = f"internal error: {error}"
-                if serving.retired.is_set():
+                    served.problem = f"internal error: {error}"
+                if served.retired.is_set():
                     return
-                logger.error("%s is not served: %s", name, serving.problem)
-                serving.settled.set()
-                serving.line.advance()
+                logger.error("%s is not served: %s", name, served.problem)
+                served.settled.set()
+                served.admission.advance()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(serving.retired.wait(), RETRY)
+                    await asyncio.wait_for(served.retired.wait(), RETRY)
         finally:
-            self._retiring.discard(serving)
-            if serving.retired.is_set():  # perhaps while it was being built, which failed
-                serving.settled.set()
-                serving.line.dissolve()
+            self._retiring.discard(served)
+            if served.retired.is_set():  # perhaps while it was being built, which failed
+                served.settled.set()
+                served.admission.dissolve()
 
-    async def _hold_once(self, serving: Serving) -> None:
-        name = serving.card.name
+    async def _hold_once(self, served: ServedModel) -> None:
+        name = served.card.name
         async with self._building:
             module = await _load()
-            processor: Processor = module.Processor(serving.card, self._around)
+            processor: Processor = module.Processor(served.card, self._around)
             await processor.__aenter__()
-        processor.on_capacity(serving.line.advance)
+        processor.on_capacity(served.admission.advance)
         try:
-            serving.processor, serving.problem = processor, ""
-            serving.settled.set()
-            self._tell(serving)
-            logger.info("%s is being served, up to %d tokens", name, serving.card.max_model_len)
-            await serving.retired.wait()
+            served.processor, served.problem = processor, ""
+            served.settled.set()
+            self._tell(served)
+            logger.info("%s is being served, up to %d tokens", name, served.card.max_model_len)
+            await served.retired.wait()
             with suppress(TimeoutError):
-                await asyncio.wait_for(serving.idle(), self._around.longest)
+                await asyncio.wait_for(served.idle(), self._around.longest)
             logger.info("%s is no longer served", name)
         finally:
-            serving.processor = None
-            serving.line.advance()
+            served.processor = None
+            served.admission.advance()
             await processor.__aexit__(None, None, None)
 
 

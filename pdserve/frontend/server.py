@@ -12,18 +12,18 @@ import httpx
 import msgspec
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from pdserve.config.host import installed_vllm
 from pdserve.config.schema import Config
 from pdserve.errors import QueueUnavailable, RegistryUnavailable
-from pdserve.frontend.app import GRACE, Edge
-from pdserve.frontend.asgi import App
+from pdserve.frontend.app import GRACE, FrontendApp
 from pdserve.frontend.auth import load_keys
-from pdserve.frontend.connections import Connections
+from pdserve.frontend.connections import ClientConnections
 from pdserve.frontend.listen import accept_all, bind
 from pdserve.frontend.metrics_page import MetricsPage
 from pdserve.frontend.model.surroundings import Surroundings
-from pdserve.frontend.models import Roster
+from pdserve.frontend.models import ServedModels
 from pdserve.messages import Instance, Role
 from pdserve.observe.metrics import serve_metrics
 from pdserve.plan.slots import Slot
@@ -76,22 +76,22 @@ class Frontend:
             view = await stack.enter_async_context(View(registry))
             around = _surroundings(config, frontend.router, me.id)
             roster = await stack.enter_async_context(
-                Roster(view, around, config.served_model_name, frontend.limits)
+                ServedModels(view, around, config.served_model_name, frontend.limits)
             )
             client = await stack.enter_async_context(httpx.AsyncClient())
             if view.instances(Role.FRONTEND):
                 await _load_models(roster)
             me = msgspec.structs.replace(me, clock_skew=await _clock_skew(around.blobs))
             page = MetricsPage(view, me.id, client)
-            edge = Edge(roster, page, api_keys, config.request_timeout, frontend.max_request_timeout)
-            connections = Connections(frontend.header_timeout, frontend.write_timeout)
+            edge = FrontendApp(roster, page, api_keys, config.request_timeout, frontend.max_request_timeout)
+            connections = ClientConnections(frontend.header_timeout, frontend.write_timeout)
             presence = Presence(registry, me, None, roster.report)
             await self._serve(edge, connections, sock, registry, presence)
 
     async def _serve(
         self,
-        edge: Edge,
-        connections: Connections,
+        edge: FrontendApp,
+        connections: ClientConnections,
         sock: socket.socket,
         registry: Registry,
         presence: Presence,
@@ -114,7 +114,7 @@ class Frontend:
     async def _stop_server(
         self,
         server: uvicorn.Server,
-        connections: Connections,
+        connections: ClientConnections,
         registry: Registry,
         presence: Presence,
         telling: "asyncio.Task[None]",
@@ -134,7 +134,7 @@ async def main(config: Config, slot: Slot) -> None:
     await run_until_signalled(Frontend(config, slot), config.drain_timeout)
 
 
-async def _load_models(roster: Roster) -> None:
+async def _load_models(roster: ServedModels) -> None:
     """Others answer on this port meanwhile: whoever came to us would wait for all of our start."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LOAD_WITHIN):
@@ -176,7 +176,7 @@ async def _clock_skew(blobs: BlobStore) -> float | None:
     return None
 
 
-def cross_origin(app: App) -> App:
+def cross_origin(app: ASGIApp) -> ASGIApp:
     """Browsers may ask from anywhere, as with vLLM's own server."""
     return CORSMiddleware(app, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
 
@@ -203,7 +203,7 @@ class QuietServer(uvicorn.Server):
         )
 
 
-def _options(edge: Edge, connections: Connections, drain_timeout: float) -> uvicorn.Config:
+def _options(edge: FrontendApp, connections: ClientConnections, drain_timeout: float) -> uvicorn.Config:
     return uvicorn.Config(
         cross_origin(edge),
         http=connections,  # type: ignore[arg-type]  # any callable that makes a protocol

@@ -8,15 +8,15 @@ import httpx
 import pytest
 import pytest_asyncio
 import uvicorn
+from starlette.types import ASGIApp
 
 from pdserve.config.schema import AdmissionLimits
-from pdserve.frontend.app import Edge
-from pdserve.frontend.asgi import App
+from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.auth import ApiKeys
-from pdserve.frontend.connections import Connections
+from pdserve.frontend.connections import ClientConnections
 from pdserve.frontend.metrics_page import MetricsPage
 from pdserve.frontend.model.surroundings import Surroundings
-from pdserve.frontend.models import Roster
+from pdserve.frontend.models import ServedModels
 from pdserve.frontend.server import QuietServer, cross_origin
 from pdserve.messages import ModelCard, encode_record
 from pdserve.queue.base import BlobStore
@@ -63,8 +63,8 @@ class Graph:
 
     def __init__(self, server: MemoryServer) -> None:
         self.registry = server
-        self.roster: Roster
-        self.edge: Edge
+        self.models: ServedModels
+        self.app: FrontendApp
         self.url = ""
         self.http: httpx.AsyncClient
         self._count = 0
@@ -95,8 +95,8 @@ class Graph:
             yield worker
 
 
-async def serve(app: App, stack: AsyncExitStack, connections: Connections | None = None) -> str:
-    connections = connections or Connections(30.0, 30.0)
+async def serve(app: ASGIApp, stack: AsyncExitStack, connections: ClientConnections | None = None) -> str:
+    connections = connections or ClientConnections(30.0, 30.0)
     config = uvicorn.Config(
         app,
         http=connections,  # type: ignore[arg-type]
@@ -135,9 +135,9 @@ async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph
             20.0,
         )
         graph = Graph(server)
-        graph.roster = await stack.enter_async_context(Roster(view, around, "demo", AdmissionLimits()))
+        graph.models = await stack.enter_async_context(ServedModels(view, around, "demo", AdmissionLimits()))
         client = await stack.enter_async_context(httpx.AsyncClient())
-        graph.edge = Edge(graph.roster, MetricsPage(view, "frontend-0-test", client), ApiKeys(), 20.0)
-        graph.url = await serve(cross_origin(graph.edge), stack)
+        graph.app = FrontendApp(graph.models, MetricsPage(view, "frontend-0-test", client), ApiKeys(), 20.0)
+        graph.url = await serve(cross_origin(graph.app), stack)
         graph.http = await stack.enter_async_context(httpx.AsyncClient(base_url=graph.url, timeout=30))
         yield graph

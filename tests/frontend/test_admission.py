@@ -31,13 +31,13 @@ class Model:
         self.order: list[str] = []
         """the clients whose sequences began"""
         self.usual = RequestEstimate()
-        self.line = AdmissionControl(limits, self.room, lambda: self.usual)
+        self.admission = AdmissionControl(limits, self.room, lambda: self.usual)
 
     def room(self) -> Capacity:
         return Capacity(self.places, self.places - len(self.running), self.tokens)
 
     def ask(self, client: str, asks: Asks = ASKS, left: float = 600.0) -> Admission:
-        return self.line.join(client, asks, time.monotonic() + left)
+        return self.admission.join(client, asks, time.monotonic() + left)
 
     def take(self, *tickets: Admission) -> None:
         """As the engine core: all of their sequences ask for a turn."""
@@ -61,9 +61,9 @@ class Model:
         turn.release()
         ticket = turn.ticket
         if ticket.asked or any(one.ticket is ticket for one in self.running):
-            self.line.advance()
+            self.admission.advance()
         else:
-            self.line.leave(ticket)
+            self.admission.leave(ticket)
 
     def serve(self, waiting: list[Admission]) -> list[str]:
         """Everybody, one after another: the clients in order of their turns."""
@@ -87,7 +87,7 @@ def full(places: int = 1, limits: AdmissionLimits = AdmissionLimits()) -> Model:
 def paced(limits: AdmissionLimits, seconds: float) -> Model:
     """Full, and for some time a turn of 100 tokens came every so many seconds."""
     model = full(1, limits)
-    pace = model.line._pace
+    pace = model.admission._pace
     now = time.monotonic()
     pace.waiting(True, now - 100 * seconds)
     for step in range(100):
@@ -110,8 +110,8 @@ def test_kv_is_room_too() -> None:
     assert not model.ask("a").waiting  # something is left: it may be longer
     assert model.ask("a").waiting
     model.tokens = 0.0
-    model.line.advance()
-    assert len(model.line) == 1
+    model.admission.advance()
+    assert len(model.admission) == 1
 
 
 def test_turns_go_round() -> None:
@@ -162,8 +162,8 @@ def test_the_outputs_of_one_request_take_turns_like_those_of_many() -> None:
     while model.running:
         model.end()
     assert model.order.count("crowd") == 8
-    assert not len(model.line)
-    assert not model.line._tokens
+    assert not len(model.admission)
+    assert not model.admission._tokens
 
 
 def test_several_outputs_are_paid_for() -> None:
@@ -186,9 +186,9 @@ def test_what_is_left_of_a_request_is_not_charged() -> None:
     other = [model.ask("b") for _ in range(2)]
     for turn in list(crowd.asked):
         turn.release()
-    model.line.leave(crowd)
+    model.admission.leave(crowd)
     assert model.serve([later, *other]) in (list("bab"), list("abb"))
-    assert not len(model.line)
+    assert not len(model.admission)
 
 
 def test_one_large_request_lets_others_of_its_client_pass() -> None:
@@ -212,11 +212,11 @@ def test_sequences_that_wait_end_with_their_request() -> None:
     model.end()
     model.take(crowd)
     assert len(crowd.asked) == 2
-    model.line.leave(crowd)
+    model.admission.leave(crowd)
     assert not crowd.asked
-    assert not len(model.line)
+    assert not len(model.admission)
     model.end()
-    assert not model.line._accounts["a"].held
+    assert not model.admission._accounts["a"].held
 
 
 def test_more_sequences_than_were_told() -> None:
@@ -232,7 +232,7 @@ def test_more_sequences_than_were_told() -> None:
     model.end()
     model.end()
     assert model.order == list("aaba")
-    assert not len(model.line)
+    assert not len(model.admission)
 
 
 def test_a_client_with_its_share_of_the_places_gets_no_more_while_others_wait() -> None:
@@ -260,11 +260,11 @@ def test_a_client_alone_may_hold_every_place() -> None:
     assert len(model.running) == 8
     other = model.ask("b")
     assert other.waiting
-    model.line.leave(other)
+    model.admission.leave(other)
     model.ask("a")
     model.end()
     assert len(model.running) == 7
-    assert not len(model.line)
+    assert not len(model.admission)
 
 
 def test_who_was_away_saves_nothing() -> None:
@@ -279,10 +279,10 @@ def test_who_leaves_is_not_charged() -> None:
     left = [model.ask("a") for _ in range(5)]
     stays = model.ask("a")
     for ticket in left:
-        model.line.leave(ticket)
+        model.admission.leave(ticket)
     waiting = [stays, model.ask("b"), model.ask("b")]
     assert model.serve(waiting) == list("abb")
-    assert not len(model.line)
+    assert not len(model.admission)
 
 
 def test_too_late_is_said_at_once_with_the_truth() -> None:
@@ -292,7 +292,7 @@ def test_too_late_is_said_at_once_with_the_truth() -> None:
     with pytest.raises(Overloaded) as caught:
         model.ask("a")
     assert caught.value.retry_after == pytest.approx(12.0 - 11.0, abs=0.6)
-    assert len(model.line) == 6
+    assert len(model.admission) == 6
     assert model.ask("b").waiting  # its turn is the next but one
 
 
@@ -336,7 +336,7 @@ def test_without_workers_everybody_waits_within_the_bounds() -> None:
         model.ask("a")
     assert all(one.waiting for one in waiting)
     model.places = 10
-    model.line.advance()
+    model.admission.advance()
     assert not any(one.waiting for one in waiting)
 
 
@@ -376,17 +376,17 @@ def test_answers_that_nobody_reads_are_bounded() -> None:
     with pytest.raises(Overloaded):
         model.ask("b")
     with pytest.raises(Overloaded):
-        model.line.pass_by()
+        model.admission.pass_by()
 
 
 async def test_empty_when_all_have_left() -> None:
     model = full()
     waits = model.ask("a")
-    passing = model.line.pass_by()
+    passing = model.admission.pass_by()
     await passing.turn()
-    empty = asyncio.create_task(model.line.empty())
-    model.line.leave(waits)
-    model.line.leave(passing)
+    empty = asyncio.create_task(model.admission.empty())
+    model.admission.leave(waits)
+    model.admission.leave(passing)
     with suppress(TimeoutError):
         await asyncio.wait_for(asyncio.shield(empty), 0.01)
     assert not empty.done()
@@ -397,8 +397,8 @@ async def test_empty_when_all_have_left() -> None:
 def test_clients_are_forgotten() -> None:
     model = Model(1)
     for number in range(5000):
-        model.line.leave(model.ask(f"client {number}"))
-    assert len(model.line._accounts) < 1100
+        model.admission.leave(model.ask(f"client {number}"))
+    assert len(model.admission._accounts) < 1100
     model = full()
     waiting = [model.ask("crowd") for _ in range(3)]
     for number in range(3000):  # somebody waits all the time
@@ -407,7 +407,7 @@ def test_clients_are_forgotten() -> None:
         (called,) = [one for one in waiting if not one.waiting]
         waiting.remove(called)
         model.take(called)
-    assert len(model.line._accounts) < 1100
+    assert len(model.admission._accounts) < 1100
 
 
 def test_a_client_that_waits_is_never_forgotten() -> None:
@@ -416,21 +416,21 @@ def test_a_client_that_waits_is_never_forgotten() -> None:
     other = model.ask("b", Asks(499, 0))
     model.end()
     assert not other.waiting
-    model.line.leave(first)  # the second one moves up, to a place that has been served
+    model.admission.leave(first)  # the second one moves up, to a place that has been served
     for number in range(2000):
-        model.line.leave(model.ask(f"client {number}"))
-    model.line.leave(second)
-    assert not len(model.line)
+        model.admission.leave(model.ask(f"client {number}"))
+    model.admission.leave(second)
+    assert not len(model.admission)
 
 
 async def test_those_who_wait_go_to_another_line_in_their_order() -> None:
     model = full()
     waiting = [model.ask(client) for client in "aab"]
     waiting.sort(key=lambda one: one.place)
-    model.line.dissolve()
+    model.admission.dissolve()
     for ticket in waiting:
         with pytest.raises(ModelReplaced):
             await ticket.turn()
-        model.line.leave(ticket)
-    assert (len(model.line), model.line.requests) == (0, 1), "what was called stays"
+        model.admission.leave(ticket)
+    assert (len(model.admission), model.admission.requests) == (0, 1), "what was called stays"
     assert [ticket.client for ticket in waiting] == list("aba")

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 import httpx
 import pytest
 
-from pdserve.frontend.connections import Connections
+from pdserve.frontend.connections import ClientConnections
 from pdserve.frontend.server import cross_origin
 from tests.conditions import until
 from tests.frontend.conftest import Graph, serve
@@ -26,10 +26,10 @@ HEAD = (
 
 
 @asynccontextmanager
-async def server(graph: Graph, connections: Connections) -> AsyncIterator[tuple[str, int]]:
+async def server(graph: Graph, connections: ClientConnections) -> AsyncIterator[tuple[str, int]]:
     """The same frontend on another port."""
     async with AsyncExitStack() as stack:
-        url = httpx.URL(await serve(cross_origin(graph.edge), stack, connections))
+        url = httpx.URL(await serve(cross_origin(graph.app), stack, connections))
         assert url.port is not None
         yield url.host, url.port
 
@@ -53,30 +53,32 @@ async def ask(sock: socket.socket, **changes: object) -> None:
 async def test_streams_that_nobody_reads_end_and_free_everything(graph: Graph) -> None:
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(worker(graph))
-        address = await stack.enter_async_context(server(graph, Connections(30.0, 0.4)))
-        line = graph.roster.find(NAME).line
+        address = await stack.enter_async_context(server(graph, ClientConnections(30.0, 0.4)))
+        admission = graph.models.find(NAME).admission
         unread = [stack.enter_context(client(address)) for _ in range(20)]
         for sock in unread:
             await ask(sock, max_tokens=3500)
-        await until(lambda: len(line) == 20 - PLACES, within=10)
+        await until(lambda: len(admission) == 20 - PLACES, within=10)
         with client(address, "127.0.0.2") as other:
             await ask(other, max_tokens=2)
             answer = b""
             async with asyncio.timeout(20):
                 while b"[DONE]" not in answer:
                     answer += await asyncio.get_running_loop().sock_recv(other, 4096)
-        assert len(line) > 0  # it did not wait for all of them
-        await until(lambda: not len(line) and not engine.usage.running, within=20)
+        assert len(admission) > 0  # it did not wait for all of them
+        await until(lambda: not len(admission) and not engine.usage.running, within=20)
         assert await engine.all_blocks_free()
-        await until(lambda: not any(account.held for account in line._accounts.values()))
+        await until(lambda: not any(account.held for account in admission._accounts.values()))
 
 
 async def test_streams_that_nobody_reads_make_way_and_go_on(graph: Graph) -> None:
     """Long before their end: others get their places, and who reads again gets everything."""
     async with AsyncExitStack() as stack:
         decode = await stack.enter_async_context(graph.worker(at_once=4, pace=0.001))
-        address = await stack.enter_async_context(server(graph, Connections(60.0, 60.0, pause_after=0.2)))
-        await until(lambda: bool(graph.roster.live().get("demo")))
+        address = await stack.enter_async_context(
+            server(graph, ClientConnections(60.0, 60.0, pause_after=0.2))
+        )
+        await until(lambda: bool(graph.models.live().get("demo")))
         unread = [stack.enter_context(client(address)) for _ in range(6)]
         for sock in unread:
             await ask(sock, model="demo", max_tokens=2500, stream_options={"include_usage": True})
@@ -89,8 +91,8 @@ async def test_streams_that_nobody_reads_make_way_and_go_on(graph: Graph) -> Non
             sock.close()
         answer = await read(unread[0])
         assert b'"completion_tokens":2500' in answer
-        line = graph.roster.find("demo").line
-        await until(lambda: not any(account.held for account in line._accounts.values()))
+        admission = graph.models.find("demo").admission
+        await until(lambda: not any(account.held for account in admission._accounts.values()))
 
 
 async def read(sock: socket.socket) -> bytes:
@@ -104,7 +106,7 @@ async def read(sock: socket.socket) -> bytes:
 
 
 async def test_a_slow_reader_that_moves_is_served_to_the_end(graph: Graph) -> None:
-    connections = Connections(30.0, 0.5)
+    connections = ClientConnections(30.0, 0.5)
     async with graph.worker(), server(graph, connections) as address:
         with client(address) as sock:
             await ask(sock, model="demo", max_tokens=2000, logprobs=5)
@@ -122,7 +124,7 @@ async def test_a_slow_reader_that_moves_is_served_to_the_end(graph: Graph) -> No
 @pytest.mark.parametrize("begin", [b"", b"GET /version HTTP/1.1\r\nhost", b"\r\n"])
 async def test_a_head_that_does_not_end_ends_the_connection(graph: Graph, begin: bytes, again: bool) -> None:
     """Also when a byte comes now and then, and on a connection that was used before."""
-    async with server(graph, Connections(0.4, 30.0)) as (host, port):
+    async with server(graph, ClientConnections(0.4, 30.0)) as (host, port):
         reader, writer = await asyncio.open_connection(host, port)
         if again:
             writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -150,7 +152,7 @@ async def _dribble(writer: asyncio.StreamWriter) -> None:
 
 async def test_a_slow_body_is_no_slow_head(graph: Graph) -> None:
     body = json.dumps(completion()).encode()
-    async with graph.worker(), server(graph, Connections(0.3, 30.0)) as (host, port):
+    async with graph.worker(), server(graph, ClientConnections(0.3, 30.0)) as (host, port):
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(HEAD % len(body))
         for byte in range(0, len(body), 10):

@@ -70,7 +70,7 @@ async def test_bad_json(graph: Graph, body: bytes) -> None:
 async def test_oversize_body(graph: Graph, passing: bool) -> None:
     most = max_body(4096, passing=passing)
     async with graph.worker():
-        await until(lambda: bool(graph.roster.listed()))
+        await until(lambda: bool(graph.models.listed()))
         path = "/tokenize" if passing else "/v1/completions"
         answer = await graph.http.post(path, content=b" " * (most + 1))
         fine = await graph.http.post("/tokenize", json={"prompt": "a b c d " * 5000})
@@ -102,7 +102,7 @@ async def test_long_texts_to_tokenize_leave_the_prompts_of_others_their_turn(gra
     async with graph.worker():
         body = {"prompt": "The quick brown fox jumps over the lazy dog. " * 4000}
         long = [asyncio.create_task(graph.http.post("/tokenize", json=body)) for _ in range(6)]
-        await until(lambda: graph.roster.find("demo").long.locked())
+        await until(lambda: graph.models.find("demo").long.locked())
         answer = await graph.http.post("/v1/completions", json=completion(prompt="a b c"))
         waiting = sum(not one.done() for one in long)
         assert answer.status_code == 200
@@ -157,7 +157,7 @@ async def test_routes_that_are_not_there(graph: Graph, method: str, path: str, s
 
 async def test_pages_that_probes_ask_for(graph: Graph) -> None:
     async with graph.worker(pace=None) as worker:
-        await until(lambda: bool(graph.roster.live().get("demo")))
+        await until(lambda: bool(graph.models.live().get("demo")))
         for method in ("GET", "POST"):
             assert (await graph.http.request(method, "/ping")).status_code == 200
         assert (await graph.http.get("/load")).json() == {"server_load": 0}
@@ -170,7 +170,7 @@ async def test_pages_that_probes_ask_for(graph: Graph) -> None:
 
 async def test_the_model_of_a_query_is_decoded(graph: Graph) -> None:
     async with graph.worker():
-        await until(lambda: bool(graph.roster.listed()))
+        await until(lambda: bool(graph.models.listed()))
         found = await graph.http.get("/openapi.json?model=de%6Do")
         missing = await graph.http.get("/openapi.json?a=b&model=a%2Fb+c")
     assert found.status_code == 200
@@ -188,7 +188,7 @@ async def test_a_status_has_one_type(graph: Graph, stream: bool) -> None:
 
 
 async def test_a_missing_key_is_told_which_scheme(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
-    monkeypatch.setattr(graph.edge, "_keys", ApiKeys(["secret"]))
+    monkeypatch.setattr(graph.app, "_keys", ApiKeys(["secret"]))
     answer = await graph.http.get("/v1/models")
     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
     assert (await graph.http.get("/load")).status_code == 200
@@ -239,17 +239,17 @@ async def full(
 ) -> AsyncIterator[tuple[EchoWorker, "asyncio.Task[httpx.Response]"]]:
     """A worker with two places, both taken; what it is at can be finished by `finish`."""
     async with graph.worker(pace=None, at_once=1) as worker:
-        await until(lambda: bool(graph.roster.live().get("demo")))
+        await until(lambda: bool(graph.models.live().get("demo")))
         running = asyncio.create_task(
             graph.http.post("/v1/completions", json=completion(n=2, temperature=1.0))
         )
         await worker.until(lambda: len(worker.jobs) == 2)
-        line = graph.roster.find("demo").line
-        usual, line.limits = line.limits, limits
+        admission = graph.models.find("demo").admission
+        usual, admission.limits = admission.limits, limits
         try:
             yield worker, running
         finally:
-            line.limits = usual
+            admission.limits = usual
             running.cancel()
 
 
@@ -260,9 +260,9 @@ async def finish(worker: EchoWorker) -> None:
 
 async def test_too_much_is_429_before_anything_is_answered(graph: Graph) -> None:
     async with full(graph, AdmissionLimits(max_waiting=1)) as (worker, running):
-        line = graph.roster.find("demo").line
+        admission = graph.models.find("demo").admission
         waiting = asyncio.create_task(graph.http.post("/v1/completions", json=completion(stream=True)))
-        await until(lambda: len(line) == 1)
+        await until(lambda: len(admission) == 1)
         refused = await graph.http.post("/v1/completions", json=completion(stream=True))
         counted = await graph.http.post("/tokenize", json={"model": "demo", "prompt": "a b"})
         assert len(worker.seen) == 2
@@ -279,11 +279,11 @@ async def test_too_much_is_429_before_anything_is_answered(graph: Graph) -> None
 
 async def test_who_waits_and_leaves_costs_nothing(graph: Graph) -> None:
     async with full(graph, AdmissionLimits()) as (worker, running):
-        line = graph.roster.find("demo").line
+        admission = graph.models.find("demo").admission
         waiting = asyncio.create_task(graph.http.post("/v1/completions", json=completion()))
-        await until(lambda: len(line) == 1)
+        await until(lambda: len(admission) == 1)
         waiting.cancel()
-        await until(lambda: not len(line))
+        await until(lambda: not len(admission))
         late = await graph.http.post(
             "/v1/completions", json=completion(), headers={"x-request-timeout": "0.2"}
         )
@@ -307,7 +307,7 @@ async def test_bodies_are_bounded_together_until_they_are_answered(
     monkeypatch: pytest.MonkeyPatch, graph: Graph
 ) -> None:
     intake = Intake(bound=4000)
-    monkeypatch.setattr(graph.edge, "_intake", intake)
+    monkeypatch.setattr(graph.app, "_intake", intake)
     other = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
     async with (
         graph.worker(pace=None, at_once=8) as worker,

@@ -34,7 +34,7 @@ async def test_new_requests_go_to_the_newest_and_old_ones_stay(graph: Graph) -> 
             assert [await ask(graph) for _ in range(4)] == [200] * 4
             assert len(new.seen) == 4
             assert len(old.seen) == 1
-            assert graph.roster._mixed["rolled"] == {"old", "new"}, "it was logged"
+            assert graph.models._mixed["rolled"] == {"old", "new"}, "it was logged"
             await old.step()
             await old.die()  # while a new one is there, and another old one comes
             await asyncio.sleep(0)
@@ -50,7 +50,7 @@ async def test_a_card_of_an_older_generation_changes_nothing(graph: Graph) -> No
         async with graph.worker("rolled", loaded="a", generation=7, connected=False) as older:
             assert await ask(graph) == 200
             assert (len(newest.seen), len(older.seen)) == (1, 0)
-        await until(lambda: graph.roster.find("rolled").live == 1)
+        await until(lambda: graph.models.find("rolled").live == 1)
         assert await ask(graph) == 200
         assert len(newest.seen) == 2
 
@@ -77,11 +77,11 @@ async def test_what_is_not_begun_goes_to_the_newest_when_no_old_one_is_left(
             graph.worker("rolled", pace=None, at_once=1, loaded="old", generation=11)
         )
         asked = [post(graph, path, stream=stream) for _ in range(4)]
-        serving = graph.roster.find("rolled")
+        served = graph.models.find("rolled")
         await old.until(lambda: len(old.seen) == 2)
-        await until(lambda: len(serving.line) == 2)
+        await until(lambda: len(served.admission) == 2)
         async with graph.worker("rolled", loaded="new", generation=12) as new:
-            assert graph.roster.load() >= 4, "also those of a model that goes"
+            assert graph.models.load() >= 4, "also those of a model that goes"
             assert not new.seen
             await stack.aclose()
             answers = await asyncio.wait_for(asyncio.gather(*asked), 8)
@@ -90,7 +90,7 @@ async def test_what_is_not_begun_goes_to_the_newest_when_no_old_one_is_left(
             assert {answer.headers["x-pdserve-instance"] for answer in answers} == {new.id}
             if stream and path == "/v1/completions":
                 assert "".join(event["choices"][0]["text"] for event in events(answers[0]))
-        await until(lambda: serving not in graph.roster._retiring)
+        await until(lambda: served not in graph.models._retiring)
 
 
 @pytest.mark.parametrize("changes", [{"n": 3, "temperature": 1.0}, {"prompt": [[300, 301], [302]]}])
@@ -127,16 +127,16 @@ async def test_a_suspect_is_not_tried_with_other_weights(graph: Graph) -> None:
 async def test_a_model_that_is_replaced_while_it_cannot_be_built(graph: Graph, path: str) -> None:
     broken = card("rolled", model="/nowhere/at/all", fingerprint=f"broken {path}", generation=17)
     async with MemoryRegistry(graph.registry) as registry:
-        async with graph.roster._building:
+        async with graph.models._building:
             await registry.put(keys.card("rolled", "decode-9-broken"), encode_record(broken))
-            await until(lambda: graph.roster._models["rolled"].card == broken)
+            await until(lambda: graph.models._models["rolled"].card == broken)
             asked = asyncio.create_task(graph.http.post(path, json={"model": "rolled", "prompt": "hello"}))
-            line = graph.roster._models["rolled"].line
-            await until(lambda: len(line) + len(line._inside) == 1)
+            admission = graph.models._models["rolled"].admission
+            await until(lambda: len(admission) + len(admission._inside) == 1)
             worker = graph.worker("rolled", loaded="new", generation=18, connected=False)
             stack = AsyncExitStack()
             await stack.enter_async_context(worker)
-            await until(lambda: graph.roster._models["rolled"].card != broken)
+            await until(lambda: graph.models._models["rolled"].card != broken)
         async with stack:
             answer = await asyncio.wait_for(asked, 8)
     assert answer.status_code == 200, answer.text
@@ -146,8 +146,8 @@ async def test_a_long_request_is_finished_by_what_began_it(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request may have a later deadline than is usual."""
-    around = dataclasses.replace(graph.roster._around, request_timeout=0.1)
-    monkeypatch.setattr(graph.roster, "_around", around)
+    around = dataclasses.replace(graph.models._around, request_timeout=0.1)
+    monkeypatch.setattr(graph.models, "_around", around)
     async with graph.worker("rolled", pace=None, loaded="old", generation=19) as old:
         asked = post(graph)
         await old.until(lambda: len(old.jobs) == 1)

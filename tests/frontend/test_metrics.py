@@ -78,7 +78,7 @@ async def test_many_scrapers_fetch_once(monkeypatch: pytest.MonkeyPatch, graph: 
     async with page_server(answers=True, fetched=fetched) as good, MemoryRegistry(graph.registry) as registry:
         instance = Instance("p-7", Role.PREFILL, metrics=good)
         await registry.put(keys.instance(instance), encode_record(instance))
-        page = MetricsPage(graph.roster._view, "frontend-0-test", graph.http)
+        page = MetricsPage(graph.models._view, "frontend-0-test", graph.http)
         pages = await asyncio.gather(*(page() for _ in range(50)))
     assert len(fetched) == 1
     assert set(pages) == {pages[0]}

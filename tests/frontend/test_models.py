@@ -50,7 +50,7 @@ async def test_two_models_at_once(graph: Graph) -> None:
 async def test_models_vanish_with_their_cards(graph: Graph) -> None:
     async with graph.worker("passing"):
         assert "passing" in await names(graph)
-    await until(lambda: "passing" not in [one.name for one in graph.roster.listed()])
+    await until(lambda: "passing" not in [one.name for one in graph.models.listed()])
     assert "passing" not in await names(graph)
 
 
@@ -64,7 +64,7 @@ async def test_listed_means_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Processor, "_build", slowly)
     async with graph.worker("slow", connected=False) as worker:
-        await until(lambda: "slow" in [card.name for card in graph.roster.known()])
+        await until(lambda: "slow" in [card.name for card in graph.models.known()])
         before = await names(graph)
         request = asyncio.create_task(graph.http.post("/v1/completions", json=completion(model="slow")))
         build.set()
@@ -79,7 +79,7 @@ async def test_listed_means_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch)
 async def test_a_model_that_goes_is_collected(graph: Graph) -> None:
     engines = []
     for number in range(3):
-        async with Processor(card(f"passing-{number}"), graph.roster._around) as processor:
+        async with Processor(card(f"passing-{number}"), graph.models._around) as processor:
             engines.append(weakref.ref(processor._engine))
         del processor
     gc.collect()
@@ -93,8 +93,8 @@ async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
         await worker.until(lambda: worker.jobs)
         lost = msgspec.structs.replace(worker.instance, id="decode-9-lost", address="memory://nowhere")
         await registry.put(keys.instance(lost), encode_record(lost))
-        await until(lambda: graph.roster.report() == Load(running=1, unreachable=["decode-9-lost"]))
-        me = Instance("frontend-0-me", Role.FRONTEND, load=graph.roster.report())
+        await until(lambda: graph.models.report() == Load(running=1, unreachable=["decode-9-lost"]))
+        me = Instance("frontend-0-me", Role.FRONTEND, load=graph.models.report())
         await registry.put(keys.instance(me), encode_record(me))
         shown = io.StringIO()
         async with View(registry) as view:
@@ -102,7 +102,7 @@ async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
         await registry.delete(keys.instance(lost))
         await worker.step()
         assert (await request).status_code == 200
-    await until(lambda: graph.roster.report() == Load())
+    await until(lambda: graph.models.report() == Load())
     assert "cannot reach decode-9-lost" in shown.getvalue()
 
 
@@ -121,7 +121,7 @@ async def test_another_vllm_version_is_not_served(graph: Graph, caplog: pytest.L
     async with MemoryRegistry(graph.registry) as registry, graph.worker():
         old = card("old", vllm_version="0.31.0")
         await registry.put(keys.card("old", "decode-9-x"), encode_record(old))
-        await until(lambda: bool(graph.roster.missing("old")) and "0.31.0" in graph.roster.missing("old"))
+        await until(lambda: bool(graph.models.missing("old")) and "0.31.0" in graph.models.missing("old"))
         listed = await names(graph)
         answer = await graph.http.post("/v1/completions", json=completion(model="old"))
     assert "old" not in listed
@@ -134,7 +134,7 @@ async def test_a_model_folder_that_is_nowhere(graph: Graph) -> None:
     async with MemoryRegistry(graph.registry) as registry:
         lost = card("lost", model="/nowhere/model", blob="gone")
         await registry.put(keys.card("lost", "decode-9-y"), encode_record(lost))
-        await until(lambda: "/nowhere/model" in graph.roster.missing("lost"))
+        await until(lambda: "/nowhere/model" in graph.models.missing("lost"))
         answer = await graph.http.post("/v1/completions", json=completion(model="lost"))
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "5"
@@ -142,9 +142,9 @@ async def test_a_model_folder_that_is_nowhere(graph: Graph) -> None:
 
 async def test_health_says_what_is_missing(graph: Graph) -> None:
     async with graph.worker():
-        await until(lambda: not graph.roster.missing())
+        await until(lambda: not graph.models.missing())
         well = await graph.http.get("/health")
-    await until(lambda: bool(graph.roster.missing()))
+    await until(lambda: bool(graph.models.missing()))
     ill = await graph.http.get("/health")
     assert well.status_code == 200
     assert well.json()["workers"]["demo"] == 1

@@ -235,10 +235,10 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
     async with graph.worker() as away, MemoryRegistry(graph.registry) as registry:
         async with graph.worker(pace=None) as first:
             await registry.delete(keys.instance(away.instance))
-            await until(lambda: graph.roster.live().get("demo") == 1)
+            await until(lambda: graph.models.live().get("demo") == 1)
             request = post(graph, max_tokens=6)
             await steps(first, 2)
-        await until(lambda: graph.roster.live().get("demo") == 0)
+        await until(lambda: graph.models.live().get("demo") == 0)
         await asyncio.sleep(0.1)  # longer than PAUSE: from then on nobody tries again by itself
         assert not request.done()
         await registry.put(keys.instance(away.instance), encode_record(away.instance))

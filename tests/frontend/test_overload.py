@@ -44,7 +44,7 @@ async def worker(graph: Graph) -> AsyncIterator[SimEngine]:
     server, queue = MemoryRegistry(graph.registry), MemoryQueue(MemoryBroker(ack_wait=0.5))
     made = DecodeWorker(settings, Slot(Role.DECODE, 5), name, engine, server, queue, MemoryStreamServer())
     async with living(made):
-        await until(lambda: bool(graph.roster.live().get(NAME)), within=20)
+        await until(lambda: bool(graph.models.live().get(NAME)), within=20)
         yield engine
 
 
@@ -62,8 +62,8 @@ class Flood:
         return await asyncio.gather(*self.tasks)
 
 
-async def settle(line: AdmissionControl, waiting: int) -> None:
-    await until(lambda: len(line) == waiting, within=10)
+async def settle(admission: AdmissionControl, waiting: int) -> None:
+    await until(lambda: len(admission) == waiting, within=10)
 
 
 async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
@@ -73,10 +73,10 @@ async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
         polite = await stack.enter_async_context(
             httpx.AsyncClient(base_url=graph.url, transport=other, timeout=30)
         )
-        line = graph.roster.find(NAME).line
-        line.limits = AdmissionLimits(max_waiting=40)
+        admission = graph.models.find(NAME).admission
+        admission.limits = AdmissionLimits(max_waiting=40)
         flood = Flood(graph, 60)
-        await settle(line, 40)
+        await settle(admission, 40)
         waits = []
         for _ in range(3):
             begun = time.monotonic()
@@ -84,9 +84,9 @@ async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
             waits.append(time.monotonic() - begun)
             assert answer.status_code == 200
             assert engine.usage.running + engine.usage.waiting <= PLACES
-        assert len(line) > 10  # they did not wait for the flood
+        assert len(admission) > 10  # they did not wait for the flood
         answers = await flood.answers()
-        assert not len(line)
+        assert not len(admission)
         assert await engine.all_blocks_free()
     codes = [answer.status_code for answer in answers]
     assert codes.count(200) + codes.count(429) == 60
@@ -101,12 +101,12 @@ async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
 
 async def test_the_worker_with_room_is_chosen(graph: Graph) -> None:
     async with graph.worker(pace=None, at_once=1) as one, graph.worker(pace=None, at_once=1) as other:
-        await until(lambda: graph.roster.live().get("demo") == 2)
-        line = graph.roster.find("demo").line
+        await until(lambda: graph.models.live().get("demo") == 2)
+        admission = graph.models.find("demo").admission
         answers = [
             asyncio.create_task(graph.http.post("/v1/completions", json=completion())) for _ in range(5)
         ]
-        await until(lambda: (len(one.jobs), len(other.jobs), len(line)) == (2, 2, 1))
+        await until(lambda: (len(one.jobs), len(other.jobs), len(admission)) == (2, 2, 1))
         full, free = (one, other) if one.id < other.id else (other, one)  # it would be the turn of the first
         await finish(free)
         await free.until(lambda: len(free.seen) == 3)
@@ -137,11 +137,11 @@ async def test_one_request_with_many_outputs_leaves_others_their_turns(
 ) -> None:
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(worker(graph))
-        line = graph.roster.find(NAME).line
+        admission = graph.models.find(NAME).admission
         body = completion(model=NAME, max_tokens=20, **many)
         crowd = asyncio.create_task(graph.http.post("/v1/completions", json=body))
         await until(lambda: engine.usage.running + engine.usage.waiting == PLACES, within=10)
-        assert len(line) == 1
+        assert len(admission) == 1
         for _ in range(3):  # of the same client: the line lets them pass
             answer = await graph.http.post("/v1/completions", json=completion(model=NAME, max_tokens=2))
             assert answer.status_code == 200
@@ -151,21 +151,21 @@ async def test_one_request_with_many_outputs_leaves_others_their_turns(
         assert answer.status_code == 200
         assert len(answer.json()["choices"]) == 30
         assert answer.json()["usage"]["completion_tokens"] == 30 * 20
-        assert not len(line)
-        assert not any(account.held for account in line._accounts.values())
+        assert not len(admission)
+        assert not any(account.held for account in admission._accounts.values())
         assert await engine.all_blocks_free()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_takes_its_waiting_outputs_along(graph: Graph, stream: bool) -> None:
     async with worker(graph) as engine:
-        line = graph.roster.find(NAME).line
+        admission = graph.models.find(NAME).admission
         body = completion(model=NAME, max_tokens=300, n=60, temperature=1.0, stream=stream)
         crowd = asyncio.create_task(graph.http.post("/v1/completions", json=body))
         await until(lambda: engine.usage.running == PLACES - 1, within=10)
         crowd.cancel()
-        await until(lambda: not len(line) and not engine.usage.running, within=10)
-        assert not any(account.held for account in line._accounts.values())
+        await until(lambda: not len(admission) and not engine.usage.running, within=10)
+        assert not any(account.held for account in admission._accounts.values())
         assert await engine.all_blocks_free()
 
 

@@ -72,7 +72,7 @@ async def workers(graph: Graph, decode: int, prefill: int) -> AsyncIterator[list
                 else PrefillWorker(config, slot, name, *seams)
             )
             found.append(Worker(name, engine, await stack.enter_async_context(living(worker))))
-        await until(lambda: graph.roster.live().get("demo") == decode)
+        await until(lambda: graph.models.live().get("demo") == decode)
         yield found[prefill:] + found[:prefill]
 
 

@@ -30,7 +30,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 def processor(graph: Graph) -> Processor:
-    found = graph.roster.find("demo").processor
+    found = graph.models.find("demo").processor
     assert found is not None
     return found
 
