@@ -295,10 +295,10 @@ class Unread:
             return
         if unread and self._serving.admission.others_wait(self._ticket):
             logger.info("%s: nobody reads it and others wait: paused", self._trace.request_id)
-            processor.pause(self._trace)
+            processor.core.pause(self._trace)
             self._paused = True
         elif self._paused and not unread:
-            processor.resume(self._trace)
+            processor.core.resume(self._trace)
             self._paused = False
 
 

@@ -5,7 +5,7 @@ import gc
 import importlib
 import logging
 import sys
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import cache
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Self
@@ -16,7 +16,7 @@ from pdserve.frontend.admission.capacity import Capacity
 from pdserve.frontend.admission.control import AdmissionControl
 from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.body import Refusal
-from pdserve.frontend.model.surroundings import Surroundings
+from pdserve.frontend.model import ModelContext
 from pdserve.messages import Load, ModelCard, Role
 from pdserve.observe.metrics import INSTANCES, WAITING
 from pdserve.registry.view import View
@@ -56,25 +56,25 @@ class ServedModel:
         if replaced:
             self.admission.dissolve()
         if self.processor is not None:
-            self.processor.replace(replaced)
+            self.processor.core.replace(replaced)
 
     @property
     def live(self) -> int:
-        return self.processor.live if self.processor is not None else 0
+        return self.processor.workers.live if self.processor is not None else 0
 
     async def idle(self) -> None:
         await self.admission.empty()
         if self.processor is not None:
-            await self.processor.idle()
+            await self.processor.core.idle()
 
     def _capacity(self) -> Capacity:
         """Where nobody serves it, those who wait need not wait to be told."""
         if self.processor is not None:
-            return self.processor.capacity
+            return self.processor.workers.capacity
         return EVERYBODY if self.settled.is_set() else Capacity()
 
     def _estimate(self) -> RequestEstimate:
-        return self.processor.estimate if self.processor is not None else RequestEstimate()
+        return self.processor.core.estimate if self.processor is not None else RequestEstimate()
 
 
 class ServedModels:
@@ -82,7 +82,7 @@ class ServedModels:
     `request_timeout` seconds requests for it are still taken and wait for a worker (which may just be
     restarting); then the model is unknown, once it is idle."""
 
-    def __init__(self, view: View, around: Surroundings, expected: str, limits: AdmissionLimits) -> None:
+    def __init__(self, view: View, around: ModelContext, expected: str, limits: AdmissionLimits) -> None:
         self._limits = limits
         self._view = view
         self._around = around
@@ -164,9 +164,11 @@ class ServedModels:
         """What this frontend is at, for the registry."""
         served = [(model, model.processor) for model in self._all() if model.processor is not None]
         return Load(
-            running=sum(processor.running for _, processor in served),
+            running=sum(processor.core.running for _, processor in served),
             waiting=sum(len(model.admission) for model, _ in served),
-            unreachable=sorted({worker for _, processor in served for worker in processor.unreachable}),
+            unreachable=sorted(
+                {worker for _, processor in served for worker in processor.workers.unreachable}
+            ),
         )
 
     def live(self) -> dict[str, int]:
@@ -266,10 +268,10 @@ class ServedModels:
         frontends = len(self._view.instances(Role.FRONTEND))
         workers = self._view.instances(Role.DECODE, served.card.name)
         ours = [worker for worker in workers if worker.fingerprint == served.card.fingerprint]
-        processor.update(ours, max(1, frontends))
+        processor.workers.update(ours, max(1, frontends))
         policy = self._view.settings().get("router", self._around.router)
         if policy in POLICIES:
-            processor.route_by(policy)
+            processor.workers.policy = policy
         served.admission.advance()
 
     # one model
@@ -301,24 +303,23 @@ class ServedModels:
 
     async def _hold_once(self, served: ServedModel) -> None:
         name = served.card.name
-        async with self._building:
-            module = await _load()
-            processor: Processor = module.Processor(served.card, self._around)
-            await processor.__aenter__()
-        processor.on_capacity(served.admission.advance)
-        try:
-            served.processor, served.problem = processor, ""
-            served.settled.set()
-            self._tell(served)
-            logger.info("%s is being served, up to %d tokens", name, served.card.max_model_len)
-            await served.retired.wait()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(served.idle(), self._around.longest)
-            logger.info("%s is no longer served", name)
-        finally:
-            served.processor = None
-            served.admission.advance()
-            await processor.__aexit__(None, None, None)
+        async with AsyncExitStack() as stack:
+            async with self._building:
+                serving = (await _load()).serve_model(served.card, self._around)
+                processor: Processor = await stack.enter_async_context(serving)
+            processor.core.on_capacity = served.admission.advance
+            try:
+                served.processor, served.problem = processor, ""
+                served.settled.set()
+                self._tell(served)
+                logger.info("%s is being served, up to %d tokens", name, served.card.max_model_len)
+                await served.retired.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(served.idle(), self._around.longest)
+                logger.info("%s is no longer served", name)
+            finally:
+                served.processor = None
+                served.admission.advance()
 
 
 async def _load() -> ModuleType:

@@ -22,7 +22,7 @@ from pdserve.frontend.auth import load_keys
 from pdserve.frontend.connections import ClientConnections
 from pdserve.frontend.listen import accept_all, bind
 from pdserve.frontend.metrics_page import MetricsPage
-from pdserve.frontend.model.surroundings import Surroundings
+from pdserve.frontend.model import ModelContext
 from pdserve.frontend.models import ServedModels
 from pdserve.messages import Instance, Role
 from pdserve.observe.metrics import serve_metrics
@@ -141,11 +141,11 @@ async def _load_models(roster: ServedModels) -> None:
             await roster.settled()
 
 
-def _surroundings(config: Config, router: str, me: str) -> Surroundings:
+def _surroundings(config: Config, router: str, me: str) -> ModelContext:
     assert config.nats is not None
     assert config.frontend is not None
     serial = itertools.count(1)
-    return Surroundings(
+    return ModelContext(
         # a name of its own for each connection: a worker takes a second one of the same name for the first
         # one's successor, and while a model's card changes there are two
         connect=lambda address: connect_stream(address, f"{me}.{next(serial)}"),

@@ -15,7 +15,7 @@ from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.auth import ApiKeys
 from pdserve.frontend.connections import ClientConnections
 from pdserve.frontend.metrics_page import MetricsPage
-from pdserve.frontend.model.surroundings import Surroundings
+from pdserve.frontend.model import ModelContext
 from pdserve.frontend.models import ServedModels
 from pdserve.frontend.server import QuietServer, cross_origin
 from pdserve.messages import ModelCard, encode_record
@@ -127,7 +127,7 @@ async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph
     async with AsyncExitStack() as stack:
         registry = await stack.enter_async_context(MemoryRegistry(server))
         view = await stack.enter_async_context(View(registry))
-        around = Surroundings(
+        around = ModelContext(
             lambda address: connect(address, f"frontend-{next(serial)}"),
             NoBlobs(),
             tmp_path_factory.mktemp("state"),

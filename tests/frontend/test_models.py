@@ -4,7 +4,8 @@ import asyncio
 import gc
 import io
 import weakref
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
@@ -12,8 +13,9 @@ from rich.console import Console
 
 from pdserve.cli.status.find import Found
 from pdserve.cli.status.table import render
-from pdserve.frontend.model.processor import Processor
-from pdserve.messages import Instance, Load, Role, encode_record
+from pdserve.frontend.model import ModelContext
+from pdserve.frontend.model.processor import Processor, serve_model
+from pdserve.messages import Instance, Load, ModelCard, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.view import View
@@ -56,13 +58,15 @@ async def test_models_vanish_with_their_cards(graph: Graph) -> None:
 
 async def test_listed_means_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """While its processor is being built a model is not listed, and its requests wait."""
-    build, building = asyncio.Event(), Processor._build
+    build = asyncio.Event()
 
-    async def slowly(processor: Processor, stack: AsyncExitStack) -> None:
+    @asynccontextmanager
+    async def slowly(card: ModelCard, context: ModelContext) -> AsyncIterator[Processor]:
         await build.wait()
-        await building(processor, stack)
+        async with serve_model(card, context) as processor:
+            yield processor
 
-    monkeypatch.setattr(Processor, "_build", slowly)
+    monkeypatch.setattr("pdserve.frontend.model.processor.serve_model", slowly)
     async with graph.worker("slow", connected=False) as worker:
         await until(lambda: "slow" in [card.name for card in graph.models.known()])
         before = await names(graph)
@@ -77,13 +81,13 @@ async def test_listed_means_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_model_that_goes_is_collected(graph: Graph) -> None:
-    engines = []
+    cores = []
     for number in range(3):
-        async with Processor(card(f"passing-{number}"), graph.models._around) as processor:
-            engines.append(weakref.ref(processor._engine))
+        async with serve_model(card(f"passing-{number}"), graph.models._around) as processor:
+            cores.append(weakref.ref(processor.core))
         del processor
     gc.collect()
-    assert sum(engine() is not None for engine in engines) <= 1  # something in vLLM remembers the newest one
+    assert sum(core() is not None for core in cores) <= 1  # something in vLLM remembers the newest one
 
 
 async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:

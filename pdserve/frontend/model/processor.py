@@ -1,23 +1,23 @@
-"""One model, as the frontend serves it: vLLM's app and renderer on a remote engine core."""
+"""One model as the frontend serves it, made from its card: vLLM's app and renderer on a remote engine core."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import AsyncExitStack
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Self
+from pathlib import Path
 
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
 
-from pdserve.errors import ConfigError
-from pdserve.frontend.admission.capacity import Capacity
-from pdserve.frontend.admission.estimate import RequestEstimate
-from pdserve.frontend.model.assets import model_folder
-from pdserve.frontend.model.card_args import frontend_argv
+from pdserve.config.arguments import to_argv
+from pdserve.errors import ConfigError, Unavailable
+from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.core import RemoteCore
-from pdserve.frontend.model.model_metrics import MODEL_METRICS
-from pdserve.frontend.model.surroundings import Surroundings
 from pdserve.frontend.model.vllm_api import (
     VERSION,
     AsyncLLM,
@@ -28,119 +28,151 @@ from pdserve.frontend.model.vllm_api import (
     restart_output_handler,
 )
 from pdserve.frontend.model.workers import Fleet
-from pdserve.frontend.trace import RequestTrace
-from pdserve.messages import Instance, ModelCard
+from pdserve.messages import ModelCard
+from pdserve.queue.archives import archive_name, pack_model, unpack
+from pdserve.queue.base import BlobStore
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class Processor:
-    """Entering builds it, which takes a second or two, most of it in a thread. Raises ConfigError or
-    Unavailable with the reason why this host cannot serve the card."""
+    """A model that is being served."""
 
+    card: ModelCard
     app: ASGIApp
+    """vLLM's own"""
+    core: RemoteCore
+    workers: Fleet
 
-    def __init__(self, card: ModelCard, around: Surroundings) -> None:
-        self.card = card
-        self._around = around
-        self._core = RemoteCore(card.name, card.supported_tasks, card.max_model_len, around.request_timeout)
-        self._fleet = Fleet(around.router, VERSION, around.connect, self._core)
-        self._core.router = self._fleet
-        self._closing = AsyncExitStack()
 
-    async def __aenter__(self) -> Self:
-        if self.card.vllm_version != VERSION:
-            theirs = self.card.vllm_version or "an unknown version"
-            raise ConfigError(
-                [f"its workers run vLLM {theirs}, this frontend {VERSION}: install the same on both."]
-            )
-        async with AsyncExitStack() as stack:
-            await self._build(stack)
-            self._closing = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._closing.__aexit__(kind, error, trace)
-
-    async def _build(self, stack: AsyncExitStack) -> None:
-        registry = stack.enter_context(MODEL_METRICS.model())
-        folder = await model_folder(self.card, self._around.blobs, self._around.state_dir)
+@asynccontextmanager
+async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[Processor]:
+    """Serve the card while entered. Entering takes a second or two, most of it in a thread. Raises ConfigError or
+    Unavailable with the reason why this host cannot serve the card."""
+    if card.vllm_version != VERSION:
+        theirs = card.vllm_version or "an unknown version"
+        raise ConfigError(
+            [f"its workers run vLLM {theirs}, this frontend {VERSION}: install the same on both."]
+        )
+    core = RemoteCore(card.name, card.supported_tasks, card.max_model_len, context.request_timeout)
+    workers = Fleet(context.router, VERSION, context.connect, core)
+    core.router = workers
+    with MODEL_METRICS.model() as registry:
+        folder = await model_folder(card, context.blobs, context.state_dir)
         try:
-            args = await asyncio.to_thread(parse_args, frontend_argv(self.card, folder))
-            engine = await asyncio.to_thread(make_engine, args, self._core, registry)
+            args = await asyncio.to_thread(parse_args, frontend_argv(card, folder))
+            engine = await asyncio.to_thread(make_engine, args, core, registry)
         except (ValueError, OSError) as error:
             raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error
-        await stack.enter_async_context(self._fleet)
-        stack.callback(self._stop, engine)  # before the fleet is left: its requests must not go on elsewhere
-        self._core.fail_request = partial(fail_request, engine)
-        self.app = await make_app(engine, args, self.card.supported_tasks)
-        self._engine = engine
-        self._watch_handler()
+        async with workers:
+            try:
+                core.fail_request = partial(fail_request, engine)
+                app = await make_app(engine, args, card.supported_tasks)
+                _keep_output_handler(engine, core, card.name)
+                yield Processor(card, app, core, workers)
+            finally:  # before the workers are left: its requests must not go on at others
+                core.shutdown()
+                engine.shutdown()
 
-    def update(self, instances: Iterable[Instance], frontends: int) -> None:
-        """This model's decode workers and how many frontends share them, as the registry has them now."""
-        self._fleet.frontends = frontends
-        self._fleet.update(instances)
 
-    def route_by(self, policy: str) -> None:
-        self._fleet.policy = policy
+def _keep_output_handler(engine: AsyncLLM, core: RemoteCore, model: str) -> None:
+    """vLLM ends its output handler when an output makes it raise, after failing every request: start it again for the
+    next ones."""
 
-    def replace(self, replaced: bool) -> None:
-        """Whether another model has this one's name, and no worker is left here."""
-        self._core.replace(replaced)
+    def ended(handler: "asyncio.Task[None]") -> None:
+        if not handler.cancelled() and not core.resources.engine_dead:
+            logger.error("%s: an output could not be processed; its requests failed", model)
+            _keep_output_handler(engine, core, model)
 
-    async def idle(self) -> None:
-        """Until nothing is in flight."""
-        await self._core.idle()
+    restart_output_handler(engine)
+    engine.output_handler.add_done_callback(ended)
 
-    @property
-    def live(self) -> int:
-        """Decode workers that would take a request now."""
-        return self._fleet.live
 
-    @property
-    def running(self) -> int:
-        """Sequences that a decode worker has."""
-        return self._core.running
+# ── from a card to vLLM's arguments ────────────────────────────────────────────────────────────────────
 
-    @property
-    def unreachable(self) -> list[str]:
-        """Decode workers that are registered and that there is no connection to."""
-        return self._fleet.unreachable
 
-    @property
-    def capacity(self) -> Capacity:
-        """For further requests, at all of its workers."""
-        return self._fleet.capacity
+async def model_folder(card: ModelCard, blobs: BlobStore, state_dir: Path) -> str:
+    """A folder with config, tokenizer and chat template as the worker has loaded them, or the hub id. Raises
+    Unavailable where there is neither. What lies at that path on this host may be another model by now, or by chance:
+    then it is the archive that counts."""
+    if not card.model.startswith("/") or await asyncio.to_thread(_is_in_place, card):
+        return card.model
+    if not card.blob:
+        raise Unavailable(f"{card.model} is not on this host, and its worker uploaded no archive of it")
+    try:
+        archive = await blobs.get(card.blob)
+    except KeyError:
+        raise Unavailable(f"{card.model} is not on this host, and its archive {card.blob} is gone") from None
+    return str(await asyncio.to_thread(unpack, archive, state_dir / "models"))
 
-    @property
-    def estimate(self) -> RequestEstimate:
-        return self._core.estimate
 
-    def pause(self, trace: RequestTrace) -> None:
-        """Until `resume`, its sequences hold no places."""
-        self._core.pause(trace)
+def _is_in_place(card: ModelCard) -> bool:
+    folder = Path(card.model)
+    return folder.is_dir() and (not card.blob or archive_name(pack_model(folder)) == card.blob)
 
-    def resume(self, trace: RequestTrace) -> None:
-        self._core.resume(trace)
 
-    def on_capacity(self, tell: Callable[[], None]) -> None:
-        """`tell` is called whenever there may be more capacity than before."""
-        self._core.on_capacity = tell
+# What only an engine reads, or what the edge does instead; everything else (tokenizer, templates, parsers,
+# limits, defaults of sampling) is passed on. Most engine arguments would do no harm here, but these start
+# things or check for hardware.
+_NOT_HERE = re.compile(
+    r"kv-.*|ec-.*|.*-parallel.*|data-parallel-.*|pipeline-.*|tensor-.*|gpu-.*|num-gpu-.*|cpu-.*|swap-.*|enforce-eager"
+    r"|block-size|max-num-.*|.*prefix-caching.*|.*chunked-prefill|scheduling-policy|async-scheduling|stream-interval"
+    r"|load-format|download-dir|quantization|speculative-config|compilation-config|additional-config|attention-.*"
+    r"|distributed-executor-backend|ray-.*|worker-.*|offload-.*|.*lora.*|enable-sleep-mode|enable-prompt-embeds"
+    r"|api-key|host|port|uds|ssl-.*|middleware|allowed-origins|root-path|enable-request-id-headers|disable-log-stats"
+    r"|profiler-config|otlp-.*|enable-scale-out|tokens-only|headless|api-server-count|config|model|served-model-name"
+    r"|max-model-len|enable-log-requests|uvicorn-log-level|disable-.*access-log.*|performance-mode|optimization-level"
+)
 
-    def _watch_handler(self) -> None:
-        restart_output_handler(self._engine)
-        self._engine.output_handler.add_done_callback(self._handler_ended)
 
-    def _handler_ended(self, handler: "asyncio.Task[None]") -> None:
-        """vLLM ends it when an output makes it raise, after failing every request: go on with the next
-        ones."""
-        if not handler.cancelled() and not self._core.resources.engine_dead:
-            logger.error("%s: an output could not be processed; its requests failed", self.card.name)
-            self._watch_handler()
+def frontend_argv(card: ModelCard, model: str) -> list[str]:
+    """The command line of vLLM's API server, as the frontend runs it, without an engine. `model` is where this host
+    has the model: a folder, or a hub id."""
+    kept = {name: value for name, value in card.engine_args.items() if not _NOT_HERE.fullmatch(name)}
+    ours: dict[str, object] = {
+        "model": model,
+        "served-model-name": [card.name],
+        "max-model-len": card.max_model_len,
+        "allowed-origins": [],
+    }
+    # a long text that is tokenized leaves a thread for the prompts of others
+    return to_argv({"renderer-num-workers": 2, **kept, **ours})
 
-    def _stop(self, engine: AsyncLLM) -> None:
-        self._core.shutdown()
-        engine.shutdown()
+
+# ── metrics ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ModelMetrics(Collector):
+    """vLLM's own per-request metrics of every model in this process, collected from a registry per model as one.
+    Gauges are left out: they describe an engine, and there is none here."""
+
+    def __init__(self) -> None:
+        self._registries: list[CollectorRegistry] = []
+
+    def describe(self) -> list[Metric]:
+        return []  # names are not claimed: they are the same for each model
+
+    def collect(self) -> Iterator[Metric]:
+        merged: dict[str, Metric] = {}
+        for registry in self._registries:
+            for metric in registry.collect():
+                if metric.type == "gauge":
+                    continue
+                known = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                known.samples += metric.samples
+        yield from merged.values()
+
+    @contextmanager
+    def model(self) -> Iterator[CollectorRegistry]:
+        """A registry that is shown for as long as the model is served."""
+        registry = CollectorRegistry()
+        self._registries.append(registry)
+        try:
+            yield registry
+        finally:
+            self._registries.remove(registry)
+
+
+MODEL_METRICS = ModelMetrics()
+REGISTRY.register(MODEL_METRICS)

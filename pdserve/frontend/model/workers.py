@@ -11,9 +11,9 @@ from typing import Self
 from pdserve.config.schema import POLICIES
 from pdserve.errors import PeerGone
 from pdserve.frontend.admission.capacity import Capacity, total_capacity, worker_capacity
+from pdserve.frontend.model import Connect
 from pdserve.frontend.model.link import Link, LinkOwner
 from pdserve.frontend.model.router import RouterState, choose, eligible
-from pdserve.frontend.model.surroundings import Connect
 from pdserve.messages import Instance, ToFrontend
 from pdserve.observe.metrics import ROUTER_DECISIONS
 from pdserve.tasks import Owner
@@ -33,14 +33,13 @@ class Fleet:
     def __init__(self, policy: str, vllm_version: str, connect: Connect, owner: LinkOwner) -> None:
         self.policy = policy
         """may be changed at any time"""
-        self.frontends = 1
-        """that share the workers; may be changed at any time"""
         self._version = vllm_version
         self._connect = connect
         self._owner = owner
         self._instances: dict[str, Instance] = {}
         self._links: dict[str, Link] = {}
         self._tasks = Owner()
+        self._frontends = 1
         self._kept: set[str] = set()
         """instances to which a task holds a link"""
         self._last = ""
@@ -54,8 +53,9 @@ class Fleet:
         self._instances = {}
         await self._tasks.stop()
 
-    def update(self, instances: Iterable[Instance]) -> None:
-        """What the registry has now: this model's decode workers."""
+    def update(self, instances: Iterable[Instance], frontends: int) -> None:
+        """Take over what the registry has now: this model's decode workers, and how many frontends share them."""
+        self._frontends = frontends
         now = {one.id: one for one in instances if self._fits(one)}
         for gone in self._instances.keys() - now.keys():
             for policy in POLICIES:
@@ -120,7 +120,7 @@ class Fleet:
         return link is not None and not link.refused
 
     def _capacity(self, instance: Instance) -> Capacity:
-        return worker_capacity(instance, self._links[instance.id], self.frontends)
+        return worker_capacity(instance, self._links[instance.id], self._frontends)
 
     def _fits(self, instance: Instance) -> bool:
         if instance.vllm_version == self._version:
