@@ -14,7 +14,7 @@ from pdserve.errors import ConfigError, EngineDead, RegistryUnavailable
 
 ROOT = Path(__file__).parent.parent
 LOCAL = ROOT / "configs/local.yaml"
-COMMANDS = ("serve", "frontend", "decode", "prefill", "plan", "status", "set", "doctor")
+COMMANDS = ("serve", "frontend", "decode", "prefill", "plan", "status", "set", "doctor", "chaos")
 
 
 def pdserve(*args: object, state: Path | None = None, **env: str) -> "subprocess.CompletedProcess[str]":
@@ -31,7 +31,7 @@ def test_help_lists_every_command() -> None:
     result = pdserve("--help")
     assert result.returncode == 0
     for command in COMMANDS:
-        assert f"\n    {command} " in result.stdout
+        assert f"\n  {command} " in result.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -52,6 +52,52 @@ def test_help_and_plan_load_nothing_heavy() -> None:
     assert result.stderr == "\n"
 
 
+def test_help_imports_no_command() -> None:
+    script = (
+        "import sys; from pdserve.cli import main\n"
+        "main(['--help'])\n"
+        "sys.exit(' '.join(name for name in sys.modules if name.startswith(('pdserve.cli.', 'pdserve_bench', 'rich'))))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.stderr == "\n"
+
+
+def test_without_its_package_chaos_says_how_to_get_it() -> None:
+    script = (
+        "import sys; from pdserve.cli import main\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'pdserve_bench':\n"
+        "            raise ModuleNotFoundError(name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "sys.exit(main(['chaos', '--list']))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "pdserve: pdserve chaos is in the package pdserve_bench, which is not installed" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["serv"], "pdserve: No such command 'serv'. Did you mean 'serve'?"),
+        (["plan"], "pdserve: Missing option '-f' / '--file'."),
+        (["plan", "--fil", "x"], "pdserve: No such option: --fil (Possible options: --file)"),
+        (["decode", "-f", "x", "--index", "first"], "pdserve: Invalid value for '--index'"),
+        (["serve", "-f", "x", "--log-format", "xml"], "pdserve: Invalid value for '--log-format'"),
+        (["chaos", "-f", "x", "--workers", "0"], "pdserve: Invalid value for '--workers'"),
+        (["chaos", "-f", "x", "--state-dir", "y"], "pdserve: Give -f FILE or --state-dir DIR, not both."),
+    ],
+)
+def test_a_wrong_command_line_is_a_sentence_and_exit_code_2(args: list[str], complaint: str) -> None:
+    result = pdserve(*args)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert complaint in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_version() -> None:
     assert pdserve("--version").stdout.startswith("pdserve ")
 
@@ -59,7 +105,7 @@ def test_version() -> None:
 def test_no_command_is_a_usage_error() -> None:
     result = pdserve()
     assert result.returncode == 2
-    assert "usage: pdserve" in result.stderr
+    assert "Usage: pdserve" in result.stderr
 
 
 def test_plan_fits() -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from pdserve import clock
-from pdserve.cli.doctor import host, servers
-from pdserve.cli.doctor.finding import Finding, Grade
-from pdserve.cli.doctor.transfer import transfer
+from pdserve.cli import doctor
+from pdserve.cli.doctor import Finding, Grade
 from pdserve.config.host import InstalledVllm
 from pdserve.plan.machine import GIB, Gpu, Machine
 from pdserve.ports import free_port, port_holder
@@ -23,19 +22,22 @@ def machine(*gpus: Gpu, build: str = "cpu", free: int = 32) -> Machine:
 
 
 async def test_our_own_servers_are_good() -> None:
-    for finding in (await servers.nats(None), await servers.etcd(None)):
+    for finding in (await doctor.check_nats(None), await doctor.check_etcd(None)):
         assert finding.grade is Grade.OK, finding
         assert "embedded" in finding.text
 
 
 async def test_configured_servers_are_good(nats_url: str, etcd_url: str) -> None:
-    for finding in (await servers.nats(nats_url), await servers.etcd(etcd_url)):
+    for finding in (await doctor.check_nats(nats_url), await doctor.check_etcd(etcd_url)):
         assert finding.grade is Grade.OK, finding
 
 
 async def test_servers_that_are_not_there() -> None:
     port = free_port("127.0.0.1")
-    for finding in (await servers.nats(f"nats://127.0.0.1:{port}"), await servers.etcd(f"127.0.0.1:{port}")):
+    for finding in (
+        await doctor.check_nats(f"nats://127.0.0.1:{port}"),
+        await doctor.check_etcd(f"127.0.0.1:{port}"),
+    ):
         assert finding.grade is Grade.FAIL
         assert str(port) in finding.text
         assert finding.advice
@@ -47,7 +49,7 @@ async def test_nats_without_jetstream(tmp_path: Path) -> None:
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
     try:
         await until(lambda: port_holder("127.0.0.1", port) is not None)
-        finding = await servers.nats(f"nats://127.0.0.1:{port}")
+        finding = await doctor.check_nats(f"nats://127.0.0.1:{port}")
     finally:
         server.terminate()
         server.wait()
@@ -56,7 +58,7 @@ async def test_nats_without_jetstream(tmp_path: Path) -> None:
 
 
 async def test_a_transfer_is_measured() -> None:
-    finding = await transfer()
+    finding = await doctor.check_transfer()
     assert finding.grade is not Grade.FAIL, finding
     assert "GB/s" in finding.text
 
@@ -64,13 +66,13 @@ async def test_a_transfer_is_measured() -> None:
 @pytest.mark.parametrize(
     ("finding", "grade"),
     [
-        (host.gpus(machine()), Grade.OK),
-        (host.gpus(machine(CARD, build="cuda")), Grade.OK),
-        (host.gpus(machine(CARD, build="cpu")), Grade.WARN),
-        (host.vllm(InstalledVllm()), Grade.FAIL),
-        (host.memory(machine(free=32)), Grade.OK),
-        (host.memory(machine(free=4)), Grade.WARN),
-        (host.python(), Grade.OK),
+        (doctor.check_gpus(machine()), Grade.OK),
+        (doctor.check_gpus(machine(CARD, build="cuda")), Grade.OK),
+        (doctor.check_gpus(machine(CARD, build="cpu")), Grade.WARN),
+        (doctor.check_vllm(InstalledVllm()), Grade.FAIL),
+        (doctor.check_memory(machine(free=32)), Grade.OK),
+        (doctor.check_memory(machine(free=4)), Grade.WARN),
+        (doctor.check_python(), Grade.OK),
     ],
 )
 def test_grades_of_the_machine(finding: Finding, grade: Grade) -> None:
@@ -79,13 +81,13 @@ def test_grades_of_the_machine(finding: Finding, grade: Grade) -> None:
 
 
 async def test_a_clock_that_is_wrong(nats_url: str) -> None:
-    right = await servers.clocks(nats_url)
+    right = await doctor.check_clock(nats_url)
     assert right is not None
     assert right.grade is Grade.OK, right
     with clock.skewed(-40.0):
-        wrong = await servers.clocks(nats_url)
+        wrong = await doctor.check_clock(nats_url)
     assert wrong is not None
     assert wrong.grade is Grade.WARN
     assert "40.0 s behind" in wrong.text
-    assert await servers.clocks(None) is None
-    assert await servers.clocks("nats://127.0.0.1:1") is None
+    assert await doctor.check_clock(None) is None
+    assert await doctor.check_clock("nats://127.0.0.1:1") is None

@@ -3,8 +3,8 @@ import os
 import pytest
 from rich.console import Console
 
-from pdserve.cli.status.find import Found
-from pdserve.cli.status.table import render
+from pdserve.cli.options import GraphAddress
+from pdserve.cli.status import render
 from pdserve.messages import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
@@ -20,6 +20,6 @@ async def test_how_long_a_process_runs_is_only_known_on_its_machine(host: str, k
         async with View(registry) as view:
             console = Console(width=200)
             with console.capture() as shown:
-                console.print(render(view, Found("etcd", "pdserve")))
+                console.print(render(view, GraphAddress("etcd", "pdserve")))
     row = next(line for line in shown.get().splitlines() if instance.id in line)
     assert (" s " in row or " min " in row) == known

@@ -1,31 +1,36 @@
-"""The command line. Each command is a module with `add(commands)`, which describes it, and `run(args)`, which
-imports what it needs and returns the exit code: 0 for done, 1 for failed, 2 for a wrong configuration or
-command line."""
+"""The command line, made of typer commands.
 
-import argparse
-import os
+A command is a function in a module of its own. Its docstring is the text of its `--help`, its annotated parameters are
+the options, and its result is the exit code: 0 for done, 1 for failed, 2 for a wrong configuration or command line.
+The module is imported when the command is used, so that `pdserve --help` loads none of them and each module may
+import what it needs at its top (docs/decisions/0019-command-line.md).
+"""
+
+import inspect
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any
 
-from pdserve_bench.chaos import command as chaos
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from pdserve import __version__
-from pdserve.cli import plan, role, serve, settings
-from pdserve.cli.doctor import command as doctor
-from pdserve.cli.status import command as status
-from pdserve.errors import ConfigError, PdserveError
+from pdserve.errors import ConfigError, PdserveError, Unavailable
 
-COMMANDS = (serve, role, plan, status, settings, doctor, chaos)
-
-_DESCRIPTION = """\
-LLM serving on vLLM with prefill and decode separated: one YAML file describes the graph, one command runs it.
-
-  pdserve plan -f configs/local.yaml     what would run where, and whether it fits; loads nothing
-  pdserve serve -f configs/local.yaml    the whole graph on this machine, until Ctrl-C
-  pdserve status                         who is there, and what they are doing
-  pdserve doctor                         is this machine fit for it?
-  pdserve chaos -f configs/local.yaml    what happens when anything of it dies
-"""
+COMMANDS = {
+    "serve": ("pdserve.cli.serve:serve", "run the whole graph on this machine"),
+    "frontend": ("pdserve.cli.role:role", "one frontend: the HTTP port, and the processors of all models"),
+    "decode": ("pdserve.cli.role:role", "one decode worker"),
+    "prefill": ("pdserve.cli.role:role", "one prefill worker"),
+    "plan": ("pdserve.cli.plan:plan", "what would run where, and whether it fits"),
+    "status": ("pdserve.cli.status:status", "which processes run, and what they are doing"),
+    "set": ("pdserve.cli.settings:change_settings", "change a running graph's settings"),
+    "doctor": ("pdserve.cli.doctor:doctor", "is this machine fit for it?"),
+    "chaos": ("pdserve_bench.chaos.command:chaos", "break a graph under load, and count what was lost"),
+}
+"""name -> import string of the function, and one line of help"""
 
 _EPILOG = """\
 environment:
@@ -34,36 +39,110 @@ environment:
 
 exit codes: 0 done, 1 failed, 2 wrong configuration or command line.
 """
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+_PLAIN: dict[str, Any] = {"rich_markup_mode": None, "add_completion": False, "context_settings": _SETTINGS}
+"""no boxes and no markup: help is read in pipes and logs as well, and examples are copied from it"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    """Run a command; return the exit code."""
     try:
-        code: int = args.run(args)
-        return code
+        return build_group().main(argv, prog_name="pdserve", standalone_mode=False) or 0
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"pdserve: {problem}", file=sys.stderr)
+        _complain(*error.problems)
         return 2
     except PdserveError as error:
-        print(f"pdserve: {error}", file=sys.stderr)
+        _complain(str(error))
         return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `pdserve plan | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except typer.TyperException as error:  # of the command line
+        if context := getattr(error, "ctx", None):
+            print(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", file=sys.stderr)
+        _complain(error.format_message())
+        return error.exit_code
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pdserve",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"pdserve {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add(commands)
-    return parser
+def _complain(*problems: str) -> None:
+    for problem in problems:
+        print(f"pdserve: {problem}", file=sys.stderr)
+
+
+def build_group() -> TyperGroup:
+    app = typer.Typer(cls=_Group, epilog=_EPILOG, subcommand_metavar="COMMAND ...", **_PLAIN)
+    app.callback()(_pdserve)
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    for name, (function, line) in COMMANDS.items():
+        group.add_command(_LazyCommand(name, function, line))
+    return group
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"pdserve {__version__}")
+        raise typer.Exit
+
+
+def _pdserve(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """LLM serving on vLLM with prefill and decode separated:
+    one YAML file describes the graph, one command runs it.
+
+      pdserve plan -f configs/local.yaml     what would run where, and whether it fits; loads nothing
+      pdserve serve -f configs/local.yaml    the whole graph on this machine, until Ctrl-C
+      pdserve status                         which processes run, and what they are doing
+      pdserve doctor                         is this machine fit for it?
+      pdserve chaos -f configs/local.yaml    what happens when anything of it dies
+    """
+
+
+class _Verbatim:
+    """Help as it is written, not filled into the width of the terminal. `{command}` in it is the command's name."""
+
+    help: str | None
+    epilog: str | None
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(f"\n{self.help}\n")
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(f"\n{(self.epilog or '').replace('{command}', ctx.info_name)}")
+
+
+class _Group(_Verbatim, TyperGroup):
+    pass
+
+
+class _Command(_Verbatim, TyperCommand):
+    pass
+
+
+class _LazyCommand(TyperCommand):
+    """A line in `pdserve --help` that becomes a command when it is used."""
+
+    def __init__(self, name: str, function: str, line: str) -> None:
+        super().__init__(name, short_help=line)
+        self._function = function
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return self._load().make_context(info_name, args, parent, **extra)
+
+    def _load(self) -> Any:
+        """Raises Unavailable where the command's package is not installed."""
+        module, _, name = self._function.partition(":")
+        try:
+            function = getattr(import_module(module), name)
+        except ModuleNotFoundError as error:
+            if error.name != "pdserve_bench":
+                raise
+            raise Unavailable(
+                f"pdserve {self.name} is in the package pdserve_bench, which is not installed: run `make install` in "
+                "pdserve's repository, or add the folder benchmarks of it to PYTHONPATH."
+            ) from None
+        text, _, examples = (inspect.getdoc(function) or "").partition("\nexamples:\n")
+        app = typer.Typer(**_PLAIN)
+        app.command(self.name, cls=_Command, help=text, epilog=f"examples:\n{examples}\n")(function)
+        return get_command(app)

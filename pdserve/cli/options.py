@@ -1,71 +1,67 @@
-"""Options that several commands share."""
+"""Options that several commands share, and the running graph that they mean."""
 
-import argparse
 import os
-import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Literal
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+import typer
 
-    from pdserve.plan.plan import Plan
+from pdserve.config.load import load
+from pdserve.config.schema import Config
+from pdserve.errors import Unavailable
+from pdserve.supervisor import state
 
-Commands = Any
-"""what argparse's add_subparsers returns; its type has no public name"""
-
-
-def command(commands: Commands, name: str, help: str, text: str, examples: str) -> argparse.ArgumentParser:
-    """A command whose --help has a text and examples."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=help,
-        description=text,
-        epilog=f"examples:\n{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return parser
-
-
-def add_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-f", "--file", type=Path, required=True, metavar="FILE", help="the graph, as configs/local.yaml"
-    )
-
-
-def add_logging(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--log-format",
-        choices=("text", "json"),
-        default=os.environ.get("PDSERVE_LOG_FORMAT", "text"),
-        help="json: one object per line, for machines (default: text)",
-    )
-    parser.add_argument("-v", "--verbose", action="store_true", help="vLLM's own INFO lines as well")
-
-
-def add_graph(parser: argparse.ArgumentParser) -> None:
-    """Which running graph is meant."""
-    parser.add_argument(
+File = Annotated[Path, typer.Option("-f", "--file", metavar="FILE", help="the graph, as configs/local.yaml")]
+LogFormat = Annotated[
+    Literal["text", "json"],
+    typer.Option(envvar="PDSERVE_LOG_FORMAT", help="json: one object per line, for machines"),
+]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="vLLM's own INFO lines as well")]
+GraphFile = Annotated[
+    Path | None,
+    typer.Option(
         "-f",
         "--file",
-        type=Path,
         metavar="FILE",
         help="the graph's file (default: the graph that runs on the default state directory)",
-    )
-    parser.add_argument("--etcd", metavar="HOST:PORT", help="the graph's etcd, instead of a file")
-    parser.add_argument("--namespace", metavar="NAME", help="with --etcd (default: pdserve)")
+    ),
+]
+Etcd = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="the graph's etcd, instead of a file")]
+Namespace = Annotated[str | None, typer.Option(metavar="NAME", help="with --etcd (default: pdserve)")]
 
 
-def load_plan(args: argparse.Namespace) -> "Plan":
-    from pdserve.config.load import load
-    from pdserve.plan.machine import Machine
-    from pdserve.plan.plan import make_plan
-
-    return make_plan(load(args.file), Machine.detect())
+class NoGraph(Unavailable):
+    """No graph runs; the text says where it was looked for."""
 
 
-def show(what: "RenderableType") -> None:
-    """On stdout; in a pipe, wide enough for tables."""
-    from rich.console import Console
+@dataclass(frozen=True)
+class GraphAddress:
+    """Of a running graph."""
 
-    Console(highlight=False, width=None if sys.stdout.isatty() else 110).print(what)
+    etcd: str
+    namespace: str
+    url: str = ""
+    """of its frontend, where that is known"""
+
+
+def find_graph(file: Path | None, etcd: str | None, namespace: str | None) -> GraphAddress:
+    """An address given wins over a file, a file over the default state directory. Raises NoGraph, ConfigError."""
+    if etcd:
+        return GraphAddress(etcd, namespace or Config.namespace)
+    if file:
+        config = load(file)
+        return GraphAddress(config.etcd, config.namespace) if config.etcd else _on(config.state_dir)
+    if address := os.environ.get("PDSERVE_ETCD"):
+        return GraphAddress(address, namespace or Config.namespace)
+    return _on(Path(os.environ.get("PDSERVE_STATE_DIR", Config.state_dir)).expanduser())
+
+
+def _on(state_dir: Path) -> GraphAddress:
+    graph = state.read(state_dir)
+    if graph is None:
+        raise NoGraph(
+            f"no graph runs on {state_dir}: start one with `pdserve serve -f FILE`, or say which one with "
+            "-f FILE or --etcd HOST:PORT."
+        )
+    return GraphAddress(graph.etcd, graph.namespace, graph.url)

@@ -1,67 +1,69 @@
 """`pdserve frontend|decode|prefill`: one process of the graph, alone."""
 
-import argparse
 import logging
 import os
 import signal
 import threading
 from collections.abc import Awaitable
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Annotated
 
-from pdserve.cli.options import Commands, add_file, add_logging, command
+import psutil
+import typer
+import uvloop
+
+from pdserve import clock
+from pdserve.cli.options import File, LogFormat, Verbose
+from pdserve.config.load import load
+from pdserve.config.schema import Config
 from pdserve.errors import ConfigError, EngineDead, PdserveError, leaves
+from pdserve.graph import CONFIG_VARIABLE, GRAPH, SLOT_VARIABLE, decode_config, decode_slot
 from pdserve.messages import Role
-
-if TYPE_CHECKING:
-    from pdserve.config.schema import Config
-    from pdserve.plan.slots import Slot
+from pdserve.observe import logs
+from pdserve.plan.machine import Machine
+from pdserve.plan.plan import make_plan
+from pdserve.plan.slots import Slot
+from pdserve.process.lifecycle import STOPPERS
+from pdserve.supervisor import state
+from pdserve.supervisor.checks import busy_kv_port
 
 log = logging.getLogger(__name__)
 
 END_WITHIN = 1.0
 """seconds from the end of a role's work to the end of its process"""
 
-_HELP = {
-    Role.FRONTEND: "one frontend: the HTTP port, and the processors of all models",
-    Role.DECODE: "one decode worker",
-    Role.PREFILL: "one prefill worker",
-}
-_TEXT = """\
-Run one process of the graph of FILE, on this or another host. It finds the others through etcd and NATS:
-those that the file names (Graph: etcd, nats), else those of the graph that runs on the same state directory.
-SIGTERM or Ctrl-C lets it finish what it has and end with exit code 0; the second one ends it at once.
-"""
-_EXAMPLES = """\
-  pdserve {role} -f configs/disagg.yaml
-  PDSERVE_ETCD=10.0.0.5:2379 PDSERVE_NATS=nats://10.0.0.5:4222 pdserve {role} -f configs/disagg.yaml --index 1
-"""
+Index = Annotated[int, typer.Option(metavar="N", help="which of its kind on this host")]
 
 
-def add(commands: Commands) -> None:
-    for role in Role:
-        parser = command(commands, role.value, _HELP[role], _TEXT, _EXAMPLES.format(role=role.value))
-        add_file(parser)
-        parser.add_argument(
-            "--index", type=int, default=0, metavar="N", help="which of its kind on this host (default: 0)"
-        )
-        add_logging(parser)
-        parser.set_defaults(run=run, role=role)
+def role(
+    context: typer.Context,
+    file: File,
+    index: Index = 0,
+    log_format: LogFormat = "text",
+    verbose: Verbose = False,
+) -> int:
+    """Run one process of the graph of FILE, on this or another host. It finds the others through etcd and NATS:
+    those that the file names (Graph: etcd, nats), else those of the graph that runs on the same state directory.
+    SIGTERM or Ctrl-C lets it finish what it has and end with exit code 0; the second one ends it at once.
+
+    examples:
+      pdserve {command} -f configs/disagg.yaml
+      PDSERVE_ETCD=10.0.0.5:2379 PDSERVE_NATS=nats://10.0.0.5:4222 pdserve {command} -f configs/disagg.yaml --index 1
+    """
+    return run(Role(context.info_name or ""), file, index, log_format, verbose)
 
 
-def run(args: argparse.Namespace) -> int:
-    from pdserve import clock
-    from pdserve.observe import logs
-    from pdserve.process.lifecycle import STOPPERS
-
-    clock.skew_role(args.role.value)
+def run(role: Role, file: Path, index: int, log_format: str, verbose: bool) -> int:
+    clock.skew_role(role.value)
     level = os.environ.get("PDSERVE_LOG_LEVEL", "INFO")
-    vllm_level = "INFO" if args.verbose else os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
-    logs.setup(f"{args.role.value}-{args.index}", level, args.log_format, vllm_level)
+    vllm_level = "INFO" if verbose else os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
+    logs.setup(f"{role.value}-{index}", level, log_format, vllm_level)
     for number in STOPPERS:
         signal.signal(number, _stop_early)
-    config, slot = _place(args)
+    config, slot = _place(role, file, index)
     os.environ.update(slot.env)  # before vLLM is imported
     try:
         _live(config, slot)
@@ -94,13 +96,9 @@ def _stop_early(number: int, _frame: object) -> None:
     os._exit(0)
 
 
-def _live(config: "Config", slot: "Slot") -> None:
-    from pdserve.graph import GRAPH
-
+def _live(config: Config, slot: Slot) -> None:
     module, _, main = GRAPH[slot.role].main.partition(":")
     work = getattr(import_module(module), main)
-    import uvloop
-
     uvloop.run(_to_the_end(work(config, slot)))
 
 
@@ -114,8 +112,6 @@ async def _to_the_end(work: Awaitable[None]) -> None:
 
 def _end() -> None:
     """Multiprocessing's resource tracker cleans up behind the others, and ends by itself."""
-    import psutil
-
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if not any("resource_tracker" in part for part in process.cmdline()):
@@ -123,38 +119,27 @@ def _end() -> None:
     os._exit(0)
 
 
-def _place(args: argparse.Namespace) -> "tuple[Config, Slot]":
+def _place(role: Role, file: Path, index: int) -> tuple[Config, Slot]:
     """The configuration with addresses, and the slot: the supervisor's, or those of the file, planned for this process
     alone. Raises ConfigError."""
-    from pdserve.graph import CONFIG_VARIABLE, SLOT_VARIABLE, decode_config, decode_slot
-    from pdserve.supervisor.checks import busy_kv_port
-
     if CONFIG_VARIABLE in os.environ and SLOT_VARIABLE in os.environ:
         config, slot = decode_config(os.environ[CONFIG_VARIABLE]), decode_slot(os.environ[SLOT_VARIABLE])
     else:
-        config, slot = _planned(args)
+        config, slot = _planned(role, file, index)
     if problem := busy_kv_port(config, slot):
         raise ConfigError([problem])
     return config, slot
 
 
-def _planned(args: argparse.Namespace) -> "tuple[Config, Slot]":
-    from pdserve.config.load import load
-    from pdserve.plan.machine import Machine
-    from pdserve.plan.plan import make_plan
-
-    config = load(args.file)
-    plan = make_plan(config, Machine.detect(), roles={args.role}, index=args.index)
+def _planned(role: Role, file: Path, index: int) -> tuple[Config, Slot]:
+    config = load(file)
+    plan = make_plan(config, Machine.detect(), roles={role}, index=index)
     if plan.problems or not plan.slots:
-        raise ConfigError([*plan.problems] or [f"{args.file} has no {args.role.value} number {args.index}."])
+        raise ConfigError([*plan.problems] or [f"{file} has no {role.value} number {index}."])
     return _with_servers(plan.config), plan.slots[0]
 
 
-def _with_servers(config: "Config") -> "Config":
-    from dataclasses import replace
-
-    from pdserve.supervisor import state
-
+def _with_servers(config: Config) -> Config:
     if config.nats and config.etcd:
         return config
     graph = state.read(config.state_dir)

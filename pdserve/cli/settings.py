@@ -1,40 +1,83 @@
-"""`pdserve set`."""
+"""`pdserve set`: live settings, keys in etcd that change a running graph."""
 
-import argparse
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Annotated
 
-from pdserve.cli.options import Commands, add_graph, command
+import typer
 
-_TEXT = """\
-Change settings of a running graph, at once and without a restart. They are kept in etcd and win over the file
-until unset. Without arguments: show them.
-"""
-_EXAMPLES = """\
-  pdserve set                                   what can be set, and what is
-  pdserve set max-local-prefill-length=256      longer prompts go to a prefill worker
-  pdserve set router=least-loaded max-prefill-queue-size=4
-  pdserve set --unset router                    back to the file's
-"""
+from pdserve.cli.options import Etcd, GraphAddress, GraphFile, Namespace, find_graph
+from pdserve.config.findings import or_nearest
+from pdserve.config.schema import POLICIES
+from pdserve.decode.settings import MAX_THRESHOLD, is_threshold
+from pdserve.errors import ConfigError
+from pdserve.registry import connect, keys
 
-
-def add(commands: Commands) -> None:
-    parser = command(commands, "set", "change a running graph's settings", _TEXT, _EXAMPLES)
-    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument(
-        "--unset", action="append", default=[], metavar="KEY", help="back to the file's value"
-    )
-    add_graph(parser)
-    parser.set_defaults(run=run)
+SETTINGS = {
+    "max-local-prefill-length": "tokens; a prompt with more than these to compute goes to a prefill worker",
+    "max-prefill-queue-size": "requests; with these many waiting, prefill locally",
+    "router": f"how frontends choose a decode worker: {', '.join(POLICIES)}",
+}
 
 
-def run(args: argparse.Namespace) -> int:
-    import asyncio
+def change_settings(
+    changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", hidden=True)] = None,
+    unset: Annotated[list[str] | None, typer.Option(metavar="KEY", help="back to the file's value")] = None,
+    file: GraphFile = None,
+    etcd: Etcd = None,
+    namespace: Namespace = None,
+) -> int:
+    """Change settings of a running graph, at once and without a restart. They are kept in etcd and win over the file
+    until unset. Without arguments: show them.
 
-    from pdserve.cli.status import settings
-    from pdserve.cli.status.find import find
-
-    changes = settings.parse(args.changes, args.unset)
-    settings.check(changes)
-    found = asyncio.run(settings.change(find(args.file, args.etcd, args.namespace), changes))
-    for name, what in settings.SETTINGS.items():
+    examples:
+      pdserve set                                   what can be set, and what is
+      pdserve set max-local-prefill-length=256      longer prompts go to a prefill worker
+      pdserve set router=least-loaded max-prefill-queue-size=4
+      pdserve set --unset router                    back to the file's
+    """
+    wanted = _parse(changes or [], unset or [])
+    if problems := [problem for name, value in wanted.items() if (problem := _problem(name, value))]:
+        raise ConfigError(problems)
+    found = asyncio.run(_change(find_graph(file, etcd, namespace), wanted))
+    for name, what in SETTINGS.items():
         print(f"{name} = {found.get(name, '(as in the file)')}   # {what}")
     return 0
+
+
+def _parse(pairs: Sequence[str], unset: Sequence[str]) -> dict[str, str | None]:
+    """`KEY=VALUE` pairs and keys to unset, underscores allowed; None means back to the file's value. Raises
+    ConfigError."""
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise ConfigError([f"{pair} is not KEY=VALUE." for pair in wrong])
+    changes: dict[str, str | None] = {_key(name): None for name in unset}
+    return changes | {_key(name): value.strip() for name, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def _key(name: str) -> str:
+    return name.strip().lower().replace("_", "-")
+
+
+def _problem(name: str, value: str | None) -> str | None:
+    if name not in SETTINGS:
+        hint = or_nearest(name, SETTINGS, f"use one of {', '.join(SETTINGS)}.")
+        return f"{name} is no live setting: {hint}"
+    if value is None:
+        return None
+    if name == "router" and value not in POLICIES:
+        return f"router={value}: there are {', '.join(POLICIES)}."
+    if name != "router" and not is_threshold(value):
+        return f"{name}={value[:40]}: it takes a whole number from 0 to {MAX_THRESHOLD}."
+    return None
+
+
+async def _change(graph: GraphAddress, changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Write them; return what is set then. Raises RegistryUnavailable."""
+    async with connect(graph.etcd, graph.namespace) as registry:
+        for name, value in changes.items():
+            if value is None:
+                await registry.delete(keys.setting(name))
+            else:
+                await registry.put(keys.setting(name), value.encode(), leased=False)
+        found = await registry.read(keys.SETTINGS)
+    return {key.removeprefix(keys.SETTINGS): value.decode(errors="replace") for key, value in found.items()}

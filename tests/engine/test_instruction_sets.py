@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pdserve.cli.doctor import host
-from pdserve.cli.doctor.finding import Grade
+from pdserve.cli import doctor
+from pdserve.cli.doctor import Grade
 from pdserve.engine import instruction_sets
 
 EPYC = {"avx2": True, "avx512_bf16": True, "amx_tile": False, "amx_bf16": False, "cpu_name": "AMD EPYC"}
@@ -27,5 +27,5 @@ def test_they_are_named(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: permitted)
     assert instruction_sets.describe(instruction_sets.request_amx()) == text
-    assert host.instruction_sets().grade is (Grade.WARN if "forbidden" in text else Grade.OK)
-    assert text in host.instruction_sets().text
+    assert doctor.check_instruction_sets().grade is (Grade.WARN if "forbidden" in text else Grade.OK)
+    assert text in doctor.check_instruction_sets().text

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from pdserve.cli.status.find import Found
-from pdserve.cli.status.table import render
+from pdserve.cli.options import GraphAddress
+from pdserve.cli.status import render
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.processor import Processor, serve_model
 from pdserve.messages import Instance, Load, ModelCard, Role, encode_record
@@ -102,7 +102,7 @@ async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
         await registry.put(keys.instance(me), encode_record(me))
         shown = io.StringIO()
         async with View(registry) as view:
-            Console(file=shown, width=200).print(render(view, Found("etcd", "t")))
+            Console(file=shown, width=200).print(render(view, GraphAddress("etcd", "t")))
         await registry.delete(keys.instance(lost))
         await worker.step()
         assert (await request).status_code == 200

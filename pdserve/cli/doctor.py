@@ -1,0 +1,360 @@
+"""`pdserve doctor`: is this machine fit, and if not, what to do."""
+
+import asyncio
+import json
+import os
+import platform
+import resource
+import sys
+import tempfile
+import time
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from pdserve import queue
+from pdserve.clock import LARGE_SKEW
+from pdserve.config.host import VLLM_VERSION, InstalledVllm, installed_vllm
+from pdserve.config.load import load
+from pdserve.config.schema import Config, FrontendConfig
+from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
+from pdserve.messages import Role
+from pdserve.plan.machine import GIB, Machine
+from pdserve.plan.plan import make_plan
+from pdserve.plan.slots import Slot
+from pdserve.registry import connect
+from pdserve.supervisor.checks import busy_ports
+from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
+
+_FILES = 4096
+_SHARED_MEMORY = 1 * GIB
+_RAM = 10 * GIB
+_SERVER_TIMEOUT = 5.0
+_TRANSFER_TIMEOUT = 60.0
+_SLOW_TRANSFER = 0.5
+"""GB/s; plain TCP between two processes of one machine is faster"""
+
+
+def doctor(
+    file: Annotated[
+        Path | None, typer.Option("-f", "--file", metavar="FILE", help="check what this graph needs")
+    ] = None,
+) -> int:
+    """Check whether this machine is fit: Python and vLLM versions, GPUs, memory and limits, ports, NATS with
+    JetStream, etcd, and KV transfer, whose speed between two processes is measured. Each line is ok, warn or
+    fail, and says what to do. Exit code 1 where something failed.
+
+    examples:
+      pdserve doctor                            the defaults, with servers of its own
+      pdserve doctor -f configs/disagg.yaml     the ports and servers of that graph
+    """
+    return asyncio.run(_report(file))
+
+
+class Grade(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found."""
+
+    grade: Grade
+    subject: str
+    text: str
+    advice: str = ""
+    """what to do, where something is to be done"""
+
+
+def ok(subject: str, text: str) -> Finding:
+    return Finding(Grade.OK, subject, text)
+
+
+def warn(subject: str, text: str, advice: str) -> Finding:
+    return Finding(Grade.WARN, subject, text, advice)
+
+
+def fail(subject: str, text: str, advice: str) -> Finding:
+    return Finding(Grade.FAIL, subject, text, advice)
+
+
+_STYLES = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "bold red"}
+
+
+async def _report(file: Path | None) -> int:
+    """Show each finding as soon as it is there."""
+    console = Console(highlight=False, soft_wrap=True)
+    failed = False
+    async for finding in checks(file):
+        failed |= finding.grade is Grade.FAIL
+        console.print(_line(finding))
+    return int(failed)
+
+
+async def checks(file: Path | None) -> AsyncIterator[Finding]:
+    machine = Machine.detect()
+    config, slots = _graph(file, machine)
+    yield check_python()
+    yield check_vllm(installed_vllm())
+    yield check_gpus(machine)
+    yield await asyncio.to_thread(check_instruction_sets)
+    yield check_memory(machine)
+    yield check_open_files()
+    yield check_shared_memory()
+    for finding in check_ports(config, slots):
+        yield finding
+    yield await check_nats(config.nats)
+    if clock := await check_clock(config.nats):
+        yield clock
+    yield await check_etcd(config.etcd)
+    yield await check_transfer()
+
+
+def _graph(file: Path | None, machine: Machine) -> tuple[Config, tuple[Slot, ...]]:
+    """Without a file: the default ports, one worker of each kind."""
+    if file is not None:
+        config = load(file)
+        return config, make_plan(config, machine).slots
+    config = Config(Path("(no file)"), "", "", FrontendConfig(), None, None)
+    workers = (Slot(Role.DECODE, 0, (), config.kv_port), Slot(Role.PREFILL, 0, (), config.kv_port + 1))
+    return config, workers
+
+
+def _line(finding: Finding) -> Text:
+    line = Text(f"{finding.grade:<5}", _STYLES[finding.grade])
+    line.append(f"{finding.subject:<12} ", "bold").append(finding.text, "")
+    if finding.advice:
+        line.append(f"\n{'':<18}→ {finding.advice}", _STYLES[finding.grade])
+    return line
+
+
+# the machine itself: versions, GPUs, memory, limits, ports
+
+
+def check_python() -> Finding:
+    version = platform.python_version()
+    if (3, 11) <= sys.version_info < (3, 14):
+        return ok("Python", version)
+    return fail("Python", version, "use Python 3.11, 3.12 or 3.13 (make install PYTHON=python3.12).")
+
+
+def check_vllm(installed: InstalledVllm) -> Finding:
+    if not installed.version:
+        return fail("vLLM", "not installed", "run `make install`.")
+    text = f"{installed.package} {installed.version}"
+    if installed.version != VLLM_VERSION:
+        return fail("vLLM", text, f"pdserve works with {VLLM_VERSION} only: run `make install`.")
+    return ok("vLLM", text)
+
+
+def check_gpus(machine: Machine) -> Finding:
+    if not machine.gpus:
+        return ok("GPUs", "none: engines run on the CPU")
+    text = ", ".join(f"{gpu.name} ({gpu.memory / GIB:.0f} GiB)" for gpu in machine.gpus)
+    if machine.build == "cpu":
+        return warn("GPUs", text, "the CPU build of vLLM is installed: run `make install PLATFORM=gpu`.")
+    return ok("GPUs", text)
+
+
+def check_instruction_sets() -> Finding:
+    """Those of the CPU that engines on it compute with. Imports torch, which takes seconds."""
+    try:
+        from pdserve.engine import instruction_sets
+    except ImportError as error:
+        return fail("CPU", f"torch cannot be imported: {error}", "run `make install`.")
+    text = instruction_sets.describe(instruction_sets.request_amx())
+    if instruction_sets.FORBIDDEN in text:
+        return warn(
+            "CPU", text, "Linux before 5.16, or a sandbox: on the CPU, engines need `dtype: float32` here."
+        )
+    return ok("CPU", text)
+
+
+def check_memory(machine: Machine) -> Finding:
+    text = f"{machine.available / GIB:.1f} of {machine.memory / GIB:.1f} GiB free, {machine.cores} cores"
+    if machine.available < _RAM:
+        return warn("memory", text, "two engines on the CPU take about 7 GiB, a frontend 1 GiB.")
+    return ok("memory", text)
+
+
+def check_open_files() -> Finding:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
+    if hard != resource.RLIM_INFINITY and hard < _FILES:
+        advice = "each stream is a socket: raise the hard limit (ulimit -Hn, or LimitNOFILE= of systemd)."
+        return warn("open files", text, advice)
+    return ok("open files", f"{text} (serve raises the soft limit to that)")
+
+
+def check_shared_memory() -> Finding:
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError as error:
+        return fail("/dev/shm", str(error), "vLLM's processes talk through it: mount a tmpfs there.")
+    free = stat.f_bavail * stat.f_frsize
+    if free < _SHARED_MEMORY:
+        return warn("/dev/shm", f"{free / GIB:.2f} GiB free", "docker: --shm-size 2g, or --ipc host.")
+    return ok("/dev/shm", f"{free / GIB:.1f} GiB free")
+
+
+def check_ports(config: Config, slots: Iterable[Slot]) -> Iterator[Finding]:
+    slots = list(slots)
+    try:
+        problems = busy_ports(config, slots)
+    except ConfigError as error:
+        problems = error.problems
+    if problems:
+        for problem in problems:
+            text, _, advice = problem.partition(": ")
+            yield warn("ports", text, advice)
+        return
+    taken = [str(slot.kv_port) for slot in slots if slot.kv_port]
+    frontend = [str(config.frontend.port)] if config.frontend else []
+    yield ok("ports", f"{', '.join(frontend + taken)} are free")
+
+
+# NATS and etcd: those that are configured, or our own, started for a moment
+
+
+async def check_nats(url: str | None) -> Finding:
+    if url is None:
+        return await _embedded("NATS", EmbeddedNats, _ask_nats)
+    return await _ask_nats(url)
+
+
+async def check_clock(url: str | None) -> Finding | None:
+    """This host's clock against that of the NATS server; None where that is this host's own, or away."""
+    if url is None:
+        return None
+    try:
+        async with asyncio.timeout(_SERVER_TIMEOUT):
+            skew = await queue.clock_skew(url)
+    except (QueueUnavailable, TimeoutError):
+        return None
+    if skew is None:
+        return warn("clock", f"NATS at {url} does not tell its time", "NATS 2.10 and later does.")
+    text = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} that of NATS at {url}"
+    if abs(skew) > LARGE_SKEW:
+        return warn("clock", text, "set both by NTP: logs of different hosts cannot be compared.")
+    return ok("clock", text)
+
+
+async def check_etcd(address: str | None) -> Finding:
+    if address is None:
+        return await _embedded("etcd", EmbeddedEtcd, _ask_etcd)
+    return await _ask_etcd(address)
+
+
+async def _embedded(
+    name: str, kind: Callable[[Path], EmbeddedServer], ask: Callable[[str], Awaitable[Finding]]
+) -> Finding:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pdserve-doctor-") as folder:
+        try:
+            async with kind(Path(folder)) as server:
+                seconds = time.monotonic() - started
+                finding = await ask(server.url)
+        except ConfigError as error:
+            return fail(name, str(error), "run `make install`, or configure a server of your own.")
+    return Finding(
+        finding.grade, name, f"embedded, starts in {seconds:.1f} s; {finding.text}", finding.advice
+    )
+
+
+async def _ask_nats(url: str) -> Finding:
+    """A NATS server introduces itself first, before any authentication."""
+    host, port = urlsplit(url).hostname or "", urlsplit(url).port or 4222
+    try:
+        async with asyncio.timeout(_SERVER_TIMEOUT):
+            reader, writer = await asyncio.open_connection(host, port)
+            info = json.loads((await reader.readline()).removeprefix(b"INFO "))
+            writer.close()
+    except (OSError, ValueError) as error:
+        return fail("NATS", f"{url}: {error or 'no answer'}", "start it, or correct Graph: nats.")
+    if not info.get("jetstream"):
+        return fail("NATS", f"{url}: no JetStream", "start nats-server with --jetstream.")
+    return ok("NATS", f"{info.get('version')} at {url}, JetStream is on")
+
+
+async def _ask_etcd(address: str) -> Finding:
+    """A lease, a write and a read, in a namespace of this moment."""
+    try:
+        async with connect(address, f"pdserve-doctor-{uuid4().hex[:8]}") as registry:
+            started = time.monotonic()
+            await registry.put("probe", b"1")
+            found = await registry.read("")
+            milliseconds = (time.monotonic() - started) * 1000
+    except RegistryUnavailable as error:
+        return fail("etcd", str(error), "start it, or correct Graph: etcd.")
+    if found != {"probe": b"1"}:
+        return fail("etcd", f"{address}: what was written is not there", "check the server's health.")
+    return ok("etcd", f"at {address}, a write and a read in {milliseconds:.0f} ms")
+
+
+# KV transfer
+
+
+async def check_transfer() -> Finding:
+    """Never fails itself."""
+    try:
+        async with asyncio.timeout(_TRANSFER_TIMEOUT):
+            speed, backend = await _measure()
+    except TimeoutError:
+        return fail(
+            "KV transfer", f"no result after {_TRANSFER_TIMEOUT:g} s", "see what UCX_LOG_LEVEL=info says."
+        )
+    except RuntimeError as error:
+        return fail("KV transfer", str(error), "run `make install`; see what UCX_LOG_LEVEL=info says.")
+    text = f"{speed:.1f} GB/s through host memory between two processes ({backend})"
+    if speed < _SLOW_TRANSFER:
+        advice = (
+            "is the machine busy? Else check UCX_TLS, and ptrace rights between processes (CAP_SYS_PTRACE)."
+        )
+        return warn("KV transfer", text, advice)
+    return ok("KV transfer", text)
+
+
+async def _measure() -> tuple[float, str]:
+    lender = await _start_process("lend")
+    try:
+        offer = await _read_line(lender)
+        borrower = await _start_process("borrow")
+        try:
+            assert borrower.stdin is not None
+            borrower.stdin.write(offer)
+            result = json.loads(await _read_line(borrower))
+        finally:
+            await _end_process(borrower)
+    finally:
+        await _end_process(lender)
+    return float(result["gigabytes_per_second"]), str(result["backend"])
+
+
+async def _start_process(part: str) -> asyncio.subprocess.Process:
+    command = (sys.executable, "-m", "pdserve.cli.doctor_transfer", part)
+    env = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", "PYTHONWARNINGS": "ignore", **os.environ}
+    return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env)
+
+
+async def _read_line(process: asyncio.subprocess.Process) -> bytes:
+    assert process.stdout is not None
+    if line := await process.stdout.readline():
+        return line
+    raise RuntimeError("a NIXL process ended without a word")
+
+
+async def _end_process(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()

@@ -1,1 +1,0 @@
-"""`pdserve doctor`: is this machine fit, and if not, what to do."""
