@@ -18,9 +18,12 @@ from dataclasses import dataclass
 
 
 class PdserveError(Exception):
-    """Base of the tree above; `status` is the HTTP status where the error reaches a client."""
+    """Base of the tree above. Where the error reaches a client its answer has the HTTP `status`, `param`, the field or
+    header of the request that is at fault, and `retry_after` in seconds, 0 where trying again makes no sense."""
 
     status = 500
+    param: str | None = None
+    retry_after: float = 0.0
 
 
 @dataclass
@@ -64,17 +67,21 @@ class PeerGone(Unavailable):
 class BadRequest(PdserveError):
     status = 400
 
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
 
 @dataclass
 class Overloaded(PdserveError):
-    """A bound was reached; `retry_after` is in seconds."""
+    """A bound was reached."""
 
     what: str
     retry_after: float = 1.0
     status = 429
 
     def __str__(self) -> str:
-        return f"{self.what}; try again in {max(1, math.ceil(self.retry_after))} s"
+        return f"{self.what}; try again in {whole_seconds(self.retry_after)} s"
 
 
 class EngineDead(PdserveError):
@@ -83,6 +90,11 @@ class EngineDead(PdserveError):
 
 class ProtocolError(PdserveError):
     pass
+
+
+def whole_seconds(seconds: float) -> int:
+    """As HTTP's Retry-After wants them; rounded up, since a client that comes too early is refused again."""
+    return max(1, math.ceil(seconds))
 
 
 def leaves(error: BaseException) -> list[BaseException]:

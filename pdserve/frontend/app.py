@@ -91,12 +91,13 @@ class FrontendApp:
                 retry_after=no.retry_after,
                 before_end=incoming.discard,
             )
-        except Overloaded as error:
+        except (BadRequest, Overloaded) as error:
             await respond_error(
                 answer.own,
                 path,
                 error.status,
                 str(error),
+                param=error.param,
                 retry_after=error.retry_after,
                 before_end=incoming.discard,
             )
@@ -189,10 +190,10 @@ class FrontendApp:
         if len(body.raw) > most:
             raise Refusal(413, f"the request body is larger than {most} bytes")
         if routes.needs_turn(scope["path"]):
-            ticket = served.admission.join(self._client(scope), body.asks, trace.deadline)
+            ticket = served.admission.enter(self._client(scope), body.size, trace.deadline)
             trace.admission = ticket
         else:
-            ticket = served.admission.pass_by()
+            ticket = served.admission.bypass()
         try:
             await self._run(served, ticket, body.raw, scope, incoming, answer, trace)
         finally:
@@ -204,7 +205,7 @@ class FrontendApp:
     ) -> AsyncIterator[None]:
         """Long texts that are only tokenized come one after another, in turn round the clients: each takes seconds,
         and prompts that are to be generated from are tokenized by the same threads."""
-        await ticket.turn()
+        await ticket.wait()
         if len(raw) <= LONG or not routes.is_passing(scope["path"]):
             yield
             return
@@ -326,10 +327,8 @@ async def _finished(app: "asyncio.Task[None]", answer: Answer, trace: RequestTra
     try:
         with suppress(asyncio.CancelledError):
             await app
-    except (Refusal, Overloaded, ModelReplaced):
+    except (Refusal, BadRequest, Overloaded, ModelReplaced):
         raise
-    except BadRequest as error:
-        raise Refusal(error.status, str(error)) from None
     except Exception:
         if trace.failure is None:
             logger.exception("the model's app failed")

@@ -1,10 +1,11 @@
 """The few ASGI types and answers that the edge needs."""
 
-import math
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 import msgspec
+
+from pdserve.errors import whole_seconds
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -103,4 +104,4 @@ async def respond_error(
 
 def retry_seconds(seconds: float) -> str:
     """HTTP wants whole seconds; rounded up, since who comes too early is refused again."""
-    return str(max(1, math.ceil(seconds)))
+    return str(whole_seconds(seconds))

@@ -11,6 +11,7 @@ from types import UnionType
 import msgspec
 
 from pdserve.errors import Overloaded
+from pdserve.frontend.admission.estimate import RequestSize
 from pdserve.frontend.asgi import Message, Receive
 
 MAX_BODY = 32 << 20
@@ -43,17 +44,7 @@ class ClientGone(Exception):
     """Disconnected before the body was complete: nobody is left to answer."""
 
 
-@dataclass(frozen=True)
-class Asks:
-    """How much work a request is, as far as its body tells without a tokenizer."""
-
-    prompt_tokens: int
-    """a guess: bytes / 4"""
-    max_tokens: int | None
-    """for each sequence; None where the body sets no bound"""
-    sequences: int = 1
-    n: int = 1
-    """of these, for each prompt"""
+NO_SIZE = RequestSize(0, None)
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,7 @@ class Body:
     raw: bytes
     model: str | None
     """as named in it; None where it names none"""
-    asks: Asks = Asks(0, None)
+    size: RequestSize = NO_SIZE
 
 
 class Intake:
@@ -163,15 +154,15 @@ def look_into(raw: bytes) -> Body:
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
         raise Refusal(400, "model must be a string", "model")
-    return Body(raw, model or None, _asks(raw, fields))
+    return Body(raw, model or None, _size(raw, fields))
 
 
-def _asks(raw: bytes, fields: Mapping[str, object]) -> Asks:
+def _size(raw: bytes, fields: Mapping[str, object]) -> RequestSize:
     """What is no valid value counts as none: vLLM's app will refuse it."""
     bounds = [value for name in _BOUNDS if (value := _count(fields.get(name)))]
     prompts = max(_several(fields.get("prompt"), str | list), _several(fields.get("messages"), list))
     n = _count(fields.get("n")) or 1
-    return Asks(len(raw) // _BYTES_PER_TOKEN, min(bounds, default=None), prompts * n, n)
+    return RequestSize(len(raw) // _BYTES_PER_TOKEN, min(bounds, default=None), prompts * n, n)
 
 
 def _several(value: object, kind: type | UnionType) -> int:

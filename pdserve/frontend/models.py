@@ -54,7 +54,7 @@ class ServedModel:
     def replace(self, replaced: bool) -> None:
         """Whether another model has its name, and no worker is left here: what is not begun goes there."""
         if replaced:
-            self.admission.dissolve()
+            self.admission.redirect()
         if self.processor is not None:
             self.processor.core.replace(replaced)
 
@@ -63,7 +63,7 @@ class ServedModel:
         return self.processor.workers.live if self.processor is not None else 0
 
     async def idle(self) -> None:
-        await self.admission.empty()
+        await self.admission.idle()
         if self.processor is not None:
             await self.processor.core.idle()
 
@@ -299,7 +299,7 @@ class ServedModels:
             self._retiring.discard(served)
             if served.retired.is_set():  # perhaps while it was being built, which failed
                 served.settled.set()
-                served.admission.dissolve()
+                served.admission.redirect()
 
     async def _hold_once(self, served: ServedModel) -> None:
         name = served.card.name

@@ -1,4 +1,4 @@
-"""The line by itself: the room is a number that the test sets."""
+"""Admission control by itself: the capacity is a number that the test sets."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from pdserve.config.schema import AdmissionLimits
-from pdserve.errors import Overloaded
+from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend.admission.capacity import Capacity
 from pdserve.frontend.admission.control import (
     GROUP,
@@ -16,10 +16,9 @@ from pdserve.frontend.admission.control import (
     ModelReplaced,
     SequencePermit,
 )
-from pdserve.frontend.admission.estimate import RequestEstimate
-from pdserve.frontend.body import Asks, Refusal
+from pdserve.frontend.admission.estimate import RequestEstimate, RequestSize
 
-ASKS = Asks(99, 0)  # 100 tokens
+SIZE = RequestSize(99, 0)  # 100 tokens
 
 
 class Model:
@@ -30,50 +29,50 @@ class Model:
         self.running: list[SequencePermit] = []
         self.order: list[str] = []
         """the clients whose sequences began"""
-        self.usual = RequestEstimate()
-        self.admission = AdmissionControl(limits, self.room, lambda: self.usual)
+        self.estimate = RequestEstimate()
+        self.control = AdmissionControl(limits, self.capacity, lambda: self.estimate)
 
-    def room(self) -> Capacity:
+    def capacity(self) -> Capacity:
         return Capacity(self.places, self.places - len(self.running), self.tokens)
 
-    def ask(self, client: str, asks: Asks = ASKS, left: float = 600.0) -> Admission:
-        return self.admission.join(client, asks, time.monotonic() + left)
+    def ask(self, client: str, size: RequestSize = SIZE, left: float = 600.0) -> Admission:
+        return self.control.enter(client, size, time.monotonic() + left)
 
-    def take(self, *tickets: Admission) -> None:
-        """As the engine core: all of their sequences ask for a turn."""
-        for ticket in tickets:
-            for _ in range(ticket.asks.sequences):
-                self.sequence(ticket)
+    def take(self, *admissions: Admission) -> None:
+        """As the engine core: all of their sequences ask for a permit."""
+        for admission in admissions:
+            for _ in range(admission.size.sequences):
+                self.sequence(admission)
 
-    def sequence(self, ticket: Admission) -> SequencePermit:
-        turn = ticket.permit(lambda: self.begin(turn), lambda: turn.release())
-        turn.request()
-        return turn
+    def sequence(self, admission: Admission) -> SequencePermit:
+        permit = admission.permit(lambda: self.begin(permit), lambda: permit.release())
+        permit.request()
+        return permit
 
-    def begin(self, turn: SequencePermit) -> None:
-        self.running.append(turn)
-        self.order.append(turn.ticket.client)
+    def begin(self, permit: SequencePermit) -> None:
+        self.running.append(permit)
+        self.order.append(permit.admission.client)
 
-    def end(self, turn: SequencePermit | None = None) -> None:
+    def end(self, permit: SequencePermit | None = None) -> None:
         """This one is done, or the first one that runs; with its last one a request is."""
-        turn = turn or self.running[0]
-        self.running.remove(turn)
-        turn.release()
-        ticket = turn.ticket
-        if ticket.asked or any(one.ticket is ticket for one in self.running):
-            self.admission.advance()
+        permit = permit or self.running[0]
+        self.running.remove(permit)
+        permit.release()
+        admission = permit.admission
+        if admission.requested or any(running.admission is admission for running in self.running):
+            self.control.advance()
         else:
-            self.admission.leave(ticket)
+            self.control.leave(admission)
 
     def serve(self, waiting: list[Admission]) -> list[str]:
-        """Everybody, one after another: the clients in order of their turns."""
+        """Serve all of them, one after another; returns the clients in order."""
         order = []
         while waiting:
             self.end()
-            (called,) = [one for one in waiting if not one.waiting]
-            waiting.remove(called)
-            self.take(called)
-            order.append(called.client)
+            (admitted,) = [admission for admission in waiting if not admission.waiting]
+            waiting.remove(admitted)
+            self.take(admitted)
+            order.append(admitted.client)
         return order
 
 
@@ -85,36 +84,36 @@ def full(places: int = 1, limits: AdmissionLimits = AdmissionLimits()) -> Model:
 
 
 def paced(limits: AdmissionLimits, seconds: float) -> Model:
-    """Full, and for some time a turn of 100 tokens came every so many seconds."""
+    """Full, and for some time 100 tokens were admitted every so many seconds."""
     model = full(1, limits)
-    pace = model.admission._pace
+    rate = model.control._rate
     now = time.monotonic()
-    pace.waiting(True, now - 100 * seconds)
+    rate.set_waiting(True, now - 100 * seconds)
     for step in range(100):
-        pace.turn(100, now - (100 - step) * seconds)
-    pace.waiting(False, now)
+        rate.admitted(100, now - (100 - step) * seconds)
+    rate.set_waiting(False, now)
     return model
 
 
-def test_there_is_room() -> None:
+def test_a_request_is_admitted_while_there_is_capacity() -> None:
     model = Model(2)
     assert not model.ask("a").waiting
     assert not model.ask("a").waiting
-    assert model.ask("a").waiting  # nobody has begun, and still both places are taken
+    assert model.ask("a").waiting  # none has begun, and still both places are taken
 
 
-def test_kv_is_room_too() -> None:
+def test_kv_tokens_are_capacity_too() -> None:
     model = Model(8)
     model.tokens = 150.0
     assert not model.ask("a").waiting  # needs 100
     assert not model.ask("a").waiting  # something is left: it may be longer
     assert model.ask("a").waiting
     model.tokens = 0.0
-    model.admission.advance()
-    assert len(model.admission) == 1
+    model.control.advance()
+    assert len(model.control) == 1
 
 
-def test_turns_go_round() -> None:
+def test_turns_go_round_the_clients() -> None:
     model = full()
     waiting = [model.ask(client) for client in "aaaabbc"]
     assert model.serve(waiting) == list("abcabaa")
@@ -128,30 +127,32 @@ def test_a_client_that_comes_later_goes_before_a_crowd() -> None:
     assert model.serve([crowd[1]]) == ["crowd"]
     model.end()
     assert not single.waiting
-    assert all(one.waiting for one in crowd[2:])
+    assert all(admission.waiting for admission in crowd[2:])
 
 
 def test_turns_are_fair_in_tokens() -> None:
     model = full()
-    waiting = [model.ask("long", Asks(399, 0)) for _ in range(3)] + [model.ask("short") for _ in range(8)]
+    waiting = [model.ask("long", RequestSize(399, 0)) for _ in range(3)] + [
+        model.ask("short") for _ in range(8)
+    ]
     order = model.serve(waiting)
     assert order[:6].count("short") >= 4
 
 
 def several(model: Model, client: str, sequences: int) -> Admission:
-    model.usual.learn(100, 0.0, 0.0)
-    ticket = model.ask(client, Asks(0, 100, sequences, sequences))
-    if not ticket.waiting:
-        model.take(ticket)
-    return ticket
+    model.estimate.learn(100, 0.0, 0.0)
+    admission = model.ask(client, RequestSize(0, 100, sequences, sequences))
+    if not admission.waiting:
+        model.take(admission)
+    return admission
 
 
 def test_the_outputs_of_one_request_take_turns_like_those_of_many() -> None:
     model = Model(2)
     crowd = several(model, "crowd", 8)
     assert model.order == ["crowd", "crowd"]  # alone it may have every place
-    singles = [model.ask("single", Asks(0, 100)) for _ in range(2)]
-    assert len(crowd.asked) == 6
+    singles = [model.ask("single", RequestSize(0, 100)) for _ in range(2)]
+    assert len(crowd.requested) == 6
     model.end()
     assert not singles[0].waiting
     model.take(singles[0])
@@ -162,19 +163,19 @@ def test_the_outputs_of_one_request_take_turns_like_those_of_many() -> None:
     while model.running:
         model.end()
     assert model.order.count("crowd") == 8
-    assert not len(model.admission)
-    assert not model.admission._tokens
+    assert not len(model.control)
+    assert not model.control.queue.tokens
 
 
 def test_several_outputs_are_paid_for() -> None:
     model = full()
     first = several(model, "a", 4)
-    second = model.ask("a", Asks(0, 100))
-    others = [model.ask("b", Asks(0, 100)) for _ in range(3)]
+    second = model.ask("a", RequestSize(0, 100))
+    others = [model.ask("b", RequestSize(0, 100)) for _ in range(3)]
     model.order.clear()
     for _ in range(9):
         model.end()
-        model.take(*[one for one in [first, second, *others] if one.unused])
+        model.take(*[admission for admission in [first, second, *others] if admission.unused])
     assert model.order == list("ababab" + "aa")
 
 
@@ -184,11 +185,11 @@ def test_what_is_left_of_a_request_is_not_charged() -> None:
     model.end()
     model.take(crowd)
     other = [model.ask("b") for _ in range(2)]
-    for turn in list(crowd.asked):
-        turn.release()
-    model.admission.leave(crowd)
+    for permit in list(crowd.requested):
+        permit.release()
+    model.control.leave(crowd)
     assert model.serve([later, *other]) in (list("bab"), list("abb"))
-    assert not len(model.admission)
+    assert not len(model.control)
 
 
 def test_one_large_request_lets_others_of_its_client_pass() -> None:
@@ -201,29 +202,29 @@ def test_one_large_request_lets_others_of_its_client_pass() -> None:
     while single.waiting:
         model.end()
         waited += 1
-        model.take(*[one for one in (small,) if one.unused])
+        model.take(*[admission for admission in (small,) if admission.unused])
     assert waited == GROUP + 3
-    assert len(crowd.asked) == 100 - GROUP
+    assert len(crowd.requested) == 100 - GROUP
 
 
 def test_sequences_that_wait_end_with_their_request() -> None:
     model = full()
-    crowd = model.ask("a", Asks(0, 1, 3, 3))
+    crowd = model.ask("a", RequestSize(0, 1, 3, 3))
     model.end()
     model.take(crowd)
-    assert len(crowd.asked) == 2
-    model.admission.leave(crowd)
-    assert not crowd.asked
-    assert not len(model.admission)
+    assert len(crowd.requested) == 2
+    model.control.leave(crowd)
+    assert not crowd.requested
+    assert not len(model.control)
     model.end()
-    assert not model.admission._accounts["a"].held
+    assert not model.control.queue.running
 
 
 def test_more_sequences_than_were_told() -> None:
     model = Model(1)
-    ticket = model.ask("a")
-    turns = [model.sequence(ticket) for _ in range(3)]  # a beam search
-    assert [turn.granted for turn in turns] == [True, False, False]
+    admission = model.ask("a")
+    permits = [model.sequence(admission) for _ in range(3)]  # a beam search
+    assert [permit.granted for permit in permits] == [True, False, False]
     single = model.ask("b")
     model.end()
     model.end()
@@ -232,7 +233,7 @@ def test_more_sequences_than_were_told() -> None:
     model.end()
     model.end()
     assert model.order == list("aaba")
-    assert not len(model.admission)
+    assert not len(model.control)
 
 
 def test_a_client_with_its_share_of_the_places_gets_no_more_while_others_wait() -> None:
@@ -240,8 +241,10 @@ def test_a_client_with_its_share_of_the_places_gets_no_more_while_others_wait() 
     for _ in range(4):  # the crowd holds every place
         model.end()
         model.take(model.ask("crowd"))
-    crowd = [model.ask("crowd", Asks(9, 0)) for _ in range(50)]  # small ones, whose turns would come first
-    singles = [model.ask("single", Asks(999, 0)) for _ in range(3)]
+    crowd = [
+        model.ask("crowd", RequestSize(9, 0)) for _ in range(50)
+    ]  # small ones, whose turns would come first
+    singles = [model.ask("single", RequestSize(999, 0)) for _ in range(3)]
     model.end()
     assert not singles[0].waiting
     model.take(singles[0])
@@ -250,7 +253,7 @@ def test_a_client_with_its_share_of_the_places_gets_no_more_while_others_wait() 
     model.take(singles[1])
     model.end(model.running[0])  # two each now
     assert singles[2].waiting
-    assert sum(not one.waiting for one in crowd) == 1
+    assert sum(not admission.waiting for admission in crowd) == 1
 
 
 def test_a_client_alone_may_hold_every_place() -> None:
@@ -260,45 +263,45 @@ def test_a_client_alone_may_hold_every_place() -> None:
     assert len(model.running) == 8
     other = model.ask("b")
     assert other.waiting
-    model.admission.leave(other)
+    model.control.leave(other)
     model.ask("a")
     model.end()
     assert len(model.running) == 7
-    assert not len(model.admission)
+    assert not len(model.control)
 
 
-def test_who_was_away_saves_nothing() -> None:
+def test_a_client_that_was_away_saves_nothing() -> None:
     model = full()
     model.serve([model.ask("a") for _ in range(10)])
     waiting = [model.ask(client) for client in "bbbaaa"]
     assert model.serve(waiting) == list("baba" + "ba")
 
 
-def test_who_leaves_is_not_charged() -> None:
+def test_requests_that_leave_are_not_charged() -> None:
     model = full()
     left = [model.ask("a") for _ in range(5)]
     stays = model.ask("a")
-    for ticket in left:
-        model.admission.leave(ticket)
+    for admission in left:
+        model.control.leave(admission)
     waiting = [stays, model.ask("b"), model.ask("b")]
     assert model.serve(waiting) == list("abb")
-    assert not len(model.admission)
+    assert not len(model.control)
 
 
-def test_too_late_is_said_at_once_with_the_truth() -> None:
+def test_a_request_that_would_be_too_late_is_refused_at_once_and_told_by_how_much() -> None:
     model = paced(AdmissionLimits(max_wait=11.0), seconds=2.0)
     for _ in range(6):
         model.ask("a")
     with pytest.raises(Overloaded) as caught:
         model.ask("a")
     assert caught.value.retry_after == pytest.approx(12.0 - 11.0, abs=0.6)
-    assert len(model.admission) == 6
+    assert len(model.control) == 6
     assert model.ask("b").waiting  # its turn is the next but one
 
 
 def test_a_deadline_leaves_time_to_run() -> None:
     model = paced(AdmissionLimits(max_wait=100.0), seconds=1.0)
-    model.usual.learn(100, ttft=4.0, decode_seconds=0.0)
+    model.estimate.learn(100, ttft=4.0, decode_seconds=0.0)
     for _ in range(3):
         model.ask("a", left=600)
     model.ask("a", left=10.5)  # 6.5 to spare: may wait for 3
@@ -309,18 +312,18 @@ def test_a_deadline_leaves_time_to_run() -> None:
 async def test_a_deadline_that_cannot_be_met_any_more() -> None:
     model = full()
     late, fine = model.ask("a", left=2.0), model.ask("a")
-    model.usual.learn(100, ttft=5.0, decode_seconds=0.0)
+    model.estimate.learn(100, ttft=5.0, decode_seconds=0.0)
     model.end()
     with pytest.raises(Overloaded):
-        await late.turn()
-    await fine.turn()
+        await late.wait()
+    await fine.wait()
 
 
-def test_before_the_pace_is_known_it_is_places_and_what_is_usual() -> None:
+def test_before_the_rate_is_known_the_wait_is_estimated_from_places_and_run_times() -> None:
     model = full(3)
     for _ in range(3):
-        model.ask("a")  # nobody knows anything
-    model.usual.learn(100, ttft=20.0, decode_seconds=0.0)
+        model.ask("a")  # nothing is known yet
+    model.estimate.learn(100, ttft=20.0, decode_seconds=0.0)
     for _ in range(2):
         model.ask("a")
     with pytest.raises(Overloaded) as caught:
@@ -329,108 +332,108 @@ def test_before_the_pace_is_known_it_is_places_and_what_is_usual() -> None:
     assert model.ask("b").waiting
 
 
-def test_without_workers_everybody_waits_within_the_bounds() -> None:
+def test_without_workers_requests_wait_within_the_bounds() -> None:
     model = Model(0, AdmissionLimits(max_waiting=5))
     waiting = [model.ask("a") for _ in range(5)]
     with pytest.raises(Overloaded):
         model.ask("a")
-    assert all(one.waiting for one in waiting)
+    assert all(admission.waiting for admission in waiting)
     model.places = 10
-    model.admission.advance()
-    assert not any(one.waiting for one in waiting)
+    model.control.advance()
+    assert not any(admission.waiting for admission in waiting)
 
 
 @pytest.mark.parametrize("limits", [AdmissionLimits(max_waiting=4), AdmissionLimits(max_waiting_tokens=400)])
-async def test_a_full_line_makes_place_for_who_has_less(limits: AdmissionLimits) -> None:
+async def test_a_full_queue_makes_place_for_a_client_with_less(limits: AdmissionLimits) -> None:
     model = Model(0, limits)
     crowd = [model.ask("crowd") for _ in range(4)]
     single = model.ask("single")
     assert single.waiting
     with pytest.raises(Overloaded):
-        await crowd[-1].turn()
-    assert all(one.waiting for one in crowd[:-1])
+        await crowd[-1].wait()
+    assert all(admission.waiting for admission in crowd[:-1])
     other = model.ask("single")  # two each
     assert other.waiting
     with pytest.raises(Overloaded):
         model.ask("single")
 
 
-def test_one_that_is_over_a_bound_by_itself() -> None:
+def test_a_request_that_is_over_a_bound_by_itself() -> None:
     model = Model(0, AdmissionLimits(max_waiting_tokens=50, max_waiting=8))
     assert model.ask("a").waiting
-    with pytest.raises(Refusal, match="129 outputs") as caught:
-        model.ask("b", Asks(1, 1, sequences=129, n=129))
+    with pytest.raises(BadRequest, match="129 outputs") as caught:
+        model.ask("b", RequestSize(1, 1, sequences=129, n=129))
     assert caught.value.param == "n"
-    with pytest.raises(Refusal, match="129 outputs") as caught:
-        model.ask("b", Asks(1, 1, sequences=129))
+    with pytest.raises(BadRequest, match="129 outputs") as caught:
+        model.ask("b", RequestSize(1, 1, sequences=129))
     assert caught.value.param == "prompt"
 
 
-def test_answers_that_nobody_reads_are_bounded() -> None:
+def test_unread_answers_are_bounded() -> None:
     model = Model(4, AdmissionLimits(max_waiting=3))
     for _ in range(7):
-        ticket = model.ask("a")
-        turn = ticket.permit(lambda: None, lambda: None)
-        turn.request()
-        turn.release()  # generated, and not yet read
+        admission = model.ask("a")
+        permit = admission.permit(lambda: None, lambda: None)
+        permit.request()
+        permit.release()  # generated, and not yet read
     with pytest.raises(Overloaded):
         model.ask("b")
     with pytest.raises(Overloaded):
-        model.admission.pass_by()
+        model.control.bypass()
 
 
-async def test_empty_when_all_have_left() -> None:
+async def test_idle_when_all_have_left() -> None:
     model = full()
     waits = model.ask("a")
-    passing = model.admission.pass_by()
-    await passing.turn()
-    empty = asyncio.create_task(model.admission.empty())
-    model.admission.leave(waits)
-    model.admission.leave(passing)
+    passing = model.control.bypass()
+    await passing.wait()
+    idle = asyncio.create_task(model.control.idle())
+    model.control.leave(waits)
+    model.control.leave(passing)
     with suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(empty), 0.01)
-    assert not empty.done()
+        await asyncio.wait_for(asyncio.shield(idle), 0.01)
+    assert not idle.done()
     model.end()
-    await empty
+    await idle
 
 
 def test_clients_are_forgotten() -> None:
     model = Model(1)
     for number in range(5000):
-        model.admission.leave(model.ask(f"client {number}"))
-    assert len(model.admission._accounts) < 1100
+        model.control.leave(model.ask(f"client {number}"))
+    assert len(model.control.queue._clients) < 1100
     model = full()
     waiting = [model.ask("crowd") for _ in range(3)]
-    for number in range(3000):  # somebody waits all the time
+    for number in range(3000):  # some request waits all the time
         waiting.append(model.ask(f"client {number}"))
         model.end()
-        (called,) = [one for one in waiting if not one.waiting]
-        waiting.remove(called)
-        model.take(called)
-    assert len(model.admission._accounts) < 1100
+        (admitted,) = [admission for admission in waiting if not admission.waiting]
+        waiting.remove(admitted)
+        model.take(admitted)
+    assert len(model.control.queue._clients) < 1100
 
 
 def test_a_client_that_waits_is_never_forgotten() -> None:
     model = full()
-    first, second = model.ask("a", Asks(999, 0)), model.ask("a")
-    other = model.ask("b", Asks(499, 0))
+    first, second = model.ask("a", RequestSize(999, 0)), model.ask("a")
+    other = model.ask("b", RequestSize(499, 0))
     model.end()
     assert not other.waiting
-    model.admission.leave(first)  # the second one moves up, to a place that has been served
+    model.control.leave(first)  # the second one moves up, to a place that has been served
     for number in range(2000):
-        model.admission.leave(model.ask(f"client {number}"))
-    model.admission.leave(second)
-    assert not len(model.admission)
+        model.control.leave(model.ask(f"client {number}"))
+    model.control.leave(second)
+    assert not len(model.control)
 
 
-async def test_those_who_wait_go_to_another_line_in_their_order() -> None:
+async def test_waiting_requests_go_to_another_model_in_their_order() -> None:
     model = full()
     waiting = [model.ask(client) for client in "aab"]
-    waiting.sort(key=lambda one: one.place)
-    model.admission.dissolve()
-    for ticket in waiting:
+    waiting.sort(key=lambda admission: admission.tag)
+    model.control.redirect()
+    for admission in waiting:
         with pytest.raises(ModelReplaced):
-            await ticket.turn()
-        model.admission.leave(ticket)
-    assert (len(model.admission), model.admission.requests) == (0, 1), "what was called stays"
-    assert [ticket.client for ticket in waiting] == list("aba")
+            await admission.wait()
+        model.control.leave(admission)
+    assert (len(model.control), model.control.requests) == (0, 1), "what was admitted stays"
+    assert [admission.client for admission in waiting] == list("aba")

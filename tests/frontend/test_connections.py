@@ -68,7 +68,7 @@ async def test_streams_that_nobody_reads_end_and_free_everything(graph: Graph) -
         assert len(admission) > 0  # it did not wait for all of them
         await until(lambda: not len(admission) and not engine.usage.running, within=20)
         assert await engine.all_blocks_free()
-        await until(lambda: not any(account.held for account in admission._accounts.values()))
+        await until(lambda: not admission.queue.running)
 
 
 async def test_streams_that_nobody_reads_make_way_and_go_on(graph: Graph) -> None:
@@ -92,7 +92,7 @@ async def test_streams_that_nobody_reads_make_way_and_go_on(graph: Graph) -> Non
         answer = await read(unread[0])
         assert b'"completion_tokens":2500' in answer
         admission = graph.models.find("demo").admission
-        await until(lambda: not any(account.held for account in admission._accounts.values()))
+        await until(lambda: not admission.queue.running)
 
 
 async def read(sock: socket.socket) -> bytes:

@@ -1,26 +1,8 @@
 import pytest
 
-from pdserve.frontend.admission.limits import max_body, too_late
+from pdserve.frontend.admission.limits import max_body
 from pdserve.frontend.asgi import with_one_type
 from pdserve.frontend.body import Refusal, look_into
-
-
-@pytest.mark.parametrize(
-    ("wait", "left", "run", "max_wait", "expected"),
-    [
-        (0, 600, 2, 30, 0),
-        (29, 600, 2, 30, 0),
-        (35, 600, 2, 30, 5),
-        (4, 10, 2, 30, 0),  # half of the 8 s to spare
-        (5, 10, 2, 30, 1),
-        (1, 10, 20, 30, 1),  # hopeless but for luck ...
-        (0, 10, 20, 30, 0),  # ... which whoever is next may try
-        (0, -1, 0, 30, 0),
-        (1, -1, 0, 30, 1),
-    ],
-)
-def test_too_late(wait: float, left: float, run: float, max_wait: float, expected: float) -> None:
-    assert too_late(wait, left, run, max_wait) == expected
 
 
 @pytest.mark.parametrize(
@@ -57,8 +39,8 @@ def test_max_body(tokens: int, passing: bool, expected: int) -> None:
     ],
 )
 def test_what_a_body_asks_for(body: bytes, max_tokens: int | None, sequences: int) -> None:
-    asks = look_into(body).asks
-    assert (asks.prompt_tokens, asks.max_tokens, asks.sequences) == (len(body) // 4, max_tokens, sequences)
+    size = look_into(body).size
+    assert (size.prompt_tokens, size.max_tokens, size.sequences) == (len(body) // 4, max_tokens, sequences)
 
 
 @pytest.mark.parametrize(

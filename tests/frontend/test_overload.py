@@ -152,7 +152,7 @@ async def test_one_request_with_many_outputs_leaves_others_their_turns(
         assert len(answer.json()["choices"]) == 30
         assert answer.json()["usage"]["completion_tokens"] == 30 * 20
         assert not len(admission)
-        assert not any(account.held for account in admission._accounts.values())
+        assert not admission.queue.running
         assert await engine.all_blocks_free()
 
 
@@ -165,7 +165,7 @@ async def test_a_client_that_leaves_takes_its_waiting_outputs_along(graph: Graph
         await until(lambda: engine.usage.running == PLACES - 1, within=10)
         crowd.cancel()
         await until(lambda: not len(admission) and not engine.usage.running, within=10)
-        assert not any(account.held for account in admission._accounts.values())
+        assert not admission.queue.running
         assert await engine.all_blocks_free()
 
 
