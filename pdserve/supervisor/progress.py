@@ -1,14 +1,26 @@
-"""What the graph is doing until it is ready, told from the log lines of its processes."""
+"""What the user sees until the graph is ready, told from the log lines of its processes, and when it is."""
 
+import asyncio
+import json
 import re
+import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
 
+from rich import box
+from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
-from pdserve.supervisor.keeper import State
-from pdserve.supervisor.output import Output
+from pdserve.config.schema import Config
+from pdserve.messages import Instance
+from pdserve.supervisor.output import ProcessOutput
+from pdserve.supervisor.restarts import ProcessState
 
 REMIND = 15.0
 """seconds without news after which a plain log says what is still loading"""
@@ -22,6 +34,13 @@ _PHASES = (
     (re.compile(r"KV cache size"), "warming up"),
     (re.compile(r"init engine .* took"), "registering"),
 )
+
+_DEMO_PROMPT = (
+    "The code of the red box is 4711. The code of the blue box is 2093. The code of the green box is 8150. "
+    "The code of the black bag is 3364. What is the code of the red box?"
+)
+"""long enough for configs/local.yaml to prefill it remotely"""
+_PROMPT = "Why is the sky blue? Answer in one sentence."
 
 
 def phase_of(message: str) -> str | None:
@@ -42,14 +61,15 @@ class _Start:
         return f"{self.phase} … {time.monotonic() - self.since:.0f} s"
 
 
-class Progress:
+class StartProgress:
     """A line per process while they start: live on a terminal, else one for each change."""
 
-    def __init__(self, output: Output, names: list[str]) -> None:
+    def __init__(self, output: ProcessOutput, names: list[str]) -> None:
         self._output = output
         self._starts = {name: _Start("waiting to start") for name in names}
         self._missing = ""
         self._began = self._told = time.monotonic()
+        self._is_live = output.console.is_terminal
         self._live = Live(
             get_renderable=self._render, console=output.console, refresh_per_second=4, transient=True
         )
@@ -58,8 +78,8 @@ class Progress:
     def elapsed(self) -> float:
         return time.monotonic() - self._began
 
-    def __enter__(self) -> "Progress":
-        if self._output.console.is_terminal:
+    def __enter__(self) -> Self:
+        if self._is_live:
             self._live.start()
         return self
 
@@ -67,44 +87,96 @@ class Progress:
         self._output.quietly(self._live.stop)
 
     def line(self, name: str, message: str) -> None:
-        start = self._starts.get(name)
-        phase = phase_of(message)
-        if start and phase and start.seconds is None and phase != start.phase:
+        start, phase = self._starts[name], phase_of(message)
+        if phase and start.seconds is None and phase != start.phase:
             start.phase = phase
-            self._tell(name)
+            self._tell(f"{name}: {start}")
 
-    def changed(self, name: str, state: State) -> None:
+    def changed(self, name: str, state: ProcessState) -> None:
         match state:
-            case State.STARTING:
+            case ProcessState.STARTING:
                 self._starts[name] = _Start()
-            case State.READY:
+            case ProcessState.READY:
                 self._starts[name].seconds = time.monotonic() - self._starts[name].since
-            case State.WAITING | State.STOPPED:
+            case ProcessState.WAITING | ProcessState.STOPPED:
                 self._starts[name].phase = str(state)
-        self._tell(name)
+        self._tell(f"{name}: {self._starts[name]}")
 
     def waiting_for(self, missing: str) -> None:
         """All are registered, and this is what the frontend still lacks."""
         if missing != self._missing:
             self._missing = missing
-            self._told = time.monotonic()
-            if not self._output.console.is_terminal:
-                self._output.say(f"waiting for {missing}")
+            self._tell(f"waiting for {missing}")
 
-    def remind(self) -> None:
-        """To be called now and then, where no live line shows that time goes by."""
-        still = [f"{name} {start.phase}" for name, start in self._starts.items() if start.seconds is None]
-        if still and time.monotonic() - self._told > REMIND and not self._output.console.is_terminal:
-            self._told = time.monotonic()
-            self._output.say(f"{self.elapsed:.0f} s so far: {', '.join(still)}")
+    async def remind(self) -> None:
+        """Where no live line shows that time goes by, say now and then what is still loading; for ever."""
+        while True:
+            await asyncio.sleep(1)
+            loading = [
+                f"{name} {start.phase}" for name, start in self._starts.items() if start.seconds is None
+            ]
+            if loading and time.monotonic() - self._told > REMIND:
+                self._tell(f"{self.elapsed:.0f} s so far: {', '.join(loading)}")
 
-    def _tell(self, name: str) -> None:
+    def _tell(self, news: str) -> None:
         self._told = time.monotonic()
-        if not self._output.console.is_terminal:
-            self._output.say(f"{name}: {self._starts[name]}")
+        if not self._is_live:
+            self._output.say(news)
 
     def _render(self) -> Text:
         lines = [f"  {name:<12} {start}" for name, start in self._starts.items()]
         if self._missing:
             lines.append(f"  waiting for {self._missing}")
         return Text("\n".join([f"Starting, {self.elapsed:.0f} s so far (Ctrl-C stops)", *lines]), "dim")
+
+
+def banner(config: Config, instances: Sequence[Instance], seconds: float, log_dir: Path) -> RenderableType:
+    """What is ready, and how to use it; at most 100 columns wide."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("model", f"{config.served_model_name}  [dim]({config.model})[/]")
+    if config.frontend is not None:
+        facts.add_row("URL", f"[bold]{url_of(config)}/v1[/]")
+    facts.add_row("logs", str(log_dir))
+    facts.add_row("look", f"pdserve status -f {config.path}")
+    facts.add_row("stop", "Ctrl-C")
+    workers = Table("worker", "GPUs", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("KV cache", "blocks", "max concurrency"):
+        workers.add_column(heading, justify="right")
+    for worker in instances:
+        if worker.kv_blocks:
+            workers.add_row(
+                worker.id.rpartition("-")[0],
+                ",".join(map(str, worker.gpus)) or "CPU",
+                f"{worker.kv_tokens:,} tokens",
+                f"{worker.kv_blocks:,} x {worker.block_size}",
+                f"{worker.max_concurrency:.1f} requests of {worker.max_model_len:,} tokens",
+            )
+    title = Text(f"Ready after {seconds:.0f} s", "bold green")
+    return Group(Panel(facts, title=title, title_align="left", width=100), workers)
+
+
+def url_of(config: Config) -> str:
+    """Where clients reach the frontends of this machine; empty where it has none."""
+    if config.frontend is None:
+        return ""
+    host, port = config.frontend.host, config.frontend.port
+    host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def curl(config: Config) -> str:
+    """A streaming chat to paste into a shell."""
+    from pdserve.demo import MODEL_DIR
+
+    prompt = _DEMO_PROMPT if config.model == str(MODEL_DIR) else _PROMPT
+    body = {
+        "model": config.served_model_name,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": 64,
+        "temperature": 0,
+        "stream": True,
+    }
+    # Keys on lines of their own, so that it can be read and edited.
+    text = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
+    command = f"curl -Ni {url_of(config)}/v1/chat/completions -H 'Content-Type: application/json' -d "
+    return command + shlex.quote(f"{{\n  {text}\n}}")

@@ -1,9 +1,10 @@
-"""Who of our processes has registered itself: that, and nothing else, makes one ready."""
+"""Whether processes are ready and healthy: roles by their registration in etcd, frontends by their answers."""
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable
 
+import httpx
 import msgspec
 
 from pdserve.errors import RegistryUnavailable
@@ -16,59 +17,53 @@ log = logging.getLogger(__name__)
 
 MISSING = 60.0
 """seconds that a live process may be missing from the registry before it counts as hung: a lease's ten, an outage's
-hangover, a machine that stalls, and much more. Beyond it nobody would ever use the process again."""
-TICK = 1.0
+hangover, a machine that stalls, and much more. Beyond it no other process would ever use this one again."""
+CHECK_EVERY = 1.0
+FRONTEND_CHECK_EVERY = 0.25
 
 
-class Roll(ABC):
-    """What the supervisor asks and tells the registry."""
-
-    @abstractmethod
-    async def until(self, instance_id: str, pid: int) -> Instance:
-        """Wait until the process that was started under this id, and is `pid` here, is registered."""
-
-    @abstractmethod
-    async def vanished(self, instance: Instance) -> float:
-        """Wait until the registry has not had this instance for long although its lease is renewed by anybody who
-        works at all; for how many seconds."""
-
-    @abstractmethod
-    async def strike_off(self, instance: Instance) -> None:
-        """Its process is dead for certain, though its lease may live for some seconds more."""
-
-    @abstractmethod
-    async def report(self, state: SlotState) -> None:
-        """Let everybody see what has become of a process."""
+async def until_unhealthy(healthy: Callable[[], Awaitable[bool]], every: float, limit: float) -> float:
+    """Return when the check has failed for `limit` seconds on end, and for how many. Checks are counted, time is not
+    measured: a supervisor that was stopped itself knows nothing of that time."""
+    failing = 0.0
+    while failing < limit:
+        await asyncio.sleep(every)
+        failing = 0.0 if await healthy() else failing + every
+    return failing
 
 
-class RollCall(Roll):
+class RegisteredInstances:
+    """What the supervisor asks and tells the registry. Registration, and nothing else, makes a role ready."""
+
     def __init__(self, registry: Registry, view: View, host: str, leaving: float = 0.0) -> None:
         """`host` is this machine, for what is reported. `leaving` are the seconds that a process may go on after it
-        took itself off the roll (a frontend that drains)."""
+        took itself off the registry (a frontend that drains)."""
         self._registry = registry
         self._view = view
         self._host = host
         self._patience = MISSING + leaving
 
-    async def until(self, instance_id: str, pid: int) -> Instance:
+    async def until_registered(self, instance_id: str, pid: int) -> Instance:
+        """Wait for the process that was started under this id, and is `pid` here."""
         async for _ in self._view.changes():
             for instance in self._view.instances():
                 if instance.id == instance_id and instance.pid == pid:
                     return instance
         raise AssertionError("the registry's changes never end")
 
-    async def vanished(self, instance: Instance) -> float:
-        """Ticks are counted, not measured, and none during an outage: where this process was stopped itself, or has
-        no registry, it knows nothing."""
-        missing = 0.0
-        while missing < self._patience:
-            await asyncio.sleep(TICK)
-            there = any(one.id == instance.id for one in self._view.instances())
-            missing = 0.0 if there or not self._registry.connected else missing + TICK
-        return missing
+    async def until_missing(self, instance: Instance) -> float:
+        """Wait until the registry has not had this instance for long, although any process that works at all renews its
+        lease; for how many seconds. Time without a registry does not count."""
 
-    async def strike_off(self, instance: Instance) -> None:
-        """Others then see at once what they would see when the lease runs out."""
+        async def registered() -> bool:
+            found = any(found.id == instance.id for found in self._view.instances())
+            return found or not self._registry.connected
+
+        return await until_unhealthy(registered, CHECK_EVERY, self._patience)
+
+    async def remove(self, instance: Instance) -> None:
+        """Its process is dead for certain, though its lease may live for some seconds more: other processes then see at
+        once what they would see when it runs out."""
         try:
             await self._registry.delete(keys.instance(instance))
             if instance.model:
@@ -77,5 +72,34 @@ class RollCall(Roll):
             log.debug("%s stays listed until its lease runs out: etcd is away", instance.id)
 
     async def report(self, state: SlotState) -> None:
+        """Publish what has become of a process."""
         state = msgspec.structs.replace(state, host=self._host)
         await self._registry.put(keys.slot(state), encode_record(state))
+
+
+async def until_frontends_ready(url: str, processes: int) -> AsyncIterator[str]:
+    """Yields what is missing, in the frontend's words, until nothing is.
+
+    The frontends share one port, and which of them answers is chance: as many answers in a row as there are processes
+    have to be good."""
+    good = 0
+    async with httpx.AsyncClient(headers={"connection": "close"}, timeout=5) as client:
+        while good < processes:
+            missing = await _missing(client, url)
+            good = 0 if missing else good + 1
+            if missing:
+                yield missing
+                await asyncio.sleep(FRONTEND_CHECK_EVERY)
+
+
+async def _missing(client: httpx.AsyncClient, url: str) -> str:
+    try:
+        answer = await client.get(f"{url}/health")
+    except httpx.HTTPError as error:
+        return str(error) or type(error).__name__
+    if answer.status_code == 200:
+        return ""
+    try:
+        return str(answer.json()["missing"])
+    except (ValueError, LookupError, TypeError):
+        return f"HTTP {answer.status_code}"

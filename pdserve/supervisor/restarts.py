@@ -1,23 +1,40 @@
-"""When a process that ended is started again, and when not: pure decisions.
+"""The restart loop with back-off, for roles and embedded servers alike: start, readiness, health check, restart.
 
-A graph is given up only where that can tell the operator something that is true from the first minute on: the
-configuration is wrong, or no process of this role has ever become ready. Later, one process that does not come back is
+A graph is given up only where that tells the operator something that is true from the first minute on: the
+configuration is wrong, or no process of this kind has ever become ready. Later, a process that does not come back is
 no reason to stop the others: it is tried again for ever, at the back-off's ceiling.
 """
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 
-from pdserve.supervisor.process import CONFIG_ERROR, Ended
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.supervisor.child import CONFIG_ERROR, Child, Exit
+from pdserve.tasks import forever
+
+log = logging.getLogger(__name__)
+
+LOADING_PATIENCE = 2.0
+"""seconds to stop for a process that is not ready: it has nothing to drain"""
+_HISTORY = 50
+
+# the policy
 
 
 @dataclass(frozen=True)
-class Policy:
+class RestartPolicy:
     first: float = 1.0
     """seconds before the first restart; doubled with each further one"""
     ceiling: float = 30.0
     healthy: float = 60.0
-    """a life of so many seconds ends the row of failures"""
+    """a run of so many seconds ends a series of failures"""
     failed_starts: int = 3
     """so many since it was last ready, and it does not start"""
     kills: int = 20
@@ -25,13 +42,13 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Life:
+class PastRun:
     """One start of a process, to its end; times in seconds of one clock."""
 
     started: float
     ended: float
     ready: bool
-    end: Ended
+    exit: Exit
 
     @property
     def seconds(self) -> float:
@@ -44,45 +61,199 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class GiveUp:
+class NoRestart:
     reason: str
 
 
 def decide(
-    lives: Sequence[Life], policy: Policy, *, was_ready: bool = False, role_was_ready: bool = False
-) -> Restart | GiveUp:
-    """What to do now that the last of these lives (oldest first, at least one) has ended without having been
-    asked. `was_ready`: this process was, ever; `role_was_ready`: any of its role was."""
-    if lives[-1].end.code == CONFIG_ERROR and not was_ready:
-        return GiveUp("its configuration is wrong")
-    if not role_was_ready:
-        failed = failed_starts(lives)
+    history: Sequence[PastRun],
+    policy: RestartPolicy,
+    *,
+    was_ready: bool = False,
+    kind_was_ready: bool = False,
+) -> Restart | NoRestart:
+    """What to do now that the last of these runs (oldest first, at least one) has ended unasked. `was_ready`: this
+    process was, ever; `kind_was_ready`: any of its role was."""
+    if history[-1].exit.code == CONFIG_ERROR and not was_ready:
+        return NoRestart("its configuration is wrong")
+    if not kind_was_ready:
+        failed = failed_starts(history)
         if failed >= policy.failed_starts:
-            return GiveUp(f"it failed to start {_times(failed)} in a row")
-        if len(lives) >= policy.kills:
-            return GiveUp(f"it was ended {_times(len(lives))} while it started")
-    return Restart(min(policy.ceiling, policy.first * 2 ** max(0, _row(lives, policy) - 1)))
+            return NoRestart(f"it failed to start {_times(failed)} in a row")
+        if len(history) >= policy.kills:
+            return NoRestart(f"it was ended {_times(len(history))} while it started")
+    return Restart(min(policy.ceiling, policy.first * 2 ** max(0, _failures_in_a_row(history, policy) - 1)))
 
 
-def failed_starts(lives: Sequence[Life]) -> int:
-    """Since it was last ready. One that was ended from outside did not fail."""
+def failed_starts(history: Sequence[PastRun]) -> int:
+    """Since it was last ready. A start that was ended from outside did not fail."""
     count = 0
-    for life in reversed(lives):
-        if life.ready:
+    for run in reversed(history):
+        if run.ready:
             break
-        count += not life.end.from_outside
+        count += not run.exit.from_outside
     return count
 
 
-def _row(lives: Sequence[Life], policy: Policy) -> int:
-    """Failures in a row: back-off is for a process that fails by itself, not for one that is killed."""
+def _failures_in_a_row(history: Sequence[PastRun], policy: RestartPolicy) -> int:
+    """Back-off is for a process that fails by itself, not for one that is killed."""
     count = 0
-    for life in reversed(lives):
-        if life.seconds >= policy.healthy:
+    for run in reversed(history):
+        if run.seconds >= policy.healthy:
             break
-        count += not life.end.from_outside
+        count += not run.exit.from_outside
     return count
 
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
+
+
+# the loop
+
+
+class ProcessState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    WAITING = "waiting to restart"
+    STOPPED = "stopped"
+
+
+class CannotStart(PdserveError):
+    """A process ended for good, and the graph with it; the text has the cause."""
+
+    def __init__(self, text: str, exit_code: int = 1) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class Service(ABC):
+    """What the restart loop has to know of the process that it keeps running."""
+
+    name: str
+
+    @abstractmethod
+    def spawn(self) -> Child:
+        """Raises OSError or ConfigError where it cannot be started now."""
+
+    @abstractmethod
+    async def watch(self, child: Child, ready: Callable[[], None]) -> str:
+        """Call `ready` when the child is ready; return what is wrong when it hangs. May be called again."""
+
+    @property
+    @abstractmethod
+    def kind_was_ready(self) -> bool:
+        """A process of this kind has been ready, ever: it is not the configuration that keeps this one from it."""
+
+    async def ended(self, exit_: Exit) -> None:  # noqa: B027 (servers have nothing to do)
+        """The child has ended, and nothing of it is left."""
+
+
+class RestartLoop:
+    """Keeps one service running. The owner awaits `run`; `stop` may be called at any time."""
+
+    def __init__(
+        self,
+        service: Service,
+        policy: RestartPolicy,
+        on_change: Callable[["RestartLoop"], None],
+        child: Child | None = None,
+    ) -> None:
+        """`on_change` gets each change of `state`, and must not wait. `child` runs and is ready already."""
+        self.service = service
+        self.state = ProcessState.STARTING
+        self.restarts = 0
+        self.history: deque[PastRun] = deque(maxlen=_HISTORY)
+        self.settled = asyncio.Event()
+        """it has been ready, or does not start while others of its kind do: the graph need not wait for it"""
+        self._policy = policy
+        self._on_change = on_change
+        self._child = child
+        self._was_ready = child is not None
+        self._stopping = asyncio.Event()
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns when stopped. Raises CannotStart when starting it again would not help. Kills it when cancelled."""
+        try:
+            while self._child or not self._stopping.is_set():
+                self.history.append(await self._run_once())
+                if not self._stopping.is_set():
+                    await self._back_off(self.history[-1].exit)
+                    self.restarts += 1
+        finally:
+            self._stopped.set()
+            self._become(ProcessState.STOPPED)
+
+    async def stop(self, patience: float) -> None:
+        """SIGTERM, `patience` seconds to drain, SIGKILL; returns when nothing of the process is left. A process that is
+        still loading has nothing to drain and gets `LOADING_PATIENCE` only."""
+        self._stopping.set()
+        if self._child:
+            ready = self.state is ProcessState.READY
+            await self._child.stop(patience if ready else min(patience, LOADING_PATIENCE))
+        await self._stopped.wait()
+
+    def kill(self) -> None:
+        self._stopping.set()
+        if self._child:
+            self._child.kill()
+
+    async def _run_once(self) -> PastRun:
+        started = time.monotonic()
+        self._become(ProcessState.STARTING)
+        try:
+            child = self._child = self._child or self.service.spawn()
+        except (
+            OSError,
+            ConfigError,
+        ) as error:  # no memory for another process, too many of them, a full disk
+            exit_ = Exit(1, (f"it could not be started: {error}",))
+            return PastRun(started, time.monotonic(), ready=False, exit=exit_)
+        watching = asyncio.create_task(forever(lambda: self._watch(child), "child watch", until_done=True))
+        try:
+            exit_ = await child.wait()
+        except asyncio.CancelledError:
+            child.kill()
+            await child.wait()
+            raise
+        finally:
+            self._child = None
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        await self.service.ended(exit_)
+        return PastRun(started, time.monotonic(), self.state is ProcessState.READY, exit_)
+
+    async def _watch(self, child: Child) -> None:
+        """Kill a child that hangs. A child that drains is left alone: what stops it sees to its end."""
+
+        def ready() -> None:
+            child.note_memory()
+            self._was_ready = True
+            self.settled.set()
+            self._become(ProcessState.READY)
+
+        problem = await self.service.watch(child, ready)
+        if not self._stopping.is_set():
+            log.error("%s hangs: %s; killing it", self.service.name, problem)
+            child.kill()
+
+    async def _back_off(self, exit_: Exit) -> None:
+        name, kind_was_ready = self.service.name, self.service.kind_was_ready
+        decision = decide(
+            self.history, self._policy, was_ready=self._was_ready, kind_was_ready=kind_was_ready
+        )
+        if isinstance(decision, NoRestart):
+            text = f"{name} ended ({exit_}); not started again, for {decision.reason}.{exit_.tail()}"
+            raise CannotStart(text, CONFIG_ERROR if exit_.code == CONFIG_ERROR else 1)
+        log.error("%s ended (%s), starts again in %g s%s", name, exit_, decision.delay, exit_.tail(5))
+        if kind_was_ready and failed_starts(self.history) >= self._policy.failed_starts:
+            self.settled.set()
+        self._become(ProcessState.WAITING)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(decision.delay):
+                await self._stopping.wait()
+
+    def _become(self, state: ProcessState) -> None:
+        self.state = state
+        self._on_change(self)

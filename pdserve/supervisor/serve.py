@@ -4,23 +4,14 @@ import asyncio
 import logging
 import os
 import resource
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Self
 
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError, RegistryUnavailable
-from pdserve.graph import (
-    CONFIG_VARIABLE,
-    SLOT_VARIABLE,
-    ProcessSpec,
-    encode_config,
-    encode_slot,
-    process_spec,
-)
+from pdserve.graph import CONFIG_VARIABLE, SLOT_VARIABLE, encode_config, encode_slot, process_spec
 from pdserve.messages import Instance
 from pdserve.plan.plan import Plan
 from pdserve.plan.slots import Slot
@@ -28,19 +19,17 @@ from pdserve.process.lifecycle import STOPPERS
 from pdserve.registry import connect
 from pdserve.registry.view import View
 from pdserve.supervisor import state
-from pdserve.supervisor.backoff import Policy
-from pdserve.supervisor.banner import banner, curl, url_of
 from pdserve.supervisor.checks import busy_ports
+from pdserve.supervisor.embedded import embedded_servers
 from pdserve.supervisor.exits import adopt_orphans
-from pdserve.supervisor.foreground import own_foreground
 from pdserve.supervisor.guardian import Guardian
-from pdserve.supervisor.health import until_healthy
-from pdserve.supervisor.keeper import GaveUp
-from pdserve.supervisor.output import Output
-from pdserve.supervisor.rollcall import RollCall
-from pdserve.supervisor.servers import keep, needed_servers
-from pdserve.supervisor.supervision import Supervision
-from pdserve.tasks import forever
+from pdserve.supervisor.output import ProcessOutput
+from pdserve.supervisor.progress import banner, curl, url_of
+from pdserve.supervisor.readiness import RegisteredInstances, until_frontends_ready
+from pdserve.supervisor.restarts import CannotStart, RestartPolicy
+from pdserve.supervisor.roles import RoleSupervisor
+from pdserve.supervisor.terminal import own_foreground
+from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +43,11 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
     config = plan.config
     if plan.problems:
         raise ConfigError([*plan.problems])
-    with own_foreground(), _output(config, fmt, verbose) as output, state.only_one(config.state_dir) as lock:
+    with (
+        own_foreground(),
+        ProcessOutput(config.state_dir / "logs", fmt, verbose).capture_logging() as output,
+        state.only_one(config.state_dir) as lock,
+    ):
         if busy := busy_ports(config, plan.slots):
             raise ConfigError(busy)
         _allow_many_files()
@@ -62,8 +55,8 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
         for note in plan.notes:
             log.info("%s", note)
         try:
-            asyncio.run(_serve(config, plan.slots, output, Policy(), lock))
-        except GaveUp as cause:
+            asyncio.run(_serve(config, plan.slots, output, lock))
+        except CannotStart as cause:
             log.error("%s", cause)
             return cause.exit_code
         except asyncio.CancelledError:
@@ -73,21 +66,26 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
     return 0
 
 
-async def _serve(config: Config, slots: Sequence[Slot], output: Output, policy: Policy, lock: int) -> None:
+async def _serve(config: Config, slots: Sequence[Slot], output: ProcessOutput, lock: int) -> None:
+    """Start the servers, then the roles; watch them until told to stop. Then, in the opposite order: stop the roles,
+    leave the registry, stop the servers, let the guardian go."""
     task = asyncio.current_task()
     assert task is not None
-    patience = config.drain_timeout + AFTER_DRAIN
+    _on_stop_signals(task.cancel)
+    patience, policy = config.drain_timeout + AFTER_DRAIN, RestartPolicy()
     async with AsyncExitStack() as stack:
-        signals = stack.enter_context(_Signals(task.cancel))
         guardian = stack.enter_context(Guardian(patience, lock))
-        servers = await stack.enter_async_context(needed_servers(config, guardian))
-        graph = _describe(config, {server.name: server.url for server in servers})
-        roll = await _roll(stack, graph, config)
+        (await stack.enter_async_context(Owner())).forever(guardian.keep, "guardian")
+        urls = await stack.enter_async_context(embedded_servers(config, guardian, policy))
+        graph = _record(config, urls)
+        instances = await _registered_instances(stack, graph, config)
         state.write(config.state_dir, graph)
         sockets = stack.enter_context(state.socket_folder(config.state_dir))
-        jobs = [_job(slot, config, graph, sockets) for slot in slots]
-        supervision = Supervision(jobs, roll, output, guardian, policy)
-        signals.act = supervision.stop
+        specs = [
+            process_spec(slot, config.path, _environment(slot, config, graph, sockets)) for slot in slots
+        ]
+        roles = RoleSupervisor(specs, instances, output, guardian, policy)
+        _on_stop_signals(roles.stop)
 
         def show_ready(instances: Sequence[Instance], seconds: float) -> None:
             if output.json:
@@ -96,31 +94,22 @@ async def _serve(config: Config, slots: Sequence[Slot], output: Output, policy: 
             if config.frontend:
                 output.plain(f"Try it:\n{curl(config)}\n")
 
-        healthy = _healthy(config, graph)
-        beside = [
-            forever(guardian.keep, "guardian"),
-            *(forever(partial(keep, server, policy), server.name) for server in servers),
-        ]
-        await supervision.run(healthy, show_ready, beside, patience)
+        frontends = config.frontend.processes if config.frontend else 0
+        await roles.run(until_frontends_ready(graph.url, frontends), show_ready, patience)
 
 
-async def _healthy(config: Config, graph: state.GraphRecord) -> AsyncIterator[str]:
-    """Yields what the frontends still lack; nothing where there are none."""
-    if config.frontend:
-        async for missing in until_healthy(graph.url, config.frontend.processes):
-            yield missing
-
-
-async def _roll(stack: AsyncExitStack, graph: state.GraphRecord, config: Config) -> RollCall:
+async def _registered_instances(
+    stack: AsyncExitStack, graph: state.GraphRecord, config: Config
+) -> RegisteredInstances:
     try:
         registry = await stack.enter_async_context(connect(graph.etcd, graph.namespace))
         view = await stack.enter_async_context(View(registry))
     except RegistryUnavailable as error:
         raise ConfigError([f"etcd is needed: {error}. Start it, or leave Graph.etcd out."]) from None
-    return RollCall(registry, view, config.host, config.drain_timeout)
+    return RegisteredInstances(registry, view, config.host, config.drain_timeout)
 
 
-def _describe(config: Config, embedded: Mapping[str, str]) -> state.GraphRecord:
+def _record(config: Config, embedded: Mapping[str, str]) -> state.GraphRecord:
     return state.GraphRecord(
         pid=os.getpid(),
         config=str(config.path.resolve()),
@@ -132,8 +121,8 @@ def _describe(config: Config, embedded: Mapping[str, str]) -> state.GraphRecord:
     )
 
 
-def _job(slot: Slot, config: Config, graph: state.GraphRecord, sockets: Path) -> ProcessSpec:
-    env = {
+def _environment(slot: Slot, config: Config, graph: state.GraphRecord, sockets: Path) -> dict[str, str]:
+    return {
         "PDSERVE_ETCD": graph.etcd,
         "PDSERVE_NATS": graph.nats,
         SLOT_VARIABLE: encode_slot(slot),
@@ -145,38 +134,12 @@ def _job(slot: Slot, config: Config, graph: state.GraphRecord, sockets: Path) ->
         "VLLM_RPC_BASE_PATH": str(sockets),
         "PYTHONUNBUFFERED": "1",
     }
-    return process_spec(slot, config.path, env)
 
 
-@contextmanager
-def _output(config: Config, fmt: str, verbose: bool) -> Iterator[Output]:
-    """All logging of this process goes to the output."""
-    output = Output(config.state_dir / "logs", fmt, verbose)
-    root = logging.getLogger()
-    before = root.handlers[:], root.level
-    root.handlers[:] = [output.handler()]
-    logging.getLogger("pdserve").setLevel(logging.INFO)
-    try:
-        yield output
-    finally:
-        root.handlers[:], root.level = before
-        output.close()
-
-
-class _Signals:
-    """What `STOPPERS` do; from the first server's start to the last one's end."""
-
-    def __init__(self, act: Callable[[], object]) -> None:
-        self.act = act
-
-    def __enter__(self) -> Self:
-        for number in STOPPERS:
-            asyncio.get_running_loop().add_signal_handler(number, lambda: self.act())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number in STOPPERS:
-            asyncio.get_running_loop().remove_signal_handler(number)
+def _on_stop_signals(act: Callable[[], object]) -> None:
+    """In place of what they did before; until the event loop is closed."""
+    for number in STOPPERS:
+        asyncio.get_running_loop().add_signal_handler(number, act)
 
 
 def _allow_many_files() -> None:

@@ -1,10 +1,20 @@
-"""Ctrl-C for us alone."""
+"""The terminal of `pdserve serve`: Ctrl-C for us alone, and no waiting for a terminal that takes nothing."""
 
+import io
 import os
+import select
 import signal
+import stat
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
+
+UNREAD = 1 << 20
+"""bytes for a terminal or a pipe that takes nothing; what comes beyond them is left out"""
+FLUSH_WITHIN = 1.0
+"""seconds for what is not written yet at the end"""
 
 
 @contextmanager
@@ -28,3 +38,83 @@ def own_foreground() -> Iterator[None]:
         yield
     finally:
         os.tcsetpgrp(terminal, before)
+
+
+class NonBlockingStream(io.TextIOBase):
+    """Writes from a thread of its own: a terminal that is stopped (Ctrl-S, a connection that is lost, a mark in a
+    window) or a pipe that is not read would hold the supervisor, and soon all roles, whose output it reads.
+
+    Past Python's own buffer, whose lock would keep the process from its end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._number = stream, stream.fileno()
+        self._waiting = bytearray()
+        self._writing = 0
+        """bytes that are just being written"""
+        self._left_out = 0
+        """lines"""
+        self._gone = False
+        self._changed = threading.Condition()
+        stream.flush()
+        threading.Thread(target=self._run, name="terminal", daemon=True).start()
+
+    @classmethod
+    def over(cls, stream: TextIO) -> TextIO:
+        """The stream itself where writing does not wait for a reader: to a file, or to memory."""
+        try:
+            is_file = stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+        except (OSError, ValueError):
+            return stream
+        return stream if is_file else cls(stream)  # type: ignore[return-value]
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._number
+
+    def write(self, text: str) -> int:
+        data = text.encode(self.encoding, "backslashreplace")
+        with self._changed:
+            if self._gone:
+                return len(text)
+            if len(self._waiting) + self._writing + len(data) > UNREAD:
+                self._left_out += 1
+                return len(text)
+            if self._left_out:
+                self._waiting += f"({self._left_out} lines were left out here: nobody read them)\n".encode()
+                self._left_out = 0
+            self._waiting += data
+            self._changed.notify_all()
+        return len(text)
+
+    def finish(self) -> None:
+        """Wait until all is written, for `FLUSH_WITHIN` at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting and not self._writing, FLUSH_WITHIN)
+
+    def _run(self) -> None:
+        while not self._gone:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                data, self._waiting = self._waiting, bytearray()
+                self._writing = len(data)
+            try:
+                self._write(memoryview(data))
+            except OSError:
+                self._gone = True
+            with self._changed:
+                self._writing = 0
+                self._changed.notify_all()
+
+    def _write(self, rest: memoryview) -> None:
+        while rest:
+            try:
+                rest = rest[os.write(self._number, rest) :]
+            except BlockingIOError:  # another program that shares the terminal made it so
+                select.select([], [self._number], [])
+            self._writing = len(rest)

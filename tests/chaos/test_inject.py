@@ -59,7 +59,8 @@ async def test_a_server_comes_back_without_its_data(kind: type[EmbeddedServer], 
         for time in (1, 2):
             assert server.pid is not None
             async with injected(Kind.LOSE, [Victim(kind.name, server.pid)], os.getpid(), tmp_path):
-                assert await server.wait() == -9
+                assert server.child
+                assert (await server.child.wait()).code == -9
             assert [each.name for each in server.data_dir.iterdir()] == ["lock"]
             await server.restart()
             assert len(list((tmp_path / f"{kind.name}-lost").iterdir())) > time

@@ -3,22 +3,26 @@ ones."""
 
 import asyncio
 import contextlib
-import os
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from io import StringIO
 from pathlib import Path
 
 from pdserve.graph import ProcessSpec
-from pdserve.messages import Instance, Role, SlotState
-from pdserve.supervisor.backoff import Policy
+from pdserve.messages import Instance, Role, SlotState, decode_instance, decode_slot_state, encode_record
+from pdserve.process.identity import instance_id
+from pdserve.registry import keys
+from pdserve.registry.memory import MemoryRegistry, MemoryServer
+from pdserve.registry.view import View
 from pdserve.supervisor.guardian import Guardian
-from pdserve.supervisor.output import Output
-from pdserve.supervisor.rollcall import Roll
-from pdserve.supervisor.supervision import Supervision
+from pdserve.supervisor.output import ProcessOutput
+from pdserve.supervisor.readiness import RegisteredInstances
+from pdserve.supervisor.restarts import RestartPolicy
+from pdserve.supervisor.roles import RoleSupervisor
+from pdserve.tasks import Owner
 
-QUICK = Policy(first=0.01, ceiling=0.05, healthy=60, failed_starts=3, kills=5)
+QUICK = RestartPolicy(first=0.01, ceiling=0.05, healthy=60, failed_starts=3, kills=5)
 """for tests that want restarts now"""
 
 SERVE = """
@@ -38,76 +42,57 @@ def fake(script: str, role: Role = Role.DECODE, index: int = 0, **env: str) -> P
     return ProcessSpec(f"{role.value}-{index}", role, command, env)
 
 
-class Registered(Roll):
-    """A registry in which a process is as soon as it has printed `up` and its pid, or none ever."""
-
-    def __init__(self, up: Callable[[], list[int]], ever: bool = True) -> None:
-        self.struck_off: list[int] = []
-        self.reported: list[SlotState] = []
-        self.hung = asyncio.Event()
-        """set: the next instance that is looked for has vanished for long"""
-        self._up, self._ever = up, ever
-
-    async def until(self, instance_id: str, pid: int) -> Instance:
-        while not self._ever or pid not in self._up():  # noqa: ASYNC110 (told by its output)
-            await asyncio.sleep(0.005)
-        return Instance(id=instance_id, role=Role.DECODE, pid=pid)
-
-    async def vanished(self, instance: Instance) -> float:
-        await self.hung.wait()
-        self.hung.clear()
-        return 60.0
-
-    async def strike_off(self, instance: Instance) -> None:
-        self.struck_off.append(instance.pid)
-
-    async def report(self, state: SlotState) -> None:
-        self.reported.append(state)
-
-
-async def _healthy() -> AsyncIterator[str]:
-    if False:
-        yield ""
-
-
 class Graph:
-    """A supervision of fake roles; `async with` runs it and stops it."""
+    """Supervised fake roles; `async with` runs them and stops them. A role is registered once it has printed `up` and
+    its pid, and its lease lives until the test calls `lease_ends`."""
 
     def __init__(
         self,
         folder: Path,
-        *jobs: ProcessSpec,
+        *specs: ProcessSpec,
         registered: bool = True,
-        policy: Policy = QUICK,
+        policy: RestartPolicy = QUICK,
         patience: float = 10,
     ) -> None:
         self.stream = StringIO()
-        self.output = Output(folder / "logs", stream=self.stream)
+        self.output = ProcessOutput(folder / "logs", stream=self.stream)
         self.ready = asyncio.Event()
-        self._jobs, self._policy, self._patience = jobs, policy, patience
-        self.roll = Registered(self.pids, registered)
-        self._guardian = Guardian(patience)
+        self.reported: list[SlotState] = []
+        self.removed: list[int] = []
+        """pids of instances that were taken off the registry"""
+        self._registered = registered
+        self._specs, self._policy, self._patience = specs, policy, patience
+        self._server = MemoryServer()
+        self._registry = MemoryRegistry(self._server)
+        self._leases: dict[int, MemoryRegistry] = {}
 
     async def __aenter__(self) -> "Graph":
-        self._guardian.__enter__()
-        self.supervision = Supervision(
-            self._jobs,
-            self.roll,
-            self.output,
-            self._guardian,
-            self._policy,
-        )
-        work = self.supervision.run(_healthy(), lambda *_: self.ready.set(), [], self._patience)
-        self.running = asyncio.create_task(work)
+        async with contextlib.AsyncExitStack() as stack:
+            guardian = stack.enter_context(Guardian(self._patience))
+            await stack.enter_async_context(self._registry)
+            tasks = await stack.enter_async_context(Owner())
+            tasks.forever(self._follow, "registry of the test")
+            if self._registered:
+                tasks.forever(self._register, "fake registrations")
+            view = await stack.enter_async_context(View(self._registry))
+            instances = RegisteredInstances(self._registry, view, "10.0.0.1")
+            self.supervisor = RoleSupervisor(self._specs, instances, self.output, guardian, self._policy)
+            work = self.supervisor.run(_nothing_missing(), lambda *_: self.ready.set(), self._patience)
+            self.running = asyncio.create_task(work)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if not self.running.done():
-            self.supervision.stop()
+            self.supervisor.stop()
         with contextlib.suppress(Exception):
             await self.running
-        self._guardian.__exit__(None, None, None)
+        await self._stack.aclose()
         self.output.close()
+
+    async def lease_ends(self, pid: int) -> None:
+        """The process stays, its registration goes."""
+        await self._server.kill(self._leases[pid])
 
     @property
     def text(self) -> str:
@@ -118,6 +103,33 @@ class Graph:
         found = [line.split(f" {word} ")[1] for line in self.text.splitlines() if f" {word} " in line]
         return [int(pid.split()[0]) for pid in found]
 
+    async def _register(self) -> None:
+        while True:
+            for line in [line for line in self.text.splitlines() if " up " in line]:
+                pid = int(line.rsplit(" ", 1)[1])
+                if pid not in self._leases and (boot := _boot(pid)):
+                    name = line.split()[2]
+                    instance = Instance(instance_id(name, boot), Role(name.split("-")[0]), pid=pid)
+                    self._leases[pid] = await MemoryRegistry(self._server).__aenter__()
+                    await self._leases[pid].put(keys.instance(instance), encode_record(instance))
+            await asyncio.sleep(0.005)
+
+    async def _follow(self) -> None:
+        pids: dict[str, int] = {}
+        async for changes in self._registry.watch(""):
+            for change in changes:
+                if change.key.startswith(keys.SLOTS) and change.value:
+                    self.reported.append(decode_slot_state(change.value))
+                elif change.key.startswith(keys.INSTANCES) and change.value:
+                    pids[change.key] = decode_instance(change.value).pid
+                elif change.key.startswith(keys.INSTANCES):
+                    self.removed.append(pids[change.key])
+
+
+async def _nothing_missing() -> AsyncIterator[str]:
+    if False:
+        yield ""
+
 
 def alive(pid: int) -> bool:
     """False for zombies too."""
@@ -126,5 +138,9 @@ def alive(pid: int) -> bool:
     return False
 
 
-def group_of(pid: int) -> int:
-    return os.getpgid(pid)
+def _boot(pid: int) -> str:
+    """Empty where the process has ended."""
+    with contextlib.suppress(OSError):
+        variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        return next(text for text in variables if text.startswith("PDSERVE_BOOT=")).partition("=")[2]
+    return ""

@@ -8,10 +8,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
+from pdserve.supervisor import embedded
+from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer, embedded_servers
+from pdserve.supervisor.guardian import Guardian
+from tests.conditions import until
 from tests.servers import kill
+from tests.supervisor.fakes import QUICK, alive
 
 KINDS = pytest.mark.parametrize("kind", [EmbeddedNats, EmbeddedEtcd])
 
@@ -34,10 +39,11 @@ async def test_starts_restarts_and_leaves_nothing(kind: type[EmbeddedServer], tm
 
 
 @KINDS
-async def test_wait_reports_a_crash_and_restart_mends_it(kind: type[EmbeddedServer], tmp_path: Path) -> None:
+async def test_a_crash_is_reported_and_a_restart_mends_it(kind: type[EmbeddedServer], tmp_path: Path) -> None:
     async with kind(tmp_path) as server:
         await kill(server)
-        assert await server.wait() == -signal.SIGKILL
+        assert server.child
+        assert (await server.child.wait()).code == -signal.SIGKILL
         await server.restart()
         assert await server.answers()
 
@@ -86,3 +92,30 @@ async def test_dies_with_its_parent(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
     async with EmbeddedNats(tmp_path) as server:
         assert await server.answers()
+
+
+@pytest.mark.parametrize("name", ["nats", "etcd"])
+async def test_a_server_that_ends_or_hangs_is_back_at_its_address(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for constant, seconds in {"HANGS_AFTER": 0.3, "CHECK_EVERY": 0.1, "ANSWER_WITHIN": 0.2}.items():
+        monkeypatch.setattr(embedded, constant, seconds)
+    others = {other: "not ours" for other in ("nats", "etcd") if other != name}
+    config = Config(tmp_path / "f", "m", "m", None, None, None, state_dir=tmp_path, **others)  # type: ignore[arg-type]
+
+    def pid() -> int:
+        return int((tmp_path / name / "lock").read_text() or 0)
+
+    with Guardian(patience=1) as guardian:
+        async with embedded_servers(config, guardian, QUICK) as urls:
+            assert list(urls) == [name]
+            os.kill(pid(), signal.SIGKILL)
+            await until(lambda: "is back at" in caplog.text, within=20)
+            second = pid()
+            os.kill(second, signal.SIGSTOP)
+            await until(lambda: not alive(second), within=20)
+            await until(lambda: caplog.text.count(f"{name} is back at {urls[name]}") == 2, within=20)
+            assert f"{name} hangs: it has answered nothing for" in caplog.text
+            third = pid()
+            assert alive(third)
+        assert not alive(third)

@@ -12,8 +12,8 @@ from pdserve.messages import Role
 from pdserve.observe.logs import LogLine
 from pdserve.queue.archives import pack_model, unpack
 from pdserve.supervisor import state
-from pdserve.supervisor.output import Output
-from pdserve.supervisor.process import Process
+from pdserve.supervisor.child import Child
+from pdserve.supervisor.output import ProcessOutput
 from tests.full_disk import Disk, small_disk
 from tests.servers import nats_server
 from tests.supervisor.fakes import fake
@@ -27,7 +27,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 def test_log_lines_are_dropped_and_counted_and_come_back(disk: Disk) -> None:
     shown = StringIO()
-    output = Output(disk.path / "logs", stream=shown)
+    output = ProcessOutput(disk.path / "logs", stream=shown)
     output.line("decode-0", "before")
     disk.fill()
     for number in range(500):
@@ -51,15 +51,13 @@ def test_log_lines_are_dropped_and_counted_and_come_back(disk: Disk) -> None:
 
 
 async def test_a_role_that_writes_much_is_read_to_its_end(disk: Disk) -> None:
-    output = Output(disk.path / "logs", stream=StringIO())
+    output = ProcessOutput(disk.path / "logs", stream=StringIO())
     output.line("decode-0", "before")
     disk.fill()
     written: list[LogLine] = []
-    process = Process.start(
-        fake("for i in range(5000): print('line', i, 'x' * 200)", Role.DECODE),
-        lambda line: written.append(output.line("decode-0", line)),
-    )
-    end = await process.wait()
+    spec = fake("for i in range(5000): print('line', i, 'x' * 200)", Role.DECODE)
+    child = Child.start(spec.name, spec.command, lambda line: written.append(output.line("decode-0", line)))
+    end = await child.wait()
     assert end.code == 0
     assert end.last_lines[-1].startswith("line 4999")
     output.close()
@@ -69,13 +67,13 @@ async def test_a_line_that_cannot_be_taken_ends_no_reader() -> None:
     def take(line: str) -> None:
         raise KeyError(line)
 
-    end = await Process.start(fake("for i in range(50): print(i)", Role.DECODE), take).wait()
+    end = await Child.start("decode-0", fake("for i in range(50): print(i)").command, take).wait()
     assert (end.code, end.last_lines[-1]) == (0, "49")
 
 
 def test_a_terminal_that_is_a_file_comes_back(disk: Disk) -> None:
     with (disk.path / "stderr").open("w", buffering=1) as file:
-        output = Output(disk.path / "logs", stream=file)
+        output = ProcessOutput(disk.path / "logs", stream=file)
         output.say("before")
         disk.fill()
         for _ in range(100):

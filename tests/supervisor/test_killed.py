@@ -28,8 +28,8 @@ SUPERVISOR = """
     '''
 
     async def main():
-        jobs = [fake(ROLE % "signal.SIG_DFL"), fake(ROLE % "signal.SIG_IGN", Role.PREFILL)]
-        async with Graph(Path(sys.argv[1]), *jobs, patience=0.5) as graph:
+        specs = [fake(ROLE % "signal.SIG_DFL"), fake(ROLE % "signal.SIG_IGN", Role.PREFILL)]
+        async with Graph(Path(sys.argv[1]), *specs, patience=0.5) as graph:
             graph.output.console.file = sys.stdout
             await asyncio.sleep(600)
 

@@ -14,31 +14,30 @@ from pdserve.demo import MODEL_DIR
 from pdserve.messages import Instance, Role
 from pdserve.observe import logs
 from pdserve.supervisor import output as module
-from pdserve.supervisor.banner import banner, curl
-from pdserve.supervisor.output import Output
-from pdserve.supervisor.progress import phase_of
+from pdserve.supervisor.output import ProcessOutput
+from pdserve.supervisor.progress import banner, curl, phase_of
 
 OURS = "2026-01-31T12:00:00.123 I decode-0 pdserve.decode.worker: request r1: prefill remote"
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Iterator[Output]:
-    made = Output(tmp_path, stream=StringIO())
+def output(tmp_path: Path) -> Iterator[ProcessOutput]:
+    made = ProcessOutput(tmp_path, stream=StringIO())
     yield made
     made.close()
 
 
-def shown(output: Output) -> str:
+def shown(output: ProcessOutput) -> str:
     assert isinstance(output.console.file, StringIO)
     return output.console.file.getvalue()
 
 
-def test_our_lines_pass_through(output: Output) -> None:
+def test_our_lines_pass_through(output: ProcessOutput) -> None:
     output.line("decode-0", OURS)
     assert shown(output) == OURS + "\n"
 
 
-def test_foreign_lines_get_the_name_of_who_wrote_them(output: Output) -> None:
+def test_foreign_lines_get_the_name_of_their_process(output: ProcessOutput) -> None:
     output.line("prefill-1", "\x1b[31mucx says hello\x1b[0m")
     assert shown(output).endswith(" I prefill-1 -: ucx says hello\n")
 
@@ -57,15 +56,15 @@ def test_foreign_lines_get_the_name_of_who_wrote_them(output: Output) -> None:
     ],
 )
 def test_the_terminal_shows_what_matters_and_the_file_has_all(
-    output: Output, tmp_path: Path, line: str, visible: bool
+    output: ProcessOutput, tmp_path: Path, line: str, visible: bool
 ) -> None:
     output.line("decode-0", line)
     assert (line.split(": ")[-1] in shown(output)) is visible
     assert line.split(": ")[-1] in (tmp_path / "decode-0.log").read_text()
 
 
-def test_json_lines_are_json_whoever_wrote_them(tmp_path: Path) -> None:
-    output = Output(tmp_path, fmt="json", stream=StringIO())
+def test_json_lines_are_json_whichever_process_wrote_them(tmp_path: Path) -> None:
+    output = ProcessOutput(tmp_path, fmt="json", stream=StringIO())
     record = logging.LogRecord("pdserve.x", logging.ERROR, __file__, 1, "it broke", None, None)
     for raw in (logs.JsonFormatter("decode-0").format(record), OURS, "a foreign line", '{"time": 1}'):
         output.line("decode-0", raw)
@@ -97,7 +96,7 @@ def test_a_terminal_that_is_gone_stops_nothing(tmp_path: Path) -> None:
         def write(self, text: str) -> int:
             raise OSError(5, "Input/output error")
 
-    output = Output(tmp_path, stream=Gone())
+    output = ProcessOutput(tmp_path, stream=Gone())
     for _ in range(2):
         output.line("decode-0", OURS)
         output.print("a banner")
@@ -107,7 +106,7 @@ def test_a_terminal_that_is_gone_stops_nothing(tmp_path: Path) -> None:
 
 def test_log_files_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FILE_LIMIT", 1000)
-    output = Output(tmp_path, stream=StringIO())
+    output = ProcessOutput(tmp_path, stream=StringIO())
     for _ in range(100):
         output.line("decode-0", OURS)
     output.close()
@@ -150,11 +149,11 @@ def test_the_banner_fits_a_hundred_columns_and_its_curl_is_json(tmp_path: Path) 
     assert "red box" in body["messages"][0]["content"]
 
 
-def test_a_terminal_that_takes_nothing_holds_nobody(tmp_path: Path) -> None:
+def test_a_terminal_that_takes_nothing_holds_no_process(tmp_path: Path) -> None:
     """Ctrl-S, a connection that is lost: the graph goes on, and so does the terminal when it is read again."""
     read, write = os.pipe()
     with os.fdopen(write, "w") as pipe, os.fdopen(read, encoding="utf-8") as reader:
-        output = Output(tmp_path, stream=pipe)
+        output = ProcessOutput(tmp_path, stream=pipe)
         for number in range(20_000):
             output.line("decode-0", f"{number} {'x' * 100}")
         shown = [reader.readline() for _ in range(5000)]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.messages import Role, SlotState
-from pdserve.supervisor.keeper import LOADING_PATIENCE, GaveUp
+from pdserve.supervisor import readiness
+from pdserve.supervisor.restarts import LOADING_PATIENCE, CannotStart
 from tests.conditions import until
 from tests.supervisor.fakes import QUICK, SERVE, Graph, alive, fake
 
@@ -22,8 +23,8 @@ DEAF = """
 
 
 async def test_ready_when_all_are_registered_and_nothing_left_after_stop(tmp_path: Path) -> None:
-    jobs = [fake(SERVE, Role.DECODE), fake(SERVE, Role.PREFILL), fake(SERVE, Role.FRONTEND)]
-    async with Graph(tmp_path, *jobs) as graph:
+    specs = [fake(SERVE, Role.DECODE), fake(SERVE, Role.PREFILL), fake(SERVE, Role.FRONTEND)]
+    async with Graph(tmp_path, *specs) as graph:
         await until(lambda: len(graph.pids()) == 3)
         await asyncio.wait_for(graph.ready.wait(), 5)
     assert not any(map(alive, graph.pids()))
@@ -50,13 +51,13 @@ async def test_a_crashed_role_is_started_again_and_the_others_are_not(
         await until(lambda: len(graph.pids()) == 3)
         assert not alive(victim)
         assert alive(other)
-        assert graph.roll.struck_off == [victim]
+        assert graph.removed == [victim]
         assert f"killed by {signal.Signals(number).name}" in caplog.text
         assert "starts again in 0.01 s" in caplog.text
     assert not any(map(alive, graph.pids()))
 
 
-async def test_a_role_that_was_told_to_drain_by_somebody_else_is_started_again(
+async def test_a_role_that_was_told_to_drain_by_an_operator_is_started_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rolling restart, by hand."""
@@ -67,13 +68,13 @@ async def test_a_role_that_was_told_to_drain_by_somebody_else_is_started_again(
         await until(lambda: len(graph.pids()) == 2)
         assert "drained" in graph.text
         assert "decode-0 ended (exit code 0), starts again" in caplog.text
-        assert graph.roll.struck_off == [], "it took itself off"
+        assert graph.removed == [], "it took itself off"
 
 
 async def test_gives_up_with_the_cause_and_stops_the_others(tmp_path: Path) -> None:
-    jobs = [fake(SERVE, Role.FRONTEND), fake(CRASH)]
-    async with Graph(tmp_path, *jobs, registered=False) as graph:
-        with pytest.raises(GaveUp, match="failed to start 3 times in a row") as raised:
+    specs = [fake(SERVE, Role.FRONTEND), fake(CRASH)]
+    async with Graph(tmp_path, *specs, registered=False) as graph:
+        with pytest.raises(CannotStart, match="failed to start 3 times in a row") as raised:
             await asyncio.wait_for(asyncio.shield(graph.running), 20)
     assert "decode-0 ended (exit code 3)" in str(raised.value)
     assert "the cause is here" in str(raised.value)
@@ -82,9 +83,9 @@ async def test_gives_up_with_the_cause_and_stops_the_others(tmp_path: Path) -> N
 
 
 async def test_a_wrong_configuration_is_not_tried_again(tmp_path: Path) -> None:
-    job = fake("import sys; print('no such key'); sys.exit(2)")
-    async with Graph(tmp_path, job, registered=False) as graph:
-        with pytest.raises(GaveUp, match=r"(?s)its configuration is wrong.*no such key"):
+    spec = fake("import sys; print('no such key'); sys.exit(2)")
+    async with Graph(tmp_path, spec, registered=False) as graph:
+        with pytest.raises(CannotStart, match=r"(?s)its configuration is wrong.*no such key"):
             await asyncio.wait_for(asyncio.shield(graph.running), 20)
     assert graph.text.count("no such key") == 1
 
@@ -100,7 +101,7 @@ STARTS_ONCE = """
 """
 
 
-async def test_one_that_does_not_start_again_is_tried_for_ever_and_said_to_be(tmp_path: Path) -> None:
+async def test_a_role_that_does_not_start_again_is_tried_for_ever_and_reported(tmp_path: Path) -> None:
     """The others go on meanwhile."""
     once = STARTS_ONCE % (tmp_path / "first", tmp_path / "first")
     async with Graph(tmp_path, fake(SERVE), fake(once, Role.PREFILL)) as graph:
@@ -111,17 +112,17 @@ async def test_one_that_does_not_start_again_is_tried_for_ever_and_said_to_be(tm
         await until(lambda: graph.text.count("no memory here") > 2 * QUICK.failed_starts, within=20)
         assert alive(other)
         assert not graph.running.done()
-        await until(lambda: _last_said(graph, "prefill-0").failed_starts > QUICK.failed_starts)
-        said = _last_said(graph, "prefill-0")
+        await until(lambda: _last_report(graph, "prefill-0").failed_starts > QUICK.failed_starts)
+        said = _last_report(graph, "prefill-0")
         assert not said.ready
         assert said.restarts >= said.failed_starts
         assert said.end == "exit code 1"
         assert said.cause == "no memory here"
-        assert "no memory" not in str(said), "a log line is not for everybody"
-        assert _last_said(graph, "decode-0").ready
+        assert "no memory" not in str(said), "a log line may name what is no other process's business"
+        assert _last_report(graph, "decode-0").ready
 
 
-async def test_ready_without_one_that_does_not_start(
+async def test_ready_without_a_role_that_does_not_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its sibling shows that it is not the configuration."""
@@ -131,12 +132,12 @@ async def test_ready_without_one_that_does_not_start(
         assert not graph.running.done()
 
 
-async def test_one_that_cannot_even_be_forked_is_tried_again(tmp_path: Path) -> None:
+async def test_a_role_that_cannot_even_be_forked_is_tried_again(tmp_path: Path) -> None:
     """As where the system has no memory for another process."""
     program = tmp_path / "program"
-    job = replace(fake(SERVE, Role.PREFILL), command=(str(program),))
-    async with Graph(tmp_path, fake(SERVE), job, policy=replace(QUICK, failed_starts=1000)) as graph:
-        await until(lambda: len([each for each in graph.roll.reported if each.restarts > 2]) > 0, within=20)
+    spec = replace(fake(SERVE, Role.PREFILL), command=(str(program),))
+    async with Graph(tmp_path, fake(SERVE), spec, policy=replace(QUICK, failed_starts=1000)) as graph:
+        await until(lambda: len([each for each in graph.reported if each.restarts > 2]) > 0, within=20)
         program.write_text("#!/bin/sh\necho up $$\nexec sleep 600\n")
         program.chmod(0o755)
         await asyncio.wait_for(graph.ready.wait(), 20)
@@ -155,8 +156,8 @@ async def test_stops_in_waves(tmp_path: Path) -> None:
         print("up", os.getpid(), flush=True)
         time.sleep(600)
     """
-    jobs = [fake(slow, role) for role in (Role.PREFILL, Role.DECODE, Role.FRONTEND)]
-    async with Graph(tmp_path, *jobs, fake(slow, Role.DECODE, 1)) as graph:
+    specs = [fake(slow, role) for role in (Role.PREFILL, Role.DECODE, Role.FRONTEND)]
+    async with Graph(tmp_path, *specs, fake(slow, Role.DECODE, 1)) as graph:
         await until(lambda: len(graph.pids()) == 4)
         await asyncio.wait_for(graph.ready.wait(), 5)
     began, ended = (_times(graph, word) for word in ("began", "ended"))
@@ -178,18 +179,18 @@ async def test_what_serves_before_all_is_ready_drains(tmp_path: Path) -> None:
         time.sleep(600)
     """
     killed = fake("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", index=1)
-    jobs = [fake(drains % (LOADING_PATIENCE + 0.5), Role.FRONTEND), fake(drains % 0), killed]
-    async with Graph(tmp_path, *jobs, policy=replace(QUICK, kills=1000)) as graph:
-        await until(lambda: len({each.name for each in graph.roll.reported if each.ready}) == 2)
+    specs = [fake(drains % (LOADING_PATIENCE + 0.5), Role.FRONTEND), fake(drains % 0), killed]
+    async with Graph(tmp_path, *specs, policy=replace(QUICK, kills=1000)) as graph:
+        await until(lambda: len({each.name for each in graph.reported if each.ready}) == 2)
         assert not graph.ready.is_set()
     assert graph.text.count("drained") == 2
 
 
-async def test_one_that_does_not_stop_is_killed_after_the_deadline(tmp_path: Path) -> None:
+async def test_a_role_that_does_not_stop_is_killed_after_the_deadline(tmp_path: Path) -> None:
     async with Graph(tmp_path, fake(DEAF), patience=0.3) as graph:
         await until(lambda: len(graph.pids()) == 1)
         await asyncio.wait_for(graph.ready.wait(), 5)
-        graph.supervision.stop()
+        graph.supervisor.stop()
         await asyncio.wait_for(asyncio.shield(graph.running), 5)
     assert not alive(graph.pids()[0])
 
@@ -198,8 +199,8 @@ async def test_the_second_stop_is_at_once(tmp_path: Path) -> None:
     async with Graph(tmp_path, fake(DEAF), patience=60) as graph:
         await until(lambda: len(graph.pids()) == 1)
         await asyncio.wait_for(graph.ready.wait(), 5)
-        graph.supervision.stop()
-        graph.supervision.stop()
+        graph.supervisor.stop()
+        graph.supervisor.stop()
         started = time.monotonic()
         await asyncio.wait_for(asyncio.shield(graph.running), 10)
     assert time.monotonic() - started < 5
@@ -211,7 +212,7 @@ async def test_stop_while_waiting_to_restart(tmp_path: Path) -> None:
     async with Graph(tmp_path, fake(CRASH), policy=policy, registered=False) as graph:
         await until(lambda: "the cause" in graph.text)
         await asyncio.sleep(0.1)
-        graph.supervision.stop()
+        graph.supervisor.stop()
         await asyncio.wait_for(asyncio.shield(graph.running), 5)
 
 
@@ -223,8 +224,8 @@ def _pids_by_role(graph: Graph) -> tuple[int, int]:
     return found["decode-0"], found["prefill-0"]
 
 
-def _last_said(graph: Graph, name: str) -> SlotState:
-    return [state for state in graph.roll.reported if state.name == name][-1]
+def _last_report(graph: Graph, name: str) -> SlotState:
+    return [state for state in graph.reported if state.name == name][-1]
 
 
 def _times(graph: Graph, word: str) -> dict[str, float]:
@@ -233,15 +234,17 @@ def _times(graph: Graph, word: str) -> dict[str, float]:
 
 
 async def test_a_role_whose_lease_is_over_for_long_is_killed_and_started_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(readiness, "CHECK_EVERY", 0.01)
+    monkeypatch.setattr(readiness, "MISSING", 0.1)
     async with Graph(tmp_path, fake(DEAF)) as graph:
         await until(lambda: len(graph.pids()) == 1)
         await asyncio.wait_for(graph.ready.wait(), 5)
         os.kill(graph.pids()[0], signal.SIGSTOP)
-        graph.roll.hung.set()
+        await graph.lease_ends(graph.pids()[0])
         await until(lambda: len(graph.pids()) == 2)
         assert not alive(graph.pids()[0])
         assert "decode-0 hangs" in caplog.text
-        graph.supervision.stop()
-        graph.supervision.stop()
+        graph.supervisor.stop()
+        graph.supervisor.stop()

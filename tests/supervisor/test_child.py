@@ -2,14 +2,15 @@ import asyncio
 import os
 import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from pdserve.graph import ProcessSpec
 from pdserve.messages import Role
+from pdserve.supervisor.child import Child, Exit
 from pdserve.supervisor.guardian import is_tracker, members
-from pdserve.supervisor.process import Ended, Process
 from tests.conditions import until
 from tests.supervisor.fakes import alive, fake
 
@@ -22,10 +23,14 @@ GRANDCHILD = """
 """
 
 
-async def run(script: str, **env: str) -> tuple[Ended, list[str]]:
+def start(spec: ProcessSpec, on_line: Callable[[str], None]) -> Child:
+    return Child.start(spec.name, spec.command, on_line, env=spec.env)
+
+
+async def run(script: str, **env: str) -> tuple[Exit, list[str]]:
     lines: list[str] = []
-    process = Process.start(fake(script, Role.DECODE, 0, **env), lines.append)
-    return await process.wait(), lines
+    child = start(fake(script, Role.DECODE, 0, **env), lines.append)
+    return await child.wait(), lines
 
 
 async def test_every_line_of_both_streams_comes_in_order() -> None:
@@ -35,7 +40,7 @@ async def test_every_line_of_both_streams_comes_in_order() -> None:
             print(i, file=sys.stdout if i % 2 else sys.stderr, flush=True)
     """)
     assert lines == [str(i) for i in range(300)]
-    assert end == Ended(0, tuple(lines[-30:]))
+    assert end == Exit(0, tuple(lines[-30:]))
 
 
 async def test_progress_bars_long_lines_and_half_lines() -> None:
@@ -63,18 +68,18 @@ async def test_a_group_of_its_own_in_our_session() -> None:
 
 async def test_nothing_of_its_group_outlives_it() -> None:
     lines: list[str] = []
-    process = Process.start(fake(GRANDCHILD), lines.append)
+    child = start(fake(GRANDCHILD), lines.append)
     await until(lambda: "deaf" in lines)
-    child = int(next(line for line in lines if line.startswith("child")).split()[1])
-    process.kill()
-    end = await process.wait()
+    grandchild = int(next(line for line in lines if line.startswith("child")).split()[1])
+    child.kill()
+    end = await child.wait()
     assert end.code == -signal.SIGKILL
-    assert not alive(child)
+    assert not alive(grandchild)
 
 
 async def test_shared_memory_of_the_killed_is_cleaned_up() -> None:
     lines: list[str] = []
-    process = Process.start(
+    child = start(
         fake("""
             import time
             from multiprocessing import shared_memory
@@ -87,8 +92,8 @@ async def test_shared_memory_of_the_killed_is_cleaned_up() -> None:
     await until(lambda: bool(lines))
     path = Path("/dev/shm") / lines[0].lstrip("/")
     assert path.exists()
-    process.kill()
-    await process.wait()
+    child.kill()
+    await child.wait()
     assert not path.exists()
 
 
@@ -106,7 +111,7 @@ FORKED = """
 
 @pytest.fixture
 def foreign_memory() -> Iterator[None]:
-    """Shared memory of somebody else, which is still there at the end."""
+    """Shared memory of another program, which is still there at the end."""
     path = Path(f"/dev/shm/psm_{secrets.token_hex(4)}")
     path.write_bytes(bytes(4096))
     try:
@@ -123,25 +128,25 @@ def foreign_memory() -> Iterator[None]:
 async def test_shared_memory_is_cleaned_up_where_the_resource_tracker_was_killed_too(noted: bool) -> None:
     """By its name, which is read from its own processes: what others have is left alone."""
     lines: list[str] = []
-    process = Process.start(fake(FORKED), lines.append)
+    child = start(fake(FORKED), lines.append)
     await until(lambda: len(lines) == 2)
     paths = [Path("/dev/shm") / line.lstrip("/") for line in lines]
     assert all(path.exists() for path in paths)
     if noted:
-        process.note_memory()
-        os.killpg(process.pid, signal.SIGKILL)
+        child.note_memory()
+        os.killpg(child.pid, signal.SIGKILL)
     else:
-        for pid in filter(is_tracker, members(process.pid)):
+        for pid in filter(is_tracker, members(child.pid)):
             os.kill(pid, signal.SIGKILL)
-        process.kill()
-    await process.wait()
+        child.kill()
+    await child.wait()
     assert not any(path.exists() for path in paths)
 
 
-async def test_wait_ends_though_a_grandchild_in_another_group_holds_the_pipe() -> None:
+async def test_wait_returns_though_a_grandchild_in_another_group_holds_the_pipe() -> None:
     """A daemon may have left the group with our pipe as its stdout."""
     lines: list[str] = []
-    process = Process.start(
+    child = start(
         fake("""
             import subprocess, sys
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], process_group=0)
@@ -150,6 +155,6 @@ async def test_wait_ends_though_a_grandchild_in_another_group_holds_the_pipe() -
         lines.append,
     )
     async with asyncio.timeout(10):
-        end = await process.wait()
+        end = await child.wait()
     assert end.code == 0
     os.kill(int(lines[0]), signal.SIGKILL)

@@ -8,8 +8,8 @@ from pdserve.registry import connect, keys
 from pdserve.registry.base import Registry
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import View
-from pdserve.supervisor import rollcall
-from pdserve.supervisor.rollcall import RollCall
+from pdserve.supervisor import readiness
+from pdserve.supervisor.readiness import RegisteredInstances
 from tests.conditions import until
 
 HERE = "10.0.0.1"
@@ -31,7 +31,9 @@ async def test_waits_for_the_process_that_was_started(registry: Registry) -> Non
     live; two containers of one host have the same pids all the time."""
     await register(registry, Instance("decode-0-ffffffff", Role.DECODE, host=HERE, pid=WORKER.pid))
     async with View(registry) as view:
-        waiting = asyncio.create_task(RollCall(registry, view, HERE).until(WORKER.id, WORKER.pid))
+        waiting = asyncio.create_task(
+            RegisteredInstances(registry, view, HERE).until_registered(WORKER.id, WORKER.pid)
+        )
         await register(registry, Instance("decode-1-eeeeeeee", Role.DECODE, host=HERE, pid=WORKER.pid))
         done, _ = await asyncio.wait([waiting], timeout=0.1)
         assert not done
@@ -39,26 +41,26 @@ async def test_waits_for_the_process_that_was_started(registry: Registry) -> Non
         assert await asyncio.wait_for(waiting, 5) == WORKER
 
 
-async def test_strikes_off_the_instance_and_its_card_alone(registry: Registry) -> None:
+async def test_removes_the_instance_and_its_card_alone(registry: Registry) -> None:
     other = Instance("decode-1-eeeeeeee", Role.DECODE, model="demo", host=HERE, pid=2)
     for instance in (WORKER, other):
         await register(registry, instance)
         await registry.put(keys.card("demo", instance.id), encode_record(ModelCard("demo", "demo")))
     async with View(registry) as view:
-        await RollCall(registry, view, HERE).strike_off(WORKER)
+        await RegisteredInstances(registry, view, HERE).remove(WORKER)
     assert set(await registry.read("")) == {keys.instance(other), keys.card("demo", other.id)}
 
 
-async def test_an_instance_vanishes_when_it_is_missing_for_long_and_not_before(
+async def test_an_instance_counts_as_missing_after_long_and_not_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rollcall, "TICK", 0.01)
-    monkeypatch.setattr(rollcall, "MISSING", 0.1)
+    monkeypatch.setattr(readiness, "CHECK_EVERY", 0.01)
+    monkeypatch.setattr(readiness, "MISSING", 0.1)
     server = MemoryServer()
     async with MemoryRegistry(server) as ours, MemoryRegistry(server) as theirs, View(ours) as view:
         await register(theirs, WORKER)
         await until(lambda: bool(view.instances()))
-        waiting = asyncio.create_task(RollCall(ours, view, HERE).vanished(WORKER))
+        waiting = asyncio.create_task(RegisteredInstances(ours, view, HERE).until_missing(WORKER))
         assert not (await asyncio.wait([waiting], timeout=0.3))[0], "it is there"
         await server.down()
         assert not (await asyncio.wait([waiting], timeout=0.3))[0], "nobody knows, during an outage"
@@ -68,12 +70,14 @@ async def test_an_instance_vanishes_when_it_is_missing_for_long_and_not_before(
         assert await asyncio.wait_for(waiting, 5) >= 0.1
 
 
-async def test_one_that_takes_itself_off_may_drain_for_as_long_as_it_is_given(
+async def test_an_instance_that_unregisters_may_drain_for_its_drain_timeout(
     monkeypatch: pytest.MonkeyPatch, registry: Registry
 ) -> None:
-    monkeypatch.setattr(rollcall, "TICK", 0.01)
-    monkeypatch.setattr(rollcall, "MISSING", 0.1)
+    monkeypatch.setattr(readiness, "CHECK_EVERY", 0.01)
+    monkeypatch.setattr(readiness, "MISSING", 0.1)
     async with View(registry) as view:
-        waiting = asyncio.create_task(RollCall(registry, view, HERE, leaving=0.4).vanished(WORKER))
+        waiting = asyncio.create_task(
+            RegisteredInstances(registry, view, HERE, leaving=0.4).until_missing(WORKER)
+        )
         assert not (await asyncio.wait([waiting], timeout=0.3))[0]
         assert await asyncio.wait_for(waiting, 5) >= 0.5

@@ -1,0 +1,94 @@
+import pytest
+
+from pdserve.supervisor.child import Exit
+from pdserve.supervisor.restarts import NoRestart, PastRun, Restart, RestartPolicy, decide
+
+POLICY = RestartPolicy(first=1, ceiling=30, healthy=60, failed_starts=3, kills=6)
+
+
+def runs(*each: tuple[float, bool], code: int = 1, gap: float = 1) -> list[PastRun]:
+    """Runs in a row, as (seconds, became ready)."""
+    found, clock = [], 0.0
+    for seconds, ready in each:
+        found.append(PastRun(clock, clock + seconds, ready, Exit(code)))
+        clock += seconds + gap
+    return found
+
+
+SHORT, LONG, FAILED = (5.0, True), (90.0, True), (5.0, False)
+LATER = {"was_ready": True, "kind_was_ready": True}
+SIBLING = {"was_ready": False, "kind_was_ready": True}
+
+
+@pytest.mark.parametrize(
+    ("history", "decision"),
+    [
+        pytest.param(runs(SHORT), Restart(1), id="first crash"),
+        pytest.param(runs(SHORT, SHORT), Restart(2), id="doubles"),
+        pytest.param(runs(SHORT, SHORT, SHORT), Restart(4), id="doubles again"),
+        pytest.param(runs(SHORT, SHORT, LONG), Restart(1), id="a healthy run ends the series"),
+        pytest.param(runs(SHORT, LONG, SHORT), Restart(1), id="the series starts anew"),
+        pytest.param(runs(FAILED, FAILED), Restart(2), id="a failed start counts like a crash"),
+        pytest.param(runs(*[FAILED] * 40), Restart(30), id="it was ready long ago: for ever, at the ceiling"),
+        pytest.param(runs(*[SHORT] * 40), Restart(30), id="crashes for ever, too"),
+        pytest.param(runs(FAILED, code=2), Restart(1), id="its configuration was right once"),
+        pytest.param(runs(*[SHORT] * 9, code=-9), Restart(1), id="killed: nothing to wait for"),
+        pytest.param(runs(*[FAILED] * 9, code=-9), Restart(1), id="killed while it starts"),
+        pytest.param(runs(SHORT, SHORT, code=0), Restart(1), id="told to end by an operator"),
+        pytest.param(runs(SHORT, SHORT, code=-11), Restart(2), id="its own crash is none of these"),
+    ],
+)
+def test_a_process_that_was_ready_is_started_again_whatever_comes(
+    history: list[PastRun], decision: Restart
+) -> None:
+    assert decide(history, POLICY, **LATER) == decision
+
+
+@pytest.mark.parametrize(
+    ("history", "decision"),
+    [
+        pytest.param(runs(FAILED, FAILED), Restart(2), id="two failed starts"),
+        pytest.param(
+            runs(FAILED, FAILED, FAILED), NoRestart("it failed to start 3 times in a row"), id="never starts"
+        ),
+        pytest.param(runs(FAILED, code=2), NoRestart("its configuration is wrong"), id="wrong configuration"),
+        pytest.param(runs(*[FAILED] * 5, code=-9), Restart(1), id="killed while it starts"),
+        pytest.param(
+            runs(*[FAILED] * 6, code=-9),
+            NoRestart("it was ended 6 times while it started"),
+            id="again and again",
+        ),
+    ],
+)
+def test_a_process_of_a_role_that_was_never_ready_may_be_given_up(
+    history: list[PastRun], decision: Restart | NoRestart
+) -> None:
+    assert decide(history, POLICY) == decision
+
+
+def test_kills_are_no_failed_starts() -> None:
+    killed = runs(FAILED, FAILED, code=-9)
+    assert decide([*killed, *runs(FAILED, FAILED)], POLICY) == Restart(2)
+    assert isinstance(decide([*killed, *runs(FAILED, FAILED, FAILED)], POLICY), NoRestart)
+
+
+def test_a_worker_that_never_starts_beside_others_that_do_is_tried_for_ever() -> None:
+    assert decide(runs(*[FAILED] * 30), POLICY, **SIBLING) == Restart(30)
+    assert decide(runs(FAILED, code=2), POLICY, **SIBLING) == NoRestart("its configuration is wrong")
+
+
+def test_the_delay_has_a_ceiling() -> None:
+    assert decide(runs(*[SHORT] * 12), RestartPolicy(), **LATER) == Restart(30)
+
+
+def test_one_failed_start_may_be_too_many() -> None:
+    assert decide(runs(FAILED), RestartPolicy(failed_starts=1)) == NoRestart(
+        "it failed to start once in a row"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(3, "exit code 3"), (-11, "killed by SIGSEGV"), (-60, "killed by signal 60")]
+)
+def test_an_end_says_how(code: int, text: str) -> None:
+    assert str(Exit(code)) == text
