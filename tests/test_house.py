@@ -97,7 +97,6 @@ def test_nobody_leaves_the_session() -> None:
 AWAITED_TASKS = {
     "engine/vllm/process.py": 1,
     "frontend/app.py": 2,
-    "frontend/model/link.py": 2,
     "queue/jetstream/connection.py": 1,
     "registry/etcd_session.py": 3,
     "supervisor/child.py": 1,

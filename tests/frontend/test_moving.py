@@ -231,7 +231,7 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its link held all the time, so nobody connects again."""
-    monkeypatch.setattr("pdserve.frontend.model.core.PAUSE", 0.01)
+    monkeypatch.setattr("pdserve.frontend.model.migration.PAUSE", 0.01)
     async with graph.worker() as away, MemoryRegistry(graph.registry) as registry:
         async with graph.worker(pace=None) as first:
             await registry.delete(keys.instance(away.instance))

@@ -70,10 +70,10 @@ async def test_one_that_waits_for_a_worker_does_not_keep_the_others_from_it(grap
         waiting = [post(graph, presence_penalty=0.5, request_id="a"), post(graph, request_id="b")]
         await first.until(lambda: len(first.jobs) == 2)
         core = processor(graph).core
-        generation = next(one for one in core._generations.values() if one.replays)
+        generation = next(found for found in core._generations.values() if found.replays)
         generation.request.sampling_params.extra_args = {"late": HUGE}
         await first.die()
-        await until(lambda: all(one.link is None for one in core._generations.values()))
+        await until(lambda: not core.running)
         async with graph.worker() as second:
             answers = await asyncio.gather(*waiting)
             assert [answer.status_code for answer in answers] == [400, 200]

@@ -1,21 +1,12 @@
-"""One sequence being generated: an engine-core request of AsyncLLM and where it stands."""
+"""One sequence that is being generated: an engine-core request of AsyncLLM and where it stands."""
 
-import asyncio
-import itertools
-import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.frontend.admission.control import SequencePermit
-from pdserve.frontend.model import migration
-from pdserve.frontend.model.link import Link
 from pdserve.frontend.model.vllm_api import EngineCoreRequest
+from pdserve.frontend.model.workers import Link
 from pdserve.frontend.trace import RequestTrace
-from pdserve.messages import Submit
-
-_BOOT = secrets.token_hex(4)
-_serial = itertools.count(1)
 
 
 @dataclass(eq=False)
@@ -24,37 +15,46 @@ class Generation:
     trace: RequestTrace | None
     deadline: float
     """monotonic seconds"""
+    permit: SequencePermit | None = None
+    """None: it needs none"""
     size: float = 0.0
     """tokens of KV that it will probably need"""
     tokens: list[int] = field(default_factory=list)
-    """generated so far, by whichever workers"""
-    ahead: int = 0
-    """how many of these tokens the worker has still to say again, in a replay"""
+    """generated so far, at whichever workers"""
+    sent: float = field(default_factory=time.monotonic)
+    first_token: float = 0.0
+    last_token: float = 0.0
+    """monotonic seconds; `sent` is to the first worker, or when it began to wait for one; the others 0 before the
+    first token"""
+
+    # the current attempt
+
     attempt: int = 0
     """how often it was sent to a worker"""
-    losses: int = 0
-    """how often a worker that had taken it up lost it"""
-    avoid: set[str] = field(default_factory=set)
-    """the workers that lost it"""
-    last_loss: str = ""
-    engines_died: int = 0
-    """in a row, each while it computed the next token, as their workers reported"""
+    attempt_id: str = ""
+    """under which the worker knows it: never used before, since a worker may still know an earlier one"""
     link: Link | None = None
-    wire_id: str = ""
-    permit: SequencePermit | None = None
+    """to the worker that has it"""
     placed: bool = False
     """the worker has taken it up"""
     prefill: str = ""
     """`local` or `remote`, as the worker said last"""
     cached: int = 0
     """prompt tokens that were a prefix hit at the prefill worker"""
-    timers: list[asyncio.TimerHandle] = field(default_factory=list)
-    """only while there is no worker for it"""
-    sent: float = field(default_factory=time.monotonic)
-    """monotonic; to the first worker, or when it began to wait for one"""
-    first_token: float = 0.0
-    last_token: float = 0.0
-    """monotonic; 0 before the first"""
+
+    # what became of earlier attempts: the rules are those of `migration`
+
+    replays: bool = False
+    """another worker has to start it again from its prompt, and cannot go on from its tokens"""
+    replay_left: int = 0
+    """how many of its tokens the worker has still to generate again, in a replay"""
+    losses: int = 0
+    """how often a worker that had taken it up lost it"""
+    lost_by: set[str] = field(default_factory=set)
+    """instance ids of the workers that lost it"""
+    last_loss: str = ""
+    engines_died: int = 0
+    """in a row, each while it computed the next token, as their workers reported"""
 
     @property
     def id(self) -> str:
@@ -67,72 +67,38 @@ class Generation:
         return prompt
 
     @property
-    def begun(self) -> bool:
-        """Its turn has come."""
-        return self.permit is None or self.permit.granted
-
-    @property
-    def replays(self) -> bool:
-        """Whether another worker starts it again from its prompt, instead of going on from its tokens."""
-        return migration.looks_back(self.request.sampling_params) is not None
-
-    @property
     def max_tokens(self) -> int:
         most: int = self.request.sampling_params.max_tokens
         return most
 
+    @property
+    def timing(self) -> tuple[int, float, float]:
+        """Tokens, seconds to the first of them, and seconds from there to the last."""
+        return len(self.tokens), self.first_token - self.sent, self.last_token - self.first_token
+
     def is_complete(self, max_model_len: int) -> bool:
         return len(self.tokens) >= min(self.max_tokens, max_model_len - len(self.prompt))
 
-    def submit(self) -> Submit:
-        """The next attempt, under an id never used before. Raises Unencodable."""
-        wire_id = f"{self.id}#{self.attempt + 1}-{_BOOT}{next(_serial):x}"
-        said = [] if self.replays else self.tokens
-        return Submit(
-            wire_id,
-            self.prompt + said,
-            max(0.0, self.deadline - time.monotonic()),
-            migration.body(self.request, wire_id, self.tokens),
-            migrated=self.losses > 0,
-            engines_died=self.engines_died,
-        )
-
-    def attach(self, link: Link, wire_id: str) -> None:
-        """A new attempt, under an id never used before: a worker may still know the one before."""
+    def attach(self, link: Link, attempt_id: str) -> None:
+        """Begin a new attempt at the link's worker."""
         self.attempt += 1
-        self.wire_id = wire_id
+        self.attempt_id = attempt_id
         self.link = link
         self.placed = False
-        self.ahead = len(self.tokens) if self.replays else 0
-        link.generations[self.wire_id] = self
+        self.replay_left = len(self.tokens) if self.replays else 0
+        link.generations[attempt_id] = self
         link.tokens += self.size
 
     def detach(self) -> Link | None:
-        """No longer anybody's: late outputs of this attempt find nothing. Returns the link it was on."""
+        """End the attempt: its late outputs find no generation. Returns the link that it was on."""
         link, self.link = self.link, None
         if link is not None:
-            link.generations.pop(self.wire_id, None)
+            link.generations.pop(self.attempt_id, None)
             link.tokens -= self.size
-        for timer in self.timers:
-            timer.cancel()
-        self.timers.clear()
         return link
 
-    def later(self, delay: float, action: Callable[["Generation"], None]) -> None:
-        """Do this with it, unless it finds a worker before."""
-        self.timers.append(asyncio.get_running_loop().call_later(delay, action, self))
-
-    def heard_again(self, tokens: list[int]) -> int | None:
-        """How many of these tokens, just come, are among those that came before; None where they are others."""
-        again = min(self.ahead, len(tokens))
-        start = len(self.tokens) - self.ahead
-        if tokens[:again] != self.tokens[start : start + again]:
-            return None
-        self.ahead -= again
-        return again
-
-    def take(self, tokens: list[int]) -> float | None:
-        """Count these tokens; returns the seconds since the one before, None for the first."""
+    def add_tokens(self, tokens: list[int]) -> float | None:
+        """Count these tokens; returns the seconds between two of them, None where the first is among them."""
         if not tokens:
             return None
         now = time.monotonic()

@@ -1,12 +1,49 @@
-"""What may go on elsewhere when a decode worker is lost, and how. The rules are explained in
-docs/migration.md."""
+"""What becomes of a generation whose decode worker is lost, gives it up, or is not there.
 
+First the rules, which are pure, then their application. docs/migration.md explains them.
+"""
+
+import asyncio
+import itertools
+import logging
 import secrets
+import time
+from typing import TYPE_CHECKING
 
-from pdserve.frontend.model.vllm_api import EngineCoreRequest, SamplingParams, encode_request, with_params
+from pdserve.frontend.model.generation import Generation
+from pdserve.frontend.model.vllm_api import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    SamplingParams,
+    drop_tokens,
+    encode_request,
+    with_params,
+)
+from pdserve.frontend.trace import RETRY_AFTER, RequestFailure
+from pdserve.messages import Failed, Submit
+from pdserve.observe.metrics import MIGRATIONS
 
+if TYPE_CHECKING:
+    from pdserve.frontend.model.core import RemoteCore
+
+logger = logging.getLogger(__name__)
+
+MAX_LOSSES = 4
+"""workers that may lose a request which they had taken up, whatever the reasons"""
+MAX_ENGINES = 2
+"""engines that may die in a row while they compute a request's next token. After the first death each of the requests
+that were in that engine is tried again beside nothing else that is unproven (`decode/trials.py`): the second one tells
+which of them kills."""
+PAUSE = 0.5
+"""seconds before a worker that failed a request gets it again, where there is no other"""
+
+_BOOT = secrets.token_hex(4)
+_serial = itertools.count(1)
 _SEED_STEP = 0x9E3779B97F4A7C15
 _SEED_SPACE = 1 << 63
+
+
+# ── the rules ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def looks_back(params: SamplingParams) -> str | None:
@@ -27,13 +64,27 @@ def looks_back(params: SamplingParams) -> str | None:
 def repeatable(request: EngineCoreRequest) -> EngineCoreRequest:
     """The request such that, where it has to be replayed, the same tokens come again: sampling gets a seed."""
     params = request.sampling_params
-    if params is None or params.seed is not None or params.temperature == 0 or not looks_back(params):
+    if params.seed is not None or params.temperature == 0 or not looks_back(params):
         return request
     return with_params(request, seed=secrets.randbelow(_SEED_SPACE))
 
 
-def body(request: EngineCoreRequest, wire_id: str, tokens: list[int]) -> list[bytes]:
-    """The request as it travels: without its prompt, under its wire id, continuing after `tokens` or, where
+def next_attempt(generation: Generation) -> Submit:
+    """Prompt + tokens so far, or the prompt alone where it has to be replayed, under an id never used before. Raises
+    Unencodable."""
+    attempt_id = f"{generation.id}#{generation.attempt + 1}-{_BOOT}{next(_serial):x}"
+    return Submit(
+        attempt_id,
+        generation.prompt + ([] if generation.replays else generation.tokens),
+        max(0.0, generation.deadline - time.monotonic()),
+        body(generation.request, attempt_id, generation.tokens),
+        migrated=generation.losses > 0,
+        engines_died=generation.engines_died,
+    )
+
+
+def body(request: EngineCoreRequest, attempt_id: str, tokens: list[int]) -> list[bytes]:
+    """The request as it travels: without its prompt, under the attempt's id, continuing after `tokens` or, where
     it looks back at them, from its start."""
     params = request.sampling_params
     changes: dict[str, object] = {"extra_args": _without_transfers(params.extra_args)}
@@ -42,7 +93,7 @@ def body(request: EngineCoreRequest, wire_id: str, tokens: list[int]) -> list[by
     if tokens and not looks_back(params):
         changes |= _continued(params, len(tokens))
     request = with_params(request, **changes)
-    request.request_id = wire_id
+    request.request_id = attempt_id
     request.prompt_token_ids = None
     return encode_request(request)
 
@@ -58,6 +109,118 @@ def _continued(params: SamplingParams, done: int) -> dict[str, object]:
 
 
 def _without_transfers(extra: dict[str, object] | None) -> dict[str, object] | None:
-    """Where KV comes from is decided by the decode worker and nobody else."""
+    """The decode worker alone decides where KV comes from."""
     kept = {key: value for key, value in (extra or {}).items() if not key.endswith("_transfer_params")}
     return kept or None
+
+
+def too_many_losses(generation: Generation) -> RequestFailure | None:
+    """Why a generation that was lost is not tried again; None where it is."""
+    died, losses = generation.engines_died, generation.losses
+    if died >= MAX_ENGINES:
+        why = f"{died} engines in a row died while they computed this request's next token"
+        return RequestFailure(500, f"{why}; it is not tried again (the last: {generation.last_loss})")
+    if losses >= MAX_LOSSES:
+        why = f"{losses} decode workers lost this request; the last: {generation.last_loss}"
+        return RequestFailure(503, why, RETRY_AFTER)
+    return None
+
+
+# ── their application ──────────────────────────────────────────────────────────────────────────────────
+
+
+class Migration:
+    """Takes over a model's generations from the core when they have no worker any more, or none yet, until they are
+    placed at another worker, finished or failed."""
+
+    def __init__(self, core: "RemoteCore", model: str, max_model_len: int) -> None:
+        self.replaced = False
+        """another model has this one's name, and no worker is left here"""
+        self._core = core
+        self._model = model
+        self._max_model_len = max_model_len
+        self._waiting: dict[Generation, list[asyncio.TimerHandle]] = {}
+        """for a worker, until their deadline"""
+
+    # the worker is lost
+
+    def failed(self, generation: Generation, failed: Failed) -> None:
+        """Its worker reported that it will not finish it."""
+        assert generation.link is not None
+        generation.engines_died = max(generation.engines_died, failed.engines_died)
+        if failed.retry:
+            instance = f"{generation.link.instance}: " if failed.engines_died else ""
+            self.lost(generation, instance + failed.message)
+            return
+        late = time.monotonic() >= generation.deadline
+        status = 400 if failed.invalid else 504 if late else 500
+        self._core.fail(generation, RequestFailure(status, failed.message))
+
+    def lost(self, generation: Generation, reason: str) -> None:
+        """Its worker will not finish it: finish it here where it is complete, fail it, or go on at another worker."""
+        link = generation.detach()
+        if link is None:
+            return  # it ended together with a sibling (n > 1)
+        generation.lost_by.add(link.instance)
+        generation.losses += generation.placed
+        generation.last_loss = reason
+        if generation.tokens and generation.is_complete(self._max_model_len):
+            self._core.finish(generation)
+        elif failure := too_many_losses(generation):
+            self._core.fail(generation, failure)
+        else:
+            MIGRATIONS.labels(self._model).inc()
+            tokens = len(generation.tokens)
+            logger.info("request %s goes on elsewhere after %d tokens: %s", generation.id, tokens, reason)
+            self._core.place(generation, only_others=True)
+
+    def replay(self, generation: Generation, output: EngineCoreOutput) -> bool:
+        """Compare the output with the tokens that the client already has and take them out of it; whether anything is
+        left. Fails the generation where the worker says something else."""
+        again = min(generation.replay_left, len(output.new_token_ids))
+        start = len(generation.tokens) - generation.replay_left
+        same = output.new_token_ids[:again] == generation.tokens[start : start + again]
+        generation.replay_left -= again
+        if not same or (output.finished and generation.replay_left):
+            why = f"{generation.last_loss}, and another worker's answer began differently; send it again"
+            self._core.fail(generation, RequestFailure(503, why, 1.0))
+            return False
+        drop_tokens(output, again)
+        return bool(output.new_token_ids) or output.finished
+
+    # no worker is there
+
+    def wait(self, generation: Generation, *, retry: bool) -> None:
+        """Until a worker comes, or the deadline. With `retry`, a worker that just lost it may do better in a moment."""
+        loop, timers = asyncio.get_running_loop(), self._waiting.setdefault(generation, [])
+        if not timers:
+            left = max(0.0, generation.deadline - time.monotonic())
+            timers.append(loop.call_later(left, self._give_up, generation))
+        if retry:
+            timers.append(loop.call_later(PAUSE, self._core.place, generation))
+        self.give_back(generation)
+
+    def place_waiting(self) -> None:
+        """A worker has come."""
+        for generation in list(self._waiting):
+            if generation in self._waiting:  # it may have ended together with a sibling (n > 1)
+                self._core.place(generation)
+
+    def stop_waiting(self, generation: Generation) -> None:
+        for timer in self._waiting.pop(generation, ()):
+            timer.cancel()
+
+    def _give_up(self, generation: Generation) -> None:
+        self._core.fail(generation, RequestFailure.no_worker(self._model, generation.last_loss))
+
+    def give_back(self, generation: Generation) -> None:
+        """Where the model is replaced, end a request that is better begun anew at the other one, with its siblings (n,
+        several prompts). A request at which an engine died is not tried there: those workers would count its victims
+        from 0 again. A request that has tokens waits: another worker of what it began with may still come."""
+        trace = generation.trace
+        if not self.replaced or trace is None or trace.first_token:
+            return
+        siblings = self._core.generations_of(trace)
+        if generation in siblings and not any(sibling.link for sibling in siblings):
+            suspect = any(sibling.engines_died for sibling in siblings)
+            self._core.fail(generation, RequestFailure.model_replaced(self._model, redirect=not suspect))

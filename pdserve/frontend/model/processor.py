@@ -27,7 +27,7 @@ from pdserve.frontend.model.vllm_api import (
     parse_args,
     restart_output_handler,
 )
-from pdserve.frontend.model.workers import Fleet
+from pdserve.frontend.model.workers import WorkerPool
 from pdserve.messages import ModelCard
 from pdserve.queue.archives import archive_name, pack_model, unpack
 from pdserve.queue.base import BlobStore
@@ -43,7 +43,7 @@ class Processor:
     app: ASGIApp
     """vLLM's own"""
     core: RemoteCore
-    workers: Fleet
+    workers: WorkerPool
 
 
 @asynccontextmanager
@@ -55,9 +55,7 @@ async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[P
         raise ConfigError(
             [f"its workers run vLLM {theirs}, this frontend {VERSION}: install the same on both."]
         )
-    core = RemoteCore(card.name, card.supported_tasks, card.max_model_len, context.request_timeout)
-    workers = Fleet(context.router, VERSION, context.connect, core)
-    core.router = workers
+    core = RemoteCore(card, context)
     with MODEL_METRICS.model() as registry:
         folder = await model_folder(card, context.blobs, context.state_dir)
         try:
@@ -65,12 +63,12 @@ async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[P
             engine = await asyncio.to_thread(make_engine, args, core, registry)
         except (ValueError, OSError) as error:
             raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error
-        async with workers:
+        async with core.workers:
             try:
                 core.fail_request = partial(fail_request, engine)
                 app = await make_app(engine, args, card.supported_tasks)
                 _keep_output_handler(engine, core, card.name)
-                yield Processor(card, app, core, workers)
+                yield Processor(card, app, core, core.workers)
             finally:  # before the workers are left: its requests must not go on at others
                 core.shutdown()
                 engine.shutdown()

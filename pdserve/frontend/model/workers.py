@@ -1,4 +1,4 @@
-"""The decode workers of one model: a link to each that the registry knows, and the choice among them."""
+"""The decode workers of one model: a link to each that the registry lists, and the choice among them."""
 
 import asyncio
 import logging
@@ -6,42 +6,96 @@ import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from pdserve.config.schema import POLICIES
-from pdserve.errors import PeerGone
+from pdserve.errors import PeerGone, ProtocolError
 from pdserve.frontend.admission.capacity import Capacity, total_capacity, worker_capacity
 from pdserve.frontend.model import Connect
-from pdserve.frontend.model.link import Link, LinkOwner
 from pdserve.frontend.model.router import RouterState, choose, eligible
-from pdserve.messages import Instance, ToFrontend
+from pdserve.messages import Failed, Hello, Instance, Refused, Submit, ToDecode, ToFrontend
 from pdserve.observe.metrics import ROUTER_DECISIONS
+from pdserve.stream.base import StreamClient
 from pdserve.tasks import Owner
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from pdserve.frontend.model.generation import Generation
 
+logger = logging.getLogger(__name__)
 
 FIRST_RETRY = 0.5
 LAST_RETRY = 5.0
 """seconds between attempts to reach a worker that the registry still lists"""
 
 
-class Fleet:
-    """A worker that leaves the registry gets nothing new, but its link stays until what it has is finished
-    or the stream tells that it is gone."""
+class Link:
+    """A connection to one decode worker, for as long as it holds, and what this frontend has there."""
 
-    def __init__(self, policy: str, vllm_version: str, connect: Connect, owner: LinkOwner) -> None:
+    def __init__(self, instance: str, vllm_version: str) -> None:
+        self.instance = instance
+        self.generations: dict[str, Generation] = {}
+        """by attempt id: those that this worker has from this frontend"""
+        self.tokens = 0.0
+        """of KV that these will need"""
+        self.refused = False
+        """the worker takes no requests from this frontend"""
+        self._outbox: asyncio.Queue[ToDecode] = asyncio.Queue()
+        self._outbox.put_nowait(Hello(vllm_version))
+
+    @property
+    def requests(self) -> int:
+        return len(self.generations)
+
+    @property
+    def starting(self) -> bool:
+        """At least one of its generations has no token yet."""
+        return any(not generation.tokens for generation in self.generations.values())
+
+    def post(self, message: ToDecode) -> None:
+        """Send, in order; never waits and never fails: the listener is told of a lost link. What is posted is bounded
+        by what is in flight, and that by the workers' capacity."""
+        self._outbox.put_nowait(message)
+
+    async def send(self, client: StreamClient, listener: "LinkListener") -> None:
+        """Send what is posted, until cancelled. Raises PeerGone."""
+        while True:
+            message = await self._outbox.get()
+            try:
+                await client.send(message)
+            except ProtocolError as error:
+                if isinstance(message, Submit):
+                    listener.received(self, Failed(message.request_id, str(error)))
+
+
+class LinkListener(Protocol):
+    """Is told what happens on the links; no call may raise."""
+
+    def link_up(self, link: Link) -> None: ...
+
+    def received(self, link: Link, message: ToFrontend) -> None: ...
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        """What is still in `link.generations` will not be answered any more."""
+
+
+class WorkerPool:
+    """While entered, hold a link to each worker that the registry lists. A worker that leaves the registry gets nothing
+    new, but its link stays until what it has is finished or the stream tells that it is gone."""
+
+    def __init__(self, policy: str, vllm_version: str, connect: Connect, listener: LinkListener) -> None:
         self.policy = policy
         """may be changed at any time"""
         self._version = vllm_version
         self._connect = connect
-        self._owner = owner
-        self._instances: dict[str, Instance] = {}
-        self._links: dict[str, Link] = {}
-        self._tasks = Owner()
+        self._listener = listener
         self._frontends = 1
-        self._kept: set[str] = set()
-        """instances to which a task holds a link"""
+        self._instances: dict[str, Instance] = {}
+        """by id: those that the registry lists"""
+        self._links: dict[str, Link] = {}
+        """by instance id: those that hold now"""
+        self._linking: set[str] = set()
+        """ids of the instances to which a task keeps a link"""
+        self._tasks = Owner()
         self._last = ""
 
     async def __aenter__(self) -> Self:
@@ -53,10 +107,12 @@ class Fleet:
         self._instances = {}
         await self._tasks.stop()
 
+    # which workers there are
+
     def update(self, instances: Iterable[Instance], frontends: int) -> None:
         """Take over what the registry has now: this model's decode workers, and how many frontends share them."""
         self._frontends = frontends
-        now = {one.id: one for one in instances if self._fits(one)}
+        now = {instance.id: instance for instance in instances if self._has_our_vllm(instance)}
         for gone in self._instances.keys() - now.keys():
             for policy in POLICIES:
                 with suppress(KeyError):
@@ -64,29 +120,16 @@ class Fleet:
         back = now.keys() - self._instances.keys()
         self._instances = now
         for instance in now.values():
-            if instance.id not in self._kept:
-                self._keep(instance)
-        for link in [self._links[name] for name in back if name in self._links]:
-            self._owner.link_up(link)  # it lost its lease and not its link: requests may be waiting
-
-    def pick(self, avoid: Collection[str], only_others: bool) -> Link | None:
-        """A connected worker for one request, with capacity where there is one; None while there is none. Those in
-        `avoid` are the last resort, or none with `only_others`."""
-        connected = [one for one in self._instances.values() if self._usable(one)]
-        takers = eligible(connected, avoid, only_others=only_others)
-        takers = [one for one in takers if self._capacity(one).available] or takers
-        in_flight = {name: len(link.generations) for name, link in self._links.items()}
-        chosen = choose(self.policy, takers, RouterState(self._last, in_flight))
-        if chosen is None:
-            return None
-        self._last = chosen.id
-        ROUTER_DECISIONS.labels(self.policy, chosen.id).inc()
-        return self._links[chosen.id]
+            if instance.id not in self._linking:
+                self._linking.add(instance.id)
+                self._tasks.start(self._keep_link(instance), f"link: to {instance.id}")
+        for link in [self._links[id] for id in back if id in self._links]:
+            self._listener.link_up(link)  # it lost its lease and not its link: requests may be waiting
 
     @property
     def live(self) -> int:
         """Workers that would take a request now."""
-        return sum(self._usable(one) and not one.draining for one in self._instances.values())
+        return sum(not instance.draining for instance in self._usable())
 
     @property
     def unreachable(self) -> list[str]:
@@ -96,33 +139,21 @@ class Fleet:
     @property
     def capacity(self) -> Capacity:
         """For further requests, at all workers."""
-        return total_capacity(self._capacity(one) for one in self._instances.values() if self._usable(one))
+        return total_capacity(self._capacity(instance) for instance in self._usable())
 
-    # LinkOwner
-
-    def link_up(self, link: Link) -> None:
-        logger.info("connected to %s", link.instance)
-        self._links[link.instance] = link
-        self._owner.link_up(link)
-
-    def link_lost(self, link: Link, reason: str) -> None:
-        if self._links.get(link.instance) is link:
-            del self._links[link.instance]
-        self._owner.link_lost(link, reason)
-
-    def arrived(self, link: Link, message: ToFrontend) -> None:
-        self._owner.arrived(link, message)
-
-    # inside
-
-    def _usable(self, instance: Instance) -> bool:
-        link = self._links.get(instance.id)
-        return link is not None and not link.refused
+    def _usable(self) -> list[Instance]:
+        """The workers that are connected and have not refused this frontend."""
+        links = self._links
+        return [
+            instance
+            for instance in self._instances.values()
+            if instance.id in links and not links[instance.id].refused
+        ]
 
     def _capacity(self, instance: Instance) -> Capacity:
         return worker_capacity(instance, self._links[instance.id], self._frontends)
 
-    def _fits(self, instance: Instance) -> bool:
+    def _has_our_vllm(self, instance: Instance) -> bool:
         if instance.vllm_version == self._version:
             return True
         if instance.id not in self._instances:
@@ -130,28 +161,64 @@ class Fleet:
             logger.debug("%s is not used: it runs vLLM %s, this frontend %s", instance.id, theirs, ours)
         return False
 
-    def _keep(self, instance: Instance) -> None:
-        self._kept.add(instance.id)
-        task = self._tasks.start(self._keep_link(instance), f"link: to {instance.id}")
-        task.add_done_callback(lambda _: self._released(instance.id))
+    # the choice
 
-    def _released(self, instance: str) -> None:
-        self._kept.discard(instance)
-        if instance in self._instances:  # it came back in the very moment
-            self._keep(self._instances[instance])
+    def pick(self, avoid: Collection[str], *, only_others: bool) -> Link | None:
+        """A worker for one request, with capacity where there is one; None while there is none. The workers in `avoid`
+        are the last resort, or never chosen with `only_others`."""
+        candidates = eligible(self._usable(), avoid, only_others=only_others)
+        candidates = [instance for instance in candidates if self._capacity(instance).available] or candidates
+        in_flight = {id: link.requests for id, link in self._links.items()}
+        chosen = choose(self.policy, candidates, RouterState(self._last, in_flight))
+        if chosen is None:
+            return None
+        self._last = chosen.id
+        ROUTER_DECISIONS.labels(self.policy, chosen.id).inc()
+        return self._links[chosen.id]
+
+    # the links
 
     async def _keep_link(self, instance: Instance) -> None:
         """Hold a link to the worker, again and again while the registry lists it."""
         pause = FIRST_RETRY
-        while instance.id in self._instances:
-            link = Link(instance.id, self._connect(instance.address), self, self._version)
-            started = time.monotonic()
-            try:
-                await link.run()
-            except PeerGone:
-                logger.warning("%s is gone; trying again in %g s while it is listed", instance.id, pause)
-            except Exception:
-                logger.exception("the link to %s failed; trying again in %g s", instance.id, pause)
-            await asyncio.sleep(pause)
-            held = time.monotonic() - started > 2 * LAST_RETRY
-            pause = FIRST_RETRY if held else min(2 * pause, LAST_RETRY)
+        try:
+            while instance.id in self._instances:
+                started = time.monotonic()
+                try:
+                    await self._hold_link(instance)
+                except* PeerGone:
+                    logger.warning("%s is gone; trying again in %g s while it is listed", instance.id, pause)
+                except* Exception:
+                    logger.exception("the link to %s failed; trying again in %g s", instance.id, pause)
+                await asyncio.sleep(pause)
+                held = time.monotonic() - started > 2 * LAST_RETRY
+                pause = FIRST_RETRY if held else min(2 * pause, LAST_RETRY)
+        finally:
+            self._linking.discard(instance.id)
+
+    async def _hold_link(self, instance: Instance) -> None:
+        """Until the worker is gone; then raises PeerGone, perhaps in a group. The listener is told however it ends."""
+        link, client = Link(instance.id, self._version), self._connect(instance.address)
+        reason = f"the connection to {instance.id} was closed"
+        try:
+            async with client, asyncio.TaskGroup() as tasks:
+                tasks.create_task(link.send(client, self._listener), name=f"to {instance.id}")
+                logger.info("connected to %s", instance.id)
+                self._links[instance.id] = link
+                self._listener.link_up(link)
+                async for message in client.received():
+                    if isinstance(message, Refused):
+                        link.refused = True
+                        logger.warning(
+                            "%s takes no requests from this frontend: %s", instance.id, message.message
+                        )
+                    else:
+                        self._listener.received(link, message)
+                raise PeerGone(instance.id)
+        except* PeerGone:
+            reason = f"{instance.id} is gone"
+            raise
+        finally:
+            if self._links.get(instance.id) is link:
+                del self._links[instance.id]
+            self._listener.link_lost(link, reason)

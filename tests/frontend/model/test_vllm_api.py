@@ -1,15 +1,19 @@
-"""What pdserve.processor uses of vLLM, name by name: an upgrade that moves one of them fails here and says
+"""What pdserve.frontend.model uses of vLLM, name by name: an upgrade that moves one of them fails here and says
 which."""
 
 import inspect
 from importlib import import_module
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from pdserve.frontend.model import vllm_api
+from pdserve.frontend.model import ModelContext, vllm_api
+from pdserve.stream.base import StreamClient
+from pdserve.stream.memory import connect
+from tests.frontend.conftest import NoBlobs, card
 
 # Signatures we call or are called with: at least these parameters, in this order.
 SIGNATURES = {
@@ -103,7 +107,7 @@ def find(name: str) -> Any:
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name: str) -> None:
-    found = [one for one in inspect.signature(find(name)).parameters if one in SIGNATURES[name]]
+    found = [found for found in inspect.signature(find(name)).parameters if found in SIGNATURES[name]]
     assert found == SIGNATURES[name], f"vLLM {vllm_api.VERSION} changed the parameters of {name}"
 
 
@@ -134,10 +138,13 @@ def test_uses_of_the_engine_core() -> None:
     )
 
 
-def test_remote_core_answers_all_uses() -> None:
+def test_remote_core_answers_all_uses(tmp_path: Path) -> None:
     from pdserve.frontend.model.core import RemoteCore
 
-    core = RemoteCore("m", ["generate"], 100, 1.0)
+    def connected(address: str) -> StreamClient:
+        return connect(address, "frontend-0")
+
+    core = RemoteCore(card(), ModelContext(connected, NoBlobs(), tmp_path, "round-robin", 1.0))
     missing = {name for name in CORE_USES if not hasattr(core, name)}
     assert not missing
 
