@@ -18,6 +18,7 @@ ALLOWED = {
     "zmq": ("stream/zmq/", "engine/vllm/cache.py", "kv/side_channel.py"),  # vLLM itself speaks it there
     "pynvml": ("plan/machine.py",),
     "yaml": ("config/tree.py",),
+    "pydantic": ("config/",),
     "vllm": ("engine/vllm/api.py", "engine/vllm/worker.py", "frontend/model/vllm_api.py", "kv/"),
     "fastapi": ("frontend/model/vllm_api.py",),
     "starlette": ("frontend/",),

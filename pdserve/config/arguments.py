@@ -48,6 +48,30 @@ _SHARES = {"gpu-memory-utilization"}
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
+_REFUSED = {
+    "config": "would read a second file of arguments; write them here instead.",
+    "host": "belongs in Frontend (where clients connect) or in Graph (where the other workers connect).",
+    "port": "belongs in Frontend; workers choose their own ports.",
+    "api-server-count": "is Frontend.ServiceArgs.workers in pdserve; remove it.",
+    "served-model-name": "belongs in Frontend, because every worker of a graph serves the same name.",
+    "kv-events-config": "is set by pdserve, which finds prefix hits by it; remove it.",
+    "kv-offloading-size": "would replace the KV connector that joins prefill and decode; remove it.",
+    "kv-offloading-backend": "would replace the KV connector that joins prefill and decode; remove it.",
+    "ec-transfer-config": "is a split that this graph does not have; remove it.",
+    "disable-log-stats": "would blind what routing and `pdserve status` read; remove it.",
+    "device-ids": "is decided by the placement; use ServiceArgs.resources.gpu or .gpu-ids.",
+    "nnodes": "is not how a worker spans hosts here; use distributed-executor-backend: ray.",
+    "node-rank": "is not how a worker spans hosts here; use distributed-executor-backend: ray.",
+    "master-addr": "is not how a worker spans hosts here; use distributed-executor-backend: ray.",
+    "master-port": "is not how a worker spans hosts here; use distributed-executor-backend: ray.",
+    "worker-extension-cls": "is pdserve's own, which asks for AMX in each worker before its first pass; remove it.",
+    "runner": "is always generate in this graph; remove it.",
+    "convert": "would make an embedding model, which has nothing to decode; remove it.",
+    "skip-tokenizer-init": "would leave the frontends without a tokenizer; remove it.",
+    "enable-elastic-ep": "changes the ranks while running, which KV transfer cannot follow; remove it.",
+}
+"""vLLM arguments that the graph sets or does without, and why a file may not set them"""
+
 
 @cache
 def arguments() -> Mapping[str, Argument]:
@@ -81,12 +105,15 @@ def parse(name: str, value: object) -> object:
     return [_parse_one(argument, each) for each in values]
 
 
-def check(name: str, value: object) -> str | None:
-    """What is wrong with the value, or None."""
-    try:
-        parse(name, value)
-    except ValueError as error:
-        return str(error)
+def refusal(name: str) -> str | None:
+    """Why the argument cannot be set in a worker, as the end of a sentence that begins with its key; None where it
+    can. A refusal is better than a change that is not seen."""
+    if name in _REFUSED:
+        return _REFUSED[name]
+    if name.startswith("data-parallel-"):
+        return "is ServiceArgs.workers in pdserve: each worker is an engine of its own; remove it."
+    if arguments()[name].group == "server":
+        return "is about vLLM's own HTTP server, which a worker does not have; remove it."
     return None
 
 

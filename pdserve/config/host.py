@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -9,6 +10,7 @@ from pathlib import Path
 
 VLLM_VERSION = "0.32.0"
 """the only version of vLLM that pdserve works with: what it uses of vLLM was read and measured there"""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,29 @@ def installed_vllm() -> InstalledVllm:
         except importlib.metadata.PackageNotFoundError:
             continue
     return InstalledVllm()
+
+
+def resolve_model(model: str, beside: Path) -> str:
+    """The absolute folder or the hub id that a file means by `demo`, a folder (which counts from `beside` where it is
+    relative) or a hub id. Raises ValueError with what is wrong, as the end of a sentence."""
+    if model == "demo":
+        from pdserve.demo import MODEL_DIR
+
+        return str(MODEL_DIR)
+    folder = beside / with_home(Path(model))
+    if folder.is_dir() or model.startswith(("/", "./", "../", "~")) or model in (".", ".."):
+        return str(folder.resolve())
+    if _HUB_ID.fullmatch(model):
+        return model
+    raise ValueError(f"is {model!r}, but must be demo, a model folder or a hub id, as in Qwen/Qwen3-0.6B.")
+
+
+def with_home(path: Path) -> Path:
+    """With the folder that `~` means. Raises ValueError, as the end of a sentence, where it is no user's."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"is {str(path)!r}, but this host knows no home folder for it.") from error
 
 
 def find_folder(model: str, revision: str = "main", env: Mapping[str, str] = os.environ) -> Path | None:

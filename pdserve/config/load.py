@@ -1,188 +1,238 @@
 """YAML to Config: strict, with every problem of a file found in one go.
 
-Sections are those of a Dynamo 0.2 graph: Common, Frontend, Processor, VllmWorker, PrefillWorker; and Graph,
-which is ours: namespace, nats, etcd, state-dir, host, kv-port, request-timeout, drain-timeout. As in Dynamo,
-a key of Common counts only in the sections that list it in `common-configs`, and not where the section sets
-it itself; one that nobody lists is an error. The environment wins over Graph: PDSERVE_NATS, PDSERVE_ETCD,
-PDSERVE_STATE_DIR.
+Sections are those of a Dynamo 0.2 graph: Common, Frontend, Processor, VllmWorker, PrefillWorker; and Graph, which is
+pdserve's own. As in Dynamo, a key of Common counts only in the sections that list it in `common-configs`, and not where
+the section sets it itself; one that no section lists is an error. The environment wins over Graph: PDSERVE_NATS,
+PDSERVE_ETCD, PDSERVE_STATE_DIR.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pdserve.config import places
-from pdserve.config.agreement import compare_workers, merge_processor
-from pdserve.config.common import Common
-from pdserve.config.findings import Findings, or_nearest
-from pdserve.config.keys import Keys
+from pdserve.config.arguments import arguments
+from pdserve.config.host import resolve_model, with_home
 from pdserve.config.schema import (
-    POLICIES,
-    AdmissionLimits,
     Config,
     DecodeConfig,
+    DecodeSection,
     FrontendConfig,
+    FrontendSection,
+    GraphSection,
     PrefillConfig,
+    ProcessorSection,
     WorkerConfig,
+    WorkerSection,
+    etcd_address,
+    nats_url,
 )
-from pdserve.config.tree import Entry, read_tree
-from pdserve.config.workers import Arguments, read_arguments, read_decode, read_prefill
+from pdserve.config.sections import KINDS, SectionReader
+from pdserve.config.tree import Entry, Findings, or_nearest, read_tree
 
-SECTIONS = ("Common", "Graph", "Frontend", "Processor", "VllmWorker", "PrefillWorker")
+W = TypeVar("W", bound=WorkerConfig)
+Arguments = dict[str, Entry]
+"""a section's vLLM arguments by canonical name"""
+
+_SECTIONS = ("Common", *KINDS)
+_ALIKE = {
+    "model": "the KV of one model means nothing to another",
+    "revision": "the KV of one model means nothing to another",
+    "hf-overrides": "the KV of one model means nothing to another",
+    "load-format": "the KV of one model means nothing to another",
+    "dtype": "KV blocks are moved byte by byte",
+    "kv-cache-dtype": "KV blocks are moved byte by byte",
+    "quantization": "KV blocks are moved byte by byte",
+    "block-size": "unequal KV blocks give wrong tokens",
+    "max-model-len": "a prompt that one side takes must fit the other",
+}
+"""vLLM arguments that decode and prefill workers must have alike, because KV blocks cross from one engine into
+another's cache, and why"""
 
 
 def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
-    """Reads the file; whether this machine can run it is the plan's question. Raises ConfigError."""
+    """Read the file; whether this machine can run it is the plan's question. Raises ConfigError."""
     findings = Findings(path)
     tree = read_tree(path, findings)
-    _check_sections(tree, findings)
-    common = Common(tree.get("Common"), findings)
-    frontend, name = _frontend(tree.get("Frontend"), findings)
-    router, processes, asked = _processor(tree.get("Processor"), common, findings)
-    decode, prefill, model = _workers(tree, common, asked, findings)
-    common.check_unused()
-    graph = _graph(tree.get("Graph"), env, findings)
+    _check_names(tree, findings)
+    sections = SectionReader(tree, findings)
+    graph = sections.read("Graph", GraphSection)
+    frontend = sections.read("Frontend", FrontendSection)
+    processor, asked = sections.read_with_arguments("Processor", ProcessorSection)
+    decode, decode_args = sections.read_with_arguments("VllmWorker", DecodeSection)
+    prefill, prefill_args = sections.read_with_arguments("PrefillWorker", WorkerSection)
+    sections.check_common()
+
+    model = _model(tree, {"VllmWorker": decode_args, "PrefillWorker": prefill_args}, findings)
+    _check_answers(prefill_args, findings)
+    if "VllmWorker" in tree:
+        decode_args |= _from_processor(asked, decode_args, findings)
+    else:
+        _from_processor(asked, prefill_args, findings)
+    _check_split(tree, decode, sections, findings)
+    if "VllmWorker" in tree and "PrefillWorker" in tree:
+        _compare_workers(decode_args, prefill_args, findings)
+    decode_config = DecodeConfig(**vars(decode), **_engine(decode_args))
+    prefill_config = PrefillConfig(**vars(prefill), **_engine(prefill_args))
+    decode_config = _with_gpus(decode_config, sections.own["VllmWorker"], findings)
+    prefill_config = _with_gpus(prefill_config, sections.own["PrefillWorker"], findings)
+    graph = _with_places(graph, env, findings)
+    if endpoint := sections.own["Frontend"].get("endpoint"):
+        findings.note(endpoint, " has no meaning here: the frontend finds its workers in etcd.")
     findings.raise_if_any()
-    if frontend is not None:
-        frontend = replace(frontend, router=router, processes=max(frontend.processes, processes))
+
+    processes = {"processes": max(frontend.processes, processor.processes)}
     return Config(
+        **vars(graph),
         path=path,
-        model=places.resolve_model(model, path.parent),
-        served_model_name=name or Path(model).name,
-        frontend=frontend,
-        decode=decode,
-        prefill=prefill,
+        model=resolve_model(model, path.parent),
+        served_model_name=frontend.served_model_name or Path(model).name,
+        frontend=FrontendConfig(**vars(frontend) | vars(processor) | processes)
+        if "Frontend" in tree
+        else None,
+        decode=decode_config if "VllmWorker" in tree else None,
+        prefill=prefill_config if "PrefillWorker" in tree else None,
         notes=tuple(findings.notes),
-        **graph,
     )
 
 
-def _check_sections(tree: Mapping[str, Entry], findings: Findings) -> None:
+def _check_names(tree: Mapping[str, Entry], findings: Findings) -> None:
     for name, entry in tree.items():
-        if name not in SECTIONS:
-            otherwise = f"remove it, or use one of: {', '.join(SECTIONS)}."
+        if name not in _SECTIONS:
+            hint = or_nearest(name, _SECTIONS, f"remove it, or use one of: {', '.join(_SECTIONS)}.")
+            findings.problem(entry, f"is not a section: {hint}")
+
+
+def _model(tree: Mapping[str, Entry], workers: Mapping[str, Arguments], findings: Findings) -> str:
+    """The model of the workers as the file has it; empty where it has none."""
+    models = []
+    for section, args in workers.items():
+        if section not in tree:
+            continue
+        if "model" not in args:
+            text = (
+                "has no model: set it in Common (demo, a folder or a hub id) and list it in common-configs."
+            )
+            findings.problem(tree[section], text)
+            continue
+        models.append(str(args["model"].value))
+        try:
+            resolve_model(models[-1], findings.path.parent)
+        except ValueError as error:
+            findings.problem(args["model"], str(error))
+    return models[0] if models else ""
+
+
+def _check_answers(prefill: Arguments, findings: Findings) -> None:
+    for name, entry in prefill.items():
+        if arguments()[name].group == "api":
             findings.problem(
-                entry.line, entry.path, f"is not a section: {or_nearest(name, SECTIONS, otherwise)}"
+                entry, "shapes answers, which prefill workers do not give: move it to Processor."
             )
 
 
-def _frontend(entry: Entry | None, findings: Findings) -> tuple[FrontendConfig | None, str]:
-    """The served model name is empty where the file does not say."""
-    if entry is None:
-        return None, ""
-    keys = Keys.of(entry, "Frontend", findings)
-    if endpoint := keys.take("endpoint"):
-        text = f"{endpoint.path} has no meaning here: the frontend finds its workers in etcd."
-        findings.note(endpoint.line, text)
-    config = FrontendConfig(
-        host=keys.text("host", FrontendConfig.host, places.wrong_host),
-        port=keys.integer("port", FrontendConfig.port, 1, 65535),
-        processes=_processes(keys),
-        header_timeout=keys.seconds("header-timeout", FrontendConfig.header_timeout),
-        write_timeout=keys.seconds("write-timeout", FrontendConfig.write_timeout),
-        max_request_timeout=keys.seconds("max-request-timeout", FrontendConfig.max_request_timeout),
-        limits=AdmissionLimits(
-            max_wait=keys.seconds("max-wait", AdmissionLimits.max_wait),
-            max_waiting=keys.integer("max-waiting", AdmissionLimits.max_waiting, 1),
-            max_waiting_tokens=keys.integer("max-waiting-tokens", AdmissionLimits.max_waiting_tokens, 1),
-            max_outputs=keys.integer("max-outputs", AdmissionLimits.max_outputs, 1),
-        ),
-    )
-    name = keys.text("served-model-name", "")
-    keys.done()
-    return config, name
-
-
-def _processor(entry: Entry | None, common: Common, findings: Findings) -> tuple[str, int, Arguments]:
-    keys = Keys.of(entry, "Processor", findings)
-    common.pull_into(keys, entry)
-    keys.take("common-configs")
-    router = keys.choice("router", "round-robin", POLICIES)
-    processes = _processes(keys)
-    return router, processes, read_arguments(keys, keys.rest())
-
-
-def _processes(keys: Keys) -> int:
-    service = keys.inside("ServiceArgs")
-    workers: int = service.integer("workers", 1, 1)
-    resources = service.inside("resources")
-    resources.integer("gpu", 0, 0, 0)
-    resources.done()
-    service.done()
-    return workers
-
-
-def _workers(
-    tree: Mapping[str, Entry], common: Common, asked: Arguments, findings: Findings
-) -> tuple[DecodeConfig | None, PrefillConfig | None, str]:
-    """Both kinds of workers and the model that they have in common; `asked` are the Processor's arguments."""
-    decode, prefill = None, None
-    decode_args, prefill_args = Arguments(), Arguments()
-    if entry := tree.get("VllmWorker"):
-        decode, decode_args = read_decode(common.pull_into(Keys.of(entry, "VllmWorker", findings), entry))
-        _check_model(entry, decode_args, findings)
-    if entry := tree.get("PrefillWorker"):
-        prefill, prefill_args = read_prefill(
-            common.pull_into(Keys.of(entry, "PrefillWorker", findings), entry)
-        )
-        _check_model(entry, prefill_args, findings)
-    merge_processor(asked, decode_args if decode else prefill_args, findings)
-    _check_split(tree, decode, prefill, findings)
-    if decode and prefill:
-        compare_workers(decode_args, prefill_args, findings)
-    if decode is not None:
-        decode = replace(decode, **_with_processor(decode, decode_args))
-    return decode, prefill, str(decode_args.values.get("model") or prefill_args.values.get("model") or "")
-
-
-def _with_processor(worker: WorkerConfig, args: Arguments) -> dict[str, Any]:
-    values = args.without("model")
-    return {"engine_args": values, "origins": {name: args.entries[name].section for name in values}}
-
-
-def _check_model(section: Entry, args: Arguments, findings: Findings) -> None:
-    model = args.values.get("model")
-    if model is None:
-        text = "has no model: set it in Common (demo, a folder or a hub id) and list it in common-configs."
-        findings.problem(section.line, section.path, text)
-    elif wrong := places.wrong_model(str(model), findings.path.parent):
-        findings.problem(args.entries["model"].line, args.entries["model"].path, wrong)
+def _from_processor(processor: Arguments, worker: Arguments, findings: Findings) -> Arguments:
+    """The Processor's templates and parsers, which travel in the worker's model card. Whatever else a Processor says
+    must be what its worker says too."""
+    found = {}
+    for name, entry in processor.items():
+        if arguments()[name].group == "api" and name not in worker:
+            found[name] = entry
+        elif _effective(worker, name) != entry.value:
+            other = f"says {_said(worker[name].value)}" if name in worker else "does not say so"
+            text = f"the worker {other}: the processor follows its workers; set it there."
+            findings.problem(entry, f"is {_said(entry.value)}, but {text}")
+    return found
 
 
 def _check_split(
-    tree: Mapping[str, Entry], decode: DecodeConfig | None, prefill: PrefillConfig | None, findings: Findings
+    tree: Mapping[str, Entry], decode: DecodeSection, sections: SectionReader, findings: Findings
 ) -> None:
-    if decode is None and prefill is None:
-        findings.problem(0, "", "there is no VllmWorker section: add one, as in configs/local.yaml.")
-    if decode is not None and decode.remote_prefill and prefill is None:
-        at = tree["VllmWorker"].children["remote-prefill"]
-        text = "is true, but there is no PrefillWorker section: add one, or set it to false."
-        findings.problem(at.line, at.path, text)
-    if decode is not None and prefill is not None and not decode.remote_prefill:
-        said = tree["VllmWorker"].children.get("remote-prefill")
-        if said is not None and said.value is not False:
-            return  # it is a problem of its own already
-        at = tree["PrefillWorker"]
+    """Prefill workers exist exactly where decode workers send prompts to them."""
+    remote = sections.own["VllmWorker"].get("remote-prefill")
+    if "VllmWorker" not in tree:
+        if "PrefillWorker" not in tree:
+            findings.whole("there is no VllmWorker section: add one, as in configs/local.yaml.")
+    elif "PrefillWorker" not in tree:
+        if remote and decode.remote_prefill:
+            text = "is true, but there is no PrefillWorker section: add one, or set it to false."
+            findings.problem(remote, text)
+    elif not decode.remote_prefill and (remote is None or remote.value is False):
         text = "would never get work: set remote-prefill: true in VllmWorker, or remove this section."
-        findings.problem(at.line, at.path, text)
+        findings.problem(tree["PrefillWorker"], text)
 
 
-def _graph(entry: Entry | None, env: Mapping[str, str], findings: Findings) -> dict[str, Any]:
-    keys = Keys.of(entry, "Graph", findings)
-    nats, etcd = keys.text("nats", None, places.wrong_nats), keys.text("etcd", None, places.wrong_etcd)
-    state = places.folder(keys.text("state-dir", str(Config.state_dir)), findings.path.parent)
-    graph = {
-        "namespace": keys.text("namespace", Config.namespace, places.wrong_namespace),
-        "host": keys.text("host", Config.host, places.wrong_host),
-        "kv_port": keys.integer("kv-port", Config.kv_port, 1, 65535),
-        "request_timeout": keys.seconds("request-timeout", Config.request_timeout),
-        "drain_timeout": keys.seconds("drain-timeout", Config.drain_timeout, zero=True),
+def _compare_workers(decode: Arguments, prefill: Arguments, findings: Findings) -> None:
+    for name, why in _ALIKE.items():
+        ours, theirs = _effective(decode, name), _effective(prefill, name)
+        if ours != theirs:
+            text = (
+                f"makes {name} {_said(ours)} in VllmWorker but {_said(theirs)} in PrefillWorker; {why}: "
+                "set it once in Common and list it in the common-configs of both."
+            )
+            findings.problem(prefill.get(name) or decode[name], text)
+
+
+def _effective(args: Arguments, name: str) -> object:
+    if name in args:
+        return args[name].value
+    return None if name == "model" else arguments()[name].default
+
+
+def _said(value: object) -> str:
+    return "vLLM's default" if value is None else str(value)
+
+
+def _engine(args: Arguments) -> dict[str, Any]:
+    """The model is the graph's, not an argument of its engines."""
+    kept = {name: entry for name, entry in args.items() if name != "model"}
+    return {
+        "engine_args": {name: entry.value for name, entry in kept.items()},
+        "origins": {name: entry.section for name, entry in kept.items()},
     }
-    keys.done()
-    nats = places.from_env("PDSERVE_NATS", env, places.wrong_nats, findings) or nats
-    etcd = places.from_env("PDSERVE_ETCD", env, places.wrong_etcd, findings) or etcd
-    if env.get("PDSERVE_STATE_DIR"):
-        state = places.folder(env["PDSERVE_STATE_DIR"], Path.cwd())
-    return {**graph, "nats": nats, "etcd": etcd and places.plain_etcd(etcd), "state_dir": state}
+
+
+def _with_gpus(worker: W, own: Mapping[str, Entry], findings: Findings) -> W:
+    """`gpu` and the engine's ranks must say the same: vLLM puts each rank on a GPU of its own."""
+    ids, gpu = own.get("ServiceArgs.resources.gpu-ids"), own.get("ServiceArgs.resources.gpu")
+    needed = worker.count * worker.ranks
+    if ids and len(worker.gpu_ids) != needed:
+        found = f"names {len(worker.gpu_ids)} GPUs, but {worker.count} x {worker.ranks} ranks need {needed}"
+        findings.problem(ids, f"{found}: name {needed}.")
+    if gpu and worker.gpus == 0 and worker.gpu_ids:
+        findings.problem(gpu, "is 0, but gpu-ids names GPUs: keep one of the two.")
+    elif gpu and worker.gpus and worker.engine == "vllm" and worker.gpus != worker.ranks:
+        text = (
+            f"is {worker.gpus}, but tensor-parallel-size x pipeline-parallel-size makes {worker.ranks}, one for "
+            f"each GPU: set tensor-parallel-size: {worker.gpus} or gpu: {worker.ranks}."
+        )
+        findings.problem(gpu, text)
+    return replace(worker, gpus=worker.ranks) if worker.gpu_ids and not gpu else worker
+
+
+def _with_places(graph: GraphSection, env: Mapping[str, str], findings: Findings) -> GraphSection:
+    """With the addresses that the environment names, and the folder."""
+
+    def named(variable: str, check: Callable[[str], str]) -> str | None:
+        """An empty variable counts as not set."""
+        try:
+            return check(env[variable]) if env.get(variable) else None
+        except ValueError as error:
+            findings.whole(str(error), of=f"Environment variable {variable}")
+            return None
+
+    nats, etcd = named("PDSERVE_NATS", nats_url), named("PDSERVE_ETCD", etcd_address)
+    state_dir = _state_dir(graph, env.get("PDSERVE_STATE_DIR"), findings)
+    return replace(graph, nats=nats or graph.nats, etcd=etcd or graph.etcd, state_dir=state_dir)
+
+
+def _state_dir(graph: GraphSection, named: str | None, findings: Findings) -> Path:
+    try:
+        folder = with_home(Path(named) if named else graph.state_dir)
+    except ValueError as error:
+        findings.whole(
+            str(error), of="Environment variable PDSERVE_STATE_DIR" if named else "Graph.state-dir"
+        )
+        return graph.state_dir
+    return (Path.cwd() if named else findings.path.parent).joinpath(folder).resolve()

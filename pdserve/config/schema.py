@@ -1,64 +1,209 @@
-"""The loaded configuration: frozen, complete, with every default filled in. `load.py` makes it from YAML."""
+"""What a file may say, section by section, and what pdserve makes of it: `Config`.
+
+Frozen dataclasses. The type of a key says what its value must be: pydantic checks it where a section is read
+(`sections.py`), and the text of an error and `docs/configuration.md` are made from it. The first word of the text below
+a number is its unit where `;` follows.
+"""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, ClassVar, Literal, get_args
+from urllib.parse import SplitResult, urlsplit
 
-POLICIES = ("round-robin", "least-loaded")
-"""how a decode worker is chosen for a request: see `frontend/model/router.py`"""
-ENGINES = ("vllm", "sim")
-"""see `engine/spec.py`"""
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from pdserve.config.host import with_home
+
+RouterPolicy = Literal["round-robin", "least-loaded"]
+POLICIES: tuple[str, ...] = get_args(RouterPolicy)
+EngineKind = Literal["vllm", "sim"]
+ENGINES: tuple[str, ...] = get_args(EngineKind)
+
+
+def kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def nats_url(url: str) -> str:
+    """Raises ValueError with what is wrong, as the end of a sentence that begins with the key, as all here do."""
+    parts = _split(url)
+    if parts is not None and parts.scheme in ("tls", "ws", "wss"):
+        text = "NATS is reached without TLS and WebSockets only, as in nats://10.0.0.5:4222."
+        raise ValueError(f"is {url!r}, but {text}")
+    if parts is None or parts.scheme != "nats" or not parts.hostname or parts.path.strip("/"):
+        raise ValueError(f"is {url!r}, but must be a NATS URL, as in nats://10.0.0.5:4222.")
+    return url
+
+
+def etcd_address(address: str) -> str:
+    """host:port, without a scheme."""
+    parts = _split(address if "://" in address else f"http://{address}")
+    if (
+        parts is None
+        or parts.scheme != "http"
+        or parts.path.strip("/")
+        or not (parts.hostname and parts.port)
+    ):
+        text = "must be etcd's client address without TLS, as in 10.0.0.5:2379."
+        raise ValueError(f"is {address!r}, but {text}")
+    return address.removeprefix("http://").rstrip("/")
+
+
+def _split(url: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises where it is no port
+    except ValueError:
+        return None
+    return parts
+
+
+def _host(host: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?|[0-9a-fA-F:]*:[0-9a-fA-F:.]*", host) is None:
+        text = "must be a host name or IP address without scheme or port, as in 10.0.0.5."
+        raise ValueError(f"is {host!r}, but {text}")
+    return host
+
+
+def _namespace(name: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9_-]+", name) is None:
+        text = "may have letters, digits, - and _ only: it becomes part of NATS subjects."
+        raise ValueError(f"is {name!r}, but {text}")
+    return name
+
+
+def _text(value: object) -> object:
+    if not isinstance(value, str) or not value.strip():
+        raise PydanticCustomError("text", "not a text")
+    return value
+
+
+def _gpu_count(value: object) -> object:
+    """Also as text, as in Dynamo's files. A key without a value is not the same as no key."""
+    if value is None:
+        raise PydanticCustomError("number", "not a number")
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+Text = Annotated[str, BeforeValidator(_text)]
+Host = Annotated[Text, AfterValidator(_host)]
+NatsUrl = Annotated[str, AfterValidator(nats_url)]
+EtcdAddress = Annotated[str, AfterValidator(etcd_address)]
+Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
+Zero = Annotated[int, Field(strict=True, ge=0, le=0)]
+ZeroOrMore = Annotated[int, Field(strict=True, ge=0)]
+OneOrMore = Annotated[int, Field(strict=True, ge=1)]
+Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+SecondsOrZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
+CommonKeys = Annotated[
+    tuple[Text, ...], Field(json_schema_extra={"is": "a list of keys of Common, as in [model, block-size]"})
+]
+GpuNumbers = Annotated[
+    tuple[ZeroOrMore, ...], Field(json_schema_extra={"is": "a list of GPU numbers, as in [0, 1]"})
+]
+GpuCount = Annotated[ZeroOrMore | None, BeforeValidator(_gpu_count)]
+
+
+class Section:
+    """Read from keys in kebab-case, those inside of a mapping with its name before them: `ServiceArgs.workers`."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", alias_generator=kebab)
 
 
 @dataclass(frozen=True)
-class AdmissionLimits:
-    """Of each model and frontend process: who waits while the decode workers are full."""
+class AdmissionLimits(Section):
+    """Of each model and frontend process: which requests wait while the decode workers are full."""
 
-    max_wait: float = 30.0
+    max_wait: Seconds = 30.0
     """seconds; a request whose turn would come later is refused at once"""
-    max_waiting: int = 1024
+    max_waiting: OneOrMore = 1024
     """requests; more are refused"""
-    max_waiting_tokens: int = 1_000_000
+    max_waiting_tokens: OneOrMore = 1_000_000
     """tokens; about, of the prompts that wait and what they will generate"""
-    max_outputs: int = 128
+    max_outputs: OneOrMore = 128
     """outputs; of one request: n, times its prompts"""
 
 
 @dataclass(frozen=True)
-class FrontendConfig:
-    host: str = "127.0.0.1"
-    """address that clients connect to; 0.0.0.0: from other machines too"""
-    port: int = 8000
-    """of the OpenAI API"""
-    processes: int = 1
+class FrontendProcesses(Section):
+    """Said by Frontend or Processor, which are one process."""
+
+    processes: Annotated[OneOrMore, Field(validation_alias="ServiceArgs.workers")] = 1
     """processes; how many frontends share the port: the larger of Frontend's and Processor's ServiceArgs.workers"""
-    router: str = "round-robin"
-    """how a decode worker is chosen for a request"""
-    limits: AdmissionLimits = AdmissionLimits()
-    header_timeout: float = 30.0
-    """seconds; a connection on which no whole request head comes within them is closed"""
-    write_timeout: float = 30.0
-    """seconds; a request whose client takes nothing of its answer for so long ends"""
-    max_request_timeout: float = 3600.0
-    """seconds; a client may not ask for a later deadline"""
+    gpu: Annotated[Zero, Field(validation_alias="ServiceArgs.resources.gpu")] = 0
+    """a frontend needs none; Dynamo's files say so"""
 
 
 @dataclass(frozen=True)
-class WorkerConfig:
-    """What decode and prefill workers have in common. `engine_args` are vLLM's own arguments in kebab-case,
-    with the common-configs merged in, checked against vLLM's argument list; those that the graph sets itself
-    are not in it."""
+class ProcessorSection(FrontendProcesses):
+    common_configs: CommonKeys = ()
+    """keys of `Common` that count in this section where it does not set them"""
+    router: RouterPolicy = "round-robin"
+    """how a decode worker is chosen for a request"""
 
-    count: int = 1
+
+@dataclass(frozen=True)
+class FrontendSection(AdmissionLimits, FrontendProcesses):
+    endpoint: object = None
+    """read and not needed: workers are found in etcd"""
+    host: Host = "127.0.0.1"
+    """address that clients connect to; 0.0.0.0: from other machines too"""
+    port: Port = 8000
+    """of the OpenAI API"""
+    header_timeout: Seconds = 30.0
+    """seconds; a connection on which no whole request head comes within them is closed"""
+    write_timeout: Seconds = 30.0
+    """seconds; a request whose client takes nothing of its answer for so long ends"""
+    max_request_timeout: Seconds = 3600.0
+    """seconds; a client may not ask for a later deadline"""
+    served_model_name: Text = ""
+    """what clients put into `model`; not set: the model's own name"""
+
+
+@dataclass(frozen=True)
+class FrontendConfig(FrontendSection, ProcessorSection):
+    """Both sections."""
+
+
+@dataclass(frozen=True)
+class WorkerSection(Section):
+    """What decode and prefill workers have in common."""
+
+    common_configs: CommonKeys = ()
+    """keys of `Common` that count in this section where it does not set them"""
+    engine: EngineKind = "vllm"
+    """the real engine, or a simulated one"""
+    count: Annotated[OneOrMore, Field(validation_alias="ServiceArgs.workers")] = 1
     """workers; each is an engine of its own"""
-    gpus: int | None = None
+    gpus: Annotated[GpuCount, Field(validation_alias="ServiceArgs.resources.gpu")] = None
     """GPUs; per worker; 0: on the CPU; not set: as many as the engine has ranks where the machine has GPUs, else 0"""
-    gpu_ids: tuple[int, ...] = ()
+    gpu_ids: Annotated[GpuNumbers, Field(validation_alias="ServiceArgs.resources.gpu-ids")] = ()
     """exactly these GPUs, as many as it has ranks for each worker in turn; workers may share one; empty: the placement
     chooses"""
-    engine: str = "vllm"
-    """the real engine, or a simulated one"""
+
+
+@dataclass(frozen=True)
+class DecodeSection(WorkerSection):
+    remote_prefill: Flag = False
+    """prefill long prompts on prefill workers"""
+    conditional_disagg: Flag = True
+    """false: every prompt is prefilled remotely whatever its length, as long as a prefill worker lives"""
+    max_local_prefill_length: ZeroOrMore = 512
+    """tokens; a prompt with more than these to compute goes to a prefill worker"""
+    max_prefill_queue_size: ZeroOrMore = 10
+    """requests; with these many waiting, prefill locally"""
+
+
+@dataclass(frozen=True)
+class WorkerConfig(WorkerSection):
+    """With the section's vLLM arguments in kebab-case, those of Common merged in, checked against vLLM's argument list;
+    those that the graph sets itself are not in it."""
+
     engine_args: Mapping[str, object] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
     """where each of `engine_args` came from: `Common`, the section's name, or `pdserve, …`"""
@@ -72,15 +217,8 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True)
-class DecodeConfig(WorkerConfig):
-    remote_prefill: bool = False
-    """prefill long prompts on prefill workers"""
-    conditional_disagg: bool = True
-    """false: every prompt is prefilled remotely whatever its length, as long as a prefill worker lives"""
-    max_local_prefill_length: int = 512
-    """tokens; a prompt with more than these to compute goes to a prefill worker"""
-    max_prefill_queue_size: int = 10
-    """requests; with these many waiting, prefill locally"""
+class DecodeConfig(WorkerConfig, DecodeSection):
+    pass
 
 
 @dataclass(frozen=True)
@@ -88,8 +226,30 @@ class PrefillConfig(WorkerConfig):
     pass
 
 
+@dataclass(frozen=True, kw_only=True)
+class GraphSection(Section):
+    namespace: Annotated[Text, AfterValidator(_namespace)] = "pdserve"
+    """separates several graphs on one etcd and NATS"""
+    nats: Annotated[NatsUrl | None, BeforeValidator(_text)] = None
+    """URL; not set: `serve` starts its own"""
+    etcd: Annotated[EtcdAddress | None, BeforeValidator(_text)] = None
+    """host:port; not set: `serve` starts its own"""
+    host: Host = "127.0.0.1"
+    """address under which the workers of this machine are reached by the others; all parts of their engines listen on
+    its network device only (and on RDMA ports)"""
+    kv_port: Port = 5600
+    """first of the ports on which workers hand out their KV handles (NIXL side channel), one for each
+    worker"""
+    state_dir: Annotated[Path, BeforeValidator(_text), AfterValidator(with_home)] = Path("~/.pdserve")
+    """where embedded servers keep their data; a relative folder counts from the file's"""
+    request_timeout: Seconds = 600.0
+    """seconds; the deadline of a request that names none"""
+    drain_timeout: SecondsOrZero = 30.0
+    """seconds; for running requests to finish after SIGTERM"""
+
+
 @dataclass(frozen=True)
-class Config:
+class Config(GraphSection):
     path: Path
     """the YAML file, for messages"""
     model: str
@@ -99,23 +259,5 @@ class Config:
     frontend: FrontendConfig | None
     decode: DecodeConfig | None
     prefill: PrefillConfig | None
-    namespace: str = "pdserve"
-    """separates several graphs on one etcd and NATS"""
-    nats: str | None = None
-    """URL; not set: `serve` starts its own"""
-    etcd: str | None = None
-    """host:port; not set: `serve` starts its own"""
-    host: str = "127.0.0.1"
-    """address under which the workers of this machine are reached by the others; all parts of their engines listen on
-    its network device only (and on RDMA ports)"""
-    kv_port: int = 5600
-    """first of the ports on which workers hand out their KV handles (NIXL side channel), one for each
-    worker"""
-    state_dir: Path = Path("~/.pdserve")
-    """where embedded servers keep their data; a relative folder counts from the file's"""
-    request_timeout: float = 600.0
-    """seconds; the deadline of a request that names none"""
-    drain_timeout: float = 30.0
-    """seconds; for running requests to finish after SIGTERM"""
     notes: tuple[str, ...] = ()
     """what was read differently from how it was written, one sentence each, to be shown once at start"""

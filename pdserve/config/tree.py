@@ -1,25 +1,27 @@
-"""YAML read into entries that know their line, so that every problem can name its place."""
+"""A YAML file as entries that know their line, and what is wrong with them: every problem can name its place, and all
+of a file are told at once."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
 import yaml
 
-from pdserve.config.findings import Findings
+from pdserve.config.schema import kebab
 from pdserve.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key with its value. Keys of `children` are in kebab-case (`served_model_name` is
-    `served-model-name`), `value` is the plain value with everything in it spelled as it was."""
+    """A key with its value. Keys of `children` are in kebab-case (`served_model_name` is `served-model-name`), `value`
+    is the plain value with everything in it spelled as it was."""
 
     path: str
     """`Section.key`, as written"""
     line: int
-    value: object
+    value: object = None
     children: Mapping[str, "Entry"] = field(default_factory=dict)
     """of a mapping; empty for every other value"""
 
@@ -28,9 +30,50 @@ class Entry:
         return self.path.split(".", 1)[0]
 
 
+@dataclass
+class Findings:
+    """What is wrong with a file, or worth saying about it. Problems are full sentences that begin with `file:line: key`
+    and say what to do; notes are shown once at start."""
+
+    path: Path
+    notes: list[str] = field(default_factory=list)
+    _problems: dict[tuple[int, str], str] = field(default_factory=dict)
+
+    def problem(self, entry: Entry, text: str) -> None:
+        """Keep the first problem of a key: what follows from a mistake only hides it."""
+        text = (
+            f"{self.path}:{entry.line}: {entry.path} {text}"
+            if entry.path
+            else f"{self.path}:{entry.line}: {text}"
+        )
+        self._problems.setdefault((entry.line, entry.path), text)
+
+    def whole(self, text: str, of: str = "") -> None:
+        """A problem of the whole file; or `of` something outside of it, such as an environment variable."""
+        self._problems.setdefault((0, of), f"{of} {text}" if of else f"{self.path}: {text}")
+
+    def note(self, entry: Entry, text: str) -> None:
+        note = f"{self.path}:{entry.line}: {entry.path}{text}"
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def raise_if_any(self) -> None:
+        """The problems in order of their lines, as a ConfigError."""
+        if self._problems:
+            raise ConfigError(
+                [self._problems[place] for place in sorted(self._problems, key=lambda place: place[0])]
+            )
+
+
+def or_nearest(name: str, valid: Iterable[str], otherwise: str) -> str:
+    """A question about the valid name that `name` was probably meant to be; `otherwise` where none is like it."""
+    found = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    return f"did you mean {found[0]}?" if found else otherwise
+
+
 def read_tree(path: Path, findings: Findings) -> Mapping[str, Entry]:
-    """The file's top-level entries. Raises ConfigError where the file can't be read as one YAML mapping;
-    duplicate keys and the like go to `findings`."""
+    """The file's top-level entries. Raises ConfigError where the file can't be read as one YAML mapping; duplicate keys
+    and the like go to `findings`."""
     try:
         node = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
@@ -59,8 +102,8 @@ def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
 
 
 class _Constructor(yaml.constructor.SafeConstructor):
-    """With dates, whatever others made of them in PyYAML's own tables: lm-format-enforcer, which vLLM imports, makes
-    them words for all of its process."""
+    """With dates, whatever another library made of them in PyYAML's own tables: lm-format-enforcer, which vLLM imports,
+    makes them words for all of its process."""
 
     yaml_constructors: ClassVar = yaml.constructor.SafeConstructor.yaml_constructors | {
         "tag:yaml.org,2002:timestamp": yaml.constructor.SafeConstructor.construct_yaml_timestamp
@@ -73,16 +116,15 @@ class _Reader:
         self._construct = _Constructor()
 
     def children(self, path: str, node: yaml.MappingNode, above: tuple[yaml.Node, ...]) -> dict[str, Entry]:
-        """`above` are the nodes that this one is inside of: an alias to one of them would never end."""
+        """`above` are the nodes that this node is inside of: an alias to one of them would never end."""
         self._find_duplicates(path, node)
-        self._construct.flatten_mapping(
-            node
-        )  # `<<: *defaults`; what the mapping says itself comes later and wins
+        # `<<: *defaults`; what the mapping says itself comes later and wins
+        self._construct.flatten_mapping(node)
         entries = {}
         for key_node, value_node in node.value:
             entry = self._entry(path, key_node, value_node, (*above, node))
             if entry is not None:
-                entries[_kebab(key_node.value)] = entry
+                entries[kebab(key_node.value)] = entry
         return entries
 
     def _entry(
@@ -90,33 +132,30 @@ class _Reader:
     ) -> Entry | None:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != "tag:yaml.org,2002:str":
-            self._findings.problem(
-                line, path, "has a key that is not a word: put quotes round it or remove it."
-            )
+            text = "has a key that is not a word: put quotes round it or remove it."
+            self._findings.problem(Entry(path, line), text)
             return None
-        inside = f"{path}.{key_node.value}" if path else key_node.value
+        entry = Entry(_inside(path, key_node), line)
         if any(node is outer for outer in above):
-            self._findings.problem(line, inside, "is an alias to what contains it: write the value out.")
+            self._findings.problem(entry, "is an alias to what contains it: write the value out.")
             return None
-        children = self.children(inside, node, above) if isinstance(node, yaml.MappingNode) else {}
+        children = self.children(entry.path, node, above) if isinstance(node, yaml.MappingNode) else {}
         try:
-            value = self._construct.construct_object(node, deep=True)
+            return replace(entry, value=self._construct.construct_object(node, deep=True), children=children)
         except (yaml.YAMLError, ValueError, TypeError) as error:
             said = getattr(error, "problem", None) or error
-            self._findings.problem(line, inside, f"has no plain value ({said}): put quotes round it.")
+            self._findings.problem(entry, f"has no plain value ({said}): put quotes round it.")
             return None
-        return Entry(inside, line, value, children)
 
     def _find_duplicates(self, path: str, node: yaml.MappingNode) -> None:
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
-            line, name = key_node.start_mark.line + 1, _kebab(str(key_node.value))
+            line, name = key_node.start_mark.line + 1, kebab(str(key_node.value))
             if name in seen:
-                inside = f"{path}.{key_node.value}" if path else key_node.value
                 text = f"was already set in line {seen[name]}: keep one of the two."
-                self._findings.problem(line, inside, text)
+                self._findings.problem(Entry(_inside(path, key_node), line), text)
             seen.setdefault(name, line)
 
 
-def _kebab(key: str) -> str:
-    return key.replace("_", "-")
+def _inside(path: str, key_node: yaml.Node) -> str:
+    return f"{path}.{key_node.value}" if path else str(key_node.value)

@@ -76,7 +76,7 @@ class Frontend:
             view = await stack.enter_async_context(View(registry))
             around = _surroundings(config, frontend.router, me.id)
             roster = await stack.enter_async_context(
-                ServedModels(view, around, config.served_model_name, frontend.limits)
+                ServedModels(view, around, config.served_model_name, frontend)
             )
             client = await stack.enter_async_context(httpx.AsyncClient())
             if view.instances(Role.FRONTEND):

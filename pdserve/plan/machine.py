@@ -11,8 +11,8 @@ from typing import Self
 import psutil
 import pynvml
 
-from pdserve.config.findings import or_nearest
 from pdserve.config.host import installed_vllm
+from pdserve.config.tree import or_nearest
 from pdserve.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.config.owned import set_by_graph
 from pdserve.messages import Role
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import Memory
@@ -112,10 +111,9 @@ def _processes(plan: Plan) -> Table:
     for slot in plan.frontends:
         frontend = plan.config.frontend
         assert frontend is not None
-        limits = frontend.limits
         does = (
-            f"HTTP, {frontend.router} over decode workers; up to {limits.max_waiting:,} requests wait, for up to "
-            f"{limits.max_wait:g} s"
+            f"HTTP, {frontend.router} over decode workers; up to {frontend.max_waiting:,} requests wait, for up to "
+            f"{frontend.max_wait:g} s"
         )
         table.add_row(slot.name, "", "CPU", str(frontend.port), does)
     return table
@@ -209,10 +207,20 @@ def _rows(worker: PlannedWorker, split: bool) -> Iterator[tuple[str, object, str
         shown = json.dumps(shown) if isinstance(shown, dict | list | bool) else shown
         yield name, shown, worker.config.origins.get(name, "pdserve")
     if worker.config.engine == "vllm":
-        for name, text in set_by_graph(worker.slot.role, split).items():
+        for name, text in _set_by_graph(worker.slot.role, split).items():
             yield name, text, "pdserve (graph)"
     for name, text in worker.slot.env.items():
         yield name, text, "pdserve (environment)"
+
+
+def _set_by_graph(role: Role, split: bool) -> dict[str, str]:
+    """The arguments that pdserve itself gives a vLLM engine beside the model and its name, in words. `split`: KV moves
+    between workers."""
+    found = {"kv-events-config": "own socket, for prefix hits"} if role is Role.DECODE else {}
+    if split:
+        kv_role = "kv_producer" if role is Role.PREFILL else "kv_consumer"
+        found["kv-transfer-config"] = f"NIXL, {kv_role}, recompute"
+    return found
 
 
 def _sentences(plan: Plan) -> Iterator[Text]:

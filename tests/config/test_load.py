@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from pdserve.config.load import load
-from pdserve.config.schema import ENGINES, AdmissionLimits, Config, FrontendConfig
+from pdserve.config.schema import ENGINES, Config, FrontendConfig
 from pdserve.demo import MODEL_DIR
 from pdserve.engine import spec
 from pdserve.errors import ConfigError
@@ -107,9 +107,8 @@ def test_a_dynamo_file_runs_unchanged(tmp_path: Path) -> None:
 
 def test_limits(tmp_path: Path) -> None:
     limits = "{port: 8000, max-wait: 2.5, max-waiting: 7, max_waiting_tokens: 90, max-outputs: 3}"
-    config = read(tmp_path, GOOD.replace("Frontend:\n  port: 8000", f"Frontend: {limits}"))
-    assert config.frontend is not None
-    assert config.frontend.limits == AdmissionLimits(2.5, 7, 90, 3)
+    found = read(tmp_path, GOOD.replace("Frontend:\n  port: 8000", f"Frontend: {limits}")).frontend
+    assert found == FrontendConfig(max_wait=2.5, max_waiting=7, max_waiting_tokens=90, max_outputs=3)
     assert read(tmp_path, GOOD).frontend == FrontendConfig()
 
 
@@ -273,9 +272,9 @@ BAD = {
     ),
     "unknown key without a likeness": (
         GOOD.replace("port: 8000", "zzz: 1"),
-        "FILE:5: Frontend.zzz is not a key of Frontend: remove it, or use one of: endpoint, host, port, "
-        "ServiceArgs, header-timeout, write-timeout, max-request-timeout, max-wait, "
-        "max-waiting, max-waiting-tokens, max-outputs, served-model-name.",
+        "FILE:5: Frontend.zzz is not a key of Frontend: remove it, or use one of: endpoint, header-timeout, host, "
+        "max-outputs, max-request-timeout, max-wait, max-waiting, max-waiting-tokens, port, served-model-name, "
+        "ServiceArgs, write-timeout.",
     ),
     "a limit of nothing": (
         GOOD.replace("port: 8000", "max_waiting: 0"),
@@ -288,6 +287,49 @@ BAD = {
     "a misspelled limit": (
         GOOD.replace("port: 8000", "max-waiting-token: 1"),
         "FILE:5: Frontend.max-waiting-token is not a key of Frontend: did you mean max-waiting-tokens?",
+    ),
+    "a key that may stand in several sections": (
+        GOOD + "Graph: {ServiceArgs: {workers: 2}}\n",
+        "FILE:11: Graph.ServiceArgs is not a key of Graph: move it to Frontend, Processor, VllmWorker or "
+        "PrefillWorker.",
+    ),
+    "a key written with its mapping's name": (
+        GOOD.replace("port: 8000", "ServiceArgs.workers: 2"),
+        "FILE:5: Frontend.ServiceArgs.workers is not a key of Frontend: did you mean ServiceArgs?",
+    ),
+    "an argument behind a dot": (
+        GOOD.replace("remote-prefill: true", "remote-prefill: true\n  vllm.max-num-seqs: 4"),
+        "FILE:8: VllmWorker.vllm.max-num-seqs is neither a key of VllmWorker nor a vLLM argument: did you mean "
+        "max-num-seqs?",
+    ),
+    "remote prefill that Common asks for": (
+        "Common: {model: demo, remote-prefill: true}\n"
+        "VllmWorker: {common-configs: [model, remote-prefill]}\n",
+        "FILE:1: Common.remote-prefill is true, but there is no PrefillWorker section: add one, or set it to false.",
+    ),
+    "an address without a value": (
+        GOOD + "Graph: {nats: }\n",
+        "FILE:11: Graph.nats is empty, but must be a text.",
+    ),
+    "GPUs without a value": (
+        GOOD.replace("remote-prefill: true", "remote-prefill: true\n  ServiceArgs: {resources: {gpu: }}"),
+        "FILE:8: VllmWorker.ServiceArgs.resources.gpu is empty, but must be a whole number, 0 or more.",
+    ),
+    "a frontend with a GPU": (
+        GOOD.replace("port: 8000", "ServiceArgs: {resources: {gpu: 1}}"),
+        "FILE:5: Frontend.ServiceArgs.resources.gpu is 1, but must be 0.",
+    ),
+    "a number that no float holds": (
+        GOOD + f"Graph: {{drain-timeout: {10**400}}}\n",
+        f"FILE:11: Graph.drain-timeout is {10**400}, but must be a number of seconds, 0 or more.",
+    ),
+    "a home folder of no user": (
+        GOOD + "Graph: {state-dir: '~no-such-user/x'}\n",
+        "FILE:11: Graph.state-dir is '~no-such-user/x', but this host knows no home folder for it.",
+    ),
+    "a model in a home folder of no user": (
+        GOOD.replace("demo", "~no-such-user/x"),
+        "FILE:2: Common.model is '~no-such-user/x', but this host knows no home folder for it.",
     ),
     "wrong type": (
         GOOD.replace("8000", "eighty"),

@@ -16,10 +16,9 @@ from typing import Any
 
 import psutil
 
-from pdserve.config.findings import Findings
 from pdserve.config.load import load
 from pdserve.config.schema import Config
-from pdserve.config.tree import read_tree
+from pdserve.config.tree import Findings, read_tree
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.ports import free_port
 from pdserve.supervisor import state

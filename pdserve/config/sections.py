@@ -1,0 +1,219 @@
+"""A section of a file: what it takes from Common, its own keys by the schema, and vLLM's arguments by vLLM's list."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from pdserve.config.arguments import arguments, canonical, parse, refusal
+from pdserve.config.schema import (
+    DecodeSection,
+    FrontendSection,
+    GraphSection,
+    ProcessorSection,
+    Section,
+    WorkerSection,
+    kebab,
+)
+from pdserve.config.tree import Entry, Findings, or_nearest
+
+S = TypeVar("S", bound=Section)
+
+KINDS: dict[str, type[Section]] = {
+    "Graph": GraphSection,
+    "Frontend": FrontendSection,
+    "Processor": ProcessorSection,
+    "VllmWorker": DecodeSection,
+    "PrefillWorker": WorkerSection,
+}
+_CONNECTORS = ("DynamoNixlConnector", "NixlConnector")
+
+
+@cache
+def rules(section: str) -> dict[str, dict[str, Any]]:
+    """JSON schema of each of the section's own keys."""
+    found: dict[str, dict[str, Any]] = TypeAdapter(KINDS[section]).json_schema()["properties"]
+    return found
+
+
+def must_be(rule: Mapping[str, Any]) -> str:
+    """What a value must be, for errors and for `docs/configuration.md`."""
+    rule = rule.get("anyOf", [rule])[0]
+    low, high = rule.get("minimum"), rule.get("maximum")
+    match rule.get("type"):
+        case "boolean":
+            return "true or false"
+        case "integer" if low == high:
+            return str(low)
+        case "integer":
+            return f"a whole number, {low} {'or more' if high is None else f'to {high}'}"
+        case "number":
+            return f"a number of seconds{'' if low == 0 else ' above 0'}{', 0 or more' if low == 0 else ''}"
+        case "array":
+            return str(rule["is"])
+        case "string" if "enum" in rule:
+            return f"one of: {', '.join(rule['enum'])}"
+        case "string":
+            return "a text"
+        case _:
+            return "anything"
+
+
+class SectionReader:
+    """Reads the sections of a tree. A key with a problem reads as its default, so that the problems of all keys are
+    found; loading fails at the end."""
+
+    def __init__(self, tree: Mapping[str, Entry], findings: Findings) -> None:
+        self._tree = tree
+        self._findings = findings
+        self._common = self._children(tree.get("Common"))
+        self._listed: set[str] = set()
+        self.own: dict[str, dict[str, Entry]] = {}
+        """where each section's own keys were written; empty for a section that is not there"""
+
+    def read(self, name: str, kind: type[S]) -> S:
+        """A section that has no keys but its own."""
+        section, others = self._read(name, kind)
+        for key, entry in others.items():
+            self._unknown(entry, key, name, _names(name))
+        return section
+
+    def read_with_arguments(self, name: str, kind: type[S]) -> tuple[S, dict[str, Entry]]:
+        """And the section's vLLM arguments by canonical name, their values as vLLM will understand them."""
+        section, others = self._read(name, kind)
+        found: dict[str, Entry] = {}
+        for key, entry in others.items():
+            argument = canonical(key)
+            if argument is None:
+                self._unknown(entry, key, name, _names(name), arguments())
+            elif argument == "kv-transfer-config":
+                self._check_connector(entry)
+            elif reason := refusal(argument):
+                self._findings.problem(entry, reason)
+            elif other := found.get(argument):
+                text = f"is the same vLLM argument as {other.path} in line {other.line}: keep one of the two."
+                self._findings.problem(entry, text)
+            else:
+                try:
+                    found[argument] = replace(entry, value=parse(argument, entry.value))
+                except ValueError as error:
+                    self._findings.problem(entry, str(error))
+        return section, found
+
+    def check_common(self) -> None:
+        """As in Dynamo, a key that no section lists has no effect: it was meant to have one."""
+        for name, entry in self._common.items():
+            if name not in self._listed:
+                text = f"has no effect: list {name} in the common-configs of a section, or remove it."
+                self._findings.problem(entry, text)
+
+    def _read(self, name: str, kind: type[S]) -> tuple[S, dict[str, Entry]]:
+        """The section's own keys, and the entries of all others."""
+        entries = dict(self._children(self._tree.get(name)))
+        if "common-configs" in rules(name) and "common-configs" in entries:
+            entries = self._from_common(entries["common-configs"]) | entries
+        self.own[name], others = self._split(entries, name)
+        return self._checked(name, kind), others
+
+    def _children(self, entry: Entry | None) -> Mapping[str, Entry]:
+        """None where there is no entry, or nothing under it; anything but a mapping is a problem."""
+        if entry is None:
+            return {}
+        if entry.value is not None and not isinstance(entry.value, dict):
+            self._findings.problem(entry, "must be a mapping: indent `key: value` lines under it.")
+        return entry.children
+
+    def _from_common(self, listed: Entry) -> dict[str, Entry]:
+        """What a section's `common-configs` lists."""
+        if not isinstance(listed.value, list) or not all(isinstance(name, str) for name in listed.value):
+            self._findings.problem(listed, "must be a list of keys of Common, as in [model, block-size].")
+            return {}
+        found = {}
+        for written in listed.value:
+            name = kebab(written)
+            if name in self._common:
+                found[name] = self._common[name]
+            else:
+                hint = or_nearest(name, self._common, f"add {name} to Common, or take it off the list.")
+                self._findings.problem(listed, f"lists {written}, which Common does not have: {hint}")
+        self._listed |= found.keys()
+        return found
+
+    def _split(
+        self, entries: Mapping[str, Entry], section: str, above: str = ""
+    ) -> tuple[dict[str, Entry], dict[str, Entry]]:
+        """The section's own keys, those in the mapping `above` with its name before them, and all others."""
+        own: dict[str, Entry] = {}
+        others: dict[str, Entry] = {}
+        for name, entry in entries.items():
+            if name not in _names(section, above):
+                others[name] = entry
+            elif above + name in rules(section):
+                own[above + name] = entry
+            else:
+                inside = f"{above}{name}."
+                found, unknown = self._split(self._children(entry), section, inside)
+                own |= found
+                for key, mistake in unknown.items():
+                    self._unknown(mistake, key, f"{section}.{inside[:-1]}", _names(section, inside))
+        return own, others
+
+    def _checked(self, name: str, kind: type[S]) -> S:
+        own, adapter = self.own[name], TypeAdapter(kind)
+        values = {key: entry.value for key, entry in own.items()}
+        try:
+            return adapter.validate_python(values)
+        except ValidationError as error:
+            for problem in error.errors():
+                key = str(problem["loc"][0])
+                values.pop(key, None)
+                text = f"is {_shown(own[key].value)}, but must be {must_be(rules(name)[key])}."
+                self._findings.problem(own[key], str(problem.get("ctx", {}).get("error", text)))
+            return adapter.validate_python(values)
+
+    def _unknown(
+        self, entry: Entry, name: str, owner: str, own: Iterable[str], beside: Iterable[str] = ()
+    ) -> None:
+        """`beside` are vLLM's arguments where they may stand here."""
+        homes = [section for section in KINDS if name in _names(section)]
+        if homes:
+            home = " or ".join(filter(None, [", ".join(homes[:-1]), homes[-1]]))
+            self._findings.problem(entry, f"is not a key of {owner}: move it to {home}.")
+            return
+        hint = or_nearest(
+            name, [*own, *beside], f"remove it, or use one of: {', '.join(sorted(own, key=str.lower))}."
+        )
+        nor = f"neither a key of {owner} nor a vLLM argument" if beside else f"not a key of {owner}"
+        self._findings.problem(entry, f"is {nor}: {hint}")
+
+    def _check_connector(self, entry: Entry) -> None:
+        """The one form of kv-transfer-config that may stay in a file asks for what pdserve does anyway."""
+        try:
+            config = json.loads(entry.value) if isinstance(entry.value, str) else entry.value
+        except ValueError as error:
+            self._findings.problem(entry, f"is not JSON ({error}): remove it, pdserve sets it.")
+            return
+        config = config if isinstance(config, dict) else {}
+        connector = config.get("kv_connector")
+        if connector not in _CONNECTORS:
+            text = "is set by pdserve, which moves KV blocks with its own NIXL connector over UCX: remove it."
+            self._findings.problem(entry, text)
+        elif extra := sorted(set(config) - {"kv_connector", "kv_role"}):
+            text = f"sets {', '.join(extra)}, which pdserve sets itself (role, lease, recompute): remove it."
+            self._findings.problem(entry, text)
+        else:
+            text = f": {connector} means pdserve's own NIXL connector, with the roles of this graph."
+            self._findings.note(entry, text)
+
+
+def _names(section: str, above: str = "") -> dict[str, None]:
+    """Names of the section's own keys and mappings, or of those in the mapping `above`."""
+    keys = (key.removeprefix(above) for key in rules(section) if key.startswith(above))
+    return dict.fromkeys(key.split(".")[0] for key in keys)
+
+
+def _shown(value: object) -> str:
+    return "empty" if value is None else repr(value)
