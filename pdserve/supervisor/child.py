@@ -30,6 +30,8 @@ CONFIG_ERROR = 2
 TAIL = 30
 """lines of output that are kept to tell why a process ended"""
 _LONGEST_LINE = 1 << 20
+_END_OF_FILE = 64 << 10
+"""bytes"""
 _CAUSE_LIMIT = 300
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
@@ -178,8 +180,9 @@ class Child:
 
     def last_lines(self) -> tuple[str, ...]:
         if isinstance(self._output, Path):
-            with suppress(OSError):
-                return tuple(self._output.read_text(errors="replace").splitlines()[-TAIL:])
+            with suppress(OSError), self._output.open("rb") as file:
+                file.seek(max(0, self._output.stat().st_size - _END_OF_FILE))
+                return tuple(file.read().decode(errors="replace").splitlines()[-TAIL:])
         return tuple(self._tail)
 
     async def _read(self, on_line: Callable[[str], None]) -> None:

@@ -17,8 +17,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
@@ -65,9 +64,8 @@ async def embedded_servers(
         yield urls
 
 
-def _log_return(loop: RestartLoop) -> None:
+def _log_return(loop: RestartLoop["EmbeddedServer"]) -> None:
     if loop.state is ProcessState.READY and loop.restarts:
-        assert isinstance(loop.service, EmbeddedServer)
         log.info("%s is back at %s", loop.service.name, loop.service.url)
 
 
@@ -81,13 +79,12 @@ class EmbeddedServer(Service):
 
     name: str
 
-    def __init__(
-        self, state_dir: Path, port: int = 0, host: str = "127.0.0.1", guardian: Guardian | None = None
-    ) -> None:
+    host = "127.0.0.1"
+
+    def __init__(self, state_dir: Path, port: int = 0, guardian: Guardian | None = None) -> None:
         self.state_dir = state_dir.expanduser().absolute()
         self.data_dir = self.state_dir / self.name
         self.log_path = self.state_dir / "logs" / f"{self.name}.log"
-        self.host = host
         self.port = port
         self.child: Child | None = None
         """the last one that was started"""
@@ -113,9 +110,7 @@ class EmbeddedServer(Service):
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def start(self) -> Child:
@@ -152,7 +147,22 @@ class EmbeddedServer(Service):
             self.data_dir.mkdir(parents=True, exist_ok=True)
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             self.port = self.port or free_port(self.host)
-            self.child = self._spawn()
+            # The lock belongs to the open file that the server inherits: it is free exactly when no server works
+            # on this data any more, so there is never a stale one, not even after SIGKILL or a power cut.
+            with (self.data_dir / "lock").open("a+") as lock:
+                self._check(lock)
+                self.child = Child.start(
+                    self.name,
+                    self.command(),
+                    self.log_path,
+                    guardian=self._guardian,
+                    wave=SERVERS,
+                    parent_death=None if self._guardian else signal.SIGKILL,
+                    pass_fds=(lock.fileno(),),
+                )
+                with suppress(OSError):  # a full disk: it is only said for people
+                    os.truncate(lock.fileno(), 0)
+                    os.write(lock.fileno(), str(self.child.pid).encode())
         except OSError as error:
             raise ConfigError([f"{self.name} cannot be started on {self.state_dir}: {error}"]) from error
         return self.child
@@ -166,33 +176,16 @@ class EmbeddedServer(Service):
         seconds = await until_unhealthy(self._answers_at_all, CHECK_EVERY, HANGS_AFTER)
         return f"it has answered nothing for {seconds:g} s"
 
-    def _spawn(self) -> Child:
-        # The lock belongs to the open file that the server inherits: it is free exactly when no server works
-        # on this data any more, so there is never a stale one, not even after SIGKILL or a power cut.
-        with (self.data_dir / "lock").open("a+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.seek(0)
-                problem = f"{self.data_dir} is in use by another {self.name} (pid {lock.read() or 'unknown'})"
-                raise ConfigError([f"{problem}: stop that one, or choose another state directory."]) from None
-            if holder := port_holder(self.host, self.port):
-                raise ConfigError(
-                    [f"{self.name} needs {self.host}:{self.port}, but {holder} holds that port."]
-                )
-            child = Child.start(
-                self.name,
-                self.command(),
-                self.log_path,
-                guardian=self._guardian,
-                wave=SERVERS,
-                parent_death=None if self._guardian else signal.SIGKILL,
-                pass_fds=(lock.fileno(),),
-            )
-            with suppress(OSError):  # a full disk: it is only said for people
-                os.truncate(lock.fileno(), 0)
-                os.write(lock.fileno(), str(child.pid).encode())
-            return child
+    def _check(self, lock: IO[str]) -> None:
+        """Raises ConfigError where another process has the data or the port."""
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            problem = f"{self.data_dir} is in use by another {self.name} (pid {lock.read() or 'unknown'})"
+            raise ConfigError([f"{problem}: stop that one, or choose another state directory."]) from None
+        if holder := port_holder(self.host, self.port):
+            raise ConfigError([f"{self.name} needs {self.host}:{self.port}, but {holder} holds that port."])
 
     async def _until_ready(self, child: Child) -> None:
         deadline = time.monotonic() + READY_WITHIN

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.supervisor.child import CONFIG_ERROR, Child, Exit
@@ -138,7 +139,8 @@ class Service(ABC):
 
     @abstractmethod
     async def watch(self, child: Child, ready: Callable[[], None]) -> str:
-        """Call `ready` when the child is ready; return what is wrong when it hangs. May be called again."""
+        """Call `ready` when the child is ready. Return what is wrong when it does not become ready, or hangs: it is
+        killed for that. May be called again."""
 
     @property
     @abstractmethod
@@ -149,14 +151,17 @@ class Service(ABC):
         """The child has ended, and nothing of it is left."""
 
 
-class RestartLoop:
+AnyService = TypeVar("AnyService", bound=Service)
+
+
+class RestartLoop(Generic[AnyService]):
     """Keeps one service running. The owner awaits `run`; `stop` may be called at any time."""
 
     def __init__(
         self,
-        service: Service,
+        service: AnyService,
         policy: RestartPolicy,
-        on_change: Callable[["RestartLoop"], None],
+        on_change: Callable[["RestartLoop[AnyService]"], None],
         child: Child | None = None,
     ) -> None:
         """`on_change` gets each change of `state`, and must not wait. `child` runs and is ready already."""
@@ -169,6 +174,8 @@ class RestartLoop:
         self._policy = policy
         self._on_change = on_change
         self._child = child
+        self._failed_start: Exit | None = None
+        """of the present child, which is killed for it"""
         self._was_ready = child is not None
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -204,13 +211,12 @@ class RestartLoop:
         self._become(ProcessState.STARTING)
         try:
             child = self._child = self._child or self.service.spawn()
-        except (
-            OSError,
-            ConfigError,
-        ) as error:  # no memory for another process, too many of them, a full disk
+        except (OSError, ConfigError) as error:
+            # no memory for another process, too many of them, a full disk
             exit_ = Exit(1, (f"it could not be started: {error}",))
             return PastRun(started, time.monotonic(), ready=False, exit=exit_)
         watching = asyncio.create_task(forever(lambda: self._watch(child), "child watch", until_done=True))
+        self._failed_start = None
         try:
             exit_ = await child.wait()
         except asyncio.CancelledError:
@@ -222,7 +228,8 @@ class RestartLoop:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
         await self.service.ended(exit_)
-        return PastRun(started, time.monotonic(), self.state is ProcessState.READY, exit_)
+        ready = self.state is ProcessState.READY
+        return PastRun(started, time.monotonic(), ready, self._failed_start or exit_)
 
     async def _watch(self, child: Child) -> None:
         """Kill a child that hangs. A child that drains is left alone: what stops it sees to its end."""
@@ -234,8 +241,11 @@ class RestartLoop:
             self._become(ProcessState.READY)
 
         problem = await self.service.watch(child, ready)
-        if not self._stopping.is_set():
-            log.error("%s hangs: %s; killing it", self.service.name, problem)
+        if child.running and not self._stopping.is_set():
+            was_ready = self.state is ProcessState.READY
+            what = "hangs" if was_ready else "does not become ready"
+            log.error("%s %s: %s; killing it", self.service.name, what, problem)
+            self._failed_start = None if was_ready else Exit(1, (problem,))
             child.kill()
 
     async def _back_off(self, exit_: Exit) -> None:

@@ -93,16 +93,17 @@ class RoleSupervisor:
         ready_roles: set[Role] = set()
         self._instances = instances
         self._output = output
-        self._services = {
-            spec.name: RoleService(spec, instances, guardian, partial(self._show, spec.name), ready_roles)
+        self._loops = [
+            RestartLoop(
+                RoleService(spec, instances, guardian, partial(self._show, spec.name), ready_roles),
+                policy,
+                self._on_change,
+            )
             for spec in specs
-        }
-        self._loops = {
-            name: RestartLoop(service, policy, self._changed) for name, service in self._services.items()
-        }
+        ]
         self._progress: StartProgress | None = None
-        self._unreported: set[str] = set()
-        self._to_report = asyncio.Event()
+        self._reported: dict[str, SlotState] = {}
+        self._changed = asyncio.Event()
         self._stop = asyncio.Event()
         self._cause: CannotStart | None = None
 
@@ -116,7 +117,7 @@ class RoleSupervisor:
         still lack; then `on_ready` gets the instances and the seconds it took, once. Raises CannotStart."""
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(self._start(missing, on_ready))
-            running = [group.create_task(self._run(loop)) for loop in self._loops.values()]
+            running = [group.create_task(self._run(loop)) for loop in self._loops]
             reporting = group.create_task(forever(self._report, "slot records"))
             await self._stop.wait()
             starting.cancel()
@@ -130,7 +131,7 @@ class RoleSupervisor:
         """Let all roles drain and end; the second time, at once."""
         if self._stop.is_set():
             log.warning("killing what still runs")
-            for loop in self._loops.values():
+            for loop in self._loops:
                 loop.kill()
         else:
             log.info("stopping: frontends, then decode, then prefill workers (Ctrl-C again: at once)")
@@ -139,23 +140,23 @@ class RoleSupervisor:
     async def _start(
         self, missing: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
     ) -> None:
-        with StartProgress(self._output, list(self._loops)) as progress:
+        with StartProgress(self._output, [loop.service.name for loop in self._loops]) as progress:
             self._progress = progress
             try:
                 async with asyncio.TaskGroup() as group:
                     reminding = group.create_task(progress.remind())
-                    await asyncio.gather(*(loop.settled.wait() for loop in self._loops.values()))
+                    await asyncio.gather(*(loop.settled.wait() for loop in self._loops))
                     async for what in missing:
                         progress.waiting_for(what)
                     reminding.cancel()
             finally:
                 self._progress = None
-        if absent := [service.name for service in self._services.values() if not service.instance]:
+        services = [loop.service for loop in self._loops]
+        if absent := [service.name for service in services if not service.instance]:
             log.warning("ready, but without %s", ", ".join(absent))
-        instances = [service.instance for service in self._services.values() if service.instance]
-        on_ready(instances, progress.elapsed)
+        on_ready([service.instance for service in services if service.instance], progress.elapsed)
 
-    async def _run(self, loop: RestartLoop) -> None:
+    async def _run(self, loop: RestartLoop[RoleService]) -> None:
         try:
             await loop.run()
         except CannotStart as cause:
@@ -165,50 +166,47 @@ class RoleSupervisor:
     async def _stop_all(self, patience: float) -> None:
         """In waves, and at the same time what is not ready: it has nothing to drain. The others may serve, also before
         all of the graph is ready, which it never is where one worker is always killed while it starts."""
-        ready = [name for name, loop in self._loops.items() if loop.state is ProcessState.READY]
-        loading = [loop for name, loop in self._loops.items() if name not in ready]
+        loops = {loop.service.name: loop for loop in self._loops}
+        ready = [loop.service.spec for loop in self._loops if loop.state is ProcessState.READY]
+        loading = loops.keys() - {spec.name for spec in ready}
 
         async def stop_ready() -> None:
-            for wave in stop_waves(self._services[name].spec for name in ready):
-                await asyncio.gather(*(self._loops[spec.name].stop(patience) for spec in wave))
+            for wave in stop_waves(ready):
+                await asyncio.gather(*(loops[spec.name].stop(patience) for spec in wave))
 
-        await asyncio.gather(stop_ready(), *(loop.stop(LOADING_PATIENCE) for loop in loading))
+        await asyncio.gather(stop_ready(), *(loops[name].stop(LOADING_PATIENCE) for name in loading))
 
     def _show(self, name: str, raw: str) -> None:
         line = self._output.line(name, raw)
         if self._progress:
             self._progress.line(name, line.message)
 
-    def _changed(self, loop: RestartLoop) -> None:
-        name = loop.service.name
-        self._unreported.add(name)
-        self._to_report.set()
+    def _on_change(self, loop: RestartLoop[RoleService]) -> None:
+        self._changed.set()
         if self._progress:
-            self._progress.changed(name, loop.state)
+            self._progress.changed(loop.service.name, loop.state)
         elif loop.state is ProcessState.READY:
-            log.info("%s is ready again", name)
+            log.info("%s is ready again", loop.service.name)
 
     async def _report(self) -> None:
         """Tell the registry what has changed, for ever."""
         while True:
-            await self._to_report.wait()
-            self._to_report.clear()
-            while self._unreported:
-                name = next(iter(self._unreported))
-                state = self._slot_state(name)
-                await self._instances.report(state)
-                if state == self._slot_state(name):
-                    self._unreported.discard(name)
+            self._changed.clear()
+            for loop in self._loops:
+                if (state := _slot_state(loop)) != self._reported.get(state.name):
+                    await self._instances.report(state)
+                    self._reported[state.name] = state
+            await self._changed.wait()
 
-    def _slot_state(self, name: str) -> SlotState:
-        loop = self._loops[name]
-        last = loop.history[-1].exit if loop.history else None
-        return SlotState(
-            name,
-            self._services[name].spec.role,
-            state=loop.state,
-            restarts=loop.restarts,
-            failed_starts=0 if loop.state is ProcessState.READY else failed_starts(loop.history),
-            end=str(last) if last else "",
-            cause=last.cause if last else "",
-        )
+
+def _slot_state(loop: RestartLoop[RoleService]) -> SlotState:
+    last = loop.history[-1].exit if loop.history else None
+    return SlotState(
+        loop.service.name,
+        loop.service.spec.role,
+        state=loop.state,
+        restarts=loop.restarts,
+        failed_starts=0 if loop.state is ProcessState.READY else failed_starts(loop.history),
+        end=str(last) if last else "",
+        cause=last.cause if last else "",
+    )
