@@ -170,7 +170,7 @@ def check_gpus(machine: Machine) -> Finding:
 def check_instruction_sets() -> Finding:
     """Those of the CPU that engines on it compute with. Imports torch, which takes seconds."""
     try:
-        from pdserve.engine import instruction_sets
+        from pdserve.engine.vllm import instruction_sets
     except ImportError as error:
         return fail("CPU", f"torch cannot be imported: {error}", "run `make install`.")
     text = instruction_sets.describe(instruction_sets.request_amx())

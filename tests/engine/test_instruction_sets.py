@@ -1,11 +1,12 @@
-"""What is said of the CPU. That each worker process asks for AMX is seen on real engines (`test_vllm_engine.py`)."""
+"""How the CPU's instruction sets are named. That each worker process asks for AMX is tested on real engines
+(`test_vllm_engine.py`)."""
 
 import pytest
 import torch
 
 from pdserve.cli import doctor
 from pdserve.cli.doctor import Grade
-from pdserve.engine import instruction_sets
+from pdserve.engine.vllm import instruction_sets
 
 EPYC = {"avx2": True, "avx512_bf16": True, "amx_tile": False, "amx_bf16": False, "cpu_name": "AMD EPYC"}
 XEON = EPYC | {"amx_tile": True, "amx_bf16": True}
@@ -20,7 +21,7 @@ XEON = EPYC | {"amx_tile": True, "amx_bf16": True}
         ({"avx2": True}, False, "AVX512"),
     ],
 )
-def test_they_are_named(
+def test_instruction_sets_are_named(
     monkeypatch: pytest.MonkeyPatch, features: dict[str, object], permitted: bool, text: str
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)

@@ -27,7 +27,6 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from pdserve.engine.base import Output, Transfers
-from pdserve.engine.instruction_sets import describe, request_amx
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm.api import (
     EngineCoreOutputs,
@@ -38,6 +37,7 @@ from pdserve.engine.vllm.api import (
     encode_request,
 )
 from pdserve.engine.vllm.engine import VllmEngine
+from pdserve.engine.vllm.instruction_sets import describe, request_amx
 from pdserve.errors import EngineDead, ProtocolError
 from pdserve.messages import KvHandle, Role
 from pdserve.plan.machine import GIB

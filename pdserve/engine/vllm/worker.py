@@ -1,7 +1,7 @@
 """What pdserve adds to vLLM's workers. vLLM imports this in each worker process, however that was started, before it
 makes the worker: before any model is loaded or pass run. (Its engine arguments name it: `worker-extension-cls`.)"""
 
-from pdserve.engine.instruction_sets import describe, request_amx
+from pdserve.engine.vllm.instruction_sets import describe, request_amx
 
 AMX_PERMITTED = request_amx()
 
@@ -21,7 +21,7 @@ class WorkerExtension:
         return int(found[0]), int(found[1]), int(found[2])
 
     def pdserve_release(self, request_id: str) -> None:
-        """Free the KV blocks that this engine keeps of a prefill, as if another one had read them."""
+        """Free the KV blocks that this engine keeps of a prefill, as if another engine had read them."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         get_kv_transfer_group().release(request_id)

@@ -9,29 +9,25 @@ from typing import Any
 
 import torch
 
-_TOLD = ("avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8", "amx_fp16")
+FORBIDDEN = "AMX tiles forbidden by Linux"
+"""what no engine in bfloat16 survives on such a CPU"""
+_SHOWN = ("avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8", "amx_fp16")
 """beyond the generation: what makes a difference of several times to a model's matrices"""
 
 
-FORBIDDEN = "AMX tiles forbidden by Linux"
-"""what no engine in bfloat16 survives on such a CPU"""
-
-
 def request_amx() -> bool:
-    """Ask Linux for AMX tiles, for this process and the children that it forks; does nothing on a CPU without.
-    True where they may be used."""
+    """Ask Linux for AMX tiles, for this process and the children that it forks; do nothing on a CPU without them. True
+    where they may be used."""
     return bool(torch.cpu._init_amx())
 
 
 def describe(amx_permitted: bool) -> str:
     """Such as `AVX512 (avx512_bf16, avx512_vnni), no AMX`."""
     features: dict[str, Any] = torch.cpu.get_capabilities()
-    found = [name for name in _TOLD if features.get(name)]
-    generation = torch.backends.cpu.get_cpu_capability()
-    return f"{generation} ({', '.join(found)}), {_amx(features, amx_permitted)}" if found else generation
-
-
-def _amx(features: dict[str, Any], permitted: bool) -> str:
-    if not features.get("amx_tile"):
-        return "no AMX"
-    return "AMX tiles permitted" if permitted else FORBIDDEN
+    found = [name for name in _SHOWN if features.get(name)]
+    generation: str = torch.backends.cpu.get_cpu_capability()
+    if not found:
+        return generation
+    permission = "AMX tiles permitted" if amx_permitted else FORBIDDEN
+    amx = permission if features.get("amx_tile") else "no AMX"
+    return f"{generation} ({', '.join(found)}), {amx}"
