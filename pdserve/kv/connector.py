@@ -1,4 +1,4 @@
-"""vLLM's NIXL connector (pull mode), quiet, and with an eye on reads that never end.
+"""vLLM's NIXL connector (pull mode), with a quiet agent and a watch for reads that never end.
 
 **Quiet.** The agent's progress thread sleeps (`nixl.py`), and the worker's main thread keeps its CPU
 affinity: on CPU hosts vLLM's NIXL worker pins it, and with it all model execution, to the last core of the
@@ -9,7 +9,7 @@ TCP retries, a quarter of an hour, and its request with it. vLLM has no timeout,
 failing the read: a read cannot be aborted. Measured with NIXL 1.5.1 over TCP
 (`tests/kv/test_late_write.py`): after `release_xfer_handle` returned without error and the remote agent
 was removed, hundreds of megabytes still landed in the released memory once the peer woke up. Had the blocks
-been given to anyone meanwhile, their KV would be overwritten.
+been given to another request meanwhile, its KV would be overwritten.
 
 So a stalled read is not failed. It is *reported*, with the connector's statistics; the engine
 (`VllmEngine`) then aborts its request and starts it again without remote KV in other blocks. vLLM keeps the
@@ -18,15 +18,15 @@ read get no new ones until it has ended.
 
 **Broken connections.** UCX gives an endpoint up whose peer was silent for some seconds, and from then on every
 read from there and every notification to there fails, also when the peer is long back; vLLM makes a new
-connection only where NIXL itself dropped the peer's metadata, which it does not then. Here every failure
-of the transport makes a new one.
+connection only where NIXL itself dropped the peer's metadata, which it does not do then. Here every failure
+of the transport makes a new connection.
 
 **Leases.** The handle was checked when the request came; then it waited for blocks, and this process may have
-hung. A read does not begin when the lease is nearly over, and one during which this process hung is not
-believed when it ends after that. Both are recomputed.
+hung. A read does not begin when the lease is nearly over, and the result of a read during which this process hung
+is not used when it ends after that. Both prompts are recomputed.
 
-**Handshakes.** Each attempt at a peer that does not answer takes 5 s. After one that failed, reads from there fail at
-once for a while, and the engine is told, so that the decode worker asks for nothing from there. The listener at the
+**Handshakes.** Each attempt at a peer that does not answer takes 5 s. After a failed attempt, reads from there fail at
+once for a while, and the engine is told, so that the decode worker sends no prefill there. The listener at the
 other end is `side_channel.py`."""
 
 import os
@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from threading import Event
 from typing import Any
 
-from pdserve.kv import side_channel
+from pdserve.kv import FAILED, RELEASED, STALLED, UNREACHABLE, side_channel
 from pdserve.kv.handles import LEASE_MARGIN
 from pdserve.kv.nixl import provide_nixl, quiet_agents
 
@@ -58,36 +58,29 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnec
 from vllm.logger import init_logger  # noqa: E402
 from vllm.utils.network_utils import make_zmq_path  # noqa: E402
 
-from pdserve.kv.watch import Naps, SenderClock, StallWatch  # noqa: E402
+from pdserve.kv.watch import HangWatch, RemoteClock, StallWatch  # noqa: E402
 
 logger = init_logger(__name__)
 
-STALLED = "pdserve_stalled_requests"
-"""key in the connector's statistics: engine-side ids of requests whose read is overdue"""
-FAILED = "pdserve_failed_requests"
-"""key in the connector's statistics: engine-side ids of requests whose KV could not be read"""
-RELEASED = "pdserve_released_requests"
-"""key in the connector's statistics: ids of prefills whose blocks are kept no longer"""
-UNREACHABLE = "pdserve_unreachable_engines"
-"""key in the connector's statistics: ids of engines with which a handshake failed"""
+_KEYS = (STALLED, FAILED, RELEASED, UNREACHABLE)
 FLOOR_KEY, RATE_KEY = "pdserve_transfer_floor", "pdserve_transfer_rate"
 """keys in `kv_connector_extra_config`: seconds, and bytes per second"""
 DEFAULT_FLOOR, DEFAULT_RATE = 3.0, 50e6
 HANDSHAKE_PAUSE = 10.0
-"""seconds after a failed handshake in which none is tried with that engine"""
+"""seconds after a failed handshake during which none is tried with that engine"""
 
 
 class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            self.connector_scheduler = GuardedScheduler(vllm_config, self.engine_id, kv_cache_config)
+            self.connector_scheduler = ConnectorScheduler(vllm_config, self.engine_id, kv_cache_config)
         else:
             with _affinity_kept(), quiet_agents():
-                self.connector_worker = WatchfulWorker(vllm_config, self.engine_id, kv_cache_config)
+                self.connector_worker = ConnectorWorker(vllm_config, self.engine_id, kv_cache_config)
 
     def release(self, request_id: str) -> None:
-        """In a worker: the blocks of this prefill are kept for nobody."""
+        """In a worker: no engine will read the blocks of this prefill."""
         self.connector_worker.unwanted.add(request_id)
 
     @classmethod
@@ -95,7 +88,9 @@ class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
         return TransferStats(data=data) if data is not None else TransferStats()
 
 
-class GuardedScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
+class ConnectorScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
+    """With our listener for handshakes."""
+
     @staticmethod
     def _nixl_handshake_listener(
         encoded_data: Any, ready_event: Event, stop_event: Event, host: str, port: int
@@ -104,36 +99,34 @@ class GuardedScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
 
 class TransferStats(NixlKVConnectorStats):  # type: ignore[misc]
-    """vLLM's statistics, and the requests that stalled, failed or were released since the last time."""
+    """vLLM's statistics, and what pdserve reports beside them (`kv/__init__.py`)."""
 
     def reset(self) -> None:
         super().reset()
-        self.data[STALLED] = []
-        self.data[FAILED] = []
-        self.data[RELEASED] = []
-        self.data[UNREACHABLE] = []
+        self.data |= {key: [] for key in _KEYS}
 
     def is_empty(self) -> bool:
-        ours = any(self.data[key] for key in (STALLED, FAILED, RELEASED, UNREACHABLE))
-        return not ours and bool(super().is_empty())
+        return not any(self.data[key] for key in _KEYS) and bool(super().is_empty())
 
 
-class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
+class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
+    """Reads that stall, fail, or outlive their lease are reported and recomputed."""
+
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.xfer_stats = TransferStats()
         extra = vllm_config.kv_transfer_config.get_from_extra_config
-        self._watch = StallWatch(extra(FLOOR_KEY, DEFAULT_FLOOR), extra(RATE_KEY, DEFAULT_RATE))
-        self._naps = Naps(LEASE_MARGIN)
+        self._stalls = StallWatch(extra(FLOOR_KEY, DEFAULT_FLOOR), extra(RATE_KEY, DEFAULT_RATE))
+        self._hangs = HangWatch(LEASE_MARGIN)
         self._no_handshake_before: dict[str, float] = {}
         """by engine; monotonic"""
         self.unwanted: set[str] = set()
         """prefills whose blocks no other engine will read; they may not be kept yet, but are from the next step on"""
-        self._scheduler = SenderClock()
+        self._scheduler_clock = RemoteClock()
 
     def start_load_kv(self, metadata: Any) -> None:
         if metadata.scheduler_clock:
-            self._scheduler.heard(metadata.scheduler_clock, time.perf_counter())
+            self._scheduler_clock.message(metadata.scheduler_clock, time.perf_counter())
         super().start_load_kv(metadata)
 
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
@@ -174,23 +167,23 @@ class WatchfulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
 
     def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> tuple[set[str], set[str]]:
         now = time.monotonic()
-        slept_through = self._naps.look(transfers, now)
+        unwatched = self._hangs.update(transfers, now)
         done, failed = super()._pop_done_transfers(transfers)
-        for request in done & slept_through:
+        for request in done & unwatched:
             if self._lease_over(self._recving_metadata.get(request)):
                 logger.warning("this process hung while request %s read its KV: recomputing it", request)
                 self._handle_failed_transfer(request, None, failed)
         sizes = {request: self._bytes_of(request) for request in transfers}
-        for request in self._watch.look(sizes, now):
+        for request in self._stalls.update(sizes, now):
             self._report_stall(request)
         return done, failed
 
     def _lease_over(self, meta: Any) -> bool:
-        """Or nearly so. vLLM itself reads that field only where KV goes in both directions, by another clock. It is the
-        monotonic one of the scheduler's host (Linux has one for `monotonic` and `perf_counter`), where this process
-        need not be."""
+        """Or nearly so. vLLM itself reads `blocks_expiry_time` only where KV goes in both directions, by another clock.
+        Here it is in the monotonic time of the scheduler's host (Linux has one clock for `monotonic` and
+        `perf_counter`), which need not be this process's host."""
         safe_until = meta.remote.blocks_expiry_time if meta is not None and meta.remote is not None else None
-        return safe_until is not None and time.perf_counter() > self._scheduler.here(safe_until)
+        return safe_until is not None and time.perf_counter() > self._scheduler_clock.to_local(safe_until)
 
     def _bytes_of(self, request: str) -> int:
         meta = self._recving_metadata.get(request)

@@ -1,5 +1,5 @@
-"""What must hold before a KV handle may be shown to an engine: vLLM itself dies or answers nonsense where
-it does not."""
+"""What must hold before an engine may read the KV that a handle names: vLLM itself dies or answers nonsense where it
+does not hold."""
 
 import time
 

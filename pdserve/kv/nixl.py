@@ -1,6 +1,6 @@
-"""NIXL for vLLM: found under whatever name it is installed, and with agents that do not burn a core.
+"""NIXL for vLLM: found under any name that it is installed by, and with agents that do not burn a core.
 
-vLLM imports `nixl`, a wheel without content that depends on the CUDA-specific ones; pdserve installs one of
+vLLM imports `nixl`, a wheel without content that depends on the CUDA-specific wheels; pdserve installs one of
 those directly. They work on host memory without any CUDA."""
 
 import importlib
@@ -30,12 +30,12 @@ def provide_nixl() -> None:
 
 @contextmanager
 def quiet_agents(pause: int = PAUSE_MICROSECONDS) -> Iterator[None]:
-    """NIXL agents created inside this block have a progress thread that sleeps between two looks.
+    """NIXL agents created inside this block have a progress thread that sleeps between two polls.
 
     The C++ agent takes that pause (`pthrDelay`) from its configuration, but NIXL's Python API (1.5) writes
     0 into each one it makes: the thread polls without end, and an idle agent burns most of a core. With a
     millisecond it takes 2%, at the same bandwidth. Only the name by which the API module finds its bindings
-    is exchanged, and only for that long; the configuration is corrected on its way to the agent."""
+    is replaced, and only for that long; the configuration is corrected on its way to the agent."""
     api: Any = importlib.import_module("nixl._api")
     real = api.nixlBind
 

@@ -2,8 +2,8 @@
 
 vLLM's own listener ends its thread at the first message that it cannot read, a port scan for instance: no new decode
 engine can then pull KV from that prefill engine, and each attempt waits for 5 s. This one speaks the same protocol and
-drops such messages. And a prefill worker asks itself now and then (`ask`), since nothing else shows whether it can
-be reached: its health and its queue do not depend on it.
+drops such messages. And a prefill worker asks its own now and then (`ask`), since nothing else shows whether it can
+be reached: health and queue do not depend on it.
 """
 
 import time
@@ -15,29 +15,30 @@ import msgspec
 import zmq
 
 GET_META = b"get_meta_msg"
-"""vLLM's word (`tests/kv/test_side_channel.py` compares)"""
-_LOOK_MS = 1000
-"""for `stop`"""
-_PAUSE = 0.5
-_question = msgspec.msgpack.Decoder(tuple[bytes, int, int])
+"""vLLM's name of the request (`tests/kv/test_side_channel.py` compares)"""
+_POLL_MS = 1000
+"""between two looks at `stop`"""
+_RESTART_DELAY = 0.5
+"""seconds"""
+_request = msgspec.msgpack.Decoder(tuple[bytes, int, int])
 
 
 def listen(
     answers: Mapping[tuple[int, int], bytes], ready: Event, stop: Event, path: str, log: Logger
 ) -> None:
-    """Answer until `stop`, whatever comes. `answers` are by pipeline and tensor-parallel rank."""
+    """Answer until `stop`, whatever arrives. `answers` are by pipeline and tensor-parallel rank."""
     while not stop.is_set():
         try:
             with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
                 socket.setsockopt(zmq.LINGER, 0)
-                socket.setsockopt(zmq.RCVTIMEO, _LOOK_MS)
+                socket.setsockopt(zmq.RCVTIMEO, _POLL_MS)
                 socket.setsockopt(zmq.IPV6, 1)
                 socket.bind(path)
                 ready.set()
                 _serve(socket, answers, stop, log)
         except Exception:
             log.exception("the KV side channel at %s failed and starts again", path)
-            stop.wait(_PAUSE)
+            stop.wait(_RESTART_DELAY)
 
 
 def _serve(
@@ -53,15 +54,15 @@ def _serve(
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             log.warning("KV side channel: a message of %d parts is dropped: %s", len(parts), error)
             continue
-        # vLLM reckons its peer's clock from this: it must be read in the process that stamps the blocks' expiry
+        # vLLM estimates its peer's clock from this: it must be read in the process that sets the blocks' expiry
         socket.send_multipart((parts[0], b"", answer, msgspec.msgpack.encode(time.perf_counter())))
 
 
 def _answer(parts: list[bytes], answers: Mapping[tuple[int, int], bytes]) -> bytes:
     _, _, body = parts
-    word, pipeline_rank, tensor_rank = _question.decode(body)
-    if word != GET_META:
-        raise ValueError(f"unknown question {word[:40]!r}")
+    name, pipeline_rank, tensor_rank = _request.decode(body)
+    if name != GET_META:
+        raise ValueError(f"unknown request {name[:40]!r}")
     return answers[pipeline_rank, tensor_rank]
 
 

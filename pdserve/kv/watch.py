@@ -1,5 +1,5 @@
-"""Which KV reads take longer than they should, which were not watched, and until when they may begin. Pure: times come
-from outside."""
+"""Which KV reads take longer than they should, which were under way while this process hung, and until when reads may
+begin. Pure: times come from outside."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -13,17 +13,16 @@ class _Read:
 
 
 class StallWatch:
-    """A read is due `floor` seconds after it began, plus the time that all bytes then on their way take at
-    `rate` bytes per second: reads share the line, so that one of many takes longer than one alone."""
+    """A read is due `floor` seconds after it began, plus the time that all bytes then under way take at `rate` bytes
+    per second: reads share the line, so that one of many takes longer than a read alone."""
 
     def __init__(self, floor: float, rate: float) -> None:
         self._floor = floor
         self._rate = rate
         self._reads: dict[str, _Read] = {}
 
-    def look(self, sizes: Mapping[str, int], now: float) -> list[str]:
-        """`sizes` are the bytes of the reads under way, by request. Returns those newly overdue, each
-        once."""
+    def update(self, sizes: Mapping[str, int], now: float) -> list[str]:
+        """Take the bytes of the reads under way, by request. Return the reads that became overdue, each once."""
         for gone in self._reads.keys() - sizes.keys():
             del self._reads[gone]
         for request in sizes.keys() - self._reads.keys():
@@ -34,36 +33,36 @@ class StallWatch:
         return overdue
 
 
-class Naps:
-    """A process that looks only now and then hung in between, for all it knows."""
+class HangWatch:
+    """Between two updates that are more than `longest` seconds apart this process hung, for all it knows."""
 
     def __init__(self, longest: float) -> None:
         self._longest = longest
-        self._looked = 0.0
-        self._slept_through: set[str] = set()
+        self._updated = 0.0
+        self._unwatched: set[str] = set()
 
-    def look(self, reads: Iterable[str], now: float) -> set[str]:
-        """`reads` are under way, or ended since the last look. Returns those of them that were under way during
-        a gap of more than `longest` seconds between two looks."""
+    def update(self, reads: Iterable[str], now: float) -> set[str]:
+        """Take the reads that are under way or ended since the last update. Return those of them that were under way
+        during a hang."""
         reads = set(reads)
-        self._slept_through &= reads
-        if now > self._looked + self._longest:
-            self._slept_through |= reads
-        self._looked = now
-        return set(self._slept_through)
+        self._unwatched &= reads
+        if now > self._updated + self._longest:
+            self._unwatched |= reads
+        self._updated = now
+        return set(self._unwatched)
 
 
-class SenderClock:
-    """The monotonic clock of the process from which messages come. Elsewhere than on this host it runs as quickly, but
-    shows another time: the quickest message so far tells by how much, and one that was held back is known by it."""
+class RemoteClock:
+    """The monotonic clock of the process from which messages come. On another host it runs as quickly but shows another
+    time: the quickest message so far tells by how much, and a message that was held back is known by it."""
 
     def __init__(self) -> None:
         self._ahead = math.inf
 
-    def heard(self, sent: float, now: float) -> None:
-        """A message came now that was sent when that clock showed `sent`."""
+    def message(self, sent: float, now: float) -> None:
+        """Take a message that came now and was sent when that clock showed `sent`."""
         self._ahead = min(self._ahead, now - sent)
 
-    def here(self, there: float) -> float:
-        """When this host's clock shows what that one shows at `there`; before any message: for ever ago."""
+    def to_local(self, there: float) -> float:
+        """What this host's clock shows when that clock shows `there`; before any message: the endless past."""
         return -math.inf if math.isinf(self._ahead) else there + self._ahead

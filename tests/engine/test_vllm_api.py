@@ -12,8 +12,7 @@ import pytest
 
 from pdserve.config.host import VLLM_VERSION
 from pdserve.engine.vllm import api
-from pdserve.engine.vllm import engine as vllm
-from pdserve.kv import connector
+from pdserve.kv import FAILED, RELEASED, STALLED, UNREACHABLE, connector
 
 NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 """imported after our connector, which provides NIXL to it"""
@@ -137,7 +136,7 @@ def test_what_is_read_of_vllms_memory_profile() -> None:
         assert "self.model_memory_usage = m.consumed_memory" in (folder / runner).read_text(), ADVICE
 
 
-@pytest.mark.parametrize("key", [connector.STALLED, connector.RELEASED])
+@pytest.mark.parametrize("key", [STALLED, FAILED, RELEASED, UNREACHABLE])
 def test_the_connectors_statistics_carry_our_own(key: str) -> None:
     stats = connector.PdserveConnector.build_kv_connector_stats()
     assert stats.is_empty()
@@ -147,7 +146,3 @@ def test_the_connectors_statistics_carry_our_own(key: str) -> None:
     assert total.aggregate(stats).data[key] == ["r1"]
     assert total.clone_and_reset().data[key] == ["r1"]
     assert total.is_empty()
-
-
-def test_both_ends_name_them_alike() -> None:
-    assert (vllm.STALLED, vllm.RELEASED) == (connector.STALLED, connector.RELEASED)

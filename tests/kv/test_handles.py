@@ -12,7 +12,7 @@ GOOD = KvHandle(
 )
 
 
-def test_one_that_fits_passes() -> None:
+def test_a_handle_that_fits_passes() -> None:
     check_handle(GOOD, 33, 16, "")
 
 
@@ -33,12 +33,12 @@ def test_one_that_fits_passes() -> None:
         ({"computed_at": 0.0}, "lease"),
     ],
 )
-def test_one_that_does_not_fit_says_why(change: dict[str, object], says: str) -> None:
+def test_a_handle_that_does_not_fit_is_refused_with_the_reason(change: dict[str, object], says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
         check_handle(msgspec.structs.replace(GOOD, **change), 33, 16, "")
 
 
-def test_the_margin_counts() -> None:
+def test_a_handle_expires_a_margin_before_its_lease() -> None:
     just_in = msgspec.structs.replace(GOOD, computed_at=time.monotonic() - 30 + LEASE_MARGIN + 1, lease=30.0)
     just_out = msgspec.structs.replace(GOOD, computed_at=time.monotonic() - 30 + LEASE_MARGIN - 1, lease=30.0)
     assert not expired(just_in)

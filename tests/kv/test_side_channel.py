@@ -1,4 +1,4 @@
-"""Nothing that is sent to the side channel ends it, and vLLM's own question is answered."""
+"""No message ends the side channel's listener, and vLLM's own request is answered."""
 
 import logging
 import socket
@@ -28,9 +28,9 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
         work, arguments = side_channel.listen, (ANSWERS, ready, stop, path, logging.getLogger("test"))
     else:
         provide_nixl()
-        from pdserve.kv.connector import GuardedScheduler
+        from pdserve.kv.connector import ConnectorScheduler
 
-        work = GuardedScheduler._nixl_handshake_listener
+        work = ConnectorScheduler._nixl_handshake_listener
         arguments = (ANSWERS, ready, stop, "127.0.0.1", port)
     thread = threading.Thread(target=work, args=arguments)
     thread.start()
@@ -44,16 +44,16 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_malformed_messages_are_dropped(path: str) -> None:
     side_channel.ask(path, 2)
     garbage = [b"", b"\xc1", b"x", b"\x91" * 100_000, msgspec.msgpack.encode((side_channel.GET_META, 0, 99))]
-    garbage += [msgspec.msgpack.encode(each) for each in ((b"other", 0, 0), {"a": 1}, [1], None)]
+    garbage += [msgspec.msgpack.encode(message) for message in ((b"other", 0, 0), {"a": 1}, [1], None)]
     with zmq.Context() as context:
         for kind in (zmq.DEALER, zmq.REQ):
-            for each in garbage:
+            for message in garbage:
                 with context.socket(kind) as peer:
                     peer.setsockopt(zmq.LINGER, 1000)
                     peer.connect(path)
-                    peer.send(each)
+                    peer.send(message)
                     if kind == zmq.DEALER:
-                        peer.send_multipart([each, each, each, each])
+                        peer.send_multipart([message] * 4)
     host, port = path.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port))) as plain:
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\xff" * 1000)
@@ -74,6 +74,6 @@ def test_the_answer_is_what_vllm_reads(path: str) -> None:
     assert abs(msgspec.msgpack.decode(clock) - time.perf_counter()) < 5
 
 
-def test_a_port_where_nobody_answers_is_noticed() -> None:
+def test_a_port_that_does_not_answer_is_a_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(TimeoutError, match="does not answer"):
         side_channel.ask(f"tcp://127.0.0.1:{deaf.getsockname()[1]}", 0.2)

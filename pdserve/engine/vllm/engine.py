@@ -29,17 +29,13 @@ from pdserve.engine.vllm.requests import (
 )
 from pdserve.engine.vllm.tickets import Ticket, Tickets
 from pdserve.errors import EngineDead, ProtocolError
-from pdserve.kv import side_channel
+from pdserve.kv import FAILED, RELEASED, STALLED, UNREACHABLE, side_channel
 from pdserve.kv.handles import check_handle
 from pdserve.messages import KvHandle
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-STALLED, FAILED = "pdserve_stalled_requests", "pdserve_failed_requests"
-RELEASED = "pdserve_released_requests"
-UNREACHABLE = "pdserve_unreachable_engines"
-"""as `pdserve.kv.connector` names it; not imported from there, since that is vLLM's process's business"""
 REACH_WITHIN = 5.0
 """seconds, as a decode engine waits"""
 SILENCE = 0.5
