@@ -131,8 +131,8 @@ async def test_frames_at_a_decode_worker() -> None:
 async def test_cache_events_of_an_engine() -> None:
     import msgspec
 
+    from pdserve.engine.vllm import api
     from pdserve.engine.vllm.cache import CacheMirror
-    from pdserve.engine.vllm.engine import api as api
 
     stored = api.BlockStored([7], None, [1], 1, None, None, None)
     async with CacheMirror() as mirror:

@@ -351,9 +351,9 @@ async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Pair) -> None:
     """vLLM had finished it when the cancellation came."""
     engine = pair.prefill.engine
     await engine.prefill("p-late", prompt_of(300, seed=10), body())
-    ticket = engine._tickets.of_request("p-late")
-    assert ticket is not None
-    engine._tickets.drop(ticket)
+    request = engine._requests.by_request_id("p-late")
+    assert request is not None
+    engine._requests.drop(request)
     await pair.prefill.end("p-late")
     handle = pair.prefill.outputs["p-late"][-1].handle
     assert handle is not None

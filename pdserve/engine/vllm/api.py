@@ -1,5 +1,5 @@
-"""Everything that the engine side uses of vLLM, in one place; the connector, which runs inside vLLM's own
-worker process, is the other (`pdserve/kv/connector.py`).
+"""Everything that our own process uses of vLLM's engine, in one list. What runs inside vLLM's worker processes imports
+vLLM itself (`worker.py`, `pdserve/kv/connector.py`).
 
 Importing this takes seconds: import it late. `tests/engine/test_vllm_api.py` compares what is used here
 with the installed vLLM, and says what moved after an upgrade."""
@@ -7,12 +7,15 @@ with the installed vLLM, and says what moved after an upgrade."""
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vllm import __version__ as VERSION
-from vllm.config import VllmConfig
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm import __version__
+from vllm.config import VllmConfig as VllmConfig
+from vllm.distributed.kv_events import AllBlocksCleared as AllBlocksCleared
+from vllm.distributed.kv_events import BlockRemoved as BlockRemoved
+from vllm.distributed.kv_events import BlockStored as BlockStored
+from vllm.distributed.kv_events import KVEventBatch as KVEventBatch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams as SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
@@ -21,47 +24,26 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     maybe_convert_block_hash,
 )
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine import EngineCoreOutput as EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutputs as EngineCoreOutputs
+from vllm.v1.engine import EngineCoreRequest as EngineCoreRequest
+from vllm.v1.engine import FinishReason as FinishReason
+from vllm.v1.engine.core_client import AsyncMPClient as AsyncMPClient
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.executor import Executor
-from vllm.v1.metrics.loggers import PrometheusStatLogger
-from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.metrics.loggers import PrometheusStatLogger as PrometheusStatLogger
+from vllm.v1.metrics.stats import PrefillStats as PrefillStats
+from vllm.v1.metrics.stats import SchedulerStats as SchedulerStats
 from vllm.v1.request import Request
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.serial_utils import MsgpackDecoder as MsgpackDecoder
+from vllm.v1.serial_utils import MsgpackEncoder
 
-__all__ = [
-    "VERSION",
-    "AllBlocksCleared",
-    "AsyncMPClient",
-    "BlockRemoved",
-    "BlockStored",
-    "EngineCoreOutput",
-    "EngineCoreOutputs",
-    "EngineCoreRequest",
-    "EngineDeadError",
-    "FinishReason",
-    "KVEventBatch",
-    "MsgpackDecoder",
-    "PrefillStats",
-    "PrometheusStatLogger",
-    "SamplingParams",
-    "SchedulerStats",
-    "VllmConfig",
-    "chain_hashes",
-    "decode_request",
-    "encode_outputs",
-    "encode_request",
-    "engine_config",
-    "on_cpu",
-    "seed_hashes",
-    "start_core",
-]
+VERSION: str = __version__
 
 
 def engine_config(argv: Sequence[str]) -> VllmConfig:
-    """vLLM's configuration from its own command-line arguments; looks at the model's folder and the
-    hardware."""
+    """vLLM's configuration from its own command-line arguments; looks at the model's folder and the hardware."""
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     return AsyncEngineArgs.from_cli_args(parser.parse_args(list(argv))).create_engine_config()
 
@@ -71,8 +53,8 @@ def on_cpu() -> bool:
 
 
 def start_core(config: VllmConfig) -> AsyncMPClient:
-    """Start the engine's processes and wait until the model is loaded: blocks for a minute. To be called in
-    a thread without an event loop; the client is then used from the loop that first awaits it."""
+    """Start the engine's processes and wait until the model is loaded: blocks for a minute. Call it in a thread without
+    an event loop; the client is then used from the loop that first awaits it."""
     return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), True)
 
 
@@ -81,7 +63,7 @@ _encoder = MsgpackEncoder()
 
 
 def decode_request(body: list[bytes]) -> EngineCoreRequest:
-    """Raises what msgspec raises for a body that is none."""
+    """Raises what msgspec raises for a body that is no request."""
     request: EngineCoreRequest = _request_decoder.decode(body)
     return request
 
@@ -97,9 +79,9 @@ def encode_outputs(outputs: list[EngineCoreOutput], timestamp: float) -> list[by
 
 
 def chain_hashes(config: VllmConfig, request: EngineCoreRequest) -> Iterator[Any]:
-    """The hashes of the prompt's full blocks, as the KV events name them, computed one by one as they are
-    asked for: hashing is the dear part. LoRA, salt and images are in them. The engine's processes must have
-    been started from this one, or the seeds differ."""
+    """The hashes of the prompt's full blocks, as the KV events name them, each computed when it is asked for: hashing
+    is the expensive part. LoRA, salt and images are in them. The engine's processes must have been started from this
+    one, or the seeds differ."""
     hash_function, size = (
         get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo),
         config.cache_config.block_size,
@@ -114,5 +96,5 @@ def chain_hashes(config: VllmConfig, request: EngineCoreRequest) -> Iterator[Any
 
 
 def seed_hashes(config: VllmConfig) -> None:
-    """Once, before the first `chain_hashes`."""
+    """Call it once, before the first `chain_hashes`."""
     init_none_hash(get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo))

@@ -1,16 +1,15 @@
-"""A mirror of the engine's prefix cache, kept from its KV events, so that a hit is known without asking the
-engine."""
+"""A mirror of the engine's prefix cache, kept up by its KV events, so that a prefix hit is known without a question to
+the engine."""
 
 import logging
-from itertools import islice
-from types import TracebackType
+from itertools import islice, takewhile
 from typing import Any, Self
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from pdserve.engine.vllm import api as api
+from pdserve.engine.vllm import api
 from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
@@ -19,9 +18,8 @@ _decode = msgspec.msgpack.Decoder(api.KVEventBatch).decode
 
 
 class CacheMirror:
-    """Binds its socket on entering, which must happen before the engine starts: the engine connects to it.
-    A lost event makes it wrong until the block is stored or removed again; so is it for the moment that an
-    event takes."""
+    """Enter it before the engine starts: it binds the socket to which the engine connects. It is wrong for the moment
+    that an event takes; a lost event makes it wrong until the block is stored or removed again."""
 
     def __init__(self) -> None:
         self._blocks: set[Any] = set()
@@ -38,32 +36,24 @@ class CacheMirror:
         self._tasks.forever(self._read, "kv events")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._tasks.stop()
         self._context.destroy(linger=0)
 
     def follow(self, config: api.VllmConfig) -> None:
-        """From here on `hit` answers: the engine runs, and its block size is settled."""
+        """Answer `hit` from now on: the engine runs, and its block size is settled."""
         if config.cache_config.enable_prefix_caching:
             api.seed_hashes(config)
             self._config = config
 
     def hit(self, request: api.EngineCoreRequest) -> int:
-        """Leading tokens of the request's prompt that are cached; as in vLLM never all of them, because the
-        last one has to be computed."""
+        """Leading tokens of the request's prompt that are cached; as in vLLM never all of them, because the last token
+        has to be computed."""
         if self._config is None or not self._blocks:
             return 0
         size: int = self._config.cache_config.block_size
-        hits = 0
-        for block in islice(
-            api.chain_hashes(self._config, request), (len(request.prompt_token_ids) - 1) // size
-        ):
-            if block not in self._blocks:
-                break
-            hits += 1
-        return hits * size
+        whole = islice(api.chain_hashes(self._config, request), (len(request.prompt_token_ids) - 1) // size)
+        return size * sum(1 for _ in takewhile(self._blocks.__contains__, whole))
 
     def clear(self) -> None:
         self._blocks.clear()

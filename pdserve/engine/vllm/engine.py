@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Mapping
-from types import TracebackType
+from contextlib import AsyncExitStack
 from typing import Any, Self, TypeVar
 
 import psutil
@@ -14,10 +14,12 @@ import psutil
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
 from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.spec import EngineSpec
-from pdserve.engine.vllm import api as api
+from pdserve.engine.vllm import api
 from pdserve.engine.vllm.cache import CacheMirror
 from pdserve.engine.vllm.process import LEASE, VllmProcess
 from pdserve.engine.vllm.requests import (
+    RunningRequest,
+    RunningRequests,
     handle_of,
     plain_body,
     read_body,
@@ -27,7 +29,6 @@ from pdserve.engine.vllm.requests import (
     to_prefill,
     to_reject,
 )
-from pdserve.engine.vllm.tickets import Ticket, Tickets
 from pdserve.errors import EngineDead, ProtocolError
 from pdserve.kv import FAILED, RELEASED, STALLED, UNREACHABLE, side_channel
 from pdserve.kv.handles import check_handle
@@ -47,7 +48,7 @@ class VllmEngine(Engine):
         self._process = VllmProcess(spec)
         self._fingerprint = Fingerprint(spec.model, spec.engine_args, api.VERSION)
         self._cache = CacheMirror()
-        self._tickets = Tickets()
+        self._requests = RunningRequests()
         self._usage = EngineUsage()
         self._reported = 0.0
         self._unread: list[str] = []
@@ -55,8 +56,9 @@ class VllmEngine(Engine):
         self._timestamp = 0.0
 
     async def __aenter__(self) -> Self:
-        await self._cache.__aenter__()
-        try:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._cache)
+            stack.push_async_callback(self._process.stop)
             await self._fingerprint.before()
             await self._process.start(self._cache.endpoint)
             self._cache.follow(self._process.config)
@@ -65,16 +67,11 @@ class VllmEngine(Engine):
             self.facts = await self._facts()
             if api.on_cpu():
                 log.info("the engine computes with %s", "; ".join(sorted(set(await self.instruction_sets()))))
-        except BaseException:
-            await self.__aexit__(None, None, None)
-            raise
+            self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._process.stop()
-        await self._cache.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
 
     async def _facts(self) -> EngineFacts:
         config = self._process.config
@@ -104,13 +101,13 @@ class VllmEngine(Engine):
             check_handle(kv, len(prompt), self.facts.block_size, self.facts.fingerprint)
         request = to_generate(request_id, prompt, body, kv)
         self._check_length(len(prompt))
-        self._tickets.add(Ticket(request_id, prompt, body, pulls=kv is not None))
+        self._requests.add(RunningRequest(request_id, prompt, body, pulls=kv is not None))
         await self._ask(self._alive.add_request_async(request))
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
         request = to_prefill(request_id, prompt, body)
         self._check_length(len(prompt))
-        self._tickets.add(Ticket(request_id, prompt, body, prefill=True))
+        self._requests.add(RunningRequest(request_id, prompt, body, prefill=True))
         await self._ask(self._alive.add_request_async(request))
 
     async def reject(self, kv: KvHandle) -> None:
@@ -120,21 +117,21 @@ class VllmEngine(Engine):
         await self._ask(self._alive.collective_rpc_async("pdserve_release", args=(kv.request_id,)))
 
     async def cancel(self, request_ids: list[str]) -> None:
-        tickets = [ticket for one in request_ids if (ticket := self._tickets.of_request(one))]
-        for ticket in tickets:
-            self._tickets.drop(ticket)
-        if tickets:
-            await self._ask(self._alive.abort_requests_async([ticket.engine_id for ticket in tickets]))
+        requests = [found for name in request_ids if (found := self._requests.by_request_id(name))]
+        for request in requests:
+            self._requests.drop(request)
+        if requests:
+            await self._ask(self._alive.abort_requests_async([request.engine_id for request in requests]))
 
     async def step(self) -> Step:
-        """The engine also reports while it only waits for a transfer, a thousand times a second: those
-        reports end here."""
+        """The engine also reports while it only waits for a transfer, a thousand times a second: those reports are
+        dropped here."""
         while True:
             outputs = await self._ask(self._alive.get_output_async())
             moved = await self._take_stats(outputs.scheduler_stats)
             if outputs.outputs or moved:
                 self._timestamp = outputs.timestamp
-                found = [output for one in outputs.outputs if (output := self._take(one))]
+                found = [output for raw in outputs.outputs if (output := self._take(raw))]
                 unread, self._unread = self._unread, []
                 return Step(
                     found,
@@ -160,20 +157,20 @@ class VllmEngine(Engine):
 
     @property
     def usage(self) -> EngineUsage:
-        """The last report of the engine is made before it frees the last blocks; but as long as any is held
-        it goes on reporting, so that its silence says the rest."""
-        if not len(self._tickets) and time.monotonic() > self._reported + SILENCE:
+        """The engine's last report comes before it frees the last blocks; but it goes on reporting as long as a block
+        is held, so that silence means that none is."""
+        if not len(self._requests) and time.monotonic() > self._reported + SILENCE:
             return EngineUsage()
         return self._usage
 
     async def all_blocks_free(self) -> bool:
         free = bool(await self._ask(self._alive.reset_prefix_cache_async()))
         if free:
-            self._cache.clear()  # the engine tells of it with its next step only
+            self._cache.clear()  # the engine's own event comes with its next step only
         return free
 
     async def probe(self) -> None:
-        """The answer is known to the core process itself."""
+        """The core process answers this by itself."""
         await self._ask(self._alive.get_supported_tasks_async())
 
     async def reach(self) -> None:
@@ -190,7 +187,7 @@ class VllmEngine(Engine):
 
     @property
     def processes(self) -> set[psutil.Process]:
-        """All of this engine's, for whoever wants to watch or to kill them."""
+        """All of this engine's."""
         return self._process.processes
 
     @property
@@ -212,29 +209,29 @@ class VllmEngine(Engine):
             raise
 
     def _check_length(self, prompt_tokens: int) -> None:
-        """vLLM's frontend sees to this; a request that comes past it kills the engine."""
+        """vLLM's frontend checks this; a request that comes past it kills the engine."""
         if prompt_tokens >= self.facts.max_model_len:
             raise ProtocolError(
                 f"a prompt of {prompt_tokens} tokens, of at most {self.facts.max_model_len - 1}"
             )
 
     def _take(self, raw: api.EngineCoreOutput) -> Output | None:
-        ticket = self._tickets.of_engine(raw.request_id)
-        if ticket is None:
+        request = self._requests.by_engine_id(raw.request_id)
+        if request is None:
             return self._take_late(raw)
         params, raw.kv_transfer_params = raw.kv_transfer_params, None
-        raw.request_id = ticket.request_id
-        output = Output(ticket.request_id, raw.new_token_ids, raw.finished, raw=raw)
-        if raw.new_token_ids and not ticket.began:
-            ticket.began = True
-            output.recomputed = ticket.pulls and self._computed_here(raw.prefill_stats)
+        raw.request_id = request.request_id
+        output = Output(request.request_id, raw.new_token_ids, raw.finished, raw=raw)
+        if raw.new_token_ids and not request.began:
+            request.began = True
+            output.recomputed = request.pulls and self._computed_here(raw.prefill_stats)
         if raw.finished:
-            self._tickets.drop(ticket)
+            self._requests.drop(request)
             output.failed = raw.finish_reason in (api.FinishReason.ERROR, api.FinishReason.ABORT)
-            if raw.finish_reason is api.FinishReason.ERROR and not ticket.began:
-                output.refused = refusal(ticket.body)
-            if ticket.prefill and params and not output.failed:
-                output.handle = self._handle(params, len(ticket.prompt))
+            if raw.finish_reason is api.FinishReason.ERROR and not request.began:
+                output.refused = refusal(request.body)
+            if request.prefill and params and not output.failed:
+                output.handle = self._handle(params, len(request.prompt))
         return output
 
     def _computed_here(self, stats: api.PrefillStats | None) -> bool:
@@ -243,7 +240,8 @@ class VllmEngine(Engine):
         return bool(computed > self.facts.block_size)
 
     def _take_late(self, raw: api.EngineCoreOutput) -> Output | None:
-        """Of a cancelled request. A prefill that was done before vLLM heard of it keeps its KV for the lease."""
+        """Of a cancelled request. A prefill that was done before vLLM heard of the cancellation keeps its KV for the
+        lease."""
         params = raw.kv_transfer_params
         if not params:
             return None
@@ -255,7 +253,7 @@ class VllmEngine(Engine):
         return handle_of(params, prompt_tokens, self.facts, LEASE, self._timestamp)
 
     async def _take_stats(self, stats: api.SchedulerStats | None) -> Mapping[str, Any]:
-        """What the KV connectors of all ranks have to tell; mostly nothing."""
+        """Take the usage; return what the KV connectors of all ranks report, mostly nothing."""
         if stats is None:
             return {}
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
@@ -265,28 +263,28 @@ class VllmEngine(Engine):
             self._stats.record(stats, None)
         self._usage, self._reported = usage, time.monotonic()
         for engine_id in (moved or {}).get(FAILED, ()):
-            self._note_unread(self._tickets.of_engine(engine_id))
+            self._note_unread(self._requests.by_engine_id(engine_id))
         for engine_id in (moved or {}).get(STALLED, ()):
             await self._restart(engine_id)
         return moved or {}
 
     async def _restart(self, engine_id: str) -> None:
-        """Its KV does not come: compute it here, in other blocks. The old ones stay with the aborted
-        request until the read has ended, because it cannot be stopped from writing into them."""
-        ticket = self._tickets.of_engine(engine_id)
-        if ticket is None:
+        """Compute the prompt here, in other blocks, since its KV does not come. The old blocks stay with the aborted
+        request until the read has ended, because the read cannot be stopped from writing into them."""
+        request = self._requests.by_engine_id(engine_id)
+        if request is None:
             return
-        self._note_unread(ticket)
-        self._tickets.restart(ticket)
-        log.warning("request %s: the KV transfer stalled, prefilling locally", ticket.request_id)
+        self._note_unread(request)
+        self._requests.restart(request)
+        log.warning("request %s: the KV transfer stalled, prefilling locally", request.request_id)
         await self._ask(self._alive.abort_requests_async([engine_id]))
-        again = to_generate(ticket.engine_id, ticket.prompt, ticket.body, None)
+        again = to_generate(request.engine_id, request.prompt, request.body, None)
         await self._ask(self._alive.add_request_async(again))
 
-    def _note_unread(self, ticket: Ticket | None) -> None:
+    def _note_unread(self, request: RunningRequest | None) -> None:
         """Several ranks may have failed to read for one request."""
-        if ticket is not None and ticket.request_id not in self._unread:
-            self._unread.append(ticket.request_id)
+        if request is not None and request.request_id not in self._unread:
+            self._unread.append(request.request_id)
 
 
 def _transfers(moved: Mapping[str, Any]) -> Transfers:

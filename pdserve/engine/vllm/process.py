@@ -14,7 +14,7 @@ import psutil
 
 from pdserve.config.arguments import for_engine, to_argv
 from pdserve.engine.spec import EngineSpec
-from pdserve.engine.vllm import api as api
+from pdserve.engine.vllm import api
 from pdserve.errors import ConfigError, EngineDead
 from pdserve.messages import Role
 from pdserve.ports import free_port, port_holder
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 LEASE = 30
 """seconds that the prefill side keeps blocks for the decode side"""
 WORKER_EXTENSION = "pdserve.engine.vllm.worker.WorkerExtension"
-"""by name: the module is vLLM's worker processes' business, in which it does its work when it is imported"""
+"""by name: only vLLM's worker processes import the module, which does its work when it is imported"""
 SHUTDOWN_TIMEOUT = 2.0
-"""seconds that the processes get to end before they are killed: they have nothing left to do then, but
-vLLM's worker rarely ends by itself"""
+"""seconds that the processes have to end before they are killed: they have nothing left to do then, but vLLM's worker
+rarely ends by itself"""
 
 
 class VllmProcess:
-    """One at a time in each of ours while it starts: part of vLLM's configuration is the environment."""
+    """Start only one at a time in a process of ours: part of vLLM's configuration is the environment."""
 
     config: api.VllmConfig
     """as the engine settled on it; set by `start`"""
@@ -46,8 +46,8 @@ class VllmProcess:
         self._abandoned = False
 
     async def start(self, events_endpoint: str) -> None:
-        """vLLM's start takes a minute in a thread and cannot be stopped: cancelled, it is made to fail, by
-        killing each process that it has started. Raises ConfigError, and EngineDead where vLLM gives up."""
+        """vLLM's start takes a minute in a thread that cannot be stopped: where this is cancelled, kill each process
+        that vLLM has started, so that the start fails. Raises ConfigError, and EngineDead where vLLM gives up."""
         before = _descendants()
         start = asyncio.ensure_future(asyncio.to_thread(self._start, events_endpoint))
         try:
@@ -63,13 +63,10 @@ class VllmProcess:
             self.processes = _descendants() - before
 
     async def stop(self) -> None:
-        """However far the start came, and whatever state the engine is in: its processes are gone
-        afterwards."""
+        """End the engine's processes, however far the start came and whatever state the engine is in."""
         if self.core is not None:
             await asyncio.to_thread(self.core.shutdown, SHUTDOWN_TIMEOUT)
-            self.core.resources.ctx.destroy(
-                linger=0
-            )  # vLLM leaves its ZeroMQ context to the garbage collector
+            self.core.resources.ctx.destroy(linger=0)  # vLLM leaves it to the garbage collector
         await asyncio.to_thread(_kill, self.processes)
         log.info("the engine's processes are gone")
 
@@ -97,9 +94,9 @@ class VllmProcess:
             raise EngineDead(f"vLLM did not start, its log says why: {error}") from error
 
     def _set_environment(self) -> None:
-        """Read by vLLM here and in its processes."""
+        """vLLM reads it here and in its processes."""
         port = self._spec.kv_port or free_port(self._spec.host)
-        if holder := port_holder(self._spec.host, port):  # vLLM would not say so, but hang for ever
+        if holder := port_holder(self._spec.host, port):  # vLLM would not say so but hang for ever
             raise ConfigError(
                 [f"The KV side channel's port {port} on {self._spec.host} is held by {holder}."]
             )
@@ -109,8 +106,7 @@ class VllmProcess:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": self._spec.host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
         }
-        # seeds the hashes that name KV blocks, where vLLM does not seed them itself: equal in its processes
-        # and here
+        # seeds the hashes that name KV blocks, where vLLM does not seed them itself: equal in its processes and here
         os.environ.setdefault("PYTHONHASHSEED", str(secrets.randbelow(2**32)))
 
     def _argv(self, events_endpoint: str) -> list[str]:
@@ -149,9 +145,9 @@ def _fork_from_here() -> None:
 
 @contextmanager
 def _deaf_children() -> Iterator[None]:
-    """Ctrl-C, and the end of a terminal, go to every process of the foreground group. vLLM's would end at once, with
-    all requests in them; this one lets the requests finish and then ends the others. What this thread blocks stays
-    blocked in its children, and theirs."""
+    """Ctrl-C, and the end of a terminal, go to every process of the foreground group. vLLM's processes would end at
+    once, with all requests in them; this process lets the requests finish and then ends the others. What this thread
+    blocks stays blocked in its children, and theirs."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         resource_tracker.ensure_running()  # deaf to SIGINT by itself, but its start would unblock that here
@@ -166,8 +162,8 @@ def _descendants() -> set[psutil.Process]:
 
 
 def _kill(processes: set[psutil.Process]) -> None:
-    """What is left of them. psutil compares start times: a number that was given to somebody else is not
-    killed. One that is dead but was never waited for, because its parent died before it, counts as gone."""
+    """Kill what is left of them. psutil compares start times: a pid that was given to another process is not killed.
+    A process that is dead but was never waited for, because its parent died before it, counts as gone."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()

@@ -1,12 +1,15 @@
-"""What the vLLM engine makes of a request body and of KV handles, and back."""
+"""The requests of a vLLM engine: which run in it, and what it is given and gives back for request bodies and KV
+handles."""
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from pdserve import clock
 from pdserve.engine.base import EngineFacts
-from pdserve.engine.vllm import api as api
+from pdserve.engine.vllm import api
 from pdserve.errors import ProtocolError
 from pdserve.kv.handles import safe_until
 from pdserve.messages import KvHandle
@@ -22,6 +25,66 @@ _KNOWN = {
     "remote_block_ids",
     "tp_size",
 }
+_REMEMBERED = 100_000
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    request_id: str
+    """as the worker knows it"""
+    prompt: list[int]
+    body: list[bytes]
+    prefill: bool = False
+    pulls: bool = False
+    """its prompt's KV comes from another engine"""
+    engine_id: str = ""
+    """as the engine knows it now: a restarted request gets a new id"""
+    restarts: int = 0
+    began: bool = False
+    """it has a token"""
+
+
+class RunningRequests:
+    """Which of the engine's own request ids stands for which request."""
+
+    def __init__(self) -> None:
+        self._by_engine_id: dict[str, RunningRequest] = {}
+        self._by_request_id: dict[str, RunningRequest] = {}
+        self._used: OrderedDict[str, None] = OrderedDict()
+
+    def add(self, request: RunningRequest) -> None:
+        """Raises ProtocolError for an id that was used before: vLLM dies of an id that it still has. The memory of
+        finished requests is long but not endless."""
+        if request.request_id in self._used:
+            raise ProtocolError(f"request {request.request_id} was given to this engine before")
+        self._used[request.request_id] = None
+        if len(self._used) > _REMEMBERED:
+            self._used.popitem(last=False)
+        request.engine_id = request.request_id
+        self._by_engine_id[request.engine_id] = self._by_request_id[request.request_id] = request
+
+    def restart(self, request: RunningRequest) -> None:
+        """Give it a new id inside the engine; the old id stands for no request any more."""
+        del self._by_engine_id[request.engine_id]
+        request.restarts += 1
+        request.engine_id = f"{request.request_id}#{request.restarts}"
+        self._by_engine_id[request.engine_id] = request
+
+    def drop(self, request: RunningRequest) -> None:
+        del self._by_engine_id[request.engine_id]
+        del self._by_request_id[request.request_id]
+
+    def by_engine_id(self, engine_id: str) -> RunningRequest | None:
+        return self._by_engine_id.get(engine_id)
+
+    def by_request_id(self, request_id: str) -> RunningRequest | None:
+        return self._by_request_id.get(request_id)
+
+    def __len__(self) -> int:
+        return len(self._by_engine_id)
+
+
+# our requests and KV handles as vLLM has them, and back
 
 
 def read_body(body: list[bytes]) -> api.EngineCoreRequest:
@@ -36,8 +99,8 @@ def read_body(body: list[bytes]) -> api.EngineCoreRequest:
 
 
 def remote_ok(request: api.EngineCoreRequest) -> bool:
-    """The prompt must be token ids and nothing else, and must not be skipped: prompt logprobs come from
-    computing it, and vLLM then ignores any KV that it was given."""
+    """Whether another engine may prefill it. The prompt must be token ids and nothing else, and must not be skipped:
+    prompt logprobs come from computing it, and vLLM then ignores any KV that it was given."""
     sampling = request.sampling_params
     return (
         not request.mm_features
@@ -48,8 +111,8 @@ def remote_ok(request: api.EngineCoreRequest) -> bool:
 
 
 def refusal(body: list[bytes]) -> str:
-    """Why vLLM ended this request with an error before its first token, where the request is at fault. vLLM's frontend
-    parses a grammar and does not compile it; its engine tells the reason to its log only."""
+    """Why vLLM ended this request with an error before its first token, where the request is at fault; else empty.
+    vLLM's frontend parses a grammar and does not compile it; its engine writes the reason to its log only."""
     asked = read_body(body).sampling_params.structured_outputs
     if asked is None:
         return ""
@@ -88,7 +151,7 @@ def plain_body(max_tokens: int) -> list[bytes]:
 
 
 def to_reject(request_id: str, kv: KvHandle) -> api.EngineCoreRequest:
-    """A request that is aborted before it starts, of which the connector tells the prefill engine."""
+    """A request that is aborted before it starts; the connector then tells the prefill engine."""
     sampling = api.SamplingParams(max_tokens=1, extra_args={_KV: pull_params(kv)})
     request = _request(request_id, [0], sampling)
     request.abort_immediately = True
@@ -137,7 +200,7 @@ def pull_params(kv: KvHandle) -> dict[str, Any]:
 def handle_of(
     params: dict[str, Any], prompt_tokens: int, facts: EngineFacts, lease: float, computed_at: float
 ) -> KvHandle | None:
-    """The handle in a finished prefill's parameters; None where they are no such thing. `computed_at` is monotonic."""
+    """The handle in a finished prefill's parameters; None where they have none. `computed_at` is monotonic."""
     try:
         return KvHandle(
             engine_id=params["remote_engine_id"],
@@ -158,8 +221,8 @@ def handle_of(
 
 
 def _own(request_id: str, prompt: list[int], body: list[bytes]) -> api.EngineCoreRequest:
-    """The body's request under our id and with its prompt. Transfer parameters that came with it are
-    dropped: they would let a client read other people's KV, or kill the engine."""
+    """The body's request with our id and its prompt. Transfer parameters that came with it are dropped: they would let
+    a client read the KV of other clients, or kill the engine."""
     request = read_body(body)
     if not prompt:
         raise ProtocolError("an empty prompt")
