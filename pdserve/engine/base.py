@@ -1,11 +1,10 @@
 """The engine seam: what a decode or prefill worker needs of an inference engine.
 
-`vllm` is the real one, `sim` a simulated one with the same contract. Which implementation a worker uses is
-the `engine` key of its YAML section."""
+`vllm` is the real engine, `sim` a simulated engine with the same contract. Which implementation a worker uses is the
+`engine` key of its YAML section."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from pdserve.messages import KvHandle
@@ -26,11 +25,11 @@ class EngineFacts:
     vllm_version: str
     supported_tasks: list[str]
     fingerprint: str = ""
-    """of what it loaded (`engine/fingerprint.py`); KV of another one means nothing to it"""
+    """of what it loaded (`engine/fingerprint.py`); KV of another fingerprint means nothing to it"""
     weight_bytes: int = 0
-    """of the rank that has most; 0 here and below: the engine does not tell"""
+    """of the rank with the most; 0 here and below: not known"""
     consumed_bytes: int = 0
-    """on a GPU: weights, and what the runtime keeps"""
+    """on a GPU: weights, and the runtime's own memory"""
     peak_bytes: int = 0
     """on a GPU: reserved for activations and CUDA graphs"""
 
@@ -66,38 +65,38 @@ class Output:
     handle: KvHandle | None = None
     """on the finishing output of a `prefill`: where its KV lies"""
     failed: bool = False
-    """finished by an error inside the engine; no more outputs come"""
+    """ended by an error inside the engine; no more outputs come"""
     refused: str = ""
-    """with `failed`: why no engine will do it, where the request itself is at fault"""
+    """with `failed`: why no engine will run it, where the request itself is at fault"""
     recomputed: bool = False
-    """on the first output of a request with `kv`: that could not be read, and the prompt was computed here"""
+    """on the first output of a request with `kv`: its KV could not be read, and the prompt was computed here"""
     raw: Any = None
     """the engine's own output, for `pack`"""
 
 
 @dataclass
 class Step:
-    """What one engine step brought; in order for each request."""
+    """The outputs of an engine step, in order for each request."""
 
     outputs: list[Output]
     transfers: Transfers | None = None
     unread: list[str] = field(default_factory=list)
-    """requests whose KV could not be read from the prefill engine, and is computed here: each is named once, before its
+    """requests whose KV could not be read from the prefill engine and is computed here; each is named once, before its
     first output"""
     released: list[str] = field(default_factory=list)
-    """prefills whose KV is kept no longer, by the `request_id` of their handles: read, rejected, or past its lease.
-    Each is named once, after its finishing output"""
+    """prefills whose KV is kept no longer (read, rejected, or past its lease), by the `request_id` of their handles;
+    each is named once, after its finishing output"""
     unreachable: list[str] = field(default_factory=list)
-    """engines, by the `engine_id` of their handles, that do not answer when asked how to read their KV"""
+    """engines that do not answer when asked how to read their KV, by the `engine_id` of their handles"""
 
 
 class Engine(ABC):
-    """An inference engine in processes of its own (or simulated in this one). Entering starts it and
-    returns when it can serve; leaving stops all of its processes.
+    """An inference engine in processes of its own, or simulated in this process. Entering starts it and returns when it
+    can serve; leaving stops all of its processes.
 
-    Every request ends with exactly one finishing Output, unless it was cancelled: then none may come, or, for a
-    prefill that was done before the engine heard of it, the one with its handle.
-    Any method raises EngineDead when the engine is gone; it does not come back, the worker must exit.
+    Every request ends with exactly one finishing Output, unless it was cancelled: then either no Output comes, or, for
+    a prefill that was done before the engine heard of the cancellation, the one with its handle.
+    Any method raises EngineDead when the engine is gone; it does not come back, and the worker must exit.
     A request id is used once in an engine's life; a second use raises ProtocolError and harms nothing.
     """
 
@@ -108,37 +107,33 @@ class Engine(ABC):
     async def __aenter__(self) -> Self: ...
 
     @abstractmethod
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    async def __aexit__(self, *error: object) -> None: ...
 
     @abstractmethod
     async def generate(
         self, request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None
     ) -> None:
-        """Start generating. With `kv`, the prompt's KV is pulled from there first; where that fails the
-        engine recomputes it, and the caller sees no difference. Raises ProtocolError for a handle that does
-        not fit (other block size, too few blocks, past its lease less a margin): the request was then not
-        started."""
+        """Start generating. With `kv`, pull the prompt's KV from there first; where that fails the engine recomputes
+        it, and the caller sees no difference. Raises ProtocolError for a handle that does not fit (other block size,
+        too few blocks, past its lease less a margin): the request was then not started."""
 
     @abstractmethod
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
-        """Run the prompt for one token and keep its KV blocks for the lease; the finishing output has the
-        handle."""
+        """Run the prompt for one token and keep its KV blocks for the lease; the finishing output has the handle."""
 
     @abstractmethod
     async def reject(self, kv: KvHandle) -> None:
-        """Tell the prefill engine that holds `kv` that nobody will pull it, so that it frees the blocks
-        now. Does not wait for that, and does not fail where that engine is gone."""
+        """Tell the prefill engine that holds `kv` that it will not be pulled, so that it frees the blocks now. Does not
+        wait for that, and does not fail where that engine is gone."""
 
     @abstractmethod
     async def release(self, kv: KvHandle) -> None:
-        """Free the KV of a prefill of this engine, which no other engine will read. Its release is then told by a
-        step, as every other one; unknown ones are ignored."""
+        """Free the KV of a prefill of this engine, which no other engine will read. A step names it as released, like
+        every other; an unknown handle is ignored."""
 
     @abstractmethod
     async def cancel(self, request_ids: list[str]) -> None:
-        """Stop these and free their blocks; unknown and finished ids are ignored."""
+        """Stop these requests and free their blocks; unknown and finished ids are ignored."""
 
     @abstractmethod
     async def step(self) -> Step:
@@ -146,22 +141,22 @@ class Engine(ABC):
 
     @abstractmethod
     def pack(self, outputs: list[Output]) -> list[bytes]:
-        """These outputs of one step, in vLLM's encoding of EngineCoreOutputs, for one frontend."""
+        """Encode these outputs of one step for one frontend, as vLLM's EngineCoreOutputs."""
 
     @abstractmethod
     def plain_body(self, max_tokens: int) -> list[bytes]:
-        """The body of a request of this process itself: greedy, for exactly so many tokens."""
+        """The body of a request of this process's own: greedy, for exactly so many tokens."""
 
     @abstractmethod
     def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int:
-        """How many leading tokens of the prompt have their KV in this engine's prefix cache. A guess: it
-        may be stale, and 0 is always allowed."""
+        """How many leading tokens of the prompt have their KV in this engine's prefix cache. An estimate: it may be
+        stale, and 0 is always allowed."""
 
     @abstractmethod
     def remote_ok(self, body: list[bytes]) -> bool:
-        """Whether this request's prompt may be prefilled by another engine: false where the KV of the token
-        ids is not all that it needs of its prompt (prompt logprobs, images, embeddings). Such a request is
-        generated with `kv=None`. Raises ProtocolError for a body that cannot be read."""
+        """Whether another engine may prefill this request's prompt: false where the KV of the token ids is not all that
+        it needs of its prompt (prompt logprobs, images, embeddings). Such a request is generated with `kv=None`.
+        Raises ProtocolError for a body that cannot be read."""
 
     @property
     @abstractmethod
@@ -173,15 +168,15 @@ class Engine(ABC):
 
     @abstractmethod
     async def probe(self) -> None:
-        """Return when the engine has answered a question that costs it nothing, which it does between two steps:
-        one that hangs never does."""
+        """Return when the engine has answered a question that costs it nothing, which it does between two steps; an
+        engine that hangs never does."""
 
     @abstractmethod
     async def reach(self) -> None:
-        """Ask this engine for KV as another one would; for prefill engines. Raises TimeoutError where nothing answers
+        """Ask this engine for KV as another engine would; for prefill engines. Raises TimeoutError without an answer
         within a few seconds."""
 
     @abstractmethod
     def cpu_seconds(self) -> float:
-        """CPU time that this engine's processes have used so far. During a long step they do not answer, but use
-        it."""
+        """CPU time that this engine's processes have used so far. During a long step they do not answer, but use CPU
+        time."""

@@ -1,10 +1,10 @@
-"""What tells two workers of one served name apart that must not share KV, or tokens: a digest of the model's files
-and of the engine arguments that change what is in a KV block.
+"""A digest of a model's files and of the engine arguments that change what is in a KV block. It tells two workers of
+one served name apart that must not share KV or tokens.
 
-It is equal on every host that has the same files, wherever they lie: no paths, no times. Small files (configuration,
-tokenizer, code) count whole; of weights the name, the size, the header, and pages of each tensor, or of the whole file
-where its format is another. That reads some megabytes of a model of 30 GB, and misses only a change of a few numbers
-within single tensors: training changes nearly all.
+It is equal on every host that has the same files, in any folder: no paths, no times. Small files (configuration,
+tokenizer, code) count whole; of weights the name, the size, the header, and pages of each tensor, or pages of the file
+where its format has no tensor index. That reads some megabytes of a model of 30 GB, and misses only a change of a few
+numbers within single tensors: training changes nearly all of them.
 """
 
 import asyncio
@@ -39,14 +39,14 @@ _ARGUMENTS = (
 """engine arguments that change the KV of a prompt, its tokens, or which files are read"""
 _CODE = {".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".vocab"}
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-"""in vLLM's order: where there are some of the first kind, those of later kinds are not read"""
+"""in vLLM's order: where there are files of an earlier kind, those of later kinds are not read"""
 _WHOLE = 4 << 20
-"""bytes; files up to that size are read as a whole"""
+"""bytes; files up to that size are read whole"""
 _PAGE = 4096
 _PLACES = 64
 """pages read of a file of unknown format"""
 _MANY = 3000
-"""tensors in one file, beyond which each is looked at in one place instead of three"""
+"""tensors in one file, beyond which each is read in one place instead of three"""
 _MAX_HEADER = 100 << 20
 
 
@@ -60,12 +60,12 @@ class Fingerprint:
         self._before: str | None = None
 
     async def before(self) -> None:
-        """A hub id is looked at by its commit only: its files may be about to be downloaded, and then never change."""
+        """Of a hub id only the commit counts: its files may be about to be downloaded, and never change afterwards."""
         self._before = await asyncio.to_thread(self._state)
 
     async def after(self) -> str:
-        """The fingerprint. Raises EngineDead where the files changed since `before`: nobody knows which the engine
-        has read. The worker is started again, and reads those that are there then."""
+        """The fingerprint. Raises EngineDead where the files changed since `before`: it is unknown which of them the
+        engine has read. The worker is started again, and reads those that are there then."""
         if self._before is not None and await asyncio.to_thread(self._state) != self._before:
             raise EngineDead(f"the files of {self._model} changed while they were loaded")
         return await asyncio.to_thread(self._digest)
@@ -84,7 +84,7 @@ class Fingerprint:
 
 
 def fingerprint(model: str, engine_args: Mapping[str, object], version: str) -> str:
-    """16 hex digits. A model of which nothing is on this host has the fingerprint of its name."""
+    """16 hex digits. A model without files on this host has the fingerprint of its name."""
     known = arguments()
     settings = {name: engine_args.get(name, known[name].default) for name in _ARGUMENTS}
     if settings.get("load-format") == "dummy":
@@ -107,7 +107,7 @@ def _source(model: str, revision: str) -> object:
 
 
 def digest_folder(folder: Path) -> dict[str, str]:
-    """File name -> digest, of the files that count; those in folders below are other people's copies."""
+    """File name -> digest, of the files that count; folders below have only other copies."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     digests = {path.name: _whole_digest(path) for path in files if path.suffix in _CODE}
     weights = [path for path in files if not path.name.startswith("consolidated")]

@@ -1,4 +1,4 @@
-"""What an engine is made from, and the choice of its implementation."""
+"""What an engine is started with, and the choice of its implementation."""
 
 import importlib
 from collections.abc import Mapping
