@@ -14,12 +14,12 @@ def block_hashes(prompt: list[int], block_size: int, weights: int = 0) -> list[i
 
 
 class BlockPool:
-    """Blocks nobody holds keep their content until they are needed again, least recently freed first."""
+    """Blocks that no request holds keep their content until they are needed again, least recently freed first."""
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.weights = 0
-        """which ones the engine has loaded: KV of others is another"""
+        """which weights the engine has loaded: other weights make other KV"""
         self.total = blocks
         self._refs: dict[int, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
@@ -34,8 +34,7 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def hit(self, prompt: list[int]) -> list[int]:
-        """Blocks in the cache that hold the prompt's prefix; as in vLLM the last token is never counted as
-        cached."""
+        """Blocks in the cache that hold the prompt's prefix; as in vLLM the last token never counts as cached."""
         found: list[int] = []
         for content in block_hashes(prompt[:-1], self.block_size, self.weights):
             if content not in self._cached:
@@ -44,8 +43,8 @@ class BlockPool:
         return found
 
     def take(self, prompt: list[int], tokens: int) -> tuple[list[int], int] | None:
-        """Blocks for `tokens` tokens, starting with the prompt's cached prefix, and how many blocks of it
-        there were. None where too few are free."""
+        """Blocks for `tokens` tokens, beginning with the prompt's cached prefix, and how many blocks that prefix has.
+        None where too few are free."""
         hit = self.hit(prompt)
         new = self.needed(tokens) - len(hit)
         if new > self.free - sum(block in self._free for block in hit):
@@ -64,7 +63,7 @@ class BlockPool:
         return block
 
     def fill(self, blocks: list[int], prompt: list[int]) -> None:
-        """The prompt's KV is in these blocks now; full ones can be found by others."""
+        """The prompt's KV is in these blocks now; other requests can find the full ones."""
         for block, content in zip(blocks, block_hashes(prompt, self.block_size, self.weights), strict=False):
             self._content[block] = content
             self._cached.setdefault(content, block)
@@ -74,7 +73,7 @@ class BlockPool:
         return block_hashes(prompt, self.block_size, self.weights)
 
     def contents(self, blocks: list[int]) -> list[int]:
-        """What lies in these blocks now, whoever they belong to; 0 for nothing whole."""
+        """What lies in these blocks now, of any request; 0 for a block that is not full."""
         return [self._content.get(block, 0) for block in blocks]
 
     def give(self, blocks: list[int]) -> None:

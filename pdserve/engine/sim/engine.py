@@ -1,17 +1,14 @@
 """The simulated engine: continuous batching over a real block pool, with sleeps where the GPU would work.
 
-It differs from vLLM where that buys nothing here: a request reserves the blocks of all its tokens when it is
-admitted, so that nothing is ever preempted, and it always runs to max_tokens. Stop tokens and logprobs are
+It is simpler than vLLM where vLLM's way would show nothing more: a request reserves the blocks of all its tokens when
+it is admitted, so that none is ever preempted, and it always runs to max_tokens. Stop tokens and logprobs are
 ignored."""
 
 import asyncio
 import time
 from collections import deque
-from contextlib import suppress
-from types import TracebackType
+from contextlib import AsyncExitStack, suppress
 from typing import Self
-
-import msgspec
 
 from pdserve.config.host import VLLM_VERSION
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
@@ -19,7 +16,6 @@ from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.sim import wire
 from pdserve.engine.sim.blocks import BlockPool
 from pdserve.engine.sim.model import Faults, sim_model
-from pdserve.engine.sim.request import SimRequest
 from pdserve.engine.sim.side import SideServer, Unreachable, ask
 from pdserve.engine.spec import EngineSpec
 from pdserve.errors import EngineDead, ProtocolError, Unavailable
@@ -39,12 +35,12 @@ class SimEngine(Engine):
             spec.host,
             self._pool.contents,
             self._release,
-            self.faults.silent,
-            lambda: self.faults.deaf,
+            self.faults,
         )
-        self._waiting: deque[SimRequest] = deque()
-        self._pulling: dict[SimRequest, asyncio.Task[None]] = {}
-        self._running: list[SimRequest] = []
+        self._waiting: deque[wire.SimRequest] = deque()
+        self._pulling: dict[wire.SimRequest, asyncio.Task[None]] = {}
+        self._running: list[wire.SimRequest] = []
+        self._stack = AsyncExitStack()
         self._tasks = Owner()
         self._held: dict[str, tuple[list[int], asyncio.TimerHandle]] = {}
         self._seen: set[str] = set()
@@ -73,17 +69,18 @@ class SimEngine(Engine):
             supported_tasks=["generate"],
             fingerprint=fingerprint,
         )
-        await self._side.__aenter__()
+        await self._stack.enter_async_context(self._side)
+        self._stack.callback(self._cancel_leases)
+        await self._stack.enter_async_context(self._tasks)
         self._tasks.start(self._run(), "sim engine", lambda _: self.die())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._tasks.stop()
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    def _cancel_leases(self) -> None:
         for _, timer in self._held.values():
             timer.cancel()
-        await self._side.__aexit__(kind, error, trace)
 
     # the contract
 
@@ -92,39 +89,39 @@ class SimEngine(Engine):
     ) -> None:
         if kv is not None:
             check_handle(kv, len(prompt), self._model.block_size, self.facts.fingerprint)
-        sampling = _read(body).sampling_params
+        sampling = wire.read_request(body).sampling_params
         most = self._model.max_model_len - len(prompt)
         max_tokens = (
             most if sampling is None or sampling.max_tokens is None else min(sampling.max_tokens, most)
         )
         if self.faults.no_grammars and sampling is not None and sampling.structured_outputs is not None:
-            self._once(request_id)
+            self._refuse_reuse(request_id)
             self._steps.put_nowait(Step([_refused(request_id)]))
             return
-        self._add(SimRequest(request_id, prompt, max_tokens, kv=kv))
+        self._add(wire.SimRequest(request_id, prompt, max_tokens, kv=kv))
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
-        _read(body)
-        self._add(SimRequest(request_id, prompt, 1, keep=True))
+        wire.read_request(body)
+        self._add(wire.SimRequest(request_id, prompt, 1, keep=True))
 
     async def reject(self, kv: KvHandle) -> None:
-        self._alive()
-        self._say_farewell(kv)
+        self._check_alive()
+        self._free_remote(kv)
 
     async def release(self, kv: KvHandle) -> None:
-        self._alive()
+        self._check_alive()
         self._release(kv.request_id)
 
     async def cancel(self, request_ids: list[str]) -> None:
-        self._alive()
+        self._check_alive()
         for request in [*self._waiting, *self._running, *self._pulling]:
             if request.request_id in request_ids:
                 self._drop(request)
 
     async def step(self) -> Step:
-        self._alive()
+        self._check_alive()
         step = await self._steps.get()
-        self._alive()
+        self._check_alive()
         return step
 
     def pack(self, outputs: list[Output]) -> list[bytes]:
@@ -137,7 +134,7 @@ class SimEngine(Engine):
         return len(self._pool.hit(prompt)) * self._model.block_size
 
     def remote_ok(self, body: list[bytes]) -> bool:
-        request = _read(body)
+        request = wire.read_request(body)
         sampling = request.sampling_params
         return not request.mm_features and (sampling is None or sampling.prompt_logprobs is None)
 
@@ -148,13 +145,13 @@ class SimEngine(Engine):
         return EngineUsage(len(self._running), waiting, used / self._pool.total)
 
     async def all_blocks_free(self) -> bool:
-        self._alive()
+        self._check_alive()
         return self._pool.forget()
 
     async def probe(self) -> None:
         async with self._stepping:
             await self.faults.going.wait()
-        self._alive()
+        self._check_alive()
 
     async def reach(self) -> None:
         if self.faults.deaf:
@@ -165,28 +162,28 @@ class SimEngine(Engine):
         return self._computed + min(time.monotonic() - began, takes)
 
     def die(self) -> None:
-        """Fault: as if the engine's processes had been killed; whoever waits in `step` learns it."""
+        """Fault: as if the engine's processes had been killed; a waiting `step` raises."""
         self.faults.dead = True
         self._steps.put_nowait(Step([]))
 
     # admission
 
-    def _alive(self) -> None:
+    def _check_alive(self) -> None:
         if self.faults.dead:
             raise EngineDead("the simulated engine died on command")
 
-    def _once(self, request_id: str) -> None:
+    def _refuse_reuse(self, request_id: str) -> None:
         if request_id in self._seen:
             raise ProtocolError(f"request {request_id} was given to this engine before")
         self._seen.add(request_id)
 
-    def _add(self, request: SimRequest) -> None:
-        self._alive()
+    def _add(self, request: wire.SimRequest) -> None:
+        self._check_alive()
         if not request.prompt or len(request.prompt) >= self._model.max_model_len or request.max_tokens < 1:
             raise ProtocolError(f"a prompt of {len(request.prompt)} tokens does not fit this engine")
         if self._pool.needed(len(request.prompt) + request.max_tokens) > self._pool.total:
             raise ProtocolError(f"request {request.request_id} does not fit the KV cache")
-        self._once(request.request_id)
+        self._refuse_reuse(request.request_id)
         self._waiting.append(request)
         self._work.set()
 
@@ -205,7 +202,7 @@ class SimEngine(Engine):
                 work = self._pull(request, request.kv)
                 self._pulling[request] = self._tasks.start(work, "sim KV pull", lambda _: self.die())
 
-    def _drop(self, request: SimRequest) -> None:
+    def _drop(self, request: wire.SimRequest) -> None:
         request.gone = True
         if request in self._waiting:
             self._waiting.remove(request)
@@ -214,7 +211,7 @@ class SimEngine(Engine):
         if task := self._pulling.pop(request, None):
             task.cancel()
         if request.kv is not None and not request.pulled:
-            self._say_farewell(request.kv)
+            self._free_remote(request.kv)
         self._pool.give(request.blocks)
         self._work.set()
 
@@ -238,7 +235,7 @@ class SimEngine(Engine):
             if outputs:
                 self._steps.put_nowait(Step(outputs))
 
-    def _is_fatal(self, request: SimRequest) -> bool:
+    def _is_fatal(self, request: wire.SimRequest) -> bool:
         fatal = self._model.fatal_token
         return (self.faults.fatal_pulls and request.pulled > 0) or (fatal > 0 and fatal in request.prompt)
 
@@ -249,11 +246,11 @@ class SimEngine(Engine):
             self._computed, self._step = self._computed + seconds, (0.0, 0.0)
             await self.faults.going.wait()
 
-    def _share(self) -> list[tuple[SimRequest, int]]:
-        """Who computes how many tokens in the next step: decodes first, then prompts in chunks, within the
+    def _share(self) -> list[tuple[wire.SimRequest, int]]:
+        """How many tokens each request computes in the next step: decodes first, then prompts in chunks, within the
         budget."""
         budget = self._model.max_batched_tokens
-        share: list[tuple[SimRequest, int]] = []
+        share: list[tuple[wire.SimRequest, int]] = []
         for request in sorted(self._running, key=lambda request: request.prefilling):
             count = min(len(request.prompt) - request.computed, budget) if request.prefilling else 1
             if count > 0:
@@ -261,7 +258,7 @@ class SimEngine(Engine):
                 budget -= count
         return share
 
-    def _advance(self, request: SimRequest, count: int) -> Output | None:
+    def _advance(self, request: wire.SimRequest, count: int) -> Output | None:
         if request.gone:
             return None
         if request.prefilling:
@@ -273,7 +270,7 @@ class SimEngine(Engine):
         handle = self._finish(request) if request.finished else None
         return request.output(handle)
 
-    def _finish(self, request: SimRequest) -> KvHandle | None:
+    def _finish(self, request: wire.SimRequest) -> KvHandle | None:
         self._running.remove(request)
         if not request.keep:
             self._pool.give(request.blocks)
@@ -299,7 +296,7 @@ class SimEngine(Engine):
 
     # transfers
 
-    async def _pull(self, request: SimRequest, kv: KvHandle) -> None:
+    async def _pull(self, request: wire.SimRequest, kv: KvHandle) -> None:
         model = self._model
         started = time.monotonic()
         first = request.computed // model.block_size
@@ -308,20 +305,20 @@ class SimEngine(Engine):
         try:
             await ask(kv, wanted, model.transfer_timeout)
             await asyncio.sleep(size / model.bandwidth)
-            tell = await ask(kv, wanted, model.transfer_timeout, done=True)
+            found = await ask(kv, wanted, model.transfer_timeout, done=True)
         except Unavailable as error:
             unreachable = [kv.engine_id] if isinstance(error, Unreachable) else []
             self._steps.put_nowait(
                 Step([], Transfers(failures=1), unread=[request.request_id], unreachable=unreachable)
             )
         else:
-            self._receive(request, first, tell.contents)
+            self._receive(request, first, found.contents)
             self._steps.put_nowait(Step([], Transfers([time.monotonic() - started], size)))
         del self._pulling[request]
         self._running.append(request)
         self._work.set()
 
-    def _receive(self, request: SimRequest, first: int, contents: list[int]) -> None:
+    def _receive(self, request: wire.SimRequest, first: int, contents: list[int]) -> None:
         """The last prompt token is computed here in any case, as in vLLM."""
         before, request.computed = request.computed, len(request.prompt) - 1
         request.pulled = request.computed - before
@@ -329,11 +326,11 @@ class SimEngine(Engine):
         expected = self._pool.expected(request.prompt)[first:]
         request.salt = int(contents[:whole] != expected)
 
-    def _say_farewell(self, kv: KvHandle) -> None:
-        self._tasks.start(self._farewell(kv), "sim farewell")
+    def _free_remote(self, kv: KvHandle) -> None:
+        self._tasks.start(self._send_done(kv), "sim KV release")
 
-    async def _farewell(self, kv: KvHandle) -> None:
-        with suppress(Unavailable):  # then its blocks are gone with it, or go with their lease
+    async def _send_done(self, kv: KvHandle) -> None:
+        with suppress(Unavailable):  # its blocks are gone with that engine, or go with their lease
             await ask(kv, [], self._model.transfer_timeout, done=True)
 
     def _release(self, request_id: str) -> None:
@@ -350,10 +347,3 @@ def _refused(request_id: str) -> Output:
     raw = wire.CoreOutput(request_id, [], finish_reason=wire.ERROR)
     text = "structured_outputs cannot be compiled by the engine (sim)"
     return Output(request_id, [], True, failed=True, refused=text, raw=raw)
-
-
-def _read(body: list[bytes]) -> wire.CoreRequest:
-    try:
-        return wire.read_request(body)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"unreadable request body: {error}") from error

@@ -1,4 +1,4 @@
-"""How fast the simulated engine is, how large, what it says, and what may go wrong with it."""
+"""How fast and how large the simulated engine is, which tokens it generates, and its faults."""
 
 import asyncio
 import struct
@@ -13,8 +13,7 @@ _CONTEXT = 8
 
 @dataclass(frozen=True)
 class SimModel:
-    """Read from vLLM's own arguments, and the speeds from `additional-config: {sim: {…}}`, which vLLM
-    leaves alone."""
+    """Read from vLLM's own arguments; the speeds from `additional-config: {sim: {…}}`, which vLLM ignores."""
 
     kv_blocks: int = 2048
     block_size: int = 16
@@ -24,7 +23,7 @@ class SimModel:
     prefill_rate: float = 20_000.0
     """prompt tokens per second"""
     step_seconds: float = 0.005
-    """one decode step, whatever the batch"""
+    """one decode step, at any batch size"""
     bytes_per_token: int = 4096
     """of KV"""
     bandwidth: float = 1e9
@@ -34,17 +33,16 @@ class SimModel:
     lease: float = 30.0
     """seconds that a prefill engine keeps blocks for the decode engine"""
     fatal_token: int = 0
-    """fault: a prompt with this token id in it kills the engine that computes it, decode or prefill; 0: none does"""
+    """fault: a prompt with this token id kills the engine that computes it, decode or prefill; 0: no token does"""
     load_seconds: float = 0.0
     """until it is ready, spent in a thread that cannot be stopped, as vLLM's imports are"""
     first_token: int = 300
     tokens: int = 700
-    """the token ids it generates: `tokens` of them from `first_token`; in the demo tokenizer these are
-    whole words"""
+    """the token ids it generates: `tokens` of them from `first_token`; in the demo tokenizer these are whole words"""
 
     def next_token(self, context: list[int], salt: int = 0) -> int:
-        """A pure function of the last tokens and their number, so that a request moved to another worker
-        goes on with the same tokens. A `salt` other than 0 stands for wrong KV."""
+        """A pure function of the last tokens and their number, so that a request that moves to another worker goes on
+        with the same tokens. A `salt` other than 0 stands for wrong KV."""
         tail = context[-_CONTEXT:]
         seed = struct.pack(f"<{len(tail) + 2}q", len(context), salt, *tail)
         return self.first_token + zlib.crc32(seed) % self.tokens
@@ -55,21 +53,20 @@ class Faults:
 
     def __init__(self) -> None:
         self.going = asyncio.Event()
-        """cleared, the engine hangs: no step ends, no question for KV is answered"""
+        """cleared, the engine hangs: no step ends, no request for KV is answered"""
         self.going.set()
         self.dead = False
         """every method raises EngineDead; see SimEngine.die"""
         self.slow = 1.0
         """factor on the time of each step"""
         self.drop_transfers = False
-        """a prefill engine takes questions for KV and never answers, as when the network drops packets"""
+        """a prefill engine takes requests for KV and never answers, as when the network drops packets"""
         self.no_grammars = False
         """no structured output can be compiled"""
         self.fatal_pulls = False
         """KV that is read from another engine kills this one, as a missing permission for AMX did"""
-
         self.deaf = False
-        """a prefill engine's side channel is broken: it hangs up on whatever it is asked"""
+        """a prefill engine's side channel is broken: it hangs up on every request"""
 
     def silent(self) -> bool:
         return self.dead or self.drop_transfers or not self.going.is_set()

@@ -1,31 +1,31 @@
 """How simulated engines hand KV over: a small TCP server beside each prefill engine, asked by decode engines.
 
-As with RDMA nobody checks at the moment of the read whether the blocks are still those that were promised:
-the answer says what lies in them now. Whoever reads too late gets another prompt's KV, and wrong tokens.
+As with RDMA, a read does not check whether the blocks are still those that were promised: the answer says what lies in
+them now. A read that comes too late gets another prompt's KV, and wrong tokens.
 """
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import msgspec
 
+from pdserve.engine.sim.model import Faults
 from pdserve.errors import Unavailable
 from pdserve.messages import KvHandle
 
 
-class Ask(msgspec.Struct, frozen=True):
+class ReadBlocks(msgspec.Struct, frozen=True):
     engine_id: str
-    """the boot that the asker believes to talk to"""
+    """the boot that the decode engine believes to talk to"""
     request_id: str
     done: bool = False
-    """the asker has what it wanted, or wants nothing: free the blocks"""
+    """the decode engine has what it wanted, or wants nothing: free the blocks"""
     block_ids: list[int] = []
 
 
-class Tell(msgspec.Struct, frozen=True):
+class BlockContents(msgspec.Struct, frozen=True):
     contents: list[int] = []
     refused: str = ""
 
@@ -36,10 +36,7 @@ class SideServer:
     host: str
     contents: Callable[[list[int]], list[int]]
     release: Callable[[str], None]
-    silent: Callable[[], bool]
-    """fault: take questions and never answer"""
-    deaf: Callable[[], bool]
-    """fault: hang up on questions"""
+    faults: Faults
     port: int = 0
 
     async def __aenter__(self) -> Self:
@@ -48,9 +45,7 @@ class SideServer:
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._server.close()
         for task in self._tasks:
             task.cancel()
@@ -62,45 +57,47 @@ class SideServer:
         self._tasks.add(task)
         try:
             line = await reader.readline()
-            if self.silent():
+            if self.faults.silent():
                 await reader.read()
-            elif line and not self.deaf():
-                writer.write(msgspec.json.encode(self._answer(msgspec.json.decode(line, type=Ask))) + b"\n")
+            elif line and not self.faults.deaf:
+                writer.write(
+                    msgspec.json.encode(self._answer(msgspec.json.decode(line, type=ReadBlocks))) + b"\n"
+                )
                 await writer.drain()
         except (OSError, ValueError):
-            pass  # a reader that went away, or is none of ours
+            pass  # a reader that went away, or is not an engine of ours
         finally:
             self._tasks.discard(task)
             writer.close()
 
-    def _answer(self, ask: Ask) -> Tell:
-        if ask.engine_id != self.engine_id:
-            return Tell(refused=f"this is {self.engine_id}")
-        if ask.done:
-            self.release(ask.request_id)
-        return Tell(self.contents(ask.block_ids))
+    def _answer(self, read: ReadBlocks) -> BlockContents:
+        if read.engine_id != self.engine_id:
+            return BlockContents(refused=f"this is {self.engine_id}")
+        if read.done:
+            self.release(read.request_id)
+        return BlockContents(self.contents(read.block_ids))
 
 
 class Unreachable(Unavailable):
     """The other engine is there, and its side channel is not."""
 
 
-async def ask(handle: KvHandle, block_ids: list[int], timeout: float, *, done: bool = False) -> Tell:
+async def ask(handle: KvHandle, block_ids: list[int], timeout: float, *, done: bool = False) -> BlockContents:
     """Raises Unavailable when the other engine is gone, silent or of another boot."""
-    question = Ask(handle.engine_id, handle.request_id, done, block_ids)
+    read = ReadBlocks(handle.engine_id, handle.request_id, done, block_ids)
     try:
         async with asyncio.timeout(timeout):
             reader, writer = await asyncio.open_connection(handle.host, handle.port)
             try:
-                writer.write(msgspec.json.encode(question) + b"\n")
+                writer.write(msgspec.json.encode(read) + b"\n")
                 line = await reader.readline()
                 if not line:
                     raise Unreachable(f"{handle.engine_id} hangs up")
-                tell = msgspec.json.decode(line, type=Tell)
+                found = msgspec.json.decode(line, type=BlockContents)
             finally:
                 writer.close()
     except (OSError, TimeoutError, msgspec.MsgspecError) as error:
         raise Unavailable(f"no KV from {handle.engine_id}: {error!r}") from error
-    if tell.refused:
-        raise Unavailable(f"no KV from {handle.engine_id}: {tell.refused}")
-    return tell
+    if found.refused:
+        raise Unavailable(f"no KV from {handle.engine_id}: {found.refused}")
+    return found

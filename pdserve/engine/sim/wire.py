@@ -1,21 +1,25 @@
-"""The parts of vLLM's engine messages that the simulated engine reads and writes, without importing vLLM.
+"""A request of the simulated engine, and the parts of vLLM's engine messages that the engine reads and writes for it,
+without importing vLLM.
 
-vLLM encodes these structs as arrays, so the order of the fields is the contract and a shorter array means
-defaults for the rest. `tests/engine/test_sim_wire.py` decodes them with vLLM's own decoder and compares
-field by field."""
+vLLM encodes these structs as arrays, so the order of the fields is the contract and a shorter array means defaults for
+the rest. `tests/engine/test_sim_wire.py` decodes them with vLLM's own decoder and compares field by field."""
 
 import time
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import Struct
+
+from pdserve.engine.base import Output
+from pdserve.errors import ProtocolError
+from pdserve.messages import KvHandle
 
 STOP, LENGTH, ABORT, ERROR = 0, 1, 2, 3
 """vLLM's FinishReason"""
 
 
 class Sampling(Struct, frozen=True):
-    """What the simulation honours of SamplingParams; like vLLM's, it travels as a map without the
-    defaults."""
+    """What the simulation uses of SamplingParams; like vLLM's, it travels as a map without the defaults."""
 
     max_tokens: int | None = 16
     prompt_logprobs: int | None = None
@@ -65,9 +69,12 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def read_request(body: list[bytes]) -> CoreRequest:
-    """The first frame holds everything that is read here; tensors would lie in the others. An empty body,
-    as tests send, is a request with every default."""
-    return _request.decode(body[0]) if body else CoreRequest("", None, None, Sampling())
+    """The first frame holds everything that is read here; tensors would lie in the others. An empty body, as tests
+    send, is a request with every default. Raises ProtocolError."""
+    try:
+        return _request.decode(body[0]) if body else CoreRequest("", None, None, Sampling())
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"unreadable request body: {error}") from error
 
 
 def write_request(sampling: Sampling) -> list[bytes]:
@@ -76,3 +83,50 @@ def write_request(sampling: Sampling) -> list[bytes]:
 
 def write_outputs(outputs: list[CoreOutput]) -> list[bytes]:
     return [_encoder.encode(CoreOutputs(outputs=outputs))]
+
+
+@dataclass(eq=False)
+class SimRequest:
+    request_id: str
+    prompt: list[int]
+    max_tokens: int
+    kv: KvHandle | None = None
+    """pull the prompt's KV from there"""
+    keep: bool = False
+    """a prefill: its blocks stay for the lease"""
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    """prompt tokens whose KV is here"""
+    cached: int = 0
+    pulled: int = 0
+    tokens: list[int] = field(default_factory=list)
+    salt: int = 0
+    """not 0: the KV that it pulled was that of another prompt"""
+    gone: bool = False
+    """cancelled: the running step has no output for it"""
+
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < len(self.prompt)
+
+    @property
+    def finished(self) -> bool:
+        return len(self.tokens) >= self.max_tokens
+
+    def output(self, handle: KvHandle | None) -> Output:
+        """For the newest token."""
+        raw = CoreOutput(
+            self.request_id,
+            self.tokens[-1:],
+            finish_reason=LENGTH if self.finished else None,
+            prefill_stats=self._stats() if len(self.tokens) == 1 else None,
+        )
+        recomputed = self.kv is not None and not self.pulled and len(self.tokens) == 1
+        return Output(
+            self.request_id, self.tokens[-1:], self.finished, handle, recomputed=recomputed, raw=raw
+        )
+
+    def _stats(self) -> PrefillStats:
+        reused = self.cached + self.pulled
+        computed = len(self.prompt) - reused
+        return PrefillStats(len(self.prompt), computed, reused, self.cached, self.pulled, computed)
