@@ -63,15 +63,15 @@ async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[P
             engine = await asyncio.to_thread(make_engine, args, core, registry)
         except (ValueError, OSError) as error:
             raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error
-        async with core.workers:
-            try:
-                core.fail_request = partial(fail_request, engine)
-                app = await make_app(engine, args, card.supported_tasks)
-                _keep_output_handler(engine, core, card.name)
-                yield Processor(card, app, core, core.workers)
-            finally:  # before the workers are left: its requests must not go on at others
-                core.shutdown()
-                engine.shutdown()
+        try:
+            core.fail_request = partial(fail_request, engine)
+            app = await make_app(engine, args, card.supported_tasks)
+            _keep_output_handler(engine, core, card.name)
+            yield Processor(card, app, core, core.workers)
+        finally:
+            core.shutdown()  # before the workers are left: its requests must not go on at others
+            engine.shutdown()
+            await core.workers.close()
 
 
 def _keep_output_handler(engine: AsyncLLM, core: RemoteCore, model: str) -> None:

@@ -1,9 +1,8 @@
 """Which decode worker gets a request: pure, so that it is tested by tables."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pdserve.config.schema import POLICIES
 from pdserve.messages import Instance
 
 
@@ -20,38 +19,45 @@ class RouterState:
 def eligible(
     instances: Iterable[Instance], avoid: Collection[str] = (), *, only_others: bool = False
 ) -> list[Instance]:
-    """Those that may get a new request, in order of id; never a draining one. `avoid` names the workers
-    where this request failed before: they are left out as long as there is another, or always with
-    `only_others`."""
-    takers = sorted((one for one in instances if not one.draining), key=lambda one: one.id)
-    others = [one for one in takers if one.id not in avoid]
-    return others if others or only_others else takers
+    """The instances that may get a new request, in order of id; never a draining one. `avoid` names the workers where
+    this request failed before: they are left out as long as there is another, or always with `only_others`."""
+    candidates = sorted(
+        (instance for instance in instances if not instance.draining), key=lambda instance: instance.id
+    )
+    others = [instance for instance in candidates if instance.id not in avoid]
+    return others if others or only_others else candidates
 
 
-def choose(policy: str, instances: list[Instance], state: RouterState) -> Instance | None:
-    """One of `instances` (in order of id), or None where there are none. Raises ValueError for an unknown
-    policy."""
-    if policy not in POLICIES:
-        raise ValueError(f"unknown router {policy!r}; there are {', '.join(POLICIES)}")
-    takers = eligible(instances)
-    if not takers:
-        return None
-    if policy == "least-loaded":
-        return min(_after(takers, state.last), key=lambda one: _pressure(one, state))
-    return _after(takers, state.last)[0]
+def choose(policy: str, instances: Iterable[Instance], state: RouterState) -> Instance | None:
+    """An eligible instance, or None where there is none. Raises ValueError for an unknown policy."""
+    if policy not in POLICY_FUNCTIONS:
+        raise ValueError(f"unknown router {policy!r}; there are {', '.join(POLICY_FUNCTIONS)}")
+    candidates = eligible(instances)
+    # Starting behind the last one, so that turns stay fair when instances come and go, and ties are broken in turn.
+    start = next((i for i, instance in enumerate(candidates) if instance.id > state.last), 0)
+    candidates = candidates[start:] + candidates[:start]
+    return POLICY_FUNCTIONS[policy](candidates, state) if candidates else None
 
 
-def _after(instances: list[Instance], last: str) -> list[Instance]:
-    """Starting behind `last`, so that turns stay fair when instances come and go, and ties are broken in
-    turn."""
-    start = next((i for i, one in enumerate(instances) if one.id > last), 0)
-    return instances[start:] + instances[:start]
+def _round_robin(candidates: list[Instance], state: RouterState) -> Instance:
+    return candidates[0]
 
 
-def _pressure(instance: Instance, state: RouterState) -> tuple[float, float]:
-    """Requests at the instance relative to what it can run at once, then its KV usage. The reported load is
-    up to a second old and counts everybody's requests, the own count is exact but only ours: the larger one
-    is nearer."""
+def _least_loaded(candidates: list[Instance], state: RouterState) -> Instance:
+    return min(candidates, key=lambda instance: _load(instance, state))
+
+
+def _load(instance: Instance, state: RouterState) -> tuple[float, float]:
+    """Requests at the instance relative to what it can run at once, then its KV usage. The reported load is up to a
+    second old and counts the requests of all frontends, the own count is exact but only of this frontend: the larger
+    one is nearer."""
     reported = instance.load.running + instance.load.waiting
     requests = max(reported, state.in_flight.get(instance.id, 0))
     return requests / (instance.max_concurrency or 1.0), instance.load.kv_usage
+
+
+POLICY_FUNCTIONS: Mapping[str, Callable[[list[Instance], RouterState], Instance]] = {
+    "round-robin": _round_robin,
+    "least-loaded": _least_loaded,
+}
+"""by the names of `config.schema.POLICIES`; the candidates come in turn, and are never none"""

@@ -5,8 +5,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol
 
 from pdserve.config.schema import POLICIES
 from pdserve.errors import PeerGone, ProtocolError
@@ -79,7 +78,7 @@ class LinkListener(Protocol):
 
 
 class WorkerPool:
-    """While entered, hold a link to each worker that the registry lists. A worker that leaves the registry gets nothing
+    """Holds a link to each worker that the registry lists. A worker that leaves the registry gets nothing
     new, but its link stays until what it has is finished or the stream tells that it is gone."""
 
     def __init__(self, policy: str, vllm_version: str, connect: Connect, listener: LinkListener) -> None:
@@ -98,12 +97,8 @@ class WorkerPool:
         self._tasks = Owner()
         self._last = ""
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def close(self) -> None:
+        """Leave all workers."""
         self._instances = {}
         await self._tasks.stop()
 
@@ -209,9 +204,7 @@ class WorkerPool:
                 async for message in client.received():
                     if isinstance(message, Refused):
                         link.refused = True
-                        logger.warning(
-                            "%s takes no requests from this frontend: %s", instance.id, message.message
-                        )
+                        logger.warning("%s refuses this frontend: %s", instance.id, message.message)
                     else:
                         self._listener.received(link, message)
                 raise PeerGone(instance.id)

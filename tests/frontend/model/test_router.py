@@ -1,6 +1,7 @@
 import pytest
 
-from pdserve.frontend.model.router import RouterState, choose, eligible
+from pdserve.config.schema import POLICIES
+from pdserve.frontend.model.router import POLICY_FUNCTIONS, RouterState, choose, eligible
 from pdserve.messages import Instance, Load, Role
 
 
@@ -68,7 +69,11 @@ def test_least_loaded(
 )
 def test_eligible(avoid: set[str], only_others: bool, expected: list[str]) -> None:
     found = eligible([C, DRAINING, B, A], avoid, only_others=only_others)
-    assert [one.id for one in found] == expected
+    assert [instance.id for instance in found] == expected
+
+
+def test_every_policy_of_the_configuration_has_its_function() -> None:
+    assert tuple(POLICY_FUNCTIONS) == POLICIES
 
 
 def test_unknown_policy() -> None:
