@@ -262,7 +262,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 self._migration.lost(generation, reason)
 
     def replace(self, replaced: bool) -> None:
-        """Take note whether another model has this one's name, and no worker is left here."""
+        """Take note whether another model has this name now, and no worker is left here."""
         self._migration.replaced = replaced
         for generation in [waits for waits in self._generations.values() if waits.link is None]:
             with self._contained(generation):

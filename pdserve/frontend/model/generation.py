@@ -21,11 +21,9 @@ class Generation:
     """tokens of KV that it will probably need"""
     tokens: list[int] = field(default_factory=list)
     """generated so far, at whichever workers"""
-    sent: float = field(default_factory=time.monotonic)
     first_token: float = 0.0
     last_token: float = 0.0
-    """monotonic seconds; `sent` is to the first worker, or when it began to wait for one; the others 0 before the
-    first token"""
+    """monotonic seconds; 0 before the first token"""
 
     # the current attempt
 
@@ -35,6 +33,8 @@ class Generation:
     """under which the worker knows it: never used before, since a worker may still know an earlier one"""
     link: Link | None = None
     """to the worker that has it"""
+    sent: float = 0.0
+    """monotonic seconds, to that worker"""
     placed: bool = False
     """the worker has taken it up"""
     prefill: str = ""
@@ -73,7 +73,7 @@ class Generation:
 
     @property
     def timing(self) -> tuple[int, float, float]:
-        """Tokens, seconds to the first of them, and seconds from there to the last."""
+        """Of what had one attempt: tokens, seconds from sending it to the first of them, and from there to the last."""
         return len(self.tokens), self.first_token - self.sent, self.last_token - self.first_token
 
     def is_complete(self, max_model_len: int) -> bool:
@@ -84,6 +84,7 @@ class Generation:
         self.attempt += 1
         self.attempt_id = attempt_id
         self.link = link
+        self.sent = time.monotonic()
         self.placed = False
         self.replay_left = len(self.tokens) if self.replays else 0
         link.generations[attempt_id] = self

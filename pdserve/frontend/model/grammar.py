@@ -1,4 +1,4 @@
-"""Grammars that would end the process which compiles them, found before vLLM looks at them. Pure."""
+"""Grammars that would end the process that compiles them, found before vLLM looks at them. Pure."""
 
 import json
 import re
@@ -12,7 +12,7 @@ _UPPER = ("maximum", "exclusiveMaximum")
 _NEGATIVE = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
-def deadly(*schemas: object) -> str:
+def schema_problem(*schemas: object) -> str:
     """What is wrong with these JSON schemas (or structural tags, as objects or as their text), in words; empty where
     nothing is."""
     for schema in schemas:
@@ -22,15 +22,13 @@ def deadly(*schemas: object) -> str:
     return ""
 
 
-def deadly_text(grammar: object) -> str:
-    """The same for a grammar in Lark's form, which may hold schemas (`%json`): numbers cannot be written otherwise in
-    them, whatever else is escaped."""
-    found = _NEGATIVE.findall(grammar) if isinstance(grammar, str) else ()
-    return (
-        f"a grammar's numbers must not be below {LOWEST:g}"
-        if any(float(one) < LOWEST for one in found)
-        else ""
-    )
+def lark_problem(grammar: object) -> str:
+    """The same for a grammar in Lark's form, which may hold schemas (`%json`): a client may write everything in these
+    with escapes but numbers."""
+    numbers = _NEGATIVE.findall(grammar) if isinstance(grammar, str) else ()
+    if any(float(number) < LOWEST for number in numbers):
+        return f"a grammar's numbers must not be below {LOWEST:g}"
+    return ""
 
 
 def _read(schema: object) -> object:
@@ -41,7 +39,7 @@ def _read(schema: object) -> object:
 
 
 def _bounds(schema: object) -> Iterator[tuple[str, int | float]]:
-    """Upper bounds, wherever in it; without recursion, since it may be nested as deep as its sender likes."""
+    """All upper bounds in it; without recursion, since a client may nest it arbitrarily deep."""
     rest = [schema]
     while rest:
         part = rest.pop()

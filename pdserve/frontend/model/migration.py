@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 4
-"""workers that may lose a request which they had taken up, whatever the reasons"""
+"""workers that may lose a request after they took it up, for any reasons"""
 MAX_ENGINES = 2
 """engines that may die in a row while they compute a request's next token. After the first death each of the requests
-that were in that engine is tried again beside nothing else that is unproven (`decode/trials.py`): the second one tells
+that were in that engine is tried again beside no other unproven request (`decode/trials.py`): the second one tells
 which of them kills."""
 PAUSE = 0.5
 """seconds before a worker that failed a request gets it again, where there is no other"""
@@ -47,8 +47,8 @@ _SEED_SPACE = 1 << 63
 
 
 def looks_back(params: SamplingParams) -> str | None:
-    """What makes the engine look at the output tokens so far, in state that only the lost one had: such a
-    request cannot go on from them as a prompt, and is replayed. None where it simply goes on."""
+    """What makes the engine look at the output tokens so far, in state that only the lost engine had:
+    such a request cannot go on from them as a prompt, and is replayed. None where it simply goes on."""
     checks = {
         "structured output": params.structured_outputs is not None,
         "presence_penalty": params.presence_penalty != 0,
@@ -214,9 +214,9 @@ class Migration:
         self._core.fail(generation, RequestFailure.no_worker(self._model, generation.last_loss))
 
     def give_back(self, generation: Generation) -> None:
-        """Where the model is replaced, end a request that is better begun anew at the other one, with its siblings (n,
-        several prompts). A request at which an engine died is not tried there: those workers would count its victims
-        from 0 again. A request that has tokens waits: another worker of what it began with may still come."""
+        """Where the model is replaced, end a request that is better begun anew at the other model, with its siblings
+        (n, several prompts). A request at which an engine died is not tried there: those workers would count its
+        victims from 0 again. A request that has tokens waits: another worker of what it began with may still come."""
         trace = generation.trace
         if not self.replaced or trace is None or trace.first_token:
             return

@@ -50,7 +50,7 @@ def _least_loaded(candidates: list[Instance], state: RouterState) -> Instance:
 def _load(instance: Instance, state: RouterState) -> tuple[float, float]:
     """Requests at the instance relative to what it can run at once, then its KV usage. The reported load is up to a
     second old and counts the requests of all frontends, the own count is exact but only of this frontend: the larger
-    one is nearer."""
+    number is nearer."""
     reported = instance.load.running + instance.load.waiting
     requests = max(reported, state.in_flight.get(instance.id, 0))
     return requests / (instance.max_concurrency or 1.0), instance.load.kv_usage

@@ -1,4 +1,4 @@
-"""Everything that the frontend side uses of vLLM 0.32, and the only module on that side that imports it.
+"""Everything that the frontend uses of vLLM 0.32, and its only module that imports it.
 
 `tests/frontend/model/test_vllm_api.py` holds what is expected of each name here and says what moved when vLLM
 changes. Importing this module costs 6 to 7 seconds of CPU: do it late, and in a thread.
@@ -40,7 +40,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from pdserve.errors import BadRequest
-from pdserve.frontend.model.grammar import deadly, deadly_text
+from pdserve.frontend.model.grammar import lark_problem, schema_problem
 
 __all__ = [
     "AsyncLLM",
@@ -50,18 +50,6 @@ __all__ = [
     "EngineCoreRequest",
     "FinishReason",
     "SamplingParams",
-    "Unencodable",
-    "count_prefix_hit",
-    "decode_outputs",
-    "drop_tokens",
-    "encode_request",
-    "fail_request",
-    "make_app",
-    "make_engine",
-    "outputs_now",
-    "parse_args",
-    "restart_output_handler",
-    "with_params",
 ]
 
 VERSION: str = vllm.__version__
@@ -115,13 +103,13 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def decode_outputs(body: Sequence[bytes]) -> EngineCoreOutputs:
-    """Raises whatever the decoder raises for bytes that are no EngineCoreOutputs."""
+    """Raises any of the decoder's errors for bytes that are no EngineCoreOutputs."""
     return _decoder.decode(body)
 
 
 def outputs_now(outputs: list[EngineCoreOutput], sent_at: float) -> EngineCoreOutputs:
-    """These outputs as a step of our own, in this host's monotonic time: vLLM's metrics subtract the
-    worker's times from each other and, after a migration, those of two hosts."""
+    """These outputs as one engine step in this host's monotonic time: vLLM's metrics subtract the worker's times from
+    each other and, after a migration, those of two hosts."""
     now = time.monotonic()
     for output in outputs:
         for event in output.events or ():
@@ -130,8 +118,8 @@ def outputs_now(outputs: list[EngineCoreOutput], sent_at: float) -> EngineCoreOu
 
 
 def count_prefix_hit(stats: PrefillStats, elsewhere: int) -> None:
-    """`cached_tokens` of the usage are prefix hits, here or at the prefill worker: what was computed for this very
-    request, and came over the network, is none."""
+    """`cached_tokens` of the usage are prefix hits, at the decode worker or `elsewhere`, at the prefill worker: tokens
+    that were computed for this very request, and came over the network, are none."""
     stats.num_cached_tokens = min(max(stats.num_local_cached_tokens, elsewhere), stats.num_prompt_tokens)
 
 
@@ -158,7 +146,7 @@ def with_params(request: EngineCoreRequest, **changes: Any) -> EngineCoreRequest
 
 
 def parse_args(argv: list[str]) -> Namespace:
-    """vLLM's own `serve` arguments. Raises ValueError with the message, where argparse would exit."""
+    """Parse vLLM's own `serve` arguments. Raises ValueError with the message where argparse would exit."""
     parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
     parser.error = _raise_usage
     try:
@@ -174,9 +162,9 @@ def _raise_usage(message: str) -> None:
 
 
 def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegistry) -> AsyncLLM:
-    """An unmodified AsyncLLM whose engine core is `core`; reads tokenizer and config, takes about a second.
-    Its metrics go to `registry`: in the default one each further model would unregister the metrics of the
-    one before. Raises ValueError or OSError for a model folder or arguments that vLLM cannot use."""
+    """An unmodified AsyncLLM whose engine core is `core`; reads tokenizer and config, takes about a second. Its metrics
+    go to `registry`: in the default one each further model would unregister the metrics of the model before. Raises
+    ValueError or OSError for a model folder or arguments that vLLM cannot use."""
     try:
         config = _config_without_engine(args)
     except VLLMError as error:
@@ -195,17 +183,17 @@ def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegi
         finally:
             EngineCoreClient.make_async_mp_client = make
             unregister_vllm_metrics()
-    _refuse_deadly_grammars(engine.input_processor)
+    _refuse_fatal_grammars(engine.input_processor)
     return engine
 
 
-def _refuse_deadly_grammars(inputs: InputProcessor) -> None:
-    """Where vLLM validates a request's parameters, all the forms in which a schema may come are one."""
+def _refuse_fatal_grammars(inputs: InputProcessor) -> None:
+    """Check where vLLM validates a request's parameters: there all forms in which a schema may come are the same."""
     validate = inputs._validate_params
 
     def checked(params: object, *rest: Any) -> bool | None:
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
-        if asked and (why := deadly(asked.json, asked.structural_tag) or deadly_text(asked.grammar)):
+        if asked and (why := schema_problem(asked.json, asked.structural_tag) or lark_problem(asked.grammar)):
             raise VLLMValidationError(why, parameter="structured_outputs")
         try:
             return cast(bool | None, validate(params, *rest))
@@ -218,7 +206,7 @@ def _refuse_deadly_grammars(inputs: InputProcessor) -> None:
 
 
 def _config_without_engine(args: Namespace) -> VllmConfig:
-    """As vLLM's render server does it."""
+    """As vLLM's render server configures itself."""
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:
@@ -226,7 +214,7 @@ def _config_without_engine(args: Namespace) -> VllmConfig:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     model = engine_args.create_model_config()
     model.quantization = None  # kernels are the workers' business
-    vllm.envs.VLLM_CPU_KVCACHE_SPACE = 0  # no KV cache here, so no warning about its size either
+    vllm.envs.VLLM_CPU_KVCACHE_SPACE = 0  # no KV cache here, and no warning about its size
     return VllmConfig(
         model_config=model,
         logging_config=engine_args.create_logging_config(),
@@ -244,8 +232,8 @@ def _stat_logger(registry: CollectorRegistry) -> type:
 
 
 def fail_request(engine: AsyncLLM, request_id: str, message: str, status: int) -> list[str]:
-    """End a core request, and with it the others of the same HTTP request (n > 1), with this error for the
-    client. Returns the ids of all core requests that are ended thereby; empty where it is already over."""
+    """End a core request, and with it the others of the same HTTP request (n > 1), with this error for the client.
+    Returns the ids of all core requests that are ended thereby; empty where it is already over."""
     processor = engine.output_processor
     state = processor.request_states.get(request_id)
     if state is None:
@@ -266,9 +254,9 @@ def restart_output_handler(engine: AsyncLLM) -> None:
 
 
 async def make_app(engine: AsyncLLM, args: Namespace, tasks: Sequence[str]) -> ASGIApp:
-    """vLLM's own app on this engine, without its middleware: cross-origin rules, metrics and the rest are
-    the edge's, and each layer costs time on every streamed chunk. Raises BadRequest for what vLLM refuses only when
-    its answer has begun (a stream of /v1/responses)."""
+    """vLLM's own app on this engine, without its middleware: the edge does cross-origin rules, metrics and all else,
+    and each layer costs time on every streamed chunk. The app raises BadRequest for what vLLM refuses only when its
+    answer has begun (a stream of /v1/responses)."""
     app = build_app(args, tuple(tasks), engine.model_config)
     app.user_middleware = []
     app.middleware_stack = FastAPI.build_middleware_stack(app)  # app's own is patched to add SageMaker's

@@ -1,3 +1,4 @@
+import time
 from typing import Any
 
 import pytest
@@ -5,7 +6,9 @@ from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, Stru
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from pdserve.frontend.model.migration import body, looks_back, repeatable
+from pdserve.frontend.model.generation import Generation
+from pdserve.frontend.model.migration import body, looks_back, repeatable, too_many_losses
+from pdserve.frontend.model.workers import Link
 
 
 def request(**params: Any) -> EngineCoreRequest:
@@ -89,3 +92,34 @@ def test_sampling_that_may_be_replayed_gets_a_seed() -> None:
 def test_only_transfers_in_extra_args_leaves_none() -> None:
     there = sent(request(extra_args={"kv_transfer_params": {}, "ec_transfer_params": {}}), [])
     assert there.sampling_params.extra_args is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "engines_died", "status"),
+    [
+        (0, 0, None),
+        (3, 0, None),
+        (4, 0, 503),
+        (1, 1, None),
+        (3, 1, None),
+        (2, 2, 500),
+        (4, 2, 500),
+        (0, 2, 500),
+    ],
+)
+def test_how_often_a_request_is_tried(losses: int, engines_died: int, status: int | None) -> None:
+    lost = Generation(request(), None, 0.0, losses=losses, engines_died=engines_died, last_loss="it is gone")
+    failure = too_many_losses(lost)
+    assert (failure.status if failure else None) == status
+    if failure is not None:
+        assert "it is gone" in failure.message
+        assert bool(failure.retry_after) == (status == 503)
+
+
+def test_the_wait_for_a_worker_is_not_learnt_as_time_to_first_token() -> None:
+    generation = Generation(request(), None, 0.0)
+    time.sleep(0.01)
+    sent = time.monotonic()
+    generation.attach(Link("decode-0", "0"), "r#1")
+    generation.add_tokens([5])
+    assert generation.timing[1] <= time.monotonic() - sent
