@@ -1,4 +1,4 @@
-"""Log records that repeat themselves."""
+"""Repeated log records, and log lines that are read back."""
 
 import io
 import logging
@@ -38,7 +38,7 @@ def test_a_traceback_is_shown_once_and_the_rest_is_counted(log: logging.Logger, 
     assert "request 1 failed (ValueError: failure 1, traceback above)" in text
 
 
-def test_what_was_left_out_is_said(
+def test_the_number_of_records_left_out_is_told(
     log: logging.Logger, out: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
@@ -52,7 +52,7 @@ def test_what_was_left_out_is_said(
     assert lines[100].endswith("message 120 skipped (20 more like this were left out)")
 
 
-def test_information_and_other_places_are_not_held_back(log: logging.Logger, out: io.StringIO) -> None:
+def test_info_records_and_other_places_are_not_limited(log: logging.Logger, out: io.StringIO) -> None:
     for number in range(300):
         log.info("request %d", number)
         log.warning("one place")
@@ -72,8 +72,8 @@ def test_information_and_other_places_are_not_held_back(log: logging.Logger, out
         '{"time":"","level":"info","role":"","logger":"","message":"","trace":[1]}',
     ],
 )
-def test_json_of_somebody_else_is_a_line_as_any_other(raw: str) -> None:
-    """The supervisor reads it in what a role said last, and would end with it."""
+def test_foreign_json_is_a_line_like_any_other(raw: str) -> None:
+    """The supervisor parses the last lines of a role, and would end on an exception."""
     line = logs.parse(raw, "decode-0")
     assert (line.name, line.logger, line.message) == ("decode-0", "", raw)
     assert logs.as_json(line)

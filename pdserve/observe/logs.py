@@ -2,8 +2,7 @@
 
 Text is one line per record, `2026-01-31T12:00:00.123 I decode-0 pdserve.decode.worker: message`, with
 continuation lines for tracebacks; JSON is one object per line. vLLM applies the same configuration in its own
-processes, because VLLM_LOGGING_CONFIG_PATH points at ours, and `handler` finds name, format and levels in the
-environment.
+processes: VLLM_LOGGING_CONFIG_PATH names ours, and `handler` finds name, format and levels in the environment.
 """
 
 import json
@@ -25,7 +24,7 @@ _LEVELS = {"D": "debug", "I": "info", "W": "warning", "E": "error", "C": "critic
 _LETTERS = {word: letter for letter, word in _LEVELS.items()}
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}) ([DIWEC]) (\S+) (\S+): (.*)", re.DOTALL)
 
-# What vLLM and torch say on every start, and nobody can do anything about.
+# What vLLM and torch log at every start, and a user can do nothing about.
 _NOISE = re.compile(
     r"Enforce eager set|Inductor compilation was disabled|Reset SSM cache type|is not found in LD_PRELOAD"
     r"|[Tt]riton (is )?not |Triton is installed|NUMA binding: Using MEMBIND"
@@ -54,11 +53,11 @@ class LogLine:
 
 
 def setup(name: str, level: str = "INFO", fmt: str = "text", vllm_level: str = "WARNING") -> None:
-    """Configure logging for this process, called `name` (`decode-0`), and for those that vLLM starts below
-    it. To be called before vLLM is imported. `fmt` is `text` or `json`."""
+    """Configure logging for this process, called `name` (`decode-0`), and for the processes that vLLM starts below it.
+    Call it before vLLM is imported. `fmt` is `text` or `json`."""
     os.environ |= {"PDSERVE_LOG_NAME": name, "PDSERVE_LOG_LEVEL": level, "PDSERVE_LOG_FORMAT": fmt}
     os.environ |= {"VLLM_LOGGING_LEVEL": vllm_level, "VLLM_LOGGING_CONFIG_PATH": str(_CONFIG)}
-    if level != "DEBUG":  # what libraries tell their developers is no news to a user
+    if level != "DEBUG":  # warnings that libraries address to developers
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
         warnings.simplefilter("ignore")
     logging.config.dictConfig(json.loads(_CONFIG.read_text()))
@@ -66,22 +65,20 @@ def setup(name: str, level: str = "INFO", fmt: str = "text", vllm_level: str = "
 
 
 def handler() -> logging.Handler:
-    """The one handler of `logging.json`, with the name, format and levels that the environment gives."""
+    """The handler of `logging.json`, with the name, format and levels that the environment gives."""
     name = os.environ.get("PDSERVE_LOG_NAME", "pdserve")
     logging.getLogger("pdserve").setLevel(os.environ.get("PDSERVE_LOG_LEVEL", "INFO"))
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
     out = logging.StreamHandler(sys.stderr)
-    out.addFilter(Repeats())
-    out.setFormatter(
-        JsonFormatter(name) if os.environ.get("PDSERVE_LOG_FORMAT") == "json" else TextFormatter(name)
-    )
+    out.addFilter(RepeatFilter())
+    out.setFormatter(LineFormatter(name, os.environ.get("PDSERVE_LOG_FORMAT", "text")))
     return out
 
 
-class Repeats(logging.Filter):
-    """Keeps what repeats itself from filling the disk: of each place in the code that logs warnings or errors, a
-    traceback once in `TRACE_EVERY` seconds, and at most `BURST` records in `BURST_SECONDS`. What is left out is
-    counted, and the count added to the next record from there."""
+class RepeatFilter(logging.Filter):
+    """Keep repeated records from filling the disk: of each place in the code that logs warnings or errors, show a
+    traceback once in `TRACE_EVERY` seconds and at most `BURST` records in `BURST_SECONDS`. Add to the next record from
+    there how many were left out."""
 
     TRACE_EVERY, BURST, BURST_SECONDS = 60.0, 100, 10.0
 
@@ -125,29 +122,16 @@ class _Place:
     traced: float = float("-inf")
 
 
-class TextFormatter(logging.Formatter):
-    def __init__(self, name: str) -> None:
+class LineFormatter(logging.Formatter):
+    def __init__(self, name: str, fmt: str) -> None:
         super().__init__()
         self._name = name
+        self._show = as_json if fmt == "json" else text
 
     def format(self, record: logging.LogRecord) -> str:
-        message = record.getMessage()
-        if record.exc_info:
-            message += "\n" + self.formatException(record.exc_info)
-        return text(LogLine(stamp(record.created), record.levelname[0], self._name, record.name, message))
-
-
-class JsonFormatter(logging.Formatter):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = LogLine(
-            stamp(record.created), record.levelname[0], self._name, record.name, record.getMessage()
-        )
+        level, message = record.levelname[0], record.getMessage()
         trace = self.formatException(record.exc_info) if record.exc_info else ""
-        return as_json(line, trace)
+        return self._show(LogLine(stamp(record.created), level, self._name, record.name, message), trace)
 
 
 def stamp(seconds: float | None = None) -> str:
@@ -156,8 +140,9 @@ def stamp(seconds: float | None = None) -> str:
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(seconds))}.{int(seconds % 1 * 1000):03d}"
 
 
-def text(line: LogLine) -> str:
-    return f"{line.time} {line.level} {line.name} {line.logger or '-'}: {line.message}"
+def text(line: LogLine, trace: str = "") -> str:
+    shown = f"{line.time} {line.level} {line.name} {line.logger or '-'}: {line.message}"
+    return f"{shown}\n{trace}" if trace else shown
 
 
 def as_json(line: LogLine, trace: str = "") -> str:
@@ -174,8 +159,8 @@ def as_json(line: LogLine, trace: str = "") -> str:
 
 
 def parse(raw: str, name: str) -> LogLine:
-    """A line that process `name` wrote: ours, in either format, or anybody's (a C++ library, a crash,
-    print)."""
+    """A line that process `name` wrote: one of our records, in either format, or any other text (of a C++ library, a
+    crash, print)."""
     raw = _ANSI.sub("", raw)
     if match := _LINE.fullmatch(raw):
         time_, level, own_name, logger, message = match.groups()
@@ -187,7 +172,7 @@ def parse(raw: str, name: str) -> LogLine:
             time_, level, own_name, logger, message = map(str, said)
             message = "\n".join(filter(None, (message, record.get("trace"))))
             return LogLine(time_, _LETTERS[level], own_name, logger, message)
-        except (ValueError, LookupError, TypeError):  # somebody else's JSON
+        except (ValueError, LookupError, TypeError):  # JSON that is no record of ours
             pass
     return LogLine(stamp(), _guess_level(raw), name, "", raw)
 

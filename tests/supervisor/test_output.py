@@ -66,7 +66,7 @@ def test_the_terminal_shows_what_matters_and_the_file_has_all(
 def test_json_lines_are_json_whichever_process_wrote_them(tmp_path: Path) -> None:
     output = ProcessOutput(tmp_path, fmt="json", stream=StringIO())
     record = logging.LogRecord("pdserve.x", logging.ERROR, __file__, 1, "it broke", None, None)
-    for raw in (logs.JsonFormatter("decode-0").format(record), OURS, "a foreign line", '{"time": 1}'):
+    for raw in (logs.LineFormatter("decode-0", "json").format(record), OURS, "a foreign line", '{"time": 1}'):
         output.line("decode-0", raw)
     output.print("a banner")
     lines = [json.loads(line) for line in shown(output).splitlines()]
@@ -85,7 +85,7 @@ def test_a_traceback_is_one_record() -> None:
     except ValueError as error:
         info = (type(error), error, error.__traceback__)
     record = logging.LogRecord("pdserve.x", logging.ERROR, __file__, 1, "it broke", None, info)
-    line = logs.parse(logs.JsonFormatter("decode-0").format(record), "?")
+    line = logs.parse(logs.LineFormatter("decode-0", "json").format(record), "?")
     assert line.name == "decode-0"
     assert line.message.startswith("it broke\nTraceback")
     assert line.message.endswith("ValueError: inner")
