@@ -199,7 +199,7 @@ async def test_disconnect_cancels_on_the_worker(graph: Graph) -> None:
         async with graph.worker(pace=0.01) as worker:
             body = completion(max_tokens=3000, stream=stream)
             request = asyncio.create_task(graph.http.post("/v1/completions", json=body))
-            await worker.until(lambda worker=worker: any(job.said for job in worker.jobs.values()))
+            await worker.until(lambda worker=worker: any(job.generated for job in worker.jobs.values()))
             request.cancel()
             await worker.until(lambda worker=worker: worker.cancelled)
             assert worker.cancelled == [worker.seen[0].request_id]

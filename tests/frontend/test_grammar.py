@@ -1,4 +1,4 @@
-"""A structured output that no engine can compile is the client's error, found by one try."""
+"""A structured output that no engine can compile is the client's error, found by trying once."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A decode worker is lost: the request goes on at another one, and the client sees nothing but a pause."""
+"""A decode worker is lost: the request goes on at another, and the client sees nothing but a pause."""
 
 import asyncio
 
@@ -27,11 +27,11 @@ async def steps(worker: EchoWorker, count: int) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("said", [0, 1, 5])
-async def test_text_is_the_same(graph: Graph, stream: bool, said: int) -> None:
+@pytest.mark.parametrize("generated", [0, 1, 5])
+async def test_text_is_the_same(graph: Graph, stream: bool, generated: int) -> None:
     async with graph.worker(pace=None) as first:
         request = post(graph, max_tokens=12, min_tokens=4, stream=stream)
-        await steps(first, said)
+        await steps(first, generated)
         async with graph.worker() as second:
             await first.die()
             answer = await request
@@ -45,9 +45,9 @@ async def test_text_is_the_same(graph: Graph, stream: bool, said: int) -> None:
         assert answer.json()["usage"]["prompt_tokens"] == len(PROMPT)
         assert answer.headers["x-pdserve-instance"] == f"{first.id},{second.id}"
     (submit,) = second.seen
-    assert submit.prompt == PROMPT + continuation(PROMPT, said)
+    assert submit.prompt == PROMPT + continuation(PROMPT, generated)
     params = second.requests[0].sampling_params
-    assert (params.max_tokens, params.min_tokens) == (12 - said, max(0, 4 - said))
+    assert (params.max_tokens, params.min_tokens) == (12 - generated, max(0, 4 - generated))
     assert submit.request_id != first.seen[0].request_id
 
 
@@ -92,7 +92,7 @@ LOOKING_BACK = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("changes", LOOKING_BACK)
-async def test_what_looks_back_at_its_tokens_is_replayed(
+async def test_a_request_that_looks_back_at_its_tokens_is_replayed(
     graph: Graph, changes: dict[str, object], stream: bool
 ) -> None:
     async with graph.worker(pace=None) as first:
@@ -111,15 +111,15 @@ async def test_what_looks_back_at_its_tokens_is_replayed(
     assert sum(len(choice["logprobs"]["tokens"]) for choice in choices if choice["logprobs"]) == 9
     assert [submit.prompt for submit in (*second.seen, *third.seen)] == [PROMPT, PROMPT]
     assert third.requests[0].sampling_params.max_tokens == 9
-    seeds = {one.requests[0].sampling_params.seed for one in (first, second, third)}
+    seeds = {worker.requests[0].sampling_params.seed for worker in (first, second, third)}
     assert len(seeds) == 1
 
 
-@pytest.mark.parametrize("said", [1, 3])
-async def test_a_replay_that_says_something_else_fails_cleanly(graph: Graph, said: int) -> None:
+@pytest.mark.parametrize("generated", [1, 3])
+async def test_a_replay_with_other_tokens_fails_cleanly(graph: Graph, generated: int) -> None:
     async with graph.worker(pace=None) as first:
         request = post(graph, presence_penalty=0.5)
-        await steps(first, said)
+        await steps(first, generated)
         async with graph.worker() as second:
             second.shift = 1
             await first.die()
@@ -152,7 +152,7 @@ async def test_a_failure_mid_stream_is_an_event(graph: Graph) -> None:
     assert "began differently" in events(answer)[-1]["error"]["message"]
 
 
-async def test_a_worker_that_drains_sends_it_on(graph: Graph) -> None:
+async def test_a_draining_worker_sends_it_on(graph: Graph) -> None:
     async with graph.worker() as first, graph.worker() as second:
         for worker in (first, second):
             worker.fail = Failed("", f"{worker.id} is draining", retry=True)
@@ -203,7 +203,7 @@ async def test_outputs_at_which_vllm_fails(graph: Graph) -> None:
     assert again.status_code == 200
 
 
-async def test_a_refusing_worker_gets_nothing_more(graph: Graph) -> None:
+async def test_a_worker_that_refused_gets_no_more_requests(graph: Graph) -> None:
     async with graph.worker() as first, graph.worker() as second:
         await first.refuse("another vLLM")
         await asyncio.sleep(0.05)
@@ -230,7 +230,7 @@ async def test_without_a_worker_it_waits_for_one(graph: Graph) -> None:
 async def test_a_worker_whose_lease_comes_back_ends_the_wait(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its link held all the time, so nobody connects again."""
+    """Its link held all the time, so there is no new connection."""
     monkeypatch.setattr("pdserve.frontend.model.migration.PAUSE", 0.01)
     async with graph.worker() as away, MemoryRegistry(graph.registry) as registry:
         async with graph.worker(pace=None) as first:
@@ -239,7 +239,7 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
             request = post(graph, max_tokens=6)
             await steps(first, 2)
         await until(lambda: graph.models.live().get("demo") == 0)
-        await asyncio.sleep(0.1)  # longer than PAUSE: from then on nobody tries again by itself
+        await asyncio.sleep(0.1)  # longer than PAUSE: from then on it is not tried again by itself
         assert not request.done()
         await registry.put(keys.instance(away.instance), encode_record(away.instance))
         assert (await asyncio.wait_for(request, 5)).status_code == 200

@@ -106,8 +106,8 @@ async def test_it_ends_after_two_engines_and_the_others_are_served(graph: Graph,
     assert "2 engines in a row died" in answer.json()["error"]["message"]
     assert answer.headers["x-should-retry"] == "false"
     assert len(dead) == 2, dead
-    assert [one.status_code for one in answers] == [200] * 16
-    assert [one.json()["choices"][0]["text"] for one in answers] == texts
+    assert [answer.status_code for answer in answers] == [200] * 16
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == texts
 
 
 async def test_after_a_loss_it_goes_another_way(graph: Graph) -> None:
@@ -125,7 +125,7 @@ async def test_after_a_loss_it_goes_another_way(graph: Graph) -> None:
 
 
 async def test_workers_that_are_killed_are_no_evidence(graph: Graph) -> None:
-    """Nothing is known of what a killed process died of, however soon after one another."""
+    """It is unknown what a killed process died of, however soon the next one dies."""
     request = post(graph, list(range(300, 320)), max_tokens=6)
     for _ in range(3):
         async with graph.worker(pace=None) as worker:

@@ -32,7 +32,7 @@ from pdserve.messages import (
 from pdserve.stream.memory import MemoryStreamServer
 
 FIRST, MANY = 300, 600
-"""the tokens it says: plain words of the demo tokenizer"""
+"""the tokens it generates: plain words of the demo tokenizer"""
 
 
 def next_token(context: list[int]) -> int:
@@ -50,7 +50,7 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 class Job:
     submit: Submit
     request: EngineCoreRequest
-    said: list[int] = field(default_factory=list)
+    generated: list[int] = field(default_factory=list)
 
 
 class EchoWorker:
@@ -75,7 +75,7 @@ class EchoWorker:
         self.cancelled: list[str] = []
         self.hello = ""
         self.shift = 0
-        """added to each token: a worker that says something else"""
+        """added to each token: a worker that generates other tokens"""
         self.fail: Failed | None = None
         """answered to every request instead of tokens, under that request's id"""
         self._model = model
@@ -114,7 +114,7 @@ class EchoWorker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def die(self) -> None:
-        """As SIGKILL: whoever is connected finds it gone."""
+        """As SIGKILL: its frontends find it gone."""
         if self._alive:
             self._alive = False
             self.jobs.clear()
@@ -147,9 +147,9 @@ class EchoWorker:
         await self.send(Refused(text))
 
     async def step(self, *, strange: bool = False) -> None:
-        """One token for every request, in one message, as an engine does it. With `strange`, logprobs that
-        nobody asked for, at which vLLM's output handler fails."""
-        outputs = [self._speak(job) for job in list(self.jobs.values())]
+        """One token for every request, in one message, as an engine does it. With `strange`, logprobs that no
+        request asked for, at which vLLM's output handler fails."""
+        outputs = [self._generate(job) for job in list(self.jobs.values())]
         if strange:
             for output in outputs:
                 output.new_logprobs = _logprobs(FIRST, 1)
@@ -167,7 +167,7 @@ class EchoWorker:
             await self._changed.wait_for(condition)
 
     async def _submit(self, submit: Submit) -> None:
-        assert submit.request_id not in {one.request_id for one in self.seen}, "a request id came twice"
+        assert submit.request_id not in {seen.request_id for seen in self.seen}, "a request id came twice"
         request = self._decoder.decode(submit.body)
         self.seen.append(submit)
         self.requests.append(request)
@@ -177,11 +177,11 @@ class EchoWorker:
         await self.send(Placed(submit.request_id, self._prefill, "test"))
         self.jobs[submit.request_id] = Job(submit, request)
 
-    def _speak(self, job: Job) -> EngineCoreOutput:
-        token = next_token(job.submit.prompt + job.said) + self.shift
-        job.said.append(token)
+    def _generate(self, job: Job) -> EngineCoreOutput:
+        token = next_token(job.submit.prompt + job.generated) + self.shift
+        job.generated.append(token)
         params = job.request.sampling_params
-        done = len(job.said) >= params.max_tokens
+        done = len(job.generated) >= params.max_tokens
         output = EngineCoreOutput(job.submit.request_id, [token])
         if params.logprobs is not None:
             output.new_logprobs = _logprobs(token, params.logprobs)
