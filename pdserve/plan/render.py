@@ -13,7 +13,8 @@ from rich.text import Text
 from pdserve.messages import Role
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import Memory
-from pdserve.plan.plan import Plan, PlannedWorker
+from pdserve.plan.plan import Plan
+from pdserve.plan.slots import PlannedWorker
 
 _SECRET = {"hf-token"}
 

@@ -1,19 +1,18 @@
-"""Which processes run here, with their GPUs, ports and environment."""
+"""Which processes run here, with their GPUs, ports and environment: pure."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from pdserve.config.schema import Config, WorkerConfig
 from pdserve.messages import Role
-from pdserve.plan.defaults import cpu_env, gpus_each
 from pdserve.plan.machine import Machine
-from pdserve.plan.placement import Request, place
+from pdserve.plan.memory import CPU_KV_GIB, CPU_KV_VARIABLE, Memory
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One process's place on this machine, decided by the plan before anything starts."""
+    """A process's place on this machine, decided by the plan before anything starts."""
 
     role: Role
     index: int
@@ -29,8 +28,18 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What of the graph is meant: all of it, or some roles, or one process of a role."""
+class PlannedWorker:
+    slot: Slot
+    config: WorkerConfig
+    gpus: int
+    """that it needs; its slot has none where they were not found"""
+    memory: Memory | None = None
+    """None where sizes are unknown, see the plan's notes; a simulated engine has none"""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which processes of the graph to plan: all of them, those of some roles, or one of a role."""
 
     roles: Collection[Role] | None = None
     index: int | None = None
@@ -38,78 +47,137 @@ class Part:
     def has(self, role: Role, number: int) -> bool:
         return (self.roles is None or role in self.roles) and self.index in (None, number)
 
-    def makes_room_for(self, role: Role, number: int) -> bool:
-        """GPUs are handed out to the lower-numbered of a role too: several may be started by hand on one
-        host."""
+    def leaves_gpus_to(self, role: Role, number: int) -> bool:
+        """Lower-numbered workers of a role get GPUs too: several may be started by hand on one host."""
         return (self.roles is None or role in self.roles) and (self.index is None or number <= self.index)
 
 
-@dataclass(frozen=True)
-class Seat:
-    """A worker with its place."""
-
-    slot: Slot
-    config: WorkerConfig
-    gpus: int
-    """that it needs; its slot has none where they were not found"""
-
-
-def seat_workers(
-    config: Config, machine: Machine, part: Part, env: Mapping[str, str]
-) -> tuple[list[Seat], list[str]]:
-    """Decode first, and what keeps them from being placed. Ports are those of the whole graph, so that parts
-    of it that are started one by one do not collide."""
-    every = list(_every_worker(config))
-    ports = {(role, number): config.kv_port + place for place, (role, number, _) in enumerate(every)}
-    guests = [each for each in every if part.makes_room_for(each[0], each[1])]
-    requests = {(role, number): _request(role, number, worker, machine) for role, number, worker in guests}
-    placement = place(list(requests.values()), [gpu.index for gpu in machine.gpus])
-    ranks = sum(worker.ranks for _, _, worker in guests)
-    seats = []
-    for role, number, worker in guests:
-        request, port = requests[role, number], ports[role, number]
+def place_workers(
+    config: Config, machine: Machine, selection: Selection, env: Mapping[str, str]
+) -> tuple[list[PlannedWorker], list[str]]:
+    """The workers, decode first, and what keeps them from being placed. Ports are those of the whole graph, so that
+    parts of it that are started one by one do not collide."""
+    workers = [
+        (port, role, number, worker)
+        for port, (role, number, worker) in enumerate(_all_workers(config), start=config.kv_port)
+        if selection.leaves_gpus_to(role, number)
+    ]
+    requests = [_gpu_request(role, number, worker, machine) for _, role, number, worker in workers]
+    placement = place(requests, [gpu.index for gpu in machine.gpus])
+    ranks = sum(worker.ranks for *_, worker in workers)
+    placed = []
+    for (port, role, number, worker), request in zip(workers, requests, strict=True):
         gpus = placement.gpus[request.worker]
-        slot_env = _env(config, port) | _network_env(config, worker, machine, env)
-        slot_env |= _device_env(worker, machine, gpus, ranks, env)
-        slot = Slot(role, number, gpus, port, slot_env if worker.engine == "vllm" else {})
-        if part.has(role, number):
-            seats.append(Seat(slot, worker, request.gpus))
-    return seats, placement.problems
+        slot_env: dict[str, str] = {}
+        if worker.engine == "vllm":
+            slot_env = _address_env(config.host, port) | _network_env(config.host, worker, machine, env)
+            slot_env |= _device_env(worker, machine, gpus, ranks, env)
+        if selection.has(role, number):
+            placed.append(PlannedWorker(Slot(role, number, gpus, port, slot_env), worker, request.gpus))
+    return placed, placement.problems
 
 
-def frontend_slots(config: Config, part: Part) -> tuple[Slot, ...]:
+def frontend_slots(config: Config, selection: Selection) -> tuple[Slot, ...]:
     count = config.frontend.processes if config.frontend else 0
-    return tuple(Slot(Role.FRONTEND, number) for number in range(count) if part.has(Role.FRONTEND, number))
+    return tuple(
+        Slot(Role.FRONTEND, number) for number in range(count) if selection.has(Role.FRONTEND, number)
+    )
 
 
-def _every_worker(config: Config) -> Iterator[tuple[Role, int, WorkerConfig]]:
+def _all_workers(config: Config) -> Iterator[tuple[Role, int, WorkerConfig]]:
     for role, worker in ((Role.DECODE, config.decode), (Role.PREFILL, config.prefill)):
         if worker is not None:
             yield from ((role, number, worker) for number in range(worker.count))
 
 
-def _request(role: Role, number: int, worker: WorkerConfig, machine: Machine) -> Request:
-    each = gpus_each(worker, machine)
-    pinned = worker.gpu_ids[number * each : (number + 1) * each]
-    return Request(f"{role.value}-{number}", each, pinned)
+def gpus_needed(worker: WorkerConfig, machine: Machine) -> int:
+    """Per worker, on this machine: what the file says, else one for each rank where there are GPUs to use."""
+    if worker.engine == "sim":
+        return 0
+    if worker.gpus is not None:
+        return worker.gpus
+    return worker.ranks if machine.gpus and machine.build != "cpu" else 0
 
 
-def _env(config: Config, port: int) -> dict[str, str]:
+@dataclass(frozen=True)
+class GpuRequest:
+    worker: str
+    gpus: int
+    pinned: tuple[int, ...] = ()
+    """exactly these, `gpus` of them; they may be shared with other pinned workers"""
+
+
+@dataclass(frozen=True)
+class Placement:
+    gpus: Mapping[str, tuple[int, ...]]
+    """by worker; empty for a worker on the CPU, and for one that found no room"""
+    problems: list[str] = field(default_factory=list)
+
+
+def place(requests: Sequence[GpuRequest], gpus: Sequence[int]) -> Placement:
+    """Pinned workers get their GPUs; the others, in order, each a group of neighbours (which share the fastest links)
+    of what is left, or any where there is no such group."""
+    pinned = {index for request in requests for index in request.pinned}
+    free = [index for index in sorted(gpus) if index not in pinned]
+    found: dict[str, tuple[int, ...]] = {}
+    for request in requests:
+        group = request.pinned or _group(free, request.gpus)
+        found[request.worker] = group
+        free = [index for index in free if index not in group]
+    problems = []
+    if absent := sorted(pinned - set(gpus)):
+        have = _listed(gpus) or "none"
+        problems.append(
+            f"gpu-ids asks for GPU {_listed(absent)}, but there are {have}: correct gpu-ids or CUDA_VISIBLE_DEVICES."
+        )
+    if any(len(found[request.worker]) != request.gpus for request in requests):
+        needed = sum(request.gpus for request in requests if not request.pinned) + len(pinned)
+        problems.append(_too_few(requests, needed, len(gpus)))
+    return Placement(found, problems)
+
+
+def _gpu_request(role: Role, number: int, worker: WorkerConfig, machine: Machine) -> GpuRequest:
+    needed = gpus_needed(worker, machine)
+    pinned = worker.gpu_ids[number * needed : (number + 1) * needed]
+    return GpuRequest(f"{role.value}-{number}", needed, pinned)
+
+
+def _group(free: Sequence[int], count: int) -> tuple[int, ...]:
+    if count == 0 or len(free) < count:
+        return ()
+    for start in range(len(free) - count + 1):
+        group = free[start : start + count]
+        if group[-1] - group[0] == count - 1:
+            return tuple(group)
+    return tuple(free[:count])
+
+
+def _listed(gpus: Sequence[int]) -> str:
+    return ", ".join(map(str, gpus))
+
+
+def _too_few(requests: Sequence[GpuRequest], needed: int, found: int) -> str:
+    workers = ", ".join(f"{request.gpus} for {request.worker}" for request in requests if request.gpus)
+    return (
+        f"The graph needs {needed} GPU{'s' * (needed != 1)} ({workers}), found {found}: run it where there are "
+        f"{needed}, lower tensor-parallel-size or ServiceArgs.workers, or set resources.gpu: 0 to run on the CPU."
+    )
+
+
+def _address_env(host: str, kv_port: int) -> dict[str, str]:
     return {
-        "VLLM_HOST_IP": config.host,
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": config.host,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        "VLLM_HOST_IP": host,
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(kv_port),
     }
 
 
-def _network_env(
-    config: Config, worker: WorkerConfig, machine: Machine, env: Mapping[str, str]
-) -> dict[str, str]:
+def _network_env(host: str, worker: WorkerConfig, machine: Machine, env: Mapping[str, str]) -> dict[str, str]:
     """Have all that vLLM is made of listen on the network device of `Graph.host` and on no other; by themselves UCX
     takes all of the machine, and Gloo and NCCL one of their choice. RDMA ports do not listen, and stay in use. What
     the user's environment says wins; and a worker that spans machines is left alone, since Ray gives their
     environment to all of them, where a device may have another name."""
-    device = _device(config.host, machine)
+    device = _device(host, machine)
     if not device or worker.engine_args.get("distributed-executor-backend") == "ray":
         return {}
     chosen = {
@@ -131,7 +199,17 @@ def _device(host: str, machine: Machine) -> str | None:
 def _device_env(
     worker: WorkerConfig, machine: Machine, gpus: tuple[int, ...], ranks: int, env: Mapping[str, str]
 ) -> dict[str, str]:
+    """`ranks` are those of the whole graph: on the CPU they share the threads, because engines that each take all cores
+    stand in each other's way. There the user's environment wins."""
     if gpus:
         # PCI order is NVML's; CUDA's own default puts the fastest card first.
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    return {} if gpus_each(worker, machine) else cpu_env(worker, machine, ranks, env)
+    if gpus_needed(worker, machine):
+        return {}
+    chosen = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(max(1, machine.cores // ranks)),
+    }
+    if "kv-cache-memory-bytes" not in worker.engine_args:
+        chosen[CPU_KV_VARIABLE] = str(CPU_KV_GIB)
+    return {name: env.get(name) or value for name, value in chosen.items()}

@@ -2,11 +2,11 @@
 
 import pytest
 
-from pdserve.plan.placement import Request, place
+from pdserve.plan.slots import GpuRequest, place
 
 
-def request(name: str, gpus: int, *pinned: int) -> Request:
-    return Request(name, gpus, pinned)
+def request(name: str, gpus: int, *pinned: int) -> GpuRequest:
+    return GpuRequest(name, gpus, pinned)
 
 
 @pytest.mark.parametrize(
