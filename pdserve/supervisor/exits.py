@@ -1,4 +1,4 @@
-"""How processes end: waiting for it, and making sure of it."""
+"""Wait for the end of processes, and make sure of it."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ def dies_with_parent(number: signal.Signals) -> Callable[[], None]:
     def in_child() -> None:
         _prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
-            os._exit(1)  # it died between fork and prctl
+            os._exit(1)  # the parent died between fork and prctl
 
     return in_child
 
@@ -37,7 +37,7 @@ def adopt_orphans() -> None:
 
 async def exit_of(process: "subprocess.Popen[bytes]") -> int:
     """Wait for a child's end; its exit code, negative for a signal. A pidfd works under every event loop,
-    without child watchers or threads, and does not care who holds the child's pipes."""
+    without child watchers or threads, and whatever process holds the child's pipes."""
     if process.poll() is None:
         loop, ended, pidfd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(process.pid)
         loop.add_reader(pidfd, ended.set)
@@ -51,9 +51,9 @@ async def exit_of(process: "subprocess.Popen[bytes]") -> int:
 
 async def end_group(group: int, memory: Collection[str] = (), patience: float = 2.0) -> None:
     """Kill what is left of a process group whose leader is gone, and return when nothing is. Its shared memory goes
-    with it: that which the processes that are killed here have, and `memory`, which is known of before.
+    with it: that of the processes that are killed here, and `memory`, which is known of before.
 
-    multiprocessing's resource tracker goes last: it removes the shared memory of those that were killed, and
+    multiprocessing's resource tracker goes last: it removes the shared memory of killed processes, and
     ends by itself when they are gone. It is killed too after `patience` seconds.
     """
     left = members(group)
@@ -63,7 +63,7 @@ async def end_group(group: int, memory: Collection[str] = (), patience: float = 
     started = loop.time()
     while _exists(group):
         if loop.time() > started + 2 * patience:
-            log.warning("process group %d does not end", group)  # somebody else's zombie, or stuck in I/O
+            log.warning("process group %d does not end", group)  # a zombie of another parent, or stuck in I/O
             break
         if loop.time() > started + patience:
             with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
-"""The supervisor's last will: a small process that stops the graph when the supervisor was killed.
+"""A small process that stops the graph when the supervisor was killed.
 
 Runs as a script, with the standard library alone. Reads `+GROUP WAVE` and `-GROUP` (process groups) line by line from
-stdin. When stdin ends, the supervisor is gone: the groups still listed are stopped as it would have done it, wave by
-wave, so that running requests can finish: SIGTERM, the patience of its wave, SIGKILL.
+stdin. When stdin ends, the supervisor is gone: stop the groups still listed as the supervisor would have done it, wave
+by wave, so that running requests can finish: SIGTERM, the patience of the wave, SIGKILL.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ SERVERS = 99
 """wave of the servers: after all roles"""
 SERVERS_PATIENCE = 5.0
 TRACKER_PATIENCE = 2.0
-"""seconds for multiprocessing's resource tracker to remove the shared memory of those that were killed"""
+"""seconds for multiprocessing's resource tracker to remove the shared memory of killed processes"""
 _SHARED = re.compile(r" (/dev/shm/psm_\w+)$", re.MULTILINE)
 
 
@@ -53,7 +53,7 @@ class Guardian:
         return self._process.pid
 
     def watch(self, group: int, wave: int = 0) -> None:
-        """From now on this process group does not outlive the supervisor; lower waves are stopped first."""
+        """Stop this process group when the supervisor is gone; lower waves first."""
         self._groups[group] = wave
         self._tell(f"+{group} {wave}")
 
@@ -62,7 +62,7 @@ class Guardian:
         self._tell(f"-{group}")
 
     async def keep(self) -> None:
-        """Start it again whenever it ends, for ever."""
+        """Start the guardian again whenever it ends, for ever."""
         from pdserve.supervisor.exits import exit_of
 
         while True:
@@ -84,7 +84,7 @@ class Guardian:
             self._tell(f"+{group} {wave}")
 
     def _tell(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # killed by somebody: `keep` tells its successor everything
+        with contextlib.suppress(OSError):  # the guardian was killed: `keep` tells its successor everything
             self._stdin.write(f"{line}\n".encode())
             self._stdin.flush()
 
@@ -105,8 +105,8 @@ def main() -> None:
 
 
 def stop(groups: Collection[int], patience: float) -> None:
-    """SIGTERM to the leaders, each of which stops those below it in its own order; what is left of a group when its
-    leader is gone, or when the patience is at its end, is killed."""
+    """SIGTERM to the leaders, each of which stops the processes below it in its own order; SIGKILL to what is left of a
+    group when its leader is gone, or after `patience` seconds."""
     send(groups, signal.SIGTERM)
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline and any(alive(leader) for leader in groups):
@@ -148,7 +148,7 @@ def members(group: int) -> list[int]:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State and process group; `X` for one that is not there."""
+    """State and process group; `X` for a process that is not there."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
         state, _, group = stat.read().rpartition(")")[2].split()[:3]
         return state, int(group)
@@ -156,7 +156,7 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 def is_tracker(pid: int) -> bool:
-    """Whether it is multiprocessing's resource tracker. It removes the shared memory of those that were killed, and
+    """Whether it is multiprocessing's resource tracker, which removes the shared memory of killed processes and
     ends by itself when they are gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as command:
         return b"resource_tracker" in command.read()
@@ -176,7 +176,7 @@ def shared_memory(pids: Iterable[int]) -> set[str]:
 
 
 def release(memory: Collection[str]) -> None:
-    """Remove those of these segments that are still there, though the processes that had them are gone."""
+    """Remove those of these segments that are still there and that no process has mapped."""
     if left := {name for name in memory if os.path.exists(name)}:
         for name in left - shared_memory(int(pid) for pid in os.listdir("/proc") if pid.isdecimal()):
             with contextlib.suppress(OSError):

@@ -18,7 +18,7 @@ from pdserve.observe.logs import LogLine
 from pdserve.supervisor.terminal import NonBlockingStream
 
 FILE_LIMIT = 64 << 20
-"""bytes; a log file that reaches it becomes `<name>.log.1`, in place of the one before"""
+"""bytes; a log file that reaches it becomes `<name>.log.1`, in place of the file before"""
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _COLOURS = {"frontend": "cyan", "decode": "green", "prefill": "magenta", "nats": "blue", "etcd": "blue"}

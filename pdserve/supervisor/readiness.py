@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 MISSING = 60.0
 """seconds that a live process may be missing from the registry before it counts as hung: a lease's ten, an outage's
-hangover, a machine that stalls, and much more. Beyond it no other process would ever use this one again."""
+hangover, a machine that stalls, and much more. By then no other process uses it any more."""
 CHECK_EVERY = 1.0
 FRONTEND_CHECK_EVERY = 0.25
 

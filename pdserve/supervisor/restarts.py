@@ -97,7 +97,7 @@ def failed_starts(history: Sequence[PastRun]) -> int:
 
 
 def _failures_in_a_row(history: Sequence[PastRun], policy: RestartPolicy) -> int:
-    """Back-off is for a process that fails by itself, not for one that is killed."""
+    """Back-off is for a process that fails by itself, not for a process that is killed."""
     count = 0
     for run in reversed(history):
         if run.seconds >= policy.healthy:
@@ -131,7 +131,9 @@ class CannotStart(PdserveError):
 class Service(ABC):
     """What the restart loop has to know of the process that it keeps running."""
 
-    name: str
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
 
     @abstractmethod
     def spawn(self) -> Child:
@@ -145,7 +147,7 @@ class Service(ABC):
     @property
     @abstractmethod
     def kind_was_ready(self) -> bool:
-        """A process of this kind has been ready, ever: it is not the configuration that keeps this one from it."""
+        """A process of this kind has been ready, ever: the configuration of the kind is right."""
 
     async def ended(self, exit_: Exit) -> None:  # noqa: B027 (servers have nothing to do)
         """The child has ended, and nothing of it is left."""
@@ -164,7 +166,7 @@ class RestartLoop(Generic[AnyService]):
         on_change: Callable[["RestartLoop[AnyService]"], None],
         child: Child | None = None,
     ) -> None:
-        """`on_change` gets each change of `state`, and must not wait. `child` runs and is ready already."""
+        """`on_change` gets each change of `state`, and must not wait. `child` is running and ready already."""
         self.service = service
         self.state = ProcessState.STARTING
         self.restarts = 0

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from pdserve.graph import BOOT_VARIABLE, ProcessSpec, stop_waves
@@ -28,55 +29,51 @@ from pdserve.tasks import forever
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class RoleService(Service):
     """A role, as the restart loop sees it."""
 
-    def __init__(
-        self,
-        spec: ProcessSpec,
-        instances: RegisteredInstances,
-        guardian: Guardian,
-        on_line: Callable[[str], None],
-        ready_roles: set[Role],
-    ) -> None:
-        """`ready_roles`, of which a process has been ready, is shared by all."""
-        self.name = spec.name
-        self.spec = spec
-        self.instance: Instance | None = None
-        self._instances = instances
-        self._guardian = guardian
-        self._on_line = on_line
-        self._ready_roles = ready_roles
-        self._instance_id = ""
+    spec: ProcessSpec
+    instances: RegisteredInstances
+    guardian: Guardian
+    ready_roles: set[Role]
+    """roles of which a process has been ready; shared by all services"""
+    on_line: Callable[[str], None]
+    instance: Instance | None = None
+    _instance_id: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
     @property
     def kind_was_ready(self) -> bool:
-        return self.spec.role in self._ready_roles
+        return self.spec.role in self.ready_roles
 
     def spawn(self) -> Child:
         boot = new_boot()
         self.instance, self._instance_id = None, instance_id(self.name, boot)
-        return Child.start(
+        return Child(
             self.name,
             self.spec.command,
-            self._on_line,
+            self.on_line,
             env={**self.spec.env, BOOT_VARIABLE: boot},
-            guardian=self._guardian,
+            guardian=self.guardian,
             wave=self.spec.node.stops,
             # The guardian stops it then, when its turn has come; should that be gone too, the role ends by itself.
             parent_death=SUPERVISOR_DIED,
         )
 
     async def watch(self, child: Child, ready: Callable[[], None]) -> str:
-        self.instance = await self._instances.until_registered(self._instance_id, child.pid)
-        self._ready_roles.add(self.spec.role)
+        self.instance = await self.instances.until_registered(self._instance_id, child.pid)
+        self.ready_roles.add(self.spec.role)
         ready()
-        seconds = await self._instances.until_missing(self.instance)
+        seconds = await self.instances.until_missing(self.instance)
         return f"its process {child.pid} lives, but its lease in etcd ended {seconds:g} s ago"
 
     async def ended(self, exit_: Exit) -> None:
         if self.instance and exit_.code:
-            await self._instances.remove(self.instance)
+            await self.instances.remove(self.instance)
 
 
 class RoleSupervisor:
@@ -95,7 +92,7 @@ class RoleSupervisor:
         self._output = output
         self._loops = [
             RestartLoop(
-                RoleService(spec, instances, guardian, partial(self._show, spec.name), ready_roles),
+                RoleService(spec, instances, guardian, ready_roles, partial(self._show, spec.name)),
                 policy,
                 self._on_change,
             )

@@ -46,7 +46,7 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
     with (
         own_foreground(),
         ProcessOutput(config.state_dir / "logs", fmt, verbose).capture_logging() as output,
-        state.only_one(config.state_dir) as lock,
+        state.locked(config.state_dir) as lock,
     ):
         if busy := busy_ports(config, plan.slots):
             raise ConfigError(busy)

@@ -1,4 +1,4 @@
-"""The state directory: one graph at a time, and where to find the one that runs."""
+"""The state directory: its lock, which one graph holds at a time, and the record by which that graph is found."""
 
 import contextlib
 import fcntl
@@ -40,13 +40,13 @@ class GraphRecord(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def only_one(state_dir: Path) -> Iterator[int]:
-    """Hold the state directory; yields the lock's file descriptor. Raises ConfigError where another graph has it, or
-    nothing can be made there. The lock dies with the process and the guardian that it gives the descriptor to: where
-    that still stops a graph whose supervisor was killed, this waits for it."""
+def locked(state_dir: Path) -> Iterator[int]:
+    """Lock the state directory; yields the lock's file descriptor. Raises ConfigError where another graph holds it, or
+    nothing can be written there. The lock ends with this process and with the guardian that inherits the descriptor:
+    where a guardian still stops the graph of a killed supervisor, wait for it."""
     waiting = False
     with _open_lock(state_dir) as lock:
-        while not _locked(lock):
+        while not _try_lock(lock):
             lock.seek(0)
             holder = lock.read().strip()
             if not holder.isdecimal() or alive(int(holder)):
@@ -64,7 +64,7 @@ def only_one(state_dir: Path) -> Iterator[int]:
                 )
             waiting = True
             time.sleep(0.1)
-        with contextlib.suppress(OSError):  # only said for people; the lock holds without it
+        with contextlib.suppress(OSError):  # for the error text only; the lock holds without it
             os.truncate(lock.fileno(), 0)
             os.write(lock.fileno(), str(os.getpid()).encode())
         try:
@@ -81,7 +81,7 @@ def socket_folder(state_dir: Path) -> Iterator[Path]:
     digest = hashlib.blake2s(os.fsencode(state_dir), digest_size=6).hexdigest()
     name = f"pdserve-{os.getuid()}-{digest}"
     folders = [state_dir / "sockets", Path(tempfile.gettempdir()) / name, Path("/tmp") / name]
-    folder = next((each for each in folders if len(os.fsencode(each)) <= _LONGEST_FOLDER), folders[-1])
+    folder = next((path for path in folders if len(os.fsencode(path)) <= _LONGEST_FOLDER), folders[-1])
     _empty(folder)
     try:
         yield folder
@@ -91,7 +91,7 @@ def socket_folder(state_dir: Path) -> Iterator[Path]:
 
 
 def _empty(folder: Path) -> None:
-    """Only ours: in a temporary folder, anybody may have put something there under this name."""
+    """Raises ConfigError where it is not ours: another user may have made it in a temporary folder."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         made = folder.lstat()
@@ -119,7 +119,7 @@ def _unusable(state_dir: Path, error: OSError) -> ConfigError:
     )
 
 
-def _locked(lock: IO[str]) -> bool:
+def _try_lock(lock: IO[str]) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -128,7 +128,7 @@ def _locked(lock: IO[str]) -> bool:
 
 
 def write(state_dir: Path, graph: GraphRecord) -> None:
-    """Raises ConfigError where it cannot; what was there before then stays whole."""
+    """Raises ConfigError where it cannot be written; the record before it then stays whole."""
     fresh = state_dir / f"{_RECORD}.new"
     try:
         fresh.write_bytes(msgspec.json.format(msgspec.json.encode(graph)))

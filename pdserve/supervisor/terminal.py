@@ -19,7 +19,7 @@ FLUSH_WITHIN = 1.0
 
 @contextmanager
 def own_foreground() -> Iterator[None]:
-    """On a terminal, be the foreground process group instead of the one that started us.
+    """On a terminal, be the foreground process group instead of the group that started us.
 
     Under `make serve` or a script, Ctrl-C would go to make as well: it would end with an error, and the
     second Ctrl-C would end it before us. Ctrl-Z does nothing then: no shell would be there to bring us back.
@@ -44,7 +44,7 @@ class NonBlockingStream(io.TextIOBase):
     """Writes from a thread of its own: a terminal that is stopped (Ctrl-S, a connection that is lost, a mark in a
     window) or a pipe that is not read would hold the supervisor, and soon all roles, whose output it reads.
 
-    Past Python's own buffer, whose lock would keep the process from its end."""
+    It bypasses Python's own buffer, whose lock would keep the process from its end."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._number = stream, stream.fileno()

@@ -1,5 +1,4 @@
-"""Tiny roles for the supervisor's tests: Python one-liners that run through the same code as the real
-ones."""
+"""Tiny roles for the supervisor's tests: Python scripts that run through the same code as real roles."""
 
 import asyncio
 import contextlib

@@ -24,7 +24,7 @@ GRANDCHILD = """
 
 
 def start(spec: ProcessSpec, on_line: Callable[[str], None]) -> Child:
-    return Child.start(spec.name, spec.command, on_line, env=spec.env)
+    return Child(spec.name, spec.command, on_line, env=spec.env)
 
 
 async def run(script: str, **env: str) -> tuple[Exit, list[str]]:

@@ -14,6 +14,7 @@ from pdserve.ports import free_port, port_holder
 from pdserve.supervisor import embedded
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer, embedded_servers
 from pdserve.supervisor.guardian import Guardian
+from pdserve.supervisor.restarts import RestartLoop
 from tests.conditions import until
 from tests.servers import kill
 from tests.supervisor.fakes import QUICK, alive
@@ -49,7 +50,7 @@ async def test_a_crash_is_reported_and_a_restart_mends_it(kind: type[EmbeddedSer
 
 
 @KINDS
-async def test_says_who_holds_the_port(kind: type[EmbeddedServer], tmp_path: Path) -> None:
+async def test_names_the_process_that_holds_the_port(kind: type[EmbeddedServer], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError) as caught:
         await kind(tmp_path, port=taken.getsockname()[1]).start()
     assert f"(pid {os.getpid()})" in str(caught.value)
@@ -88,7 +89,7 @@ async def test_dies_with_its_parent(tmp_path: Path) -> None:
     out, _ = await parent.communicate()
     assert parent.returncode == -signal.SIGKILL
     async with asyncio.timeout(5):
-        while psutil.pid_exists(int(out)):  # noqa: ASYNC110 (nobody tells us of a grandchild's end)
+        while psutil.pid_exists(int(out)):  # noqa: ASYNC110 (the kernel does not tell us of a grandchild's end)
             await asyncio.sleep(0.01)
     async with EmbeddedNats(tmp_path) as server:
         assert await server.answers()
@@ -119,3 +120,26 @@ async def test_a_server_that_ends_or_hangs_is_back_at_its_address(
             third = pid()
             assert alive(third)
         assert not alive(third)
+
+
+class _Mute(EmbeddedNats):
+    mute = False
+
+    async def answers(self) -> bool:
+        return not self.mute and await super().answers()
+
+
+async def test_a_server_that_never_answers_is_killed_and_counts_as_a_failed_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = _Mute(tmp_path)
+    loop = RestartLoop(server, QUICK, lambda _: None, await server.start())
+    running = asyncio.create_task(loop.run())
+    monkeypatch.setattr(embedded, "READY_WITHIN", 0.1)
+    server.mute = True
+    await kill(server)
+    await until(lambda: "starts again in 0.04 s" in caplog.text, within=20)
+    assert "nats does not become ready: nats does not answer after 0.1 s" in caplog.text
+    await loop.stop(5)
+    await running
+    assert not alive(server.pid or 0)

@@ -44,7 +44,7 @@ def test_log_lines_are_dropped_and_counted_and_come_back(disk: Disk) -> None:
     assert lines[0].endswith("before")
     kept = sum("full " in line and line.endswith("x") and len(line) > 130 for line in lines)
     (told,) = [line for line in lines if "were dropped: No space left on device" in line]
-    assert abs(int(told.split()[4]) - (500 - kept)) <= 1, "one may be there in part"
+    assert abs(int(told.split()[4]) - (500 - kept)) <= 1, "a line may be there in part"
     assert lines[-2].endswith("after")
     assert lines[-1].endswith("and on")
     assert "after" in (disk.path / "logs/prefill-0.log").read_text()
@@ -56,7 +56,7 @@ async def test_a_role_that_writes_much_is_read_to_its_end(disk: Disk) -> None:
     disk.fill()
     written: list[LogLine] = []
     spec = fake("for i in range(5000): print('line', i, 'x' * 200)", Role.DECODE)
-    child = Child.start(spec.name, spec.command, lambda line: written.append(output.line("decode-0", line)))
+    child = Child(spec.name, spec.command, lambda line: written.append(output.line("decode-0", line)))
     end = await child.wait()
     assert end.code == 0
     assert end.last_lines[-1].startswith("line 4999")
@@ -67,7 +67,7 @@ async def test_a_line_that_cannot_be_taken_ends_no_reader() -> None:
     def take(line: str) -> None:
         raise KeyError(line)
 
-    end = await Child.start("decode-0", fake("for i in range(50): print(i)").command, take).wait()
+    end = await Child("decode-0", fake("for i in range(50): print(i)").command, take).wait()
     assert (end.code, end.last_lines[-1]) == (0, "49")
 
 
@@ -86,7 +86,7 @@ def test_a_terminal_that_is_a_file_comes_back(disk: Disk) -> None:
 
 def test_the_state_is_refused_in_a_sentence_and_stays_whole(disk: Disk) -> None:
     graph = state.GraphRecord(1, "a.yaml", "demo", "ns", "etcd", "nats", "x" * 5000)
-    with state.only_one(disk.path):
+    with state.locked(disk.path):
         state.write(disk.path, graph)
         disk.fill()
         with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
@@ -94,7 +94,7 @@ def test_the_state_is_refused_in_a_sentence_and_stays_whole(disk: Disk) -> None:
         disk.free()
         assert state.read(disk.path) == graph
         disk.fill()
-    with state.only_one(disk.path):
+    with state.locked(disk.path):
         pass
 
 

@@ -63,7 +63,7 @@ async def test_an_instance_counts_as_missing_after_long_and_not_before(
         waiting = asyncio.create_task(RegisteredInstances(ours, view, HERE).until_missing(WORKER))
         assert not (await asyncio.wait([waiting], timeout=0.3))[0], "it is there"
         await server.down()
-        assert not (await asyncio.wait([waiting], timeout=0.3))[0], "nobody knows, during an outage"
+        assert not (await asyncio.wait([waiting], timeout=0.3))[0], "an outage tells nothing"
         await server.up(lose_data=True)
         assert not (await asyncio.wait([waiting], timeout=0.3))[0], "it registered again"
         await server.kill(theirs)

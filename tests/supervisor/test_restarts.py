@@ -6,10 +6,10 @@ from pdserve.supervisor.restarts import NoRestart, PastRun, Restart, RestartPoli
 POLICY = RestartPolicy(first=1, ceiling=30, healthy=60, failed_starts=3, kills=6)
 
 
-def runs(*each: tuple[float, bool], code: int = 1, gap: float = 1) -> list[PastRun]:
+def runs(*seconds_and_ready: tuple[float, bool], code: int = 1, gap: float = 1) -> list[PastRun]:
     """Runs in a row, as (seconds, became ready)."""
     found, clock = [], 0.0
-    for seconds, ready in each:
+    for seconds, ready in seconds_and_ready:
         found.append(PastRun(clock, clock + seconds, ready, Exit(code)))
         clock += seconds + gap
     return found

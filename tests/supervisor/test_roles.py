@@ -137,14 +137,14 @@ async def test_a_role_that_cannot_even_be_forked_is_tried_again(tmp_path: Path) 
     program = tmp_path / "program"
     spec = replace(fake(SERVE, Role.PREFILL), command=(str(program),))
     async with Graph(tmp_path, fake(SERVE), spec, policy=replace(QUICK, failed_starts=1000)) as graph:
-        await until(lambda: len([each for each in graph.reported if each.restarts > 2]) > 0, within=20)
+        await until(lambda: len([state for state in graph.reported if state.restarts > 2]) > 0, within=20)
         program.write_text("#!/bin/sh\necho up $$\nexec sleep 600\n")
         program.chmod(0o755)
         await asyncio.wait_for(graph.ready.wait(), 20)
 
 
 async def test_stops_in_waves(tmp_path: Path) -> None:
-    """Each takes a while to drain, and says when it ended: no wave begins before the last one is gone."""
+    """Each role takes a while to drain, and says when it ended: no wave begins before the wave before is gone."""
     slow = """
         import os, signal, sys, time
         def stop(*_):
@@ -181,7 +181,7 @@ async def test_what_serves_before_all_is_ready_drains(tmp_path: Path) -> None:
     killed = fake("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", index=1)
     specs = [fake(drains % (LOADING_PATIENCE + 0.5), Role.FRONTEND), fake(drains % 0), killed]
     async with Graph(tmp_path, *specs, policy=replace(QUICK, kills=1000)) as graph:
-        await until(lambda: len({each.name for each in graph.reported if each.ready}) == 2)
+        await until(lambda: len({state.name for state in graph.reported if state.ready}) == 2)
         assert not graph.ready.is_set()
     assert graph.text.count("drained") == 2
 

@@ -17,22 +17,22 @@ GRAPH = state.GraphRecord(
 
 def test_one_graph_at_a_time(tmp_path: Path) -> None:
     with (
-        state.only_one(tmp_path),
+        state.locked(tmp_path),
         pytest.raises(ConfigError, match=rf"Another graph runs on .* \(pid {os.getpid()}\)"),
-        state.only_one(tmp_path),
+        state.locked(tmp_path),
     ):
         pass
-    with state.only_one(tmp_path):
+    with state.locked(tmp_path):
         pass
 
 
 def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
     holder = (
         "import os, pathlib, sys; from pdserve.supervisor import state\n"
-        "with state.only_one(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), 9)"
+        "with state.locked(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", holder, str(tmp_path)], check=False).returncode == -9
-    with state.only_one(tmp_path):
+    with state.locked(tmp_path):
         pass
 
 
@@ -40,18 +40,18 @@ def test_waits_for_the_guardian_of_a_killed_graph(tmp_path: Path, caplog: pytest
     """It holds the lock as well, until nothing is left of that graph."""
     holder = (
         "import os, pathlib, subprocess, sys; from pdserve.supervisor import state\n"
-        "with state.only_one(pathlib.Path(sys.argv[1])) as lock:\n"
+        "with state.locked(pathlib.Path(sys.argv[1])) as lock:\n"
         "    subprocess.Popen(['sleep', '1'], pass_fds=(lock,), stdout=subprocess.DEVNULL)\n"
         "    os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", holder, str(tmp_path)], check=False).returncode == -9
-    with state.only_one(tmp_path):
+    with state.locked(tmp_path):
         assert "waiting for the graph on" in caplog.text
 
 
 def test_the_record_is_there_as_long_as_the_graph(tmp_path: Path) -> None:
     assert state.read(tmp_path) is None
-    with state.only_one(tmp_path):
+    with state.locked(tmp_path):
         state.write(tmp_path, GRAPH)
         assert state.read(tmp_path) == GRAPH
     assert state.read(tmp_path) is None
@@ -91,7 +91,7 @@ def test_the_folder_for_sockets_is_empty_at_both_ends(
     folder.rmdir()
 
 
-def test_a_folder_of_somebody_else_is_not_emptied(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_not_emptied(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs/file").touch()
     (tmp_path / "sockets").symlink_to(tmp_path / "theirs")
