@@ -143,7 +143,7 @@ def test_serve_refuses_before_it_starts_anything(too_big: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("command", ["serve", "plan", "decode"])
-def test_a_wrong_file_is_told_without_a_traceback(command: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_reported_without_a_traceback(command: str, tmp_path: Path) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text("VllmWorker: {model: demo, max-modl-len: 5}\nFrontnd: {}\n")
     result = pdserve(command, "-f", path)
@@ -153,7 +153,7 @@ def test_a_wrong_file_is_told_without_a_traceback(command: str, tmp_path: Path) 
     assert "Traceback" not in result.stderr
 
 
-def test_a_file_that_is_not_there() -> None:
+def test_a_missing_file_is_reported() -> None:
     result = pdserve("serve", "-f", "/no/such.yaml")
     assert result.returncode == 2
     assert "/no/such.yaml" in result.stderr
@@ -162,14 +162,14 @@ def test_a_file_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     "command", [["status"], ["status", "--json"], ["set"], ["set", "router=round-robin"]]
 )
-def test_without_a_graph(command: list[str], tmp_path: Path) -> None:
+def test_commands_for_a_running_graph_fail_without_a_graph(command: list[str], tmp_path: Path) -> None:
     result = pdserve(*command, state=tmp_path)
     assert result.returncode == 1
     assert f"no graph runs on {tmp_path}" in result.stderr
     assert result.stdout == ""
 
 
-def test_status_where_no_etcd_answers() -> None:
+def test_status_fails_where_no_etcd_answers() -> None:
     result = pdserve("status", "--etcd", "127.0.0.1:1")
     assert result.returncode == 1
     assert "no etcd answers at 127.0.0.1:1" in result.stderr
@@ -192,7 +192,7 @@ def test_status_of_an_empty_graph(etcd_url: str, namespace: str) -> None:
         (["router"], "not KEY=VALUE"),
     ],
 )
-def test_set_takes_no_nonsense(args: list[str], complaint: str) -> None:
+def test_set_refuses_wrong_settings(args: list[str], complaint: str) -> None:
     result = pdserve("set", *args)
     assert result.returncode == 2
     assert complaint in result.stderr

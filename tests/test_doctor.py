@@ -21,18 +21,18 @@ def machine(*gpus: Gpu, build: str = "cpu", free: int = 32) -> Machine:
     return Machine(gpus, cores=2, memory=64 * GIB, available=free * GIB, build=build)
 
 
-async def test_our_own_servers_are_good() -> None:
+async def test_embedded_servers_are_ok() -> None:
     for finding in (await doctor.check_nats(None), await doctor.check_etcd(None)):
         assert finding.grade is Grade.OK, finding
         assert "embedded" in finding.text
 
 
-async def test_configured_servers_are_good(nats_url: str, etcd_url: str) -> None:
+async def test_configured_servers_are_ok(nats_url: str, etcd_url: str) -> None:
     for finding in (await doctor.check_nats(nats_url), await doctor.check_etcd(etcd_url)):
         assert finding.grade is Grade.OK, finding
 
 
-async def test_servers_that_are_not_there() -> None:
+async def test_servers_that_do_not_answer_fail() -> None:
     port = free_port("127.0.0.1")
     for finding in (
         await doctor.check_nats(f"nats://127.0.0.1:{port}"),
@@ -43,7 +43,7 @@ async def test_servers_that_are_not_there() -> None:
         assert finding.advice
 
 
-async def test_nats_without_jetstream(tmp_path: Path) -> None:
+async def test_nats_without_jetstream_fails(tmp_path: Path) -> None:
     port = free_port("127.0.0.1")
     command = [str(nats_binary()), "--addr", "127.0.0.1", "--port", str(port)]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
@@ -80,7 +80,7 @@ def test_grades_of_the_machine(finding: Finding, grade: Grade) -> None:
     assert (grade is Grade.OK) == (not finding.advice)
 
 
-async def test_a_clock_that_is_wrong(nats_url: str) -> None:
+async def test_a_wrong_clock_is_a_warning(nats_url: str) -> None:
     right = await doctor.check_clock(nats_url)
     assert right is not None
     assert right.grade is Grade.OK, right

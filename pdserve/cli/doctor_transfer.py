@@ -29,7 +29,7 @@ def borrow() -> None:
     here = agent.get_xfer_descs([(buffer.data_ptr(), SIZE, 0)], "DRAM")
     there = agent.get_xfer_descs([(offer["address"], SIZE, 0)], "DRAM")
     handle = agent.initialize_xfer("READ", here, there, lender)
-    _once(agent, handle)  # the first one connects
+    _once(agent, handle)  # the first transfer connects
     count, started = 0, time.monotonic()
     while time.monotonic() - started < SECONDS:
         _once(agent, handle)

@@ -69,7 +69,7 @@ async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
 
 
 async def _watch(view: View, graph: GraphAddress, as_json: bool) -> None:
-    """Until cancelled; with JSON, one line for instance change."""
+    """Until cancelled; with JSON, one line for each change."""
     if as_json:
         async for _ in view.changes():
             print(json.dumps(as_dict(view, graph)), flush=True)
@@ -124,7 +124,7 @@ def in_order(view: View) -> list[Instance]:
 
 
 def queue_depth(instances: Sequence[Instance]) -> int:
-    """Every worker sees the same queue, at slightly different times."""
+    """All workers see the same queue, at slightly different times."""
     return max((instance.load.queue_depth for instance in instances), default=0)
 
 
@@ -137,7 +137,7 @@ def _instances(instances: Sequence[Instance]) -> Table:
 
 
 def _mixed(instances: Sequence[Instance]) -> set[str]:
-    """The fingerprints of models whose workers have loaded different things."""
+    """The fingerprints of models whose workers have loaded different files."""
     loaded: defaultdict[str, set[str]] = defaultdict(set)
     for instance in instances:
         if instance.model:
@@ -165,7 +165,7 @@ def _row(instance: Instance, mixed: Container[str]) -> tuple[str | Text, ...]:
 
 
 def _up(instance: Instance) -> str:
-    """How long its process runs, where it is one of this machine."""
+    """How long its process has been running, where that is on this machine."""
     here = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
     if instance.host not in here | {"localhost", socket.gethostname()}:
         return ""

@@ -33,7 +33,7 @@ def quiet_agents(pause: int = PAUSE_MICROSECONDS) -> Iterator[None]:
     """NIXL agents created inside this block have a progress thread that sleeps between two polls.
 
     The C++ agent takes that pause (`pthrDelay`) from its configuration, but NIXL's Python API (1.5) writes
-    0 into each one it makes: the thread polls without end, and an idle agent burns most of a core. With a
+    0 into each that it makes: the thread polls without end, and an idle agent burns most of a core. With a
     millisecond it takes 2%, at the same bandwidth. Only the name by which the API module finds its bindings
     is replaced, and only for that long; the configuration is corrected on its way to the agent."""
     api: Any = importlib.import_module("nixl._api")

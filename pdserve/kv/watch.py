@@ -14,7 +14,7 @@ class _Read:
 
 class StallWatch:
     """A read is due `floor` seconds after it began, plus the time that all bytes then under way take at `rate` bytes
-    per second: reads share the line, so that one of many takes longer than a read alone."""
+    per second: reads share the line, so that a read among many takes longer than a read alone."""
 
     def __init__(self, floor: float, rate: float) -> None:
         self._floor = floor

@@ -50,7 +50,7 @@ async def collect(engine: SimEngine, request_id: str) -> list[Output]:
     """All of a request's outputs, when it is alone in the engine."""
     outputs: list[Output] = []
     while not outputs or not outputs[-1].finished:
-        outputs += [one for one in (await engine.step()).outputs if one.request_id == request_id]
+        outputs += [output for output in (await engine.step()).outputs if output.request_id == request_id]
     return outputs
 
 

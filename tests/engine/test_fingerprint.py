@@ -49,11 +49,11 @@ def put(path: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
-def test_the_same_files_elsewhere_and_later(model: Path, tmp_path: Path) -> None:
+def test_the_same_files_in_another_folder_at_another_time_are_equal(model: Path, tmp_path: Path) -> None:
     before = of(model)
     copy = Path(shutil.copytree(model, tmp_path / "on another host" / "m"))
     os.utime(copy / "config.json", (0, 0))
-    (copy / "README.md").write_text("nobody reads this")
+    (copy / "README.md").write_text("not read")
     (copy / ".cache").mkdir()
     (copy / "original").mkdir()
     (copy / "original" / "consolidated.pth").write_bytes(b"x")
@@ -65,7 +65,7 @@ def test_the_same_files_elsewhere_and_later(model: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
 )
-def test_one_byte_of_a_small_file(model: Path, name: str) -> None:
+def test_a_changed_byte_of_a_small_file_differs(model: Path, name: str) -> None:
     before = of(model)
     data = (model / name).read_bytes()
     middle = len(data) // 2
@@ -74,7 +74,7 @@ def test_one_byte_of_a_small_file(model: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("tensor", [0, 17, 39])
-def test_any_tensor_of_large_weights(model: Path, tensor: int) -> None:
+def test_a_change_in_any_tensor_of_large_weights_differs(model: Path, tensor: int) -> None:
     path = large(model)
     before = of(model)
     data = path.stat().st_size - 40 * (1 << 20)
@@ -82,7 +82,7 @@ def test_any_tensor_of_large_weights(model: Path, tensor: int) -> None:
     assert of(model) != before
 
 
-def test_large_weights_of_another_format(model: Path) -> None:
+def test_a_change_in_large_weights_of_another_format_differs(model: Path) -> None:
     (model / "model.safetensors").unlink()
     path = model / "pytorch_model.bin"
     with path.open("wb") as file:
@@ -92,7 +92,7 @@ def test_large_weights_of_another_format(model: Path) -> None:
     assert of(model) != before
 
 
-def test_a_header_that_is_none_is_no_error(model: Path) -> None:
+def test_a_file_without_a_safetensors_header_is_no_error(model: Path) -> None:
     path = model / "model.safetensors"
     path.write_bytes(b"\xff" * (5 << 20))
     before = of(model)
@@ -100,7 +100,7 @@ def test_a_header_that_is_none_is_no_error(model: Path) -> None:
     assert of(model) != before
 
 
-def test_a_file_more(model: Path) -> None:
+def test_another_file_differs_where_it_counts(model: Path) -> None:
     before = of(model)
     (model / "model-00002.safetensors").write_bytes(b"x")
     assert of(model) != before
@@ -118,11 +118,11 @@ def test_a_file_more(model: Path) -> None:
         {"max_model_len": 100},
     ],
 )
-def test_arguments_that_change_kv(model: Path, change: dict[str, object]) -> None:
+def test_arguments_that_change_kv_differ(model: Path, change: dict[str, object]) -> None:
     assert of(model, **change) != of(model)
 
 
-def test_arguments_that_do_not(model: Path) -> None:
+def test_other_arguments_are_equal(model: Path) -> None:
     before = of(model)
     assert (
         of(model, max_num_seqs=3, tensor_parallel_size=2, enforce_eager=True, kv_cache_dtype="auto") == before
@@ -132,29 +132,29 @@ def test_arguments_that_do_not(model: Path) -> None:
     assert dummy != of(model, load_format="dummy", seed=2)
 
 
-def test_another_vllm(model: Path) -> None:
+def test_another_vllm_version_differs(model: Path) -> None:
     assert fingerprint(str(model), ARGS, "0.33.0") != of(model)
 
 
-def test_another_tokenizer(model: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_differs(model: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(model, tmp_path / "other"))
     before = of(model, tokenizer=str(other))
     (other / "tokenizer.json").write_text("{}")
     assert of(model, tokenizer=str(other)) != before
 
 
-def test_another_config(model: Path, tmp_path: Path) -> None:
+def test_another_config_differs(model: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(model, tmp_path / "other"))
     before = of(model, **{"hf-config-path": str(other)})
     (other / "config.json").write_text("{}")
     assert of(model, **{"hf-config-path": str(other)}) != before
 
 
-def test_a_model_that_is_nowhere() -> None:
+def test_a_model_without_files_has_the_fingerprint_of_its_name() -> None:
     assert fingerprint("no/such-model", {}, "1") != fingerprint("no/other-model", {}, "1")
 
 
-async def test_files_that_change_while_they_are_loaded(model: Path) -> None:
+async def test_files_that_change_while_they_are_loaded_are_an_error(model: Path) -> None:
     loading = Fingerprint(str(model), ARGS, "0.32.0")
     await loading.before()
     assert await loading.after() == of(model)

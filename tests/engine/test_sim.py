@@ -105,7 +105,7 @@ async def test_blocks_of_another_boot_are_not_read() -> None:
         assert step.unread == ["r"]
 
 
-async def test_kv_that_nobody_will_read_is_freed() -> None:
+async def test_released_kv_is_freed() -> None:
     async with sim(Role.PREFILL, "p") as prefill:
         handle = await prefilled(prefill, "r", PROMPT)
         assert not await prefill.all_blocks_free()
@@ -115,7 +115,7 @@ async def test_kv_that_nobody_will_read_is_freed() -> None:
 
 
 async def test_blocks_read_after_their_lease_give_wrong_tokens() -> None:
-    """The danger that the lease check guards against; here the handle lies about its lease."""
+    """What the lease check guards against; the handle here has a wrong lease."""
     async with (
         sim(Role.PREFILL, "p", lease=0.01, num_gpu_blocks_override=16) as prefill,
         sim(Role.DECODE, "d") as decode,
@@ -149,7 +149,7 @@ async def test_a_handle_that_does_not_fit_is_refused_and_starts_nothing(change: 
         await decode.generate("r", PROMPT, body(), None)
 
 
-async def test_an_id_is_used_once() -> None:
+async def test_a_request_id_is_used_once() -> None:
     async with sim(Role.DECODE, "d") as decode:
         await decode.generate("r", PROMPT, body(), None)
         with pytest.raises(ProtocolError):
@@ -180,7 +180,7 @@ async def test_reject_frees_the_prefill_side() -> None:
         await freed(prefill)
 
 
-async def test_more_requests_than_blocks_wait_for_their_turn() -> None:
+async def test_requests_wait_for_free_blocks() -> None:
     async with sim(Role.DECODE, "d", num_gpu_blocks_override=16) as decode:
         for number in range(4):
             await decode.generate(f"r{number}", PROMPT, body(3), None)
@@ -191,7 +191,7 @@ async def test_more_requests_than_blocks_wait_for_their_turn() -> None:
         await freed(decode)
 
 
-async def test_death_is_told_to_all() -> None:
+async def test_every_method_of_a_dead_engine_raises() -> None:
     async with sim(Role.DECODE, "d") as decode:
         waiting = asyncio.create_task(decode.step())
         await asyncio.sleep(0)
@@ -202,7 +202,7 @@ async def test_death_is_told_to_all() -> None:
             await decode.generate("r", PROMPT, body(), None)
 
 
-async def test_a_hung_engine_goes_on_when_let_go() -> None:
+async def test_a_hung_engine_goes_on_afterwards() -> None:
     async with sim(Role.DECODE, "d") as decode:
         decode.faults.going.clear()
         await decode.generate("r", PROMPT, body(1), None)
@@ -231,7 +231,7 @@ async def released(engine: SimEngine) -> list[str]:
     return found
 
 
-async def test_it_says_when_kv_is_kept_no_longer() -> None:
+async def test_released_kv_is_named_in_a_step() -> None:
     async with sim(Role.PREFILL, "p", lease=0.5) as prefill, sim(Role.DECODE, "d") as decode:
         handle = msgspec.structs.replace(await prefilled(prefill, "read", PROMPT), lease=30.0)
         await decode.generate("read", PROMPT, body(1), handle)

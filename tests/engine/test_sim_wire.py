@@ -19,7 +19,7 @@ def test_vllm_decodes_every_field_of_our_outputs() -> None:
     theirs = MsgpackDecoder(EngineCoreOutputs).decode(wire.write_outputs(ours))
     assert theirs.timestamp > 0
     assert theirs.scheduler_stats is None
-    assert [(one.request_id, one.new_token_ids, one.finish_reason) for one in theirs.outputs] == [
+    assert [(output.request_id, output.new_token_ids, output.finish_reason) for output in theirs.outputs] == [
         ("a", [1, 2], None),
         ("b", [3], FinishReason.LENGTH),
         ("c", [], FinishReason.ERROR),

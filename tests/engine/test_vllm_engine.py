@@ -74,7 +74,7 @@ ENVIRONMENT = {
 
 @dataclass
 class Driven:
-    """An engine with somebody who reads its steps."""
+    """An engine and the reader of its steps."""
 
     engine: VllmEngine
     outputs: dict[str, list[Output]] = field(default_factory=dict)
@@ -116,11 +116,11 @@ class Driven:
 
     @property
     def bytes(self) -> int:
-        return sum(one.bytes for one in self.transfers)
+        return sum(moved.bytes for moved in self.transfers)
 
     @property
     def failures(self) -> int:
-        return sum(one.failures for one in self.transfers)
+        return sum(moved.failures for moved in self.transfers)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -151,31 +151,31 @@ class Pair:
 
 
 @contextmanager
-def _telling(log: Path) -> Iterator[None]:
+def _recording(log: Path) -> Iterator[None]:
     """Each process of an engine writes into `log` when it asks for AMX and when it loads the model. It is forked from
     this one, with the two functions as they are here."""
 
-    def told(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def tell(*args: Any, **named: Any) -> Any:
+    def recorded(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **named: Any) -> Any:
             with log.open("a") as out:
                 out.write(f"{os.getpid()} {what}\n")
             return function(*args, **named)
 
-        return tell
+        return record
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cpu, "_init_amx", told("AMX", torch.cpu._init_amx))
-        patch.setattr(CPUModelRunner, "load_model", told("model", CPUModelRunner.load_model))
+        patch.setattr(torch.cpu, "_init_amx", recorded("AMX", torch.cpu._init_amx))
+        patch.setattr(CPUModelRunner, "load_model", recorded("model", CPUModelRunner.load_model))
         yield
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("told") / "log"
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recorded") / "log"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(told: Path) -> AsyncIterator[Pair]:
+async def pair(recorded: Path) -> AsyncIterator[Pair]:
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     readers: list[asyncio.Task[None]] = []
@@ -184,7 +184,7 @@ async def pair(told: Path) -> AsyncIterator[Pair]:
             driven = []
             for role in (Role.DECODE, Role.PREFILL):
                 spec = EngineSpec(role, f"{role.value}-0-test", MODEL, engine_args=ARGUMENTS)
-                with _telling(told):
+                with _recording(recorded):
                     driven.append(Driven(await stack.enter_async_context(VllmEngine(spec))))
                 readers.append(asyncio.create_task(driven[-1].read()))
             yield Pair(*driven)
@@ -208,16 +208,16 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [300 + (i * i + 7 * seed + length) % 700 for i in range(length)]
 
 
-async def test_each_worker_asks_for_amx_before_it_loads_the_model(pair: Pair, told: Path) -> None:
+async def test_each_worker_asks_for_amx_before_it_loads_the_model(pair: Pair, recorded: Path) -> None:
     """Only a CPU with AMX dies without."""
-    lines = [line.split() for line in (await asyncio.to_thread(told.read_text)).splitlines()]
+    lines = [line.split() for line in (await asyncio.to_thread(recorded.read_text)).splitlines()]
     workers = {pid for pid, what in lines if what == "model"}
-    assert workers == {str(p.pid) for p in everybody(pair)} & {pid for pid, _ in lines}
+    assert workers == {str(p.pid) for p in all_processes(pair)} & {pid for pid, _ in lines}
     assert [[what for pid, what in lines if pid == worker] for worker in workers] == [["AMX", "model"]] * 2
     assert await pair.decode.engine.instruction_sets() == [describe(request_amx())]
 
 
-def everybody(pair: Pair) -> list[psutil.Process]:
+def all_processes(pair: Pair) -> list[psutil.Process]:
     return [*pair.decode.engine.processes, *pair.prefill.engine.processes]
 
 
@@ -256,7 +256,7 @@ async def test_a_salt_separates_prefixes(pair: Pair) -> None:
     await pair.all_free()
     await pair.decode.generate("unsalted", prompt)
     salted = msgspec.msgpack.decode(body()[0])
-    salted[7] = "someone else"
+    salted[7] = "other"
     assert pair.decode.engine.prefix_hit(prompt, body()) > 0
     assert pair.decode.engine.prefix_hit(prompt, [msgspec.msgpack.encode(salted)]) == 0
 
@@ -271,13 +271,13 @@ async def test_what_a_frontend_gets_is_vllms_own_encoding(pair: Pair) -> None:
     assert all(output.kv_transfer_params is None for step in steps for output in step.outputs)
 
 
-async def test_many_at_once(pair: Pair) -> None:
+async def test_many_requests_at_once(pair: Pair) -> None:
     prompts = {f"m{number}": prompt_of(100 + 37 * number, seed=number) for number in range(12)}
 
-    async def one(name: str, prompt: list[int]) -> list[int]:
+    async def generate(name: str, prompt: list[int]) -> list[int]:
         return await pair.decode.generate(name, prompt, await pair.prefill.prefill(f"p-{name}", prompt))
 
-    remote = await asyncio.gather(*(one(name, prompt) for name, prompt in prompts.items()))
+    remote = await asyncio.gather(*(generate(name, prompt) for name, prompt in prompts.items()))
     await pair.all_free()
     local = await asyncio.gather(
         *(pair.decode.generate(f"l-{name}", prompt) for name, prompt in prompts.items())
@@ -314,7 +314,7 @@ async def test_reject_frees_the_prefill_side(pair: Pair) -> None:
     await until(lambda: pair.prefill.engine.usage.kv_usage == 0)
 
 
-async def test_it_says_when_kv_is_kept_no_longer(pair: Pair) -> None:
+async def test_kv_that_is_kept_no_longer_is_named_in_a_step(pair: Pair) -> None:
     prompt = prompt_of(300, seed=9)
     handle = await pair.prefill.prefill("p-read", prompt)
     assert handle.request_id not in pair.prefill.released
@@ -329,7 +329,7 @@ async def test_it_says_when_kv_is_kept_no_longer(pair: Pair) -> None:
     assert len(set(pair.prefill.released)) == len(pair.prefill.released), "each once"
 
 
-async def test_it_frees_what_nobody_will_read(pair: Pair) -> None:
+async def test_released_kv_is_freed(pair: Pair) -> None:
     handle = await pair.prefill.prefill("p-own", prompt_of(300, seed=16))
     assert not await pair.prefill.engine.all_blocks_free()
     await pair.prefill.engine.release(handle)
@@ -341,8 +341,8 @@ async def test_it_frees_what_nobody_will_read(pair: Pair) -> None:
 async def test_the_engine_finds_the_memory_that_was_planned(pair: Pair) -> None:
     """On the CPU: the KV blocks exactly, and nothing is measured of the rest."""
     planned = size(read_model(Path(MODEL)), ARGUMENTS, None, cpu_kv=GIB)
-    for each in (pair.decode, pair.prefill):
-        facts = each.engine.facts
+    for driven in (pair.decode, pair.prefill):
+        facts = driven.engine.facts
         assert facts.kv_blocks == planned.blocks
         assert (facts.weight_bytes, facts.consumed_bytes, facts.peak_bytes) == (0, 0, 0)
 
@@ -380,7 +380,7 @@ async def test_a_read_does_not_begin_when_the_lease_is_nearly_over(
     assert await pair.decode.generate("not-waited", prompt) == waited
 
 
-async def test_what_kills_vllm_does_not_reach_it(pair: Pair) -> None:
+async def test_requests_that_would_kill_vllm_do_not_reach_it(pair: Pair) -> None:
     engine = pair.decode.engine
     handle = await pair.prefill.prefill("p-checks", prompt_of(100, seed=5))
     for change in ({"block_ids": [[1]]}, {"block_size": 64}, {"host": ""}, {"computed_at": 1.0}):
@@ -411,7 +411,7 @@ async def test_a_grammar_that_cannot_be_compiled_is_refused(pair: Pair) -> None:
     assert await pair.decode.generate("after the grammar", prompt_of(50))
 
 
-async def test_prompt_logprobs_are_computed_here(pair: Pair) -> None:
+async def test_prompt_logprobs_are_computed_locally(pair: Pair) -> None:
     wanted = body(prompt_logprobs=1)
     assert not pair.decode.engine.remote_ok(wanted)
     assert pair.decode.engine.remote_ok(body())
@@ -440,7 +440,7 @@ async def test_malformed_messages_do_not_end_the_side_channel(pair: Pair) -> Non
         await pair.prefill.engine.reach()
 
 
-async def test_an_engine_that_cannot_be_asked_is_told_and_not_asked_again(pair: Pair) -> None:
+async def test_an_engine_without_a_handshake_is_named_and_not_asked_again(pair: Pair) -> None:
     prompt = prompt_of(5 * BLOCK, 77)
     handle = await pair.prefill.prefill("deaf-0", prompt)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -461,7 +461,7 @@ async def test_idle_engines_are_quiet(pair: Pair) -> None:
     await asyncio.sleep(2.0)  # vLLM's worker spins for a second after its last message
 
     def used() -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in everybody(pair))
+        return sum(sum(process.cpu_times()[:2]) for process in all_processes(pair))
 
     before = used()
     await asyncio.sleep(4.0)
@@ -499,7 +499,7 @@ def short(handle: KvHandle) -> dict[str, object]:
     return {"num_tokens": handle.num_tokens - 1, "computed_at": time.monotonic()}
 
 
-async def test_a_read_during_which_the_decode_engine_hung_is_not_believed(pair: Pair) -> None:
+async def test_a_read_during_which_the_decode_engine_hung_is_not_used(pair: Pair) -> None:
     """The lease ended meanwhile, as far as it knows."""
     prompt = prompt_of(40, seed=12)
     await pair.all_free()
@@ -543,8 +543,8 @@ async def test_a_broken_connection_is_made_anew(pair: Pair) -> None:
 
 def break_connections(pair: Pair) -> int:
     """End all TCP connections between the two engines."""
-    ports = {local[1] for one in pair.prefill.engine.processes for _, _, local, _ in _ends(one.pid)}
-    ends = [end for one in pair.decode.engine.processes for end in _ends(one.pid)]
+    ports = {local[1] for process in pair.prefill.engine.processes for _, _, local, _ in _ends(process.pid)}
+    ends = [end for process in pair.decode.engine.processes for end in _ends(process.pid)]
     found = [_duplicate(pid, fd) for pid, fd, _, remote in ends if remote and remote[1] in ports]
     broken = [connection for connection in found if connection is not None]
     for connection in broken:
@@ -561,7 +561,7 @@ async def test_ctrl_c_on_a_terminal_does_not_reach_it(pair: Pair) -> None:
     assert len(await pair.decode.generate("undisturbed", prompt_of(40, seed=13))) == 8
 
 
-async def test_a_core_that_hangs_is_noticed_and_one_that_works_is_not(
+async def test_a_core_that_hangs_is_noticed_and_a_core_that_works_is_not(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(liveness, "SILENCE", 3.0)
@@ -586,7 +586,7 @@ async def test_a_killed_prefill_engine_is_recomputed(pair: Pair) -> None:
         await asyncio.wait_for(pair.prefill.engine.prefill("late", prompt, body()), 20)
 
 
-async def test_a_killed_engine_is_told_and_leaves_nothing_behind(pair: Pair) -> None:
+async def test_a_killed_engine_raises_and_leaves_nothing_behind(pair: Pair) -> None:
     processes = list(pair.decode.engine.processes)
     pair.decode.kill()
     with pytest.raises(EngineDead):

@@ -107,7 +107,7 @@ def _report(rows: list[Row], complete: bool, file: Path) -> None:
 
 
 def _fill(rows: list[Row], graph: AbstractAsyncContextManager[Running], options: Options) -> None:
-    """Told to stop, it heals what it has broken and stops what it has started. Raises KeyboardInterrupt then."""
+    """On a signal, heal what is broken and stop what was started. Raises KeyboardInterrupt then."""
 
     async def work() -> None:
         task = asyncio.current_task()
