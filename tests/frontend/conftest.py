@@ -10,6 +10,7 @@ import pytest_asyncio
 import uvicorn
 from starlette.types import ASGIApp
 
+from pdserve.config.host import installed_vllm
 from pdserve.config.schema import AdmissionLimits
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.auth import ApiKeys
@@ -26,8 +27,8 @@ from pdserve.registry.view import View
 from pdserve.stream.memory import connect
 from tests.conditions import until
 from tests.frontend.model.echo import EchoWorker
-from tests.frontend.model.vllm_version import VERSION
 
+VERSION = installed_vllm().version
 MODEL = Path(__file__).parents[2] / "pdserve" / "demo" / "model"
 
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,22 +56,23 @@ async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[P
             [f"its workers run vLLM {theirs}, this frontend {VERSION}: install the same on both."]
         )
     core = RemoteCore(card, context)
-    with MODEL_METRICS.model() as registry:
+    async with AsyncExitStack() as stack:
+        registry = stack.enter_context(MODEL_METRICS.model())
         folder = await model_folder(card, context.blobs, context.state_dir)
         try:
             args = await asyncio.to_thread(parse_args, frontend_argv(card, folder))
             engine = await asyncio.to_thread(make_engine, args, core, registry)
         except (ValueError, OSError) as error:
             raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error
-        try:
-            core.fail_request = partial(fail_request, engine)
-            app = await make_app(engine, args, card.supported_tasks)
-            _keep_output_handler(engine, core, card.name)
-            yield Processor(card, app, core, core.workers)
-        finally:
-            core.shutdown()  # before the workers are left: its requests must not go on at others
-            engine.shutdown()
-            await core.workers.close()
+        core.fail_request = partial(fail_request, engine)
+        stack.push_async_callback(core.workers.close)
+        stack.callback(engine.shutdown)
+        stack.callback(
+            core.shutdown
+        )  # called first: no request must go on at another worker when one is left
+        app = await make_app(engine, args, card.supported_tasks)
+        _keep_output_handler(engine, core, card.name)
+        yield Processor(card, app, core, core.workers)
 
 
 def _keep_output_handler(engine: AsyncLLM, core: RemoteCore, model: str) -> None:

@@ -1,3 +1,0 @@
-from pdserve.config.host import installed_vllm
-
-VERSION = installed_vllm().version
