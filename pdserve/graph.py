@@ -7,7 +7,7 @@ before is gone, so that whoever still finishes a request keeps everything that i
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,11 +104,3 @@ def process_spec(slot: Slot, config_file: Path, env: Mapping[str, str]) -> Proce
         str(slot.index),
     )
     return ProcessSpec(slot.name, slot.role, command, env)
-
-
-def stop_waves(jobs: Iterable[ProcessSpec]) -> list[list[ProcessSpec]]:
-    """The jobs in the order of stopping; those of one wave stop together."""
-    waves: dict[int, list[ProcessSpec]] = {}
-    for each in jobs:
-        waves.setdefault(each.node.stops, []).append(each)
-    return [waves[wave] for wave in sorted(waves)]

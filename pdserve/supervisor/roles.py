@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from pdserve.graph import BOOT_VARIABLE, ProcessSpec, stop_waves
+from pdserve.graph import BOOT_VARIABLE, ProcessSpec
 from pdserve.messages import Instance, Role, SlotState
 from pdserve.process.identity import instance_id, new_boot
 from pdserve.process.lifecycle import SUPERVISOR_DIED
@@ -47,6 +47,10 @@ class RoleService(Service):
         return self.spec.name
 
     @property
+    def wave(self) -> int:
+        return self.spec.node.stops
+
+    @property
     def kind_was_ready(self) -> bool:
         return self.spec.role in self.ready_roles
 
@@ -59,7 +63,7 @@ class RoleService(Service):
             self.on_line,
             env={**self.spec.env, BOOT_VARIABLE: boot},
             guardian=self.guardian,
-            wave=self.spec.node.stops,
+            wave=self.wave,
             # The guardian stops it then, when its turn has come; should that be gone too, the role ends by itself.
             parent_death=SUPERVISOR_DIED,
         )
@@ -163,15 +167,14 @@ class RoleSupervisor:
     async def _stop_all(self, patience: float) -> None:
         """In waves, and at the same time what is not ready: it has nothing to drain. The others may serve, also before
         all of the graph is ready, which it never is where one worker is always killed while it starts."""
-        loops = {loop.service.name: loop for loop in self._loops}
-        ready = [loop.service.spec for loop in self._loops if loop.state is ProcessState.READY]
-        loading = loops.keys() - {spec.name for spec in ready}
+        ready = [loop for loop in self._loops if loop.state is ProcessState.READY]
+        loading = [loop for loop in self._loops if loop not in ready]
 
         async def stop_ready() -> None:
-            for wave in stop_waves(ready):
-                await asyncio.gather(*(loops[spec.name].stop(patience) for spec in wave))
+            for wave in sorted({loop.service.wave for loop in ready}):
+                await asyncio.gather(*(loop.stop(patience) for loop in ready if loop.service.wave == wave))
 
-        await asyncio.gather(stop_ready(), *(loops[name].stop(LOADING_PATIENCE) for name in loading))
+        await asyncio.gather(stop_ready(), *(loop.stop(LOADING_PATIENCE) for loop in loading))
 
     def _show(self, name: str, raw: str) -> None:
         line = self._output.line(name, raw)
