@@ -51,7 +51,7 @@ class Instance(Struct, frozen=True):
     model: str = ""
     """served model name; empty for a frontend, which serves every model that has a card"""
     address: str = ""
-    """where its stream listens, a ZeroMQ endpoint (decode), or its URL (frontend)"""
+    """where its stream listens, `tcp://host:port` (decode), or its URL (frontend)"""
     metrics: str = ""
     """URL of its own Prometheus page"""
     host: str = ""
@@ -328,11 +328,11 @@ class PrefillFailed(Struct, frozen=True, tag=True):
 PrefillAnswer = PrefillStarted | PrefillDone | PrefillFailed
 
 
-def _reader(decode: Callable[[bytes], T]) -> Callable[[bytes], T]:
+def _reader(decode: Callable[[bytes | memoryview], T]) -> Callable[[bytes | memoryview], T]:
     """`decode`, raising ProtocolError for whatever cannot be read: msgspec lets errors of Python through for text that
     is not UTF-8 and for what is nested too deep."""
 
-    def read(data: bytes) -> T:
+    def read(data: bytes | memoryview) -> T:
         try:
             return decode(data)
         except (ValueError, TypeError, RecursionError, MemoryError) as error:

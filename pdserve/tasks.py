@@ -6,13 +6,17 @@ nowhere else (`tests/test_house.py` holds it); a task that the next lines await 
 
 `forever` is for work that has to go on: it is restarted. `Owner` holds tasks for as long as it is entered.
 `unending` is for work whose failure must end the process: it raises.
+
+`Lifetime` is the shape of objects that are entered with `async with`.
 """
 
 import asyncio
 import logging
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -28,6 +32,24 @@ HEALTHY = 30.0
 _REMEMBERED = 100
 
 Work = Callable[[], Awaitable[None]]
+
+
+class Lifetime(ABC):
+    """An object to enter with `async with`. Its life is told in one place, `_lifetime`, an `@asynccontextmanager` that
+    sets up, yields and takes down; it may be entered again after it was left."""
+
+    @abstractmethod
+    def _lifetime(self) -> AbstractAsyncContextManager[None]: ...
+
+    async def __aenter__(self) -> Self:
+        self._entered = self._lifetime()
+        await self._entered.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._entered.__aexit__(kind, error, trace)
 
 
 class Owner:

@@ -1,26 +1,18 @@
 """The stream seam (see `base`). The address chooses the implementation."""
 
-from importlib import import_module
-from types import ModuleType
-
 from pdserve.stream.base import StreamClient, StreamServer
-
-_IMPLEMENTATIONS = {"zmq": "pdserve.stream.zmq", "memory": "pdserve.stream.memory"}
+from pdserve.stream.memory import MemoryStreamClient, MemoryStreamServer
+from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 
 
 def listen(host: str) -> StreamServer:
     """A server to enter; it takes a free port on `host`, an address of this machine that frontends can
     reach, or lives in this process where `host` is `memory`."""
-    server: StreamServer = _implementation(host == "memory").listen(host)
-    return server
+    return MemoryStreamServer() if host == "memory" else TcpStreamServer(host)
 
 
-def connect(address: str, frontend: str) -> StreamClient:
-    """A client to enter, for `frontend` (its instance id), of the server at `address`. Entering it raises
-    PeerGone when nobody answers there."""
-    client: StreamClient = _implementation(address.startswith("memory://")).connect(address, frontend)
-    return client
-
-
-def _implementation(memory: bool) -> ModuleType:
-    return import_module(_IMPLEMENTATIONS["memory" if memory else "zmq"])
+def connect(address: str, name: str) -> StreamClient:
+    """A client to enter, of the server at `address`, which knows it by `name`: of two connections of one name only the
+    newer holds. Entering it raises PeerGone when no server answers there."""
+    memory = address.startswith("memory://")
+    return MemoryStreamClient(address, name) if memory else TcpStreamClient(address, name)

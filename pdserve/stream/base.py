@@ -1,30 +1,21 @@
 """The stream seam: one long-lived two-way message stream between each frontend and each decode worker.
 
-Messages on one connection arrive in the order sent, and at most once. A lost connection is told to both
-sides; what was on its way then is lost, and whoever needs it sends it again with a new request id.
+Messages on one connection arrive in the order sent, and at most once. Both sides learn of a lost connection; what was
+on its way then is lost, and a frontend that needs it sends it again with a new request id.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator
-from types import TracebackType
-from typing import Self
 
 from pdserve.messages import ToDecode, ToFrontend
+from pdserve.tasks import Lifetime
 
 
-class StreamServer(ABC):
+class StreamServer(Lifetime):
     """The decode worker's end. Undecodable messages are logged and skipped."""
 
     address: str
     """what frontends connect to; set on entering"""
-
-    @abstractmethod
-    async def __aenter__(self) -> Self: ...
-
-    @abstractmethod
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
     @abstractmethod
     def received(self) -> AsyncIterator[tuple[str, ToDecode | None]]:
@@ -36,17 +27,9 @@ class StreamServer(ABC):
         a second: it counts as gone then."""
 
 
-class StreamClient(ABC):
-    """A frontend's end of one connection to one decode worker; entering it connects."""
-
-    @abstractmethod
-    async def __aenter__(self) -> Self:
-        """Raises PeerGone when nobody answers within a few seconds."""
-
-    @abstractmethod
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+class StreamClient(Lifetime):
+    """A frontend's end of one connection to one decode worker. Entering it connects, and raises PeerGone when no worker
+    answers within a few seconds."""
 
     @abstractmethod
     async def send(self, message: ToDecode) -> None:

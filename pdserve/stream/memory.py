@@ -3,8 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
-from types import TracebackType
-from typing import Self
+from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
 from pdserve.errors import PeerGone
@@ -15,33 +14,24 @@ _listening: "WeakValueDictionary[str, MemoryStreamServer]" = WeakValueDictionary
 _numbers = itertools.count(1)
 
 
-def listen(host: str) -> "MemoryStreamServer":
-    return MemoryStreamServer()
-
-
-def connect(address: str, frontend: str) -> "MemoryStreamClient":
-    return MemoryStreamClient(address, frontend)
-
-
 class MemoryStreamServer(StreamServer):
     def __init__(self) -> None:
         self._inbox: asyncio.Queue[tuple[str, ToDecode | None]] = asyncio.Queue()
         self._clients: dict[str, MemoryStreamClient] = {}
 
-    async def __aenter__(self) -> Self:
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
         self.address = f"memory://{next(_numbers)}"
         _listening[self.address] = self
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        del _listening[self.address]
-        for frontend in list(self._clients):
-            self.cut(frontend)
+        try:
+            yield
+        finally:
+            del _listening[self.address]
+            for frontend in list(self._clients):
+                self.cut(frontend)
 
     def cut(self, frontend: str) -> None:
-        """The network between this frontend and the worker breaks; both sides hear of it."""
+        """Break the network between this frontend and the worker; both sides hear of it."""
         if client := self._clients.pop(frontend, None):
             self._inbox.put_nowait((frontend, None))
             client.inbox.put_nowait(None)
@@ -67,30 +57,29 @@ class MemoryStreamServer(StreamServer):
 
 
 class MemoryStreamClient(StreamClient):
-    def __init__(self, address: str, frontend: str) -> None:
+    def __init__(self, address: str, name: str) -> None:
         self._address = address
-        self._frontend = frontend
+        self._name = name
         self._server: MemoryStreamServer | None = None
         self.inbox: asyncio.Queue[ToFrontend | None] = asyncio.Queue()
 
-    async def __aenter__(self) -> Self:
-        self._server = _listening.get(self._address)
-        if self._server is None:
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        server = self._server = _listening.get(self._address)
+        if server is None:
             raise PeerGone(self._address)
-        self._server.accept(self._frontend, self)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._server is not None and self._server.has(self):
-            self._server.cut(self._frontend)
+        server.accept(self._name, self)
+        try:
+            yield
+        finally:
+            if server.has(self):
+                server.cut(self._name)
 
     async def send(self, message: ToDecode) -> None:
         if self._server is None or not self._server.has(self):
             raise PeerGone(self._address)
         encode_to_decode(message)
-        self._server.take(self._frontend, message)
+        self._server.take(self._name, message)
 
     async def received(self) -> AsyncIterator[ToFrontend]:
         while (message := await self.inbox.get()) is not None:

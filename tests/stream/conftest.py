@@ -1,8 +1,10 @@
-"""Both implementations behind one fixture."""
+"""Both implementations behind one fixture, on both event loops."""
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
+import uvloop
 
 from pdserve.stream import connect, listen
 from pdserve.stream.base import StreamClient, StreamServer
@@ -18,6 +20,11 @@ class Streams:
     connect: Callable[[str, str], StreamClient] = staticmethod(connect)
 
 
-@pytest.fixture(params=["memory", "127.0.0.1"], ids=["memory", "zmq"])
+@pytest.fixture(params=["memory", "127.0.0.1"], ids=["memory", "tcp"])
 def streams(request: pytest.FixtureRequest) -> Streams:
     return Streams(request.param)
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Roles run on uvloop."""
+    return {"asyncio": asyncio.SelectorEventLoop, "uvloop": uvloop.new_event_loop}

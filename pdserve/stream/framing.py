@@ -1,0 +1,173 @@
+"""One TCP connection that carries frames both ways.
+
+A frame is its length (four bytes, big-endian) and so many bytes; an empty frame is a heartbeat. A process that ends
+closes its connections, which the other side sees at once; one that hangs, or whose network is cut, is given up when it
+was silent for some seconds. A connection that has ended stays so: to go on takes another one.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Protocol
+
+BEAT_EVERY = 1.0
+SEND_WITHIN = 1.0
+LINGER = 0.3
+"""seconds that a connection gets, when it is closed, for what is still unsent"""
+MAX_UNSENT = 32 << 20
+"""bytes that may wait for a slow reader, and one frame more: some seconds of tokens at full load"""
+
+
+class ConnectionOwner(Protocol):
+    """Told what happens on a connection; no call may raise or wait."""
+
+    def connection_opened(self, connection: "FramedConnection") -> None: ...
+
+    def frame_received(self, connection: "FramedConnection", body: memoryview) -> None:
+        """`body` is never empty, and valid during the call only."""
+
+    def connection_ended(self, connection: "FramedConnection") -> None:
+        """Called once; `connection.ended` says why."""
+
+
+class FramedConnection(asyncio.Protocol):
+    def __init__(self, owner: ConnectionOwner, max_frame: int) -> None:
+        self.max_frame = max_frame
+        """bytes; a longer frame ends the connection"""
+        self.name = ""
+        """of the other side, once it has greeted"""
+        self.unreadable = 0
+        """messages that could not be decoded"""
+        self.ended = ""
+        """why, once it has: `was closed by the other side`"""
+        self.opened = self.heard = time.monotonic()
+        self._owner = owner
+        self._transport: asyncio.Transport | None = None
+        self._partial = bytearray()
+        """a frame that has begun"""
+        self._told = 0.0
+        self._reading_paused = False
+        self._writable = asyncio.Event()
+        self._closed = asyncio.Event()
+
+    @property
+    def host(self) -> str:
+        """Address of the other side, without its port."""
+        peer = self._transport and self._transport.get_extra_info("peername")
+        return str(peer[0]) if peer else "unknown"
+
+    async def send(self, body: bytes) -> bool:
+        """False where the connection has ended; where the other side takes nothing for a second, it ends here."""
+        if not self._writable.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SEND_WITHIN):
+                    while not self._writable.is_set():
+                        await self._writable.wait()
+            if not self._writable.is_set():
+                self.cut(f"took nothing for {SEND_WITHIN:g} s")
+        return self.write(body)
+
+    def write(self, body: bytes) -> bool:
+        """Send without waiting, however much is unsent. False where the connection has ended."""
+        if self.ended or self._transport is None or self._transport.is_closing():
+            return False
+        self._transport.write(len(body).to_bytes(4, "big") + body)
+        self._told = time.monotonic()
+        return True
+
+    def beat(self, silence: float, *, stalled: bool) -> None:
+        """Send a heartbeat where nothing else was sent, and end a connection that is silent. A process that `stalled`,
+        or does not read just now, knows nothing of the other side's silence."""
+        now = time.monotonic()
+        if stalled or self._reading_paused:
+            self.heard = now
+        if now - self.heard > silence:
+            self.cut(f"was silent for {silence:g} s")
+        elif now - self._told >= BEAT_EVERY / 2 and self._writable.is_set():
+            self.write(b"")
+
+    def pause_reading(self) -> None:
+        if self._transport is not None and not self.ended:
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._transport is not None and not self.ended:
+            self._reading_paused = False
+            self._transport.resume_reading()
+
+    def cut(self, reason: str) -> None:
+        """End it at once; what is unsent is dropped."""
+        self._end(reason)
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def close(self) -> None:
+        """End it when what is unsent has gone, or soon after."""
+        if self._transport is None:
+            return
+        self._end("was closed here")
+        try:
+            self._transport.close()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), LINGER)
+        finally:
+            self._transport.abort()
+
+    def _end(self, reason: str) -> None:
+        if not self.ended:
+            self.ended = reason
+            self._writable.set()  # tasks that wait for it see that it has ended
+            self._owner.connection_ended(self)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """asyncio and uvloop have set TCP_NODELAY."""
+        self._transport = transport
+        transport.set_write_buffer_limits(MAX_UNSENT, MAX_UNSENT)
+        self._writable.set()
+        self._owner.connection_opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = time.monotonic()
+        found: bytes | bytearray = data
+        if self._partial:
+            self._partial += data
+            found = self._partial
+        view, start, end = memoryview(found), 0, len(found)
+        while end - start >= 4 and not self.ended:
+            length = int.from_bytes(view[start : start + 4], "big")
+            if length > self.max_frame:
+                self.cut(f"began a frame of {length} bytes")
+            if end - start - 4 < length:
+                break
+            start += 4 + length
+            if length:
+                self._owner.frame_received(self, view[start - length : start])
+        if start or found is data:
+            self._partial = bytearray(view[start:])
+
+    def eof_received(self) -> None:
+        self.cut("was closed by the other side")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closed.set()
+        self._end(f"broke: {error}" if error else "was closed by the other side")
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+
+async def keep_beating(connections: Callable[[], Iterable[FramedConnection]], silence: float) -> None:
+    """For ever. End connections that were silent for `silence` seconds."""
+    while True:
+        before = time.monotonic()
+        await asyncio.sleep(BEAT_EVERY)
+        stalled = time.monotonic() - before > 2 * BEAT_EVERY
+        for connection in list(connections()):
+            connection.beat(silence, stalled=stalled)

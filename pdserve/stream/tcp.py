@@ -1,0 +1,305 @@
+"""Streams over TCP: a listening socket in the decode worker, a connection for each frontend
+(docs/decisions/0021-streams-over-tcp.md).
+
+Frames (`framing`) hold msgpack. The first frame each way is a greeting: `pdserve-stream/1 <frontend id>`, answered by
+`pdserve-stream/1`. What does not greet like that is closed.
+"""
+
+import asyncio
+import logging
+import socket
+import ssl
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
+from urllib.parse import urlsplit
+
+from pdserve.errors import PeerGone, ProtocolError
+from pdserve.messages import (
+    ToDecode,
+    ToFrontend,
+    decode_to_decode,
+    decode_to_frontend,
+    encode,
+    encode_to_decode,
+)
+from pdserve.stream.base import StreamClient, StreamServer
+from pdserve.stream.framing import FramedConnection, keep_beating
+from pdserve.tasks import Owner
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+GREETING = b"pdserve-stream/1"
+"""protocol and version; another version is another word"""
+WORKER_SILENCE = 4.0
+"""seconds without a byte after which a worker is gone"""
+FRONTEND_SILENCE = 8.0
+"""as for a worker, but longer: a frontend that only stalls (it loads a tokenizer) would lose all its requests"""
+CONNECT_WITHIN = 3.0
+"""seconds for the connection and the worker's greeting"""
+GREET_WITHIN = 5.0
+"""seconds that a new connection gets for its greeting"""
+
+MAX_GREETING = 1 << 10
+MAX_FRAME = 512 << 20
+"""bytes; above any message, prompts with images included"""
+MAX_UNGREETED = 256
+"""connections that have not greeted yet; beyond, the oldest is closed"""
+MAX_UNREAD = 10_000, 64 << 20
+"""messages and bytes that may be received and not read yet; beyond, the sender is held back"""
+_BATCH = 64
+"""messages that are read in a row before other tasks get a turn"""
+_ADDRESSES = 1000
+
+
+class UnreadMessages(Generic[T]):
+    """Messages that were received and not read yet. Where they are too many, their connections are not read from, so
+    that TCP holds the senders back."""
+
+    def __init__(self) -> None:
+        self._messages: deque[tuple[T, int]] = deque()
+        self._bytes = 0
+        self._paused: set[FramedConnection] = set()
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def put(self, message: T, size: int = 0, connection: FramedConnection | None = None) -> None:
+        """`size` bytes of `connection`."""
+        self._messages.append((message, size))
+        self._bytes += size
+        self._changed.set()
+        if connection is not None and not self._fit(1):
+            self._paused.add(connection)
+            connection.pause_reading()
+
+    def close(self) -> None:
+        """Nothing comes after what there is."""
+        self._closed = True
+        self._changed.set()
+
+    async def read(self) -> AsyncIterator[T]:
+        count = 0
+        while self._messages or not self._closed:
+            self._changed.clear()
+            if not self._messages:
+                await self._changed.wait()
+                continue
+            count += 1
+            if count % _BATCH == 0:
+                await asyncio.sleep(0)
+            message, size = self._messages.popleft()
+            self._bytes -= size
+            if self._paused and self._fit(0.5):
+                for connection in self._paused:
+                    connection.resume_reading()
+                self._paused.clear()
+            yield message
+
+    def _fit(self, share: float) -> bool:
+        messages, size = MAX_UNREAD
+        return len(self._messages) < share * messages and self._bytes < share * size
+
+
+class TcpStreamServer(StreamServer):
+    def __init__(
+        self, host: str, silence: float = FRONTEND_SILENCE, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._host = host
+        self._silence = silence
+        self._tls = tls
+        self._ungreeted: dict[FramedConnection, None] = {}
+        self._frontends: dict[str, FramedConnection] = {}
+        self._unread: UnreadMessages[tuple[str, ToDecode | None]] = UnreadMessages()
+        self._refused: OrderedDict[str, int] = OrderedDict()
+        """address -> how many of its connections were no frontend's"""
+
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
+        server = await loop.create_server(
+            lambda: FramedConnection(self, MAX_GREETING),
+            str(found[0][4][0]),
+            0,
+            reuse_address=True,
+            ssl=self._tls,
+        )
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self.address = f"tcp://{host}:{server.sockets[0].getsockname()[1]}"
+        try:
+            async with Owner() as tasks:
+                tasks.forever(self._keep_beating, "stream heartbeats")
+                yield
+        finally:
+            server.close()
+            connections = [*self._frontends.values(), *self._ungreeted]
+            self._ungreeted.clear()
+            await asyncio.gather(*(connection.close() for connection in connections))
+
+    def received(self) -> AsyncIterator[tuple[str, ToDecode | None]]:
+        return self._unread.read()
+
+    async def send(self, frontend: str, message: ToFrontend) -> None:
+        connection = self._frontends.get(frontend)
+        if connection is None or not await connection.send(encode(message)):
+            raise PeerGone(frontend)
+
+    async def _keep_beating(self) -> None:
+        await keep_beating(self._greeted, self._silence)
+
+    def _greeted(self) -> Iterable[FramedConnection]:
+        for connection in list(self._ungreeted):
+            if time.monotonic() - connection.opened > GREET_WITHIN:
+                connection.cut(f"did not greet within {GREET_WITHIN:g} s")
+        return self._frontends.values()
+
+    # ConnectionOwner
+
+    def connection_opened(self, connection: FramedConnection) -> None:
+        if len(self._ungreeted) >= MAX_UNGREETED:
+            next(iter(self._ungreeted)).cut("had to make room for a newer one")
+        self._ungreeted[connection] = None
+
+    def frame_received(self, connection: FramedConnection, body: memoryview) -> None:
+        if not connection.name:
+            self._welcome(connection, bytes(body))
+            return
+        try:
+            message = decode_to_decode(body)
+        except ProtocolError as error:
+            if not connection.unreadable:
+                log.warning("message of frontend %s skipped (said once): %s", connection.name, error)
+            connection.unreadable += 1
+            return
+        self._unread.put((connection.name, message), len(body), connection)
+
+    def connection_ended(self, connection: FramedConnection) -> None:
+        if connection in self._ungreeted:
+            del self._ungreeted[connection]
+            self._complain(connection)
+        elif self._frontends.get(connection.name) is connection:
+            del self._frontends[connection.name]
+            log.info("connection of frontend %s %s", connection.name, connection.ended)
+            self._unread.put((connection.name, None))
+
+    def _welcome(self, connection: FramedConnection, greeting: bytes) -> None:
+        word, _, encoded = greeting.partition(b" ")
+        name = encoded.decode(errors="replace")
+        if word != GREETING or not name or not (name.isascii() and name.isprintable()):
+            connection.cut(f"greeted with {greeting[:40]!r}, not with {GREETING.decode()} and a name")
+            return
+        if earlier := self._frontends.get(name):
+            earlier.cut("was replaced by a new one")
+        del self._ungreeted[connection]
+        connection.name, connection.max_frame = name, MAX_FRAME
+        self._frontends[name] = connection
+        connection.write(GREETING)
+        log.info("frontend %s connected", name)
+
+    def _complain(self, connection: FramedConnection) -> None:
+        """Once for each address: a port scan, or a flood, must not fill the disk."""
+        count = self._refused.pop(connection.host, 0) + 1
+        self._refused[connection.host] = count
+        if len(self._refused) > _ADDRESSES:
+            self._refused.popitem(last=False)
+        log.log(
+            logging.DEBUG if count > 1 else logging.WARNING,
+            "connection %d from %s that is no frontend's %s (said once for each address)",
+            count,
+            connection.host,
+            connection.ended,
+        )
+
+
+class TcpStreamClient(StreamClient):
+    def __init__(
+        self, address: str, name: str, silence: float = WORKER_SILENCE, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._address = address
+        self._name = name
+        self._silence = silence
+        self._tls = tls
+        self._connection: FramedConnection
+        self._greeted: asyncio.Event
+        self._unread: UnreadMessages[ToFrontend]
+
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        self._connection = FramedConnection(self, MAX_GREETING)
+        self._greeted, self._unread = asyncio.Event(), UnreadMessages()
+        try:
+            await self._connect()
+            async with Owner() as tasks:
+                tasks.forever(self._keep_beating, "stream heartbeats")
+                yield
+        finally:
+            await self._connection.close()
+
+    async def _connect(self) -> None:
+        try:
+            host, port = _endpoint(self._address)
+            async with asyncio.timeout(CONNECT_WITHIN):
+                loop = asyncio.get_running_loop()
+                await loop.create_connection(lambda: self._connection, host, port, ssl=self._tls)
+                await self._greeted.wait()
+        except (OSError, ValueError) as error:
+            raise PeerGone(self._address) from error
+        if self._connection.ended:
+            raise PeerGone(self._address)
+
+    async def send(self, message: ToDecode) -> None:
+        body = encode_to_decode(message)
+        if len(body) > MAX_FRAME:
+            raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes, of {MAX_FRAME} at most")
+        if not await self._connection.send(body):
+            raise PeerGone(self._address)
+
+    async def received(self) -> AsyncIterator[ToFrontend]:
+        async for message in self._unread.read():
+            yield message
+        raise PeerGone(self._address)
+
+    async def _keep_beating(self) -> None:
+        await keep_beating(lambda: [self._connection], self._silence)
+
+    # ConnectionOwner
+
+    def connection_opened(self, connection: FramedConnection) -> None:
+        connection.write(b"%s %s" % (GREETING, self._name.encode()))
+
+    def frame_received(self, connection: FramedConnection, body: memoryview) -> None:
+        if not self._greeted.is_set():
+            self._welcomed(connection, bytes(body))
+            return
+        try:
+            message = decode_to_frontend(body)
+        except ProtocolError as error:
+            # it may have had tokens in it: the requests of this connection must go on at another worker
+            connection.cut(f"carried a message that cannot be read: {error}")
+            return
+        self._unread.put(message, len(body), connection)
+
+    def connection_ended(self, connection: FramedConnection) -> None:
+        """What was received before can still be read."""
+        log.info("connection to the worker at %s %s", self._address, connection.ended)
+        self._greeted.set()
+        self._unread.close()
+
+    def _welcomed(self, connection: FramedConnection, greeting: bytes) -> None:
+        """A client that met itself, as may happen on a port that no worker has any more, reads its own greeting."""
+        if greeting != GREETING:
+            connection.cut(f"was answered with {greeting[:40]!r}, not with {GREETING.decode()}")
+            return
+        connection.max_frame = MAX_FRAME
+        self._greeted.set()
+
+
+def _endpoint(address: str) -> tuple[str, int]:
+    """Raises ValueError."""
+    parts = urlsplit(address)
+    if parts.scheme != "tcp" or not parts.hostname or not parts.port:
+        raise ValueError(f"{address!r} is not tcp://host:port")
+    return parts.hostname, parts.port

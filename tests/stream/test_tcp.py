@@ -1,0 +1,540 @@
+"""What only the real thing can show: processes that die or hang, cut networks, slow readers, strangers."""
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import pytest
+
+from pdserve.errors import PeerGone, ProtocolError
+from pdserve.messages import Cancel, Failed, Hello, Outputs, encode
+from pdserve.stream import framing, tcp
+from pdserve.stream.framing import FramedConnection
+from pdserve.stream.tcp import GREETING, TcpStreamClient, TcpStreamServer
+from tests.conditions import until
+
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+"""as the roles run; their peers in other processes run on asyncio's own loop"""
+
+_PEER = """
+import asyncio, sys
+from pdserve.messages import Failed, Hello
+from pdserve.stream import connect, listen
+
+async def server():
+    async with listen("127.0.0.1") as server:
+        print(server.address, flush=True)
+        async for frontend, message in server.received():
+            if message is not None:
+                await server.send(frontend, Failed("r", "heard"))
+
+async def client(address):
+    async with connect(address, "other") as client:
+        await client.send(Hello("1"))
+        print("connected", flush=True)
+        async for message in client.received():
+            pass
+
+asyncio.run(client(sys.argv[1]) if sys.argv[1:] else server())
+"""
+
+
+@asynccontextmanager
+async def _peer(*arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _PEER, *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout
+        yield process, (await process.stdout.readline()).decode().strip()
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def frame(body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + body
+
+
+class Raw:
+    """A connection of a stranger, or of a frontend whose bytes the test chooses."""
+
+    def __init__(self, reader: StreamReader, writer: StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def greet(self, name: str) -> None:
+        self.send(frame(GREETING + b" " + name.encode()))
+        assert await self.reader.readexactly(4 + len(GREETING)) == frame(GREETING)
+
+    async def closed(self, within: float = 2.0) -> bool:
+        """Whether the other side closes it in time, whatever it sends before."""
+        with suppress(TimeoutError, ConnectionResetError):
+            async with asyncio.timeout(within):
+                while await self.reader.read(1000):
+                    pass
+            return True
+        return self.reader.at_eof() or self.reader.exception() is not None
+
+
+@asynccontextmanager
+async def raw(address: str) -> AsyncIterator[Raw]:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield Raw(reader, writer)
+    finally:
+        writer.transport.abort()
+
+
+# processes that die or hang, and networks
+
+
+@pytest.mark.parametrize(("how", "within"), [(signal.SIGKILL, 0.3), (signal.SIGSTOP, 3.0)])
+async def test_a_worker_that_dies_or_hangs_is_noticed(how: signal.Signals, within: float) -> None:
+    async with _peer() as (process, address), TcpStreamClient(address, "f", silence=1.5) as client:
+        received = client.received()
+        await client.send(Hello("1"))
+        assert await anext(received) == Failed("r", "heard")
+        os.kill(process.pid, how)
+        started = time.monotonic()
+        with pytest.raises(PeerGone):
+            await anext(received)
+        assert time.monotonic() - started < within
+        with pytest.raises(PeerGone):
+            await client.send(Hello("2"))
+
+
+@pytest.mark.parametrize(("how", "within"), [(signal.SIGKILL, 0.3), (signal.SIGSTOP, 4.0)])
+async def test_a_frontend_that_dies_or_hangs_is_noticed(how: signal.Signals, within: float) -> None:
+    async with TcpStreamServer("127.0.0.1", silence=2) as server, _peer(server.address) as (process, _):
+        received = server.received()
+        assert await anext(received) == ("other", Hello("1"))
+        os.kill(process.pid, how)
+        started = time.monotonic()
+        assert await anext(received) == ("other", None)
+        assert time.monotonic() - started < within
+
+
+@asynccontextmanager
+async def relay(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """An address that leads to `address` until the event is set: then nothing passes, and neither side is told."""
+    cut, tasks = asyncio.Event(), set[asyncio.Task[None]]()
+
+    async def pump(reader: StreamReader, writer: StreamWriter) -> None:
+        while not cut.is_set() and (data := await reader.read(1000)):
+            if not cut.is_set():
+                writer.write(data)
+        await asyncio.Event().wait()
+
+    async def join(reader: StreamReader, writer: StreamWriter) -> None:
+        async with raw(address) as far:
+            for ends in ((reader, far.writer), (far.reader, writer)):
+                tasks.add(asyncio.create_task(pump(*ends)))
+            await asyncio.gather(*tasks, return_exceptions=True)
+        writer.transport.abort()
+
+    server = await asyncio.start_server(join, "127.0.0.1", 0)
+    try:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", cut
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_cut_network_is_noticed_at_both_ends() -> None:
+    async with (
+        TcpStreamServer("127.0.0.1", silence=1.5) as server,
+        relay(server.address) as (address, cut),
+        TcpStreamClient(address, "f", silence=1.5) as client,
+    ):
+        at_server, at_client = server.received(), client.received()
+        await client.send(Hello("1"))
+        assert await anext(at_server) == ("f", Hello("1"))
+        cut.set()
+        started = time.monotonic()
+        assert await anext(at_server) == ("f", None)
+        with pytest.raises(PeerGone):
+            await anext(at_client)
+        assert 1.0 < time.monotonic() - started < 3.5
+
+
+async def test_a_frontend_that_was_given_up_is_told_when_it_wakes() -> None:
+    async with TcpStreamServer("127.0.0.1", silence=0.2) as server:
+        received = server.received()
+        entering = asyncio.ensure_future(anext(received))
+        async with TcpStreamClient(server.address, "f", silence=60) as client:
+            assert await entering == ("f", None)
+            reading = asyncio.ensure_future(anext(received))
+            with pytest.raises(PeerGone):
+                async with asyncio.timeout(5):
+                    await anext(client.received())
+            reading.cancel()
+
+
+async def test_an_idle_connection_stays(caplog: pytest.LogCaptureFixture) -> None:
+    async with TcpStreamServer("127.0.0.1", silence=1.5) as server:
+        received = server.received()
+        waiting = asyncio.ensure_future(anext(received))
+        async with TcpStreamClient(server.address, "f", silence=1.5) as client:
+            idle = asyncio.ensure_future(anext(client.received()))
+            done, _ = await asyncio.wait({idle, waiting}, timeout=4)
+            assert not done
+            await client.send(Hello("1"))
+            assert await waiting == ("f", Hello("1"))
+            idle.cancel()
+    assert "silent" not in caplog.text
+
+
+async def test_a_process_that_stalls_gives_nobody_up() -> None:
+    async with TcpStreamServer("127.0.0.1", silence=1.2) as server, _peer(server.address):
+        received = server.received()
+        assert await anext(received) == ("other", Hello("1"))
+        time.sleep(2.5)  # noqa: ASYNC251 (the stall)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(received), 1.5)
+
+
+async def test_a_frontend_reconnects_when_its_worker_is_back() -> None:
+    async with TcpStreamServer("127.0.0.1") as server:
+        received = server.received()
+        for number in range(3):
+            async with TcpStreamClient(server.address, "f") as client:
+                await client.send(Hello(str(number)))
+                assert await anext(received) == ("f", Hello(str(number)))
+                await server.send("f", Failed("r", str(number)))
+                assert await anext(client.received()) == Failed("r", str(number))
+            assert await anext(received) == ("f", None)
+
+
+# back-pressure
+
+
+async def test_a_frontend_that_stops_reading_costs_a_second_and_is_gone() -> None:
+    async with TcpStreamServer("127.0.0.1") as server, _peer(server.address) as (process, _):
+        received = server.received()
+        assert await anext(received) == ("other", Hello("1"))
+        os.kill(process.pid, signal.SIGSTOP)
+        longest, big, most = 0.0, Outputs([b"x" * 10_000]), 0
+        gone = False
+        while not gone:
+            before = time.monotonic()
+            try:
+                await server.send("other", big)
+                most = max(most, _unsent(server._frontends["other"]))
+            except PeerGone:
+                gone = True
+            longest = max(longest, time.monotonic() - before)
+        assert 0.9 < longest < 2.0
+        assert most < framing.MAX_UNSENT + 20_000
+        assert await anext(received) == ("other", None)
+
+
+def _unsent(connection: FramedConnection) -> int:
+    assert connection._transport
+    return connection._transport.get_write_buffer_size()
+
+
+async def test_many_senders_at_once_stay_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "MAX_UNSENT", 100_000)
+    async with TcpStreamServer("127.0.0.1") as server, raw(server.address) as slow:
+        await slow.greet("slow")
+        slow.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        connection, big = server._frontends["slow"], Outputs([b"x" * 50_000])
+        while _unsent(connection) <= 100_000:
+            await server.send("slow", big)
+        waiting = [asyncio.create_task(server.send("slow", big)) for _ in range(100)]
+        await asyncio.sleep(0.1)
+        assert _unsent(connection) < 200_000
+        slow.reader._transport.resume_reading()  # type: ignore[attr-defined]
+        reading = asyncio.create_task(slow.closed(10))
+        await asyncio.gather(*waiting)  # it reads again in time: nothing is lost
+        reading.cancel()
+
+
+async def test_a_worker_that_does_not_read_holds_its_frontends_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "MAX_UNREAD", (10_000, 1 << 20))
+    monkeypatch.setattr(framing, "MAX_UNSENT", 1 << 20)
+    count, big = 600, Cancel(["x" * 100_000])
+    async with (
+        TcpStreamServer("127.0.0.1", silence=1) as server,
+        TcpStreamClient(server.address, "f") as client,
+    ):
+
+        async def send() -> None:
+            for _ in range(count):
+                async with asyncio.timeout(10):
+                    await client.send(big)
+
+        sending = asyncio.create_task(send())
+        await asyncio.sleep(0.5)
+        assert not sending.done()
+        assert server._unread._bytes < 2 << 20
+        received = server.received()
+        for _ in range(count):
+            assert await anext(received) == ("f", big)
+        await sending
+
+
+async def test_throughput_is_far_above_what_a_frontend_needs() -> None:
+    """200,000 messages a second on a quiet machine; this bound also holds on a busy one."""
+    async with TcpStreamServer("127.0.0.1") as server:
+        received = server.received()
+        waiting = asyncio.ensure_future(anext(received))
+        async with TcpStreamClient(server.address, "f") as client:
+            await client.send(Hello("1"))
+            await waiting
+            before, message, count = time.process_time(), Outputs([b"x" * 300]), 20_000
+            sending = asyncio.create_task(_send_many(server, message, count))
+            replies = client.received()
+            for _ in range(count):
+                await anext(replies)
+            await sending
+            assert time.process_time() - before < 1.0
+
+
+async def _send_many(server: TcpStreamServer, message: Outputs, count: int) -> None:
+    for number in range(count):
+        await server.send("f", message)
+        if number % 100 == 0:
+            await asyncio.sleep(0)
+
+
+async def test_small_messages_are_not_held_back() -> None:
+    async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "f") as client:
+        for connection in (client._connection, server._frontends["f"]):
+            assert connection._transport
+            end = connection._transport.get_extra_info("socket")
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+# messages and greetings that nobody can read
+
+
+async def test_a_worker_whose_message_cannot_be_decoded_is_gone_and_told_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with TcpStreamServer("127.0.0.1") as server:
+        at_server = server.received()
+        waiting = asyncio.ensure_future(anext(at_server))
+        async with TcpStreamClient(server.address, "f") as client:
+            await client.send(Hello("1"))
+            assert await waiting == ("f", Hello("1"))
+            at_client = client.received()
+            await server.send("f", Failed("r", "before"))
+            server._frontends["f"].write(b"\xc1 not msgpack")
+            await server.send("f", Failed("r", "after"))
+            assert await anext(at_client) == Failed("r", "before")
+            with pytest.raises(PeerGone):
+                await anext(at_client)
+            with pytest.raises(PeerGone):
+                await client.send(Hello("2"))
+            assert await asyncio.wait_for(anext(at_server), 2) == ("f", None)
+    assert "a message that cannot be read" in caplog.text
+
+
+async def test_a_frontends_message_that_cannot_be_decoded_is_skipped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with TcpStreamServer("127.0.0.1") as server:
+        received = server.received()
+        waiting = asyncio.ensure_future(anext(received))
+        async with TcpStreamClient(server.address, "f") as client:
+            for _ in range(100):
+                client._connection.write(b"\xc1 not msgpack")
+            await client.send(Cancel(["a"]))
+            assert await waiting == ("f", Cancel(["a"]))
+    assert caplog.text.count("message of frontend f skipped") == 1
+
+
+async def test_a_message_over_the_bound_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "MAX_FRAME", 1000)
+    async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "f") as client:
+        with pytest.raises(ProtocolError):
+            await client.send(Cancel(["x" * 1000]))
+        await client.send(Cancel(["a"]))
+        assert await anext(server.received()) == ("f", Cancel(["a"]))
+
+
+STRANGERS = [
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"\xff" * 5000,
+    b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32),  # ZeroMQ
+    struct.pack(">I", 0xFFFFFFFF),
+    frame(b"x"),
+    frame(encode(Hello("1"))),
+    frame(GREETING),
+    frame(GREETING + b" "),
+    frame(GREETING + b" \xff\xfe"),
+    frame(GREETING + b" a\nb"),
+    frame(b"pdserve-stream/2 f"),
+    frame(GREETING + b" " + b"x" * 2000),
+]
+
+
+async def test_strangers_are_closed_at_the_cost_of_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "f") as client:
+        for greeting in STRANGERS:
+            async with raw(server.address) as stranger:
+                stranger.send(greeting)
+                assert await stranger.closed(), greeting
+        assert not server._ungreeted
+        assert server._refused == {"127.0.0.1": len(STRANGERS)}
+        await client.send(Hello("1"))
+        assert await anext(server.received()) == ("f", Hello("1"))
+    assert caplog.text.count("no frontend's") == 1
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_greeting_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "GREET_WITHIN", 1.0)
+    async with (
+        TcpStreamServer("127.0.0.1") as server,
+        raw(server.address) as slow,
+        raw(server.address) as mute,
+    ):
+        started = time.monotonic()
+        greeting = frame(GREETING + b" " + b"x" * 900)
+        while not slow.reader.at_eof() and time.monotonic() - started < 5:
+            slow.send(greeting[:1])
+            greeting = greeting[1:]
+            with suppress(TimeoutError, ConnectionResetError):
+                await asyncio.wait_for(slow.reader.read(1), 0.05)
+        assert await mute.closed()
+        assert 0.9 < time.monotonic() - started < 3.5
+        assert not server._ungreeted
+
+
+async def test_connections_that_have_not_greeted_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "MAX_UNGREETED", 3)
+    async with TcpStreamServer("127.0.0.1") as server, AsyncExitStack() as stack:
+        strangers = [await stack.enter_async_context(raw(server.address)) for _ in range(4)]
+        assert await strangers[0].closed()
+        await until(lambda: len(server._ungreeted) == 3)
+        async with TcpStreamClient(server.address, "f") as client:
+            await client.send(Hello("1"))
+            assert await anext(server.received()) == ("f", Hello("1"))
+
+
+async def test_a_frame_without_an_end_takes_no_more_memory_than_was_sent() -> None:
+    async with TcpStreamServer("127.0.0.1") as server, raw(server.address) as liar:
+        await liar.greet("liar")
+        liar.send(struct.pack(">I", tcp.MAX_FRAME) + b"x" * 1000)
+        connection = server._frontends["liar"]
+        await until(lambda: len(connection._partial) == 1004)
+        liar.send(b"x" * 1000)
+        await until(lambda: len(connection._partial) == 2004)
+        assert sys.getsizeof(connection._partial) < 100_000
+        async with raw(server.address) as worse:
+            await worse.greet("worse")
+            worse.send(struct.pack(">I", tcp.MAX_FRAME + 1))
+            assert await worse.closed()
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+async def test_frames_arrive_whole_however_they_are_cut(chunk: int) -> None:
+    messages = [Cancel(["a" * size]) for size in (0, 1, 300, 70_000 if chunk > 3 else 700)]
+    data = b"".join(frame(encode(message)) + frame(b"") for message in messages)
+    async with TcpStreamServer("127.0.0.1") as server, raw(server.address) as end:
+        await end.greet("f")
+        received = server.received()
+        for start in range(0, len(data), chunk):
+            end.send(data[start : start + chunk])
+            await asyncio.sleep(0)
+        assert [await anext(received) for _ in messages] == [("f", message) for message in messages]
+
+
+async def _serve(answer: bytes) -> tuple[asyncio.Server, str]:
+    async def talk(reader: StreamReader, writer: StreamWriter) -> None:
+        writer.write(answer)
+        await reader.read(1000)
+        with suppress(ConnectionError):
+            await reader.read(1000)
+        writer.transport.abort()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    return server, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"\xff" * 64, frame(GREETING + b" f"), bytes(8)]
+)
+async def test_what_does_not_answer_like_a_worker_is_none(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer with a name is a client's greeting: it has connected to itself."""
+    monkeypatch.setattr(tcp, "CONNECT_WITHIN", 0.5)
+    server, address = await _serve(answer)
+    with pytest.raises(PeerGone):
+        async with TcpStreamClient(address, "f"):
+            pass
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "address", ["", "garbage", "tcp://", "tcp://h", "tcp://h:x", "tcp://h:99999", "http://h:1"]
+)
+async def test_an_address_that_is_none_is_nobodys(address: str) -> None:
+    with pytest.raises(PeerGone):
+        async with TcpStreamClient(address, "f"):
+            pass
+
+
+# what is left
+
+
+async def test_a_process_whose_tasks_are_cancelled_leaves_nothing() -> None:
+    async with TcpStreamServer("127.0.0.1") as outer:
+        before = asyncio.all_tasks()
+
+        async def live() -> None:
+            async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "f") as client:
+                addresses.append(server.address)
+                async with raw(server.address), TcpStreamClient(outer.address, "g"):
+                    async for _ in client.received():
+                        pass
+
+        for patience in (0.0, 0.001, 0.01, 0.1, 0.3):
+            addresses: list[str] = []
+            life = asyncio.create_task(live())
+            await asyncio.sleep(patience)
+            life.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await life
+            await until(lambda: not asyncio.all_tasks() - before)
+            await until(lambda: not outer._frontends and not outer._ungreeted)
+            for address in addresses:
+                with pytest.raises(PeerGone):
+                    async with TcpStreamClient(address, "f"):
+                        pass
+
+
+async def test_a_worker_leaves_though_a_frontend_does_not_read() -> None:
+    async with _peer_that_stops() as (server, process):
+        started = time.monotonic()
+        await server.__aexit__(None, None, None)
+        assert time.monotonic() - started < 2
+        assert process.returncode is None
+
+
+@asynccontextmanager
+async def _peer_that_stops() -> AsyncIterator[tuple[TcpStreamServer, asyncio.subprocess.Process]]:
+    server = await TcpStreamServer("127.0.0.1").__aenter__()
+    async with _peer(server.address) as (process, _):
+        assert await anext(server.received()) == ("other", Hello("1"))
+        os.kill(process.pid, signal.SIGSTOP)
+        for _ in range(1000):
+            await server.send("other", Outputs([b"x" * 20_000]))
+        yield server, process
