@@ -15,7 +15,7 @@ SOURCES = sorted((ROOT / "pdserve").rglob("*.py"))
 ALLOWED = {
     "aetcd": ("registry/etcd",),
     "nats": ("queue/jetstream/",),
-    "zmq": ("stream/zmq/", "engine/vllm/cache.py", "kv/side_channel.py"),  # vLLM itself speaks it there
+    "zmq": ("engine/vllm/cache.py", "kv/side_channel.py"),  # vLLM itself speaks it there
     "pynvml": ("plan/machine.py",),
     "yaml": ("config/tree.py",),
     "pydantic": ("config/",),

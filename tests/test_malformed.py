@@ -13,11 +13,10 @@ from pdserve.queue.jetstream.names import Names
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.registry.etcd import EtcdRegistry
 from pdserve.registry.view import View
-from pdserve.stream.zmq.client import ZmqStreamClient
-from pdserve.stream.zmq.server import ZmqStreamServer
-from pdserve.stream.zmq.socket import HEARTBEAT, HELLO
+from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.queue.requests import ids, publish
+from tests.stream.raw import frame, raw
 
 NOT_UTF8 = encode(Hello("abcd")).replace(b"abcd", b"\xff\xfe\xff\xfe")
 TOO_DEEP = b"\x91" * 100_000
@@ -99,33 +98,25 @@ async def test_a_damaged_model_archive(nats_url: str, namespace: str, tmp_path: 
 
 
 async def test_frames_at_a_decode_worker() -> None:
-    async with ZmqStreamServer("127.0.0.1") as server, ZmqStreamClient(server.address, "good") as good:
-        bad: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        bad.setsockopt(zmq.IDENTITY, b"\xff no number sign")
-        bad.setsockopt(zmq.LINGER, 0)
-        bad.setsockopt(zmq.RCVTIMEO, 3000)
-        bad.connect(server.address)
-        bad.send(GARBAGE[1])  # before its greeting
-        assert await asyncio.to_thread(bad.recv) == b"-"
-        bad.send(HELLO)
-        assert await asyncio.to_thread(bad.recv) == HEARTBEAT
-        for garbage in GARBAGE:
-            bad.send(garbage)
-            bad.send_multipart([b"", garbage, b"", garbage])
-        host, port = server.address.removeprefix("tcp://").split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"\xff" * 5000)
-        bad.send(encode(Hello("after garbage")))
-        await good.send(Hello("good"))
-        received = server.received()
-        heard: set[str] = set()
-        while len(heard) < 2:
-            _, message = await asyncio.wait_for(anext(received), 3)
-            assert isinstance(message, Hello)
-            heard.add(message.vllm_version)
-        assert heard == {"after garbage", "good"}
-        writer.close()
-        bad.close()
+    async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "good") as good:
+        for greeting in [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"\xff" * 5000, *map(frame, GARBAGE[1:])]:
+            async with raw(server.address) as stranger:
+                stranger.send(greeting)
+                assert await stranger.closed()
+        async with raw(server.address) as bad:
+            await bad.greet("bad")
+            for garbage in GARBAGE:
+                bad.send(frame(garbage))
+                bad.send(frame(b"") + frame(garbage) * 2)
+            bad.send(frame(encode(Hello("after garbage"))))
+            await good.send(Hello("good"))
+            received = server.received()
+            heard: set[str] = set()
+            while len(heard) < 2:
+                _, message = await asyncio.wait_for(anext(received), 3)
+                assert isinstance(message, Hello)
+                heard.add(message.vllm_version)
+            assert heard == {"after garbage", "good"}
 
 
 async def test_cache_events_of_an_engine() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-import zmq
 
 from pdserve import tasks
 from pdserve.errors import EngineDead
@@ -18,11 +17,10 @@ from pdserve.queue.jetstream.setup import Limits
 from pdserve.registry.etcd import EtcdRegistry
 from pdserve.registry.etcd_session import Session
 from pdserve.registry.view import View
-from pdserve.stream.zmq.client import ZmqStreamClient
-from pdserve.stream.zmq.server import ZmqStreamServer
-from pdserve.stream.zmq.socket import HEARTBEAT, HELLO
+from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.queue.requests import publish
+from tests.stream.raw import raw
 
 
 def failing_once(work: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -120,33 +118,20 @@ async def test_permanent_work_that_ends_in_silence_raises(end: BaseException | N
 # the seams
 
 
-def raw_dealer(address: str, identity: bytes) -> "zmq.Socket[bytes]":
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, identity)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RCVTIMEO, 3000)
-    socket.connect(address)
-    return socket
-
-
-async def test_a_frontend_that_is_both_silent_and_unreachable_ends_no_heartbeat() -> None:
-    async with ZmqStreamServer("127.0.0.1", silence=0.2) as server:
+async def test_a_frontend_that_is_silent_after_another_has_gone_is_noticed() -> None:
+    async with TcpStreamServer("127.0.0.1", silence=0.2) as server:
         received = server.received()
-        gone = raw_dealer(server.address, b"gone#1")
-        await asyncio.to_thread(gone.send, HELLO)
-        assert await asyncio.to_thread(gone.recv) == HEARTBEAT
-        gone.close()  # the next beat finds its socket gone, and its silence
+        async with raw(server.address) as gone:
+            await gone.greet("gone")
         assert await asyncio.wait_for(anext(received), 3) == ("gone", None)
-        there = raw_dealer(server.address, b"there#1")
-        await asyncio.to_thread(there.send, HELLO)
-        assert await asyncio.to_thread(there.recv) == HEARTBEAT
-        assert await asyncio.wait_for(anext(received), 3) == ("there", None), "nobody notices its silence"
-        there.close()
+        async with raw(server.address) as there:
+            await there.greet("there")
+            assert await asyncio.wait_for(anext(received), 3) == ("there", None), "nobody notices its silence"
 
 
 @pytest.mark.parametrize("part", ["server", "client"])
 async def test_heartbeats_go_on(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind: Any = ZmqStreamServer if part == "server" else ZmqStreamClient
+    kind: Any = TcpStreamServer if part == "server" else TcpStreamClient
     before, calls = failures("stream heartbeats"), 0
     beat = kind._keep_beating
 
@@ -159,8 +144,8 @@ async def test_heartbeats_go_on(part: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(kind, "_keep_beating", keep_beating)
     async with (
-        ZmqStreamServer("127.0.0.1", silence=1.6) as server,
-        ZmqStreamClient(server.address, "f", silence=1.6) as client,
+        TcpStreamServer("127.0.0.1", silence=1.6) as server,
+        TcpStreamClient(server.address, "f", silence=1.6) as client,
     ):
         with pytest.raises(TimeoutError):  # and not PeerGone
             async with asyncio.timeout(2.2):

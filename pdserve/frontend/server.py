@@ -36,7 +36,7 @@ from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.etcd import connect as connect_registry
 from pdserve.registry.view import View
-from pdserve.stream.zmq import connect as connect_stream
+from pdserve.stream import connect as connect_stream
 from pdserve.tasks import forever
 
 logger = logging.getLogger(__name__)

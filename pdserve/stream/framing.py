@@ -137,11 +137,11 @@ class FramedConnection(asyncio.Protocol):
             self._partial += data
             found = self._partial
         view, start, end = memoryview(found), 0, len(found)
-        while end - start >= 4 and not self.ended:
+        while end - start >= 4:
             length = int.from_bytes(view[start : start + 4], "big")
             if length > self.max_frame:
                 self.cut(f"began a frame of {length} bytes")
-            if end - start - 4 < length:
+            if self.ended or end - start - 4 < length:
                 break
             start += 4 + length
             if length:

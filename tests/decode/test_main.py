@@ -1,4 +1,4 @@
-"""The processes' main functions, on a real etcd, a real NATS and ZeroMQ, with simulated engines."""
+"""The processes' main functions, on a real etcd, a real NATS and TCP streams, with simulated engines."""
 
 import asyncio
 import os

@@ -24,7 +24,7 @@ from pdserve.queue.base import BlobStore
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import View
-from pdserve.stream.memory import connect
+from pdserve.stream import connect
 from tests.conditions import until
 from tests.frontend.model.echo import EchoWorker
 

@@ -25,7 +25,7 @@ from pdserve.queue.memory import connect as connect_queue
 from pdserve.registry import keys
 from pdserve.registry.etcd import connect as connect_registry
 from pdserve.registry.view import View
-from pdserve.stream.zmq import listen
+from pdserve.stream import listen
 from tests.conditions import until
 from tests.frontend.conftest import MODEL
 

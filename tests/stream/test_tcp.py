@@ -19,6 +19,7 @@ from pdserve.stream import framing, tcp
 from pdserve.stream.framing import FramedConnection
 from pdserve.stream.tcp import GREETING, TcpStreamClient, TcpStreamServer
 from tests.conditions import until
+from tests.stream.raw import frame, raw
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 """as the roles run; their peers in other processes run on asyncio's own loop"""
@@ -58,43 +59,6 @@ async def _peer(*arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Proce
         if process.returncode is None:
             process.kill()
         await process.communicate()
-
-
-def frame(body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + body
-
-
-class Raw:
-    """A connection of a stranger, or of a frontend whose bytes the test chooses."""
-
-    def __init__(self, reader: StreamReader, writer: StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    def send(self, data: bytes) -> None:
-        self.writer.write(data)
-
-    async def greet(self, name: str) -> None:
-        self.send(frame(GREETING + b" " + name.encode()))
-        assert await self.reader.readexactly(4 + len(GREETING)) == frame(GREETING)
-
-    async def closed(self, within: float = 2.0) -> bool:
-        """Whether the other side closes it in time, whatever it sends before."""
-        with suppress(TimeoutError, ConnectionResetError):
-            async with asyncio.timeout(within):
-                while await self.reader.read(1000):
-                    pass
-            return True
-        return self.reader.at_eof() or self.reader.exception() is not None
-
-
-@asynccontextmanager
-async def raw(address: str) -> AsyncIterator[Raw]:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        yield Raw(reader, writer)
-    finally:
-        writer.transport.abort()
 
 
 # processes that die or hang, and networks

@@ -15,6 +15,7 @@ from pdserve.messages import Cancel, Hello, Role, encode
 from pdserve.queue.jetstream.connection import publish_once
 from pdserve.queue.jetstream.names import Names
 from pdserve.registry import keys
+from pdserve.stream.tcp import GREETING
 from pdserve_bench.chaos.scene import Scenario, Scene
 
 LINES = 2000
@@ -87,7 +88,8 @@ def _listening(processes: Sequence[psutil.Process]) -> Iterator[tuple[str, int, 
 
 
 def _to_port(host: str, port: int, everything: Sequence[bytes]) -> None:
-    """Each on a connection of its own: as it is, and as a message of a ZeroMQ peer."""
+    """Each on a connection of its own: as it is, as a message of a ZeroMQ peer (vLLM's side channel is one), and as a
+    message of a frontend."""
     for payload in everything:
         _send(host, port, lambda end, raw=payload: end.sendall(raw))  # type: ignore[misc]
     _send(host, port, lambda end: _as_zeromq(end, [[each] for each in everything]))
@@ -96,6 +98,30 @@ def _to_port(host: str, port: int, everything: Sequence[bytes]) -> None:
     _send(
         host, port, lambda end: _as_zeromq(end, [], b"\x02" + b"\x7f" + b"\xff" * 7)
     )  # a frame of 2^63 bytes
+    _as_frontend(host, port, everything)
+
+
+def _as_frontend(host: str, port: int, everything: Sequence[bytes]) -> None:
+    """The stream's protocol: half a greeting, one of another version, each payload after a good one, a frame of 2^32
+    bytes before and after it, and a greeting that comes byte by byte."""
+    greeting = _framed(GREETING + b" garbage")
+    endless = b"\xff" * 4
+    for raw in (greeting[: len(greeting) // 2], _framed(b"pdserve-stream/0 garbage"), endless):
+        _send(host, port, lambda end, raw=raw: end.sendall(raw))  # type: ignore[misc]
+    for last in (endless, _framed(everything[1])[:-1]):
+        messages = b"".join(map(_framed, everything)) + last
+        _send(host, port, lambda end, raw=greeting + messages: end.sendall(raw))  # type: ignore[misc]
+    _send(host, port, lambda end: _slowly(end, greeting))
+
+
+def _framed(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "big") + body
+
+
+def _slowly(end: socket.socket, data: bytes) -> None:
+    for byte in data[:-1]:
+        end.sendall(bytes([byte]))
+        time.sleep(_TIMEOUT)
 
 
 def _send(host: str, port: int, how: Callable[[socket.socket], object]) -> None:
