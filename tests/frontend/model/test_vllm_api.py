@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from pdserve.frontend.model import ModelContext, vllm_api
-from pdserve.stream.base import StreamClient
 from pdserve.stream import connect
+from pdserve.stream.base import StreamClient
 from tests.frontend.conftest import NoBlobs, card
 
 # Signatures we call or are called with: at least these parameters, in this order.
