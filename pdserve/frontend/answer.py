@@ -1,156 +1,198 @@
-"""The response on its way out: its start is held back until the first part of the body, because only then it
-is known where the request went, and whether it failed before anything was said."""
+"""The response on its way out, and the errors in it.
+
+The start of a response is held back until the first part of its body comes: only then it is known to which worker the
+request went, and whether it failed before anything was sent.
+"""
+
+from collections.abc import Awaitable, Callable
 
 import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Send
 
-from pdserve.frontend.asgi import Message, Send, error_body, respond_error, retry_seconds, with_one_type
-from pdserve.frontend.trace import RequestTrace
+from pdserve.errors import PdserveError, whole_seconds
+from pdserve.frontend.trace import RequestFailure, RequestTrace
+
+_ERROR_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "TimeoutError",
+    413: "PayloadTooLargeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+    504: "TimeoutError",
+}
+_EVENT = b"data: "
 
 
-class Answer:
-    """The `send` of the app inside."""
+class HttpError(PdserveError):
+    """The request is answered with this error, and goes no further."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.retry_after = retry_after
+
+
+def error_body(path: str, status: int, message: str, param: str | None = None) -> dict[str, object]:
+    """In OpenAI's shape, as vLLM's own errors; in Anthropic's under /v1/messages."""
+    kind = _ERROR_TYPES.get(status, "InternalServerError")
+    error: dict[str, object] = {"message": message, "type": kind, "param": param, "code": status}
+    return {"type": "error", "error": error} if path.startswith("/v1/messages") else {"error": error}
+
+
+def error_response(
+    path: str, status: int, message: str, param: str | None = None, retry_after: float = 0.0
+) -> Response:
+    headers = {"retry-after": str(whole_seconds(retry_after))} if retry_after else {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(error_body(path, status, message, param), status, headers)
+
+
+def with_one_type(body: bytes, status: int = 0) -> bytes:
+    """An error of vLLM's app, whole or as an event of a stream, with the type that its status has everywhere: the app
+    calls a 504 once TimeoutError and once Gateway Timeout. Anything else stays as it is."""
+    mark = _EVENT if body.startswith(_EVENT) else b""
+    try:
+        fields = msgspec.json.decode(body.removeprefix(mark))
+        error = fields["error"]
+        kind = _ERROR_TYPES.get(status or error["code"], error["type"])
+    except (msgspec.DecodeError, TypeError, KeyError):
+        return body
+    if error["type"] == kind:
+        return body
+    error["type"] = kind
+    return mark + msgspec.json.encode(fields) + (b"\n\n" if mark else b"")
+
+
+class ResponseWriter:
+    """The `send` of the app that answers one request."""
 
     def __init__(self, send: Send, trace: RequestTrace, path: str) -> None:
+        self.trace = trace
+        """of the attempt that answers now"""
         self.status = 0
         """as it was sent; 0 before"""
+        self.ended = False
+        """what still comes is dropped"""
         self._send = send
-        self.trace = trace
-        """of what answers now"""
         self._path = path
         self._held: Message | None = None
+        """the start, until the first part of the body"""
         self._early: list[Message] = []
         """parts of the body that came while the start was held"""
-        self._ended = False
-        self._muted = False
         self._stream = False
+        self._disconnected = False
 
     @property
-    def started(self) -> bool:
-        return self.status != 0
-
-    @property
-    def given_back(self) -> bool:
-        """Nothing was said, and another model is to answer: see `anew`."""
+    def redirected(self) -> bool:
+        """Nothing was sent, and another model is to answer: see `restart`."""
         failure = self.trace.failure
-        return failure is not None and failure.redirect and not self.started and not self._muted
+        return failure is not None and failure.redirect and not self.status and not self._disconnected
 
-    @property
-    def ended(self) -> bool:
-        """There is nothing more to be said."""
-        return self._ended
-
-    def anew(self) -> None:
-        """For another app; the one before is over. Has a trace of its own from now on."""
+    def restart(self) -> None:
+        """For another app; the one before is over. The request has a new trace from now on."""
         self.trace = self.trace.restarted()
         self._held = None
         self._early.clear()
-        self._ended = False
+        self.ended = False
+
+    def disconnect(self) -> None:
+        """The client is gone."""
+        self.ended = self._disconnected = True
 
     async def __call__(self, message: Message) -> None:
-        if self._ended:
+        if self.ended:
             return
         if message["type"] == "http.response.start":
             self._held = message
-            return
-        if self._held is None:
-            await self._pass_on(message)
-            return
-        self._early.append(message)
-        if self._too_early(self._held, message):
-            return
-        held, self._held = self._held, None
-        if self.given_back:
-            self._ended = True
-            return
-        if self._must_replace(held):
-            await self.fail()
-            return
-        if held["status"] >= 400 and len(self._early) == 1 and not message.get("more_body", False):
-            held, self._early[0] = _one_type(held, message)
-        await self._start(held)
-        for early in self._early:
-            await self._pass_on(early)
+        elif self._held is None:
+            await self._send_body(message)
+        else:
+            self._early.append(message)
+            await self._begin(self._held, message)
 
-    async def _pass_on(self, message: Message) -> None:
-        self._ended = not message.get("more_body", False)
+    async def reply(
+        self, response: Response, before_end: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Answer with this response, in place of an app. `before_end` is awaited when everything has been sent, and
+        before the connection may be closed."""
+        self._held = None
+        headers, body = response.raw_headers, bytes(response.body)
+        await self._send_start(
+            {"type": "http.response.start", "status": response.status_code, "headers": headers}
+        )
+        if before_end is not None:
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            await before_end()
+            body = b""
+        await self._send_body({"type": "http.response.body", "body": body})
+
+    async def fail(self, failure: RequestFailure) -> None:
+        """End the response with an error, whatever the app would still send: as the whole answer, or as the last event
+        of a stream that has begun."""
+        if self.ended:
+            return
+        if not self.status:
+            await self.reply(
+                error_response(self._path, failure.status, failure.message, None, failure.retry_after)
+            )
+        elif self._stream:
+            error = error_body(self._path, failure.status, failure.message)
+            event = _EVENT + msgspec.json.encode(error) + b"\n\n"
+            if self._path.startswith(("/v1/messages", "/v1/responses")):  # their events have names
+                event = b"event: error\n" + event
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        self.ended = True
+
+    async def _begin(self, start: Message, first: Message) -> None:
+        failure, whole = self.trace.failure, not first.get("more_body", False)
+        if not whole and failure is None and not self.trace.prefill and _is_stream(start):
+            return  # some streams (responses) begin with an event before anything is generated
+        self._held = None
+        if self.redirected:
+            self.ended = True
+        elif failure is not None and start["status"] == 200:
+            await self.fail(failure)  # vLLM's app learns of it only after it has sent a stream's status
+        else:
+            if start["status"] >= 400 and whole and len(self._early) == 1:
+                body = with_one_type(first.get("body", b""), start["status"])
+                headers = MutableHeaders(raw=list(start["headers"]))
+                headers["content-length"] = str(len(body))
+                start, self._early[0] = {**start, "headers": headers.raw}, {**first, "body": body}
+            await self._send_start(start)
+            for part in self._early:
+                await self._send_body(part)
+
+    async def _send_start(self, start: Message) -> None:
+        trace, failure = self.trace, self.trace.failure
+        self.status = start["status"]
+        self._stream = _is_stream(start)
+        headers = MutableHeaders(raw=list(start["headers"]))
+        headers["x-request-id"] = trace.request_id
+        if trace.prefill:
+            headers["x-pdserve-prefill"] = trace.prefill
+        if trace.instances:
+            headers["x-pdserve-instance"] = trace.instances
+        if self.status in (429, 503):
+            headers.setdefault("retry-after", str(whole_seconds(failure.retry_after if failure else 1.0)))
+        if self.status == 500 and failure is not None:
+            headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients obey it
+        await self._send({**start, "headers": headers.raw})
+
+    async def _send_body(self, message: Message) -> None:
+        self.ended = not message.get("more_body", False)
         if message.get("body", b"").startswith(b'data: {"error"'):
             message = {**message, "body": with_one_type(message["body"])}
         await self._send(message)
 
-    def _too_early(self, start: Message, message: Message) -> bool:
-        """Some streams (responses) begin with an event before anything is generated."""
-        if self.trace.prefill or self.trace.failure is not None or not message.get("more_body", False):
-            return False
-        return _is_stream(start)
-
-    async def end_with(self, status: int, message: str, retry_after: float = 0.0) -> None:
-        """Instead of what the app inside would still say, which is over: an error, as the whole answer or as
-        the last event of a stream that has begun."""
-        if self._ended:
-            return
-        if not self.started:
-            self._held = None
-            await respond_error(self.own, self._path, status, message, retry_after=retry_after)
-        elif self._stream:
-            event = b"data: " + msgspec.json.encode(error_body(self._path, status, message)) + b"\n\n"
-            if self._path.startswith(("/v1/messages", "/v1/responses")):  # their events have names
-                event = b"event: error\n" + event
-            await self._send({"type": "http.response.body", "body": event, "more_body": False})
-        self._ended = True
-
-    def mute(self) -> None:
-        """Nobody listens any more."""
-        self._ended = self._muted = True
-
-    async def own(self, message: Message) -> None:
-        """As `__call__`, for an answer of our own."""
-        if message["type"] == "http.response.start":
-            await self._start(message)
-        else:
-            await self._pass_on(message)
-
-    def _must_replace(self, start: Message) -> bool:
-        """A stream's status is sent before vLLM knows of the failure; here it is still in time."""
-        return self.trace.failure is not None and start["status"] == 200
-
-    async def fail(self) -> None:
-        """End it with the failure that the trace names."""
-        if self.given_back:
-            return
-        failure = self.trace.failure
-        assert failure is not None
-        await self.end_with(failure.status, failure.message, failure.retry_after)
-
-    async def _start(self, start: Message) -> None:
-        self.status = start["status"]
-        names = {name.lower(): value for name, value in start["headers"]}
-        self._stream = _is_stream(start)
-        headers = [(name, value) for name, value in start["headers"] if name.lower() != b"x-request-id"]
-        headers += [(name, value.encode("latin-1")) for name, value in self._own().items()]
-        if self.status in (429, 503) and b"retry-after" not in names:
-            failure = self.trace.failure
-            headers.append((b"retry-after", retry_seconds(failure.retry_after if failure else 1.0).encode()))
-        if self.status == 500 and self.trace.failure is not None:
-            headers.append((b"x-should-retry", b"false"))  # OpenAI's and Anthropic's clients heed it
-        await self._send({**start, "headers": headers})
-
-    def _own(self) -> dict[bytes, str]:
-        trace = self.trace
-        own = {b"x-request-id": trace.request_id}
-        if trace.prefill:
-            own[b"x-pdserve-prefill"] = trace.prefill
-        if trace.instances:
-            own[b"x-pdserve-instance"] = trace.instances
-        return own
-
-
-def _one_type(start: Message, message: Message) -> tuple[Message, Message]:
-    body = with_one_type(message.get("body", b""), start["status"])
-    kept = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
-    headers = [*kept, (b"content-length", str(len(body)).encode())]
-    return {**start, "headers": headers}, {**message, "body": body}
-
 
 def _is_stream(start: Message) -> bool:
-    types = [value for name, value in start["headers"] if name.lower() == b"content-type"]
-    return bool(types) and types[0].startswith(b"text/event-stream")
+    return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")

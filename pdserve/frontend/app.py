@@ -1,40 +1,63 @@
-"""The HTTP edge: who may, which model, how much and how long. What is generated is the processors'
-business."""
+"""The HTTP edge: one request from its arrival to the end of its answer.
+
+`FrontendApp` is called once for each request. It checks the deadline, the API key and the size of the body, finds the
+model that the body names, waits until that model's admission control lets the request in, and hands it to the model's
+own app, which is vLLM's (`frontend/model`). That one reads the body again and writes the answer, chunk by chunk, into a
+`ResponseWriter`. Pages that need no model are in `pages.py`.
+"""
 
 import asyncio
 import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from urllib.parse import parse_qs
-from weakref import WeakValueDictionary
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from functools import partial
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from pdserve.config.schema import FrontendConfig
 from pdserve.errors import BadRequest, Overloaded
-from pdserve.frontend import routes
 from pdserve.frontend.admission.control import Admission, ModelReplaced
-from pdserve.frontend.admission.limits import deadline, max_body
-from pdserve.frontend.answer import Answer
-from pdserve.frontend.asgi import Receive, Scope, Send, header, respond, respond_error, respond_json
-from pdserve.frontend.auth import OPEN_PATHS, ApiKeys
-from pdserve.frontend.body import Body, ClientGone, Incoming, Intake, Refusal, Replay, look_into
-from pdserve.frontend.connections import UNREAD
-from pdserve.frontend.models import ServedModel, ServedModels
-from pdserve.frontend.trace import RETRY_AFTER, RequestFailure, RequestTrace, current_trace
-from pdserve.frontend.versions import versions
-from pdserve.messages import ModelCard
+from pdserve.frontend.admission.estimate import RequestSize
+from pdserve.frontend.answer import HttpError, ResponseWriter, error_response
+from pdserve.frontend.auth import ApiKeys
+from pdserve.frontend.body import BodyReader, ParsedBody, discard_rest, max_body, parse_body, replay
+from pdserve.frontend.models import PauseWhileUnread, ServedModel, ServedModels
+from pdserve.frontend.pages import FrontendPages, MetricsPage
+from pdserve.frontend.sockets import UNREAD
+from pdserve.frontend.trace import RequestFailure, RequestTrace, current_trace
 from pdserve.observe.metrics import E2E, REQUESTS
 
 logger = logging.getLogger(__name__)
 
-_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_MODELS = "/v1/models"
-LONG = 64 << 10
+GENERATING = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/generative_scoring",
+    }
+)
+"""POST, with a JSON body that may name its model; a decode worker has to work for them"""
+TOKENIZING = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
+"""the same, but without a worker"""
+BY_MODEL = re.compile(r"/v1/responses/[^/]+(/cancel)?|/docs|/docs/oauth2-redirect|/redoc|/openapi\.json")
+"""without a body: answered by the model of the query parameter `model`, or by the only one"""
+
+LONG_TEXT = 64 << 10
 """bytes of a text to be tokenized"""
 GRACE = 0.3
-"""seconds after the deadline within which the processor's own, more exact answer may still come"""
+"""seconds after the deadline within which the model's own, more exact answer may still come"""
+_END_WITHIN = 5.0
+"""seconds for a model's app to end when it was told of a disconnect"""
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_ERRORS = (HttpError, BadRequest, Overloaded)
 
 
 class FrontendApp:
@@ -43,322 +66,207 @@ class FrontendApp:
     def __init__(
         self,
         models: ServedModels,
-        metrics_page: Callable[[], Awaitable[bytes]],
+        metrics: MetricsPage,
         keys: ApiKeys,
         request_timeout: float,
         max_request_timeout: float = FrontendConfig.max_request_timeout,
     ) -> None:
-        self._roster = models
-        self._metrics_page = metrics_page
+        self._models = models
+        self._pages = FrontendPages(models, metrics)
         self._keys = keys
         self._request_timeout = request_timeout
-        self._max_request_timeout = max_request_timeout
-        self._intake = Intake()
-        self._long: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """by client"""
+        self._max_request_timeout = max(request_timeout, max_request_timeout)
+        self._bodies = BodyReader()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        match scope["type"]:
-            case "http":
-                await self._http(scope, receive, send)
-            case "websocket":
-                await receive()
-                await send({"type": "websocket.close", "code": 1008, "reason": "no WebSocket routes"})
-            case _:
-                raise NotImplementedError(f"ASGI scope {scope['type']}")
-
-    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
-        trace = RequestTrace(
-            _request_id(header(scope, "x-request-id")), time.monotonic() + self._request_timeout
-        )
-        answer = Answer(send, trace, path)
-        incoming = Incoming(receive)
+        if scope["type"] == "websocket":
+            await WebSocketClose(1008, "no WebSocket routes")(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        given = request.headers.get("x-request-id", "")
+        request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+        trace = RequestTrace(request_id, time.monotonic() + self._request_timeout)
+        response = ResponseWriter(send, trace, scope["path"])
         try:
-            trace.deadline = deadline(
-                header(scope, "x-request-timeout"), self._request_timeout, self._max_request_timeout
-            )
-            if not self._keys.allow(path, header(scope, "authorization"), header(scope, "x-api-key")):
-                raise Refusal(401, "a valid API key is needed: Authorization: Bearer KEY")
-            await self._answer(scope, incoming, answer, trace)
-        except Refusal as no:
-            await respond_error(
-                answer.own,
-                path,
-                no.status,
-                no.message,
-                param=no.param,
-                retry_after=no.retry_after,
-                before_end=incoming.discard,
-            )
-        except (BadRequest, Overloaded) as error:
-            await respond_error(
-                answer.own,
-                path,
-                error.status,
-                str(error),
-                param=error.param,
-                retry_after=error.retry_after,
-                before_end=incoming.discard,
-            )
-        except ClientGone:
+            await self._answer(request, response)
+        except ClientDisconnect:  # before the body was complete
             return
-        self._account(path, answer, answer.trace)
+        except _ERRORS as error:
+            answer = error_response(scope["path"], error.status, str(error), error.param, error.retry_after)
+            await response.reply(answer, before_end=partial(discard_rest, request))
+        if scope["path"] in GENERATING | TOKENIZING:
+            _log(scope["path"], response)
 
-    # routes
-
-    async def _answer(self, scope: Scope, incoming: Incoming, answer: Answer, trace: RequestTrace) -> None:
-        path, method = scope["path"], scope["method"]
-        if routes.is_generate(path):
-            if method != "POST":
-                raise Refusal(405, f"{path} takes POST")
-            async with self._body(scope, incoming, trace) as raw:
-                await self._dispatch(look_into(raw), scope, incoming, answer)
-        elif (method in ("GET", "HEAD") and path in OPEN_PATHS) or (method, path) == ("POST", "/ping"):
-            await self._own_page(path, answer)
-        elif method == "GET" and (path == _MODELS or path.startswith(_MODELS + "/")):
-            await self._models(path.removeprefix(_MODELS).removeprefix("/"), answer)
-        elif routes.is_by_model(path):
-            query = parse_qs(scope["query_string"].decode("latin-1"), errors="replace")
-            name = query.get("model", [None])[0]
-            async with self._body(scope, incoming, trace) as raw:
-                await self._dispatch(Body(raw, name), scope, incoming, answer)
-        elif routes.is_left_out(path):
-            raise Refusal(404, f"{path} is not available on a separated graph")
+    async def _answer(self, request: Request, response: ResponseWriter) -> None:
+        path = request.scope["path"]
+        response.trace.deadline = self._deadline(request.headers.get("x-request-timeout"))
+        if not self._keys.allow(path, request.headers):
+            raise HttpError(401, "a valid API key is needed: Authorization: Bearer KEY")
+        if path in GENERATING or path in TOKENIZING:
+            if request.method != "POST":
+                raise HttpError(405, f"{path} takes POST")
+            async with self._read_body(request, response.trace) as raw:
+                await self._forward(parse_body(raw), request, response)
+        elif BY_MODEL.fullmatch(path):
+            async with self._read_body(request, response.trace) as raw:
+                body = ParsedBody(raw, request.query_params.get("model") or None, RequestSize(0, None))
+                await self._forward(body, request, response)
         else:
-            raise Refusal(404, f"there is no {path}")
+            await self._pages(request.scope, request.receive, response)
 
-    async def _own_page(self, path: str, answer: Answer) -> None:
-        if path == "/load":
-            await respond_json(answer.own, 200, {"server_load": self._roster.load()})
-        elif path == "/version":
-            await respond_json(answer.own, 200, versions())
-        elif path == "/metrics":
-            page = await self._metrics_page()
-            await respond(answer.own, 200, page, "text/plain; version=0.0.4; charset=utf-8")
-        else:
-            missing, degraded = self._roster.missing(), self._roster.degraded()
-            health: dict[str, object] = {
-                "status": "unavailable" if missing else "degraded" if degraded else "ok",
-                "workers": self._roster.live(),
-            }
-            if missing:
-                health["missing"] = missing
-            if degraded:
-                health["degraded"] = degraded
-            await respond_json(answer.own, 503 if missing else 200, health)
+    def _deadline(self, asked: str | None) -> float:
+        """Monotonic seconds, from the header `x-request-timeout` (seconds) or the configured default."""
+        if asked is None:
+            return time.monotonic() + self._request_timeout
+        try:
+            seconds = float(asked)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds <= self._max_request_timeout:  # also catches NaN
+            most = f"{self._max_request_timeout:g}"
+            message = f"x-request-timeout must be a number of seconds above 0 and up to {most}"
+            raise BadRequest(message, "x-request-timeout")
+        return time.monotonic() + seconds
 
-    async def _models(self, name: str, answer: Answer) -> None:
-        cards = self._roster.listed()
-        if not name:
-            await respond_json(
-                answer.own, 200, {"object": "list", "data": [_listing(card) for card in cards]}
-            )
-            return
-        for card in cards:
-            if card.name == name:
-                await respond_json(answer.own, 200, _listing(card))
-                return
-        raise Refusal(404, f"the model {name!r} does not exist", "model")
+    def _read_body(self, request: Request, trace: RequestTrace) -> AbstractAsyncContextManager[bytes]:
+        """The model is known only when the body has been read: the bound is that of the longest context."""
+        longest = max((card.max_model_len for card in self._models.known()), default=0)
+        most = max_body(longest, tokenizing=request.scope["path"] in TOKENIZING)
+        return self._bodies.read(request, trace.deadline, self._client(request), most)
+
+    def _client(self, request: Request) -> str:
+        return self._keys.client(request.headers, request.client.host if request.client else "")
 
     # to a model
 
-    async def _dispatch(self, body: Body, scope: Scope, incoming: Incoming, answer: Answer) -> None:
-        """Again where the model is replaced before the request is begun."""
-        model = body.model
+    async def _forward(self, body: ParsedBody, request: Request, response: ResponseWriter) -> None:
+        """Let the model answer; again where another model replaces it before the request has begun."""
+        name = body.model
         while True:
-            served = self._roster.find(model)
-            model = answer.trace.model = served.card.name
+            model = self._models.find(name)
+            name = response.trace.model = model.card.name
             try:
-                await self._try(served, body, scope, incoming, answer)
-                if not answer.given_back:
+                await self._admit(model, body, request, response)
+                if not response.redirected:
                     return
             except ModelReplaced:
-                if answer.ended:
+                if response.ended:
                     return
-            logger.info(
-                "%s: %s was replaced: the request goes to its successor", answer.trace.request_id, model
-            )
-            answer.anew()
+            request_id = response.trace.request_id
+            logger.info("%s: %s was replaced: the request goes to its successor", request_id, name)
+            response.restart()
 
-    async def _try(
-        self, served: ServedModel, body: Body, scope: Scope, incoming: Incoming, answer: Answer
+    async def _admit(
+        self, model: ServedModel, body: ParsedBody, request: Request, response: ResponseWriter
     ) -> None:
         """Raises ModelReplaced."""
-        trace = answer.trace
-        most = max_body(served.card.max_model_len, passing=routes.is_passing(scope["path"]))
+        path, trace = request.scope["path"], response.trace
+        most = max_body(model.card.max_model_len, tokenizing=path in TOKENIZING)
         if len(body.raw) > most:
-            raise Refusal(413, f"the request body is larger than {most} bytes")
-        if routes.needs_turn(scope["path"]):
-            ticket = served.admission.enter(self._client(scope), body.size, trace.deadline)
-            trace.admission = ticket
+            raise HttpError(413, f"the request body is larger than {most} bytes")
+        client = self._client(request)
+        if path in GENERATING:
+            trace.admission = admission = model.admission.enter(client, body.size, trace.deadline)
         else:
-            ticket = served.admission.bypass()
+            admission = model.admission.bypass(client)
         try:
-            await self._run(served, ticket, body.raw, scope, incoming, answer, trace)
+            await _run(model, admission, body, request, response)
         finally:
-            served.admission.leave(ticket)
-
-    @asynccontextmanager
-    async def _turn(
-        self, served: ServedModel, ticket: Admission, scope: Scope, raw: bytes
-    ) -> AsyncIterator[None]:
-        """Long texts that are only tokenized come one after another, in turn round the clients: each takes seconds,
-        and prompts that are to be generated from are tokenized by the same threads."""
-        await ticket.wait()
-        if len(raw) <= LONG or not routes.is_passing(scope["path"]):
-            yield
-            return
-        async with self._long.setdefault(self._client(scope), asyncio.Lock()), served.long:
-            yield
-
-    def _body(
-        self, scope: Scope, incoming: Incoming, trace: RequestTrace
-    ) -> AbstractAsyncContextManager[bytes]:
-        """Which model it is for is known when it has been read: the bound is that of the longest context."""
-        longest = max((card.max_model_len for card in self._roster.known()), default=0)
-        most = max_body(longest, passing=routes.is_passing(scope["path"]))
-        return self._intake.read(incoming, trace.deadline, self._client(scope), most)
-
-    def _client(self, scope: Scope) -> str:
-        address = scope["client"][0] if scope.get("client") else ""
-        return self._keys.who(header(scope, "authorization"), header(scope, "x-api-key"), address)
-
-    async def _run(
-        self,
-        served: ServedModel,
-        ticket: Admission,
-        raw: bytes,
-        scope: Scope,
-        incoming: Incoming,
-        answer: Answer,
-        trace: RequestTrace,
-    ) -> None:
-        """Until the app has answered, the client is gone or the deadline has passed."""
-        gone = asyncio.Event()
-        current_trace.set(trace)
-        scope.setdefault("extensions", {})[UNREAD] = Unread(served, ticket, trace)
-        turn = self._turn(served, ticket, scope, raw)
-        app = asyncio.create_task(_call(served, turn, _inside(scope, trace), Replay(raw, gone), answer))
-        watch = asyncio.create_task(_disconnected(incoming))
-        left = trace.deadline + GRACE - time.monotonic()
-        try:
-            done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if not done and ticket.waiting and not served.live:
-                failure = RequestFailure.no_worker(trace.model)
-                await answer.end_with(failure.status, failure.message, failure.retry_after)
-            elif not done:
-                await answer.end_with(504, "the request's deadline passed")
-            elif app not in done:
-                answer.mute()
-        finally:
-            watch.cancel()
-            gone.set()  # not cancel: vLLM's handlers would leave their inner tasks behind
-            if ticket.waiting:
-                app.cancel()
-            await _finished(app, answer, trace)
-
-    def _account(self, path: str, answer: Answer, trace: RequestTrace) -> None:
-        if not routes.is_generate(path):
-            return
-        total = time.monotonic() - trace.started
-        code = answer.status or 499  # the client left before an answer
-        REQUESTS.labels(trace.model, str(code)).inc()
-        if trace.first_token is not None:
-            E2E.labels(trace.model).observe(total)
-        logger.info(
-            "%s %s model=%s code=%d tokens=%d+%d ttft=%s total=%.3f prefill=%s instance=%s",
-            trace.request_id,
-            path,
-            trace.model or "-",
-            code,
-            trace.prompt_tokens,
-            trace.output_tokens,
-            "-" if trace.ttft is None else f"{trace.ttft:.3f}",
-            total,
-            trace.prefill or "-",
-            trace.instances or "-",
-        )
+            model.admission.leave(admission)
 
 
-class Unread:
-    """Told again and again whether the client reads: while it does not, and others wait, its places are theirs."""
-
-    def __init__(self, served: ServedModel, ticket: Admission, trace: RequestTrace) -> None:
-        self._serving = served
-        self._ticket = ticket
-        self._trace = trace
-        self._paused = False
-
-    def __call__(self, unread: bool) -> None:
-        processor = self._serving.processor
-        if processor is None or unread == self._paused:
-            return
-        if unread and self._serving.admission.others_wait(self._ticket):
-            logger.info("%s: nobody reads it and others wait: paused", self._trace.request_id)
-            processor.core.pause(self._trace)
-            self._paused = True
-        elif self._paused and not unread:
-            processor.core.resume(self._trace)
-            self._paused = False
+async def _run(
+    model: ServedModel,
+    admission: Admission,
+    body: ParsedBody,
+    request: Request,
+    response: ResponseWriter,
+) -> None:
+    """Until the model's app has answered, the client is gone or the deadline has passed."""
+    gone, trace = asyncio.Event(), response.trace
+    current_trace.set(trace)
+    request.scope.setdefault("extensions", {})[UNREAD] = PauseWhileUnread(model, admission, trace)
+    app = asyncio.create_task(_call(model, admission, body, gone, request, response))
+    watch = asyncio.create_task(_disconnected(request))
+    left = trace.deadline + GRACE - time.monotonic()
+    try:
+        done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if not done and admission.waiting and not model.live:
+            await response.fail(RequestFailure.no_worker(trace.model))
+        elif not done:
+            await response.fail(RequestFailure(504, "the request's deadline passed"))
+        elif app not in done:
+            response.disconnect()
+    finally:
+        watch.cancel()
+        gone.set()  # not cancel: vLLM's handlers would leave their inner tasks behind
+        if admission.waiting:
+            app.cancel()
+        await _finish(app, response)
 
 
 async def _call(
-    served: ServedModel,
-    turn: AbstractAsyncContextManager[None],
-    scope: Scope,
-    receive: Replay,
-    answer: Answer,
+    model: ServedModel,
+    admission: Admission,
+    body: ParsedBody,
+    gone: asyncio.Event,
+    request: Request,
+    response: ResponseWriter,
 ) -> None:
-    async with turn:
-        await served.settled.wait()
-        if served.retired.is_set() and served.processor is None:
-            raise ModelReplaced
-        if served.processor is None:
-            why = served.problem
-            raise Refusal(503, f"{served.card.name} is not being served: {why}", retry_after=RETRY_AFTER)
-        await served.processor.app(scope, receive, answer)
+    """Let the model's app answer when the request is admitted. Raises ModelReplaced."""
+    await admission.wait()
+    is_long = request.scope["path"] in TOKENIZING and len(body.raw) > LONG_TEXT
+    async with model.admission.long_text(admission.client) if is_long else nullcontext():
+        processor = await model.ready()
+        await processor.app(_inner_scope(request, response.trace), replay(body.raw, gone), response)
 
 
-async def _finished(app: "asyncio.Task[None]", answer: Answer, trace: RequestTrace) -> None:
-    """A disconnect was told to the app: it ends by itself, or is ended."""
-    await asyncio.wait({app}, timeout=5.0)
+def _inner_scope(request: Request, trace: RequestTrace) -> Scope:
+    """As vLLM's app sees the request: always with a request id, from which it makes the response's id."""
+    headers = MutableHeaders(raw=list(request.scope["headers"]))
+    headers["x-request-id"] = trace.request_id
+    return {**request.scope, "headers": headers.raw}
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _finish(app: "asyncio.Task[None]", response: ResponseWriter) -> None:
+    """Wait until the model's app, which was told of the disconnect, has ended by itself, or end it."""
+    await asyncio.wait({app}, timeout=_END_WITHIN)
     app.cancel()
+    trace = response.trace
     try:
         with suppress(asyncio.CancelledError):
             await app
-    except (Refusal, BadRequest, Overloaded, ModelReplaced):
+    except (*_ERRORS, ModelReplaced):
         raise
     except Exception:
         if trace.failure is None:
             logger.exception("the model's app failed")
             trace.failure = RequestFailure(500, "internal error")
-        await answer.fail()
+        if not response.redirected:
+            await response.fail(trace.failure)
 
 
-async def _disconnected(incoming: Incoming) -> None:
-    with suppress(ClientGone):
-        while True:
-            await incoming.part()
-
-
-def _inside(scope: Scope, trace: RequestTrace) -> Scope:
-    """As vLLM's app sees the request: always with a request id, from which it makes the response's id."""
-    headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
-    return {**scope, "headers": [*headers, (b"x-request-id", trace.request_id.encode())]}
-
-
-def _request_id(given: str | None) -> str:
-    return given if given and _SANE_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def _listing(card: ModelCard) -> dict[str, object]:
-    return {
-        "id": card.name,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "pdserve",
-        "root": card.model,
-        "parent": None,
-        "max_model_len": card.max_model_len,
-    }
+def _log(path: str, response: ResponseWriter) -> None:
+    trace, total = response.trace, time.monotonic() - response.trace.started
+    code = response.status or 499  # the client left before an answer
+    REQUESTS.labels(trace.model, str(code)).inc()
+    if trace.first_token is not None:
+        E2E.labels(trace.model).observe(total)
+    logger.info(
+        "%s %s model=%s code=%d tokens=%d+%d ttft=%s total=%.3f prefill=%s instance=%s",
+        trace.request_id,
+        path,
+        trace.model or "-",
+        code,
+        trace.prompt_tokens,
+        trace.output_tokens,
+        "-" if trace.ttft is None else f"{trace.ttft:.3f}",
+        total,
+        trace.prefill or "-",
+        trace.instances or "-",
+    )

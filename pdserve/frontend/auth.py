@@ -1,4 +1,4 @@
-"""API keys. None configured: everybody may."""
+"""API keys. Where none are configured, every request is allowed."""
 
 import hashlib
 import hmac
@@ -16,26 +16,26 @@ class ApiKeys:
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self._digests = [_digest(key) for key in keys]
 
-    def allow(self, path: str, authorization: str | None, x_api_key: str | None = None) -> bool:
+    def allow(self, path: str, headers: Mapping[str, str]) -> bool:
         """`Authorization: Bearer KEY` as OpenAI's clients send it, or `x-api-key` as Anthropic's."""
         if not self._digests or path in OPEN_PATHS:
             return True
-        given = _given(authorization, x_api_key)
+        given = _given(headers)
         digest = _digest(given)
-        # all of them, so that the time says nothing about which
+        # compare with all of them, so that the time tells nothing about which one matches
         return bool(given) and sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
 
-    def who(self, authorization: str | None, x_api_key: str | None, address: str) -> str:
-        """To be fair between clients: an allowed one's key or, without keys, its address, since any token could
-        be made up."""
+    def client(self, headers: Mapping[str, str], address: str) -> str:
+        """The client that a request belongs to, to be fair between clients: an allowed request's key or, without keys,
+        its address, since any key could be made up."""
         if not self._digests:
             return address
-        return _digest(_given(authorization, x_api_key)).hex()
+        return _digest(_given(headers)).hex()
 
 
 def load_keys(environment: Mapping[str, str] = os.environ) -> ApiKeys:
     """From PDSERVE_API_KEYS: keys with commas between, or `@FILE` with one key on each line; unset or empty means no
-    keys. Raises ConfigError for a value without a key: a slip must not open the server to everybody."""
+    keys. Raises ConfigError for a value without a key: a slip must not open the server to all."""
     value = environment.get("PDSERVE_API_KEYS", "")
     if not value.startswith("@"):
         keys = [key.strip() for key in value.split(",") if key.strip()]
@@ -53,9 +53,9 @@ def load_keys(environment: Mapping[str, str] = os.environ) -> ApiKeys:
     return ApiKeys(keys)
 
 
-def _given(authorization: str | None, x_api_key: str | None) -> str:
-    scheme, _, token = (authorization or "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else x_api_key or ""
+def _given(headers: Mapping[str, str]) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def _digest(key: str) -> bytes:

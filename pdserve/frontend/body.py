@@ -1,4 +1,5 @@
-"""The request body: read once with a bound, looked into, and replayed to the app that answers."""
+"""The body of a request: read once within bounds, parsed for what the frontend has to know, replayed to the model's
+app."""
 
 import asyncio
 import time
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 from types import UnionType
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive
 
-from pdserve.errors import Overloaded
+from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend.admission.estimate import RequestSize
-from pdserve.frontend.asgi import Message, Receive
+from pdserve.frontend.answer import HttpError
 
 MAX_BODY = 32 << 20
 """bytes; prompts of a million tokens fit"""
@@ -24,41 +27,31 @@ DISCARD_WITHIN = 10.0
 _BYTES_PER_TOKEN = 4
 _BOUNDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
-# Where KV comes from is decided inside the graph. vLLM would take these from anybody, and some values kill
-# an engine.
+# Where KV comes from is decided inside the graph. vLLM would take these from any client, and some values kill an
+# engine.
 FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", "kv_hints")
 
 
-class Refusal(Exception):
-    """The request cannot be passed on; the arguments of the error answer."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, retry_after: float = 0.0) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.retry_after = retry_after
-
-
-class ClientGone(Exception):
-    """Disconnected before the body was complete: nobody is left to answer."""
-
-
-NO_SIZE = RequestSize(0, None)
-
-
 @dataclass(frozen=True)
-class Body:
+class ParsedBody:
     raw: bytes
     model: str | None
     """as named in it; None where it names none"""
-    size: RequestSize = NO_SIZE
+    size: RequestSize
 
 
-class Intake:
+def max_body(max_model_len: int, *, tokenizing: bool) -> int:
+    """Bytes of a request for a model with such a context. Beyond them no text fits, however it is written (64 bytes a
+    token: text in \\u escapes, lists of token ids, several prompts); what is only tokenized for an answer may be a few
+    times as long as the context."""
+    most = (256 << 10) + 32 * max_model_len if tokenizing else (4 << 20) + 64 * max_model_len
+    return min(MAX_BODY, most)
+
+
+class BodyReader:
     """Reads bodies, and counts each from its first byte until its request is over: the model's app holds it as long,
     and several times as much beside it. A client gets no more than is still free, so that there is always something
-    left for another one."""
+    left for another client."""
 
     def __init__(self, bound: int = MAX_HELD) -> None:
         self._bound = bound
@@ -66,95 +59,70 @@ class Intake:
         self._of_client: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def read(
-        self, incoming: "Incoming", deadline: float, client: str, most: int
-    ) -> AsyncIterator[bytes]:
-        """`deadline` in monotonic seconds, `most` in bytes. Raises Refusal for a body that is larger or not whole by
-        then, Overloaded, and ClientGone."""
+    async def read(self, request: Request, deadline: float, client: str, most: int) -> AsyncIterator[bytes]:
+        """`deadline` in monotonic seconds, `most` in bytes. Raises HttpError for a body that is larger or not whole by
+        then, Overloaded, and ClientDisconnect."""
         parts: list[bytes] = []
+        size = 0
         try:
-            await self._collect(incoming, deadline, client, most, parts)
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    async for part in request.stream():
+                        parts.append(part)
+                        size += len(part)
+                        self._held += len(part)
+                        self._of_client[client] += len(part)
+                        self._check(size, client, most)
+            except TimeoutError:
+                raise HttpError(408, "the request body was not complete by the request's deadline") from None
             yield b"".join(parts)
         finally:
-            size = sum(map(len, parts))
             self._held -= size
             self._of_client[client] -= size
             if not self._of_client[client]:
                 del self._of_client[client]
 
-    async def _collect(
-        self, incoming: "Incoming", deadline: float, client: str, most: int, parts: list[bytes]
-    ) -> None:
-        size = 0
-        try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                while incoming.more:
-                    part = await incoming.part()
-                    parts.append(part)
-                    size += len(part)
-                    self._held += len(part)
-                    self._of_client[client] += len(part)
-                    self._check(size, client, most)
-        except TimeoutError:
-            raise Refusal(408, "the request body was not complete by the request's deadline") from None
-
     def _check(self, size: int, client: str, most: int) -> None:
         if size > most:
-            raise Refusal(413, f"the request body is larger than {most} bytes")
+            raise HttpError(413, f"the request body is larger than {most} bytes")
         if self._of_client[client] > self._bound - self._held:
             raise Overloaded(f"request bodies of {self._held} bytes are being worked on")
 
 
-class Incoming:
-    """What the client sends."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self.more = True
-        """not all of the body has come"""
-
-    async def part(self) -> bytes:
-        """Raises ClientGone."""
-        message = await self._receive()
-        if message["type"] == "http.disconnect":
-            self.more = False
-            raise ClientGone
-        self.more = message.get("more_body", False)
-        part: bytes = message.get("body", b"")
-        return part
-
-    async def discard(self) -> None:
-        """Read on for a while what belongs to a refused request: a socket that is closed before tells its client of a
-        broken connection, and not of our answer."""
-        left = MAX_DISCARDED
-        with suppress(TimeoutError, ClientGone):
-            async with asyncio.timeout(DISCARD_WITHIN):
-                while self.more and left > 0:
-                    left -= len(await self.part())
+async def discard_rest(request: Request) -> None:
+    """Read on for a while what belongs to a refused request: a socket that is closed before tells its client of a
+    broken connection, and not of the answer."""
+    left = MAX_DISCARDED
+    with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # RuntimeError: all of it has been read
+        async with asyncio.timeout(DISCARD_WITHIN):
+            async for part in request.stream():
+                left -= len(part)
+                if left <= 0:
+                    return
 
 
-def look_into(raw: bytes) -> Body:
-    """Finds the model, and refuses what must not come from outside."""
+def parse_body(raw: bytes) -> ParsedBody:
+    """Find the model and the size of the request, and refuse what must not come from outside. Raises BadRequest."""
     try:
         fields = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refusal(400, f"the request body is no valid JSON: {error}") from None
+        raise BadRequest(f"the request body is no valid JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise Refusal(400, "the request body must be a JSON object")
+        raise BadRequest("the request body must be a JSON object")
     extra = fields.get("vllm_xargs")
     for name in FORBIDDEN:
         if fields.get(name) is not None:
-            raise Refusal(400, f"{name} must not be sent: the server decides where KV comes from", name)
+            raise BadRequest(f"{name} must not be sent: the server decides where KV comes from", name)
         if isinstance(extra, dict) and name in extra:
-            raise Refusal(
-                400, f"vllm_xargs.{name} must not be sent: the server decides where KV comes from", name
+            raise BadRequest(
+                f"vllm_xargs.{name} must not be sent: the server decides where KV comes from", name
             )
     if not isinstance(fields.get("structured_outputs") or {}, dict):  # vLLM 0.32 answers 500
-        raise Refusal(400, "structured_outputs must be an object", "structured_outputs")
+        raise BadRequest("structured_outputs must be an object", "structured_outputs")
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
-        raise Refusal(400, "model must be a string", "model")
-    return Body(raw, model or None, _size(raw, fields))
+        raise BadRequest("model must be a string", "model")
+    return ParsedBody(raw, model or None, _size(raw, fields))
 
 
 def _size(raw: bytes, fields: Mapping[str, object]) -> RequestSize:
@@ -179,16 +147,16 @@ def _count(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-class Replay:
-    """The body again, for the app inside; after it a disconnect, once `gone` is set."""
+def replay(raw: bytes, gone: asyncio.Event) -> Receive:
+    """The `receive` of the model's app: the body again, then a disconnect, once `gone` is set."""
+    sent = False
 
-    def __init__(self, body: bytes, gone: asyncio.Event) -> None:
-        self._body: bytes | None = body
-        self._gone = gone
-
-    async def __call__(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        await self._gone.wait()
+    async def receive() -> Message:
+        nonlocal sent
+        if not sent:
+            sent = True
+            return {"type": "http.request", "body": raw, "more_body": False}
+        await gone.wait()
         return {"type": "http.disconnect"}
+
+    return receive

@@ -1,22 +1,25 @@
-"""The models of a frontend: each model card becomes a processor, and goes when its card is gone for long."""
+"""Which models this frontend serves: each model card in the registry becomes a processor, and goes when its card is
+gone for long."""
 
 import asyncio
 import gc
 import importlib
 import logging
 import sys
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import cache
-from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Self
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from pdserve.config.schema import POLICIES, AdmissionLimits
-from pdserve.errors import ConfigError, Unavailable
+from pdserve.errors import BadRequest, ConfigError, Unavailable
 from pdserve.frontend.admission.capacity import Capacity
-from pdserve.frontend.admission.control import AdmissionControl
+from pdserve.frontend.admission.control import Admission, AdmissionControl, ModelReplaced
 from pdserve.frontend.admission.estimate import RequestEstimate
-from pdserve.frontend.body import Refusal
+from pdserve.frontend.answer import HttpError
 from pdserve.frontend.model import ModelContext
+from pdserve.frontend.trace import RETRY_AFTER, RequestTrace
 from pdserve.messages import Load, ModelCard, Role
 from pdserve.observe.metrics import INSTANCES, WAITING
 from pdserve.registry.view import View
@@ -29,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 RETRY = 5.0
 """seconds between attempts to serve a card that could not be served for want of something"""
-EVERYBODY = Capacity(sys.maxsize, sys.maxsize, float("inf"))
+UNLIMITED = Capacity(sys.maxsize, sys.maxsize, float("inf"))
 
 
 class ServedModel:
-    """One model and the task that holds its processor."""
+    """One model card, and what serves it."""
 
     def __init__(self, card: ModelCard, limits: AdmissionLimits) -> None:
         self.card = card
@@ -48,8 +51,16 @@ class ServedModel:
         """another model has its name, or none"""
         self.removal: asyncio.TimerHandle | None = None
         self.admission = AdmissionControl(limits, self._capacity, self._estimate)
-        self.long = asyncio.Lock()
-        """held while a long text is tokenized for an answer and nothing else"""
+
+    async def ready(self) -> "Processor":
+        """Wait for the processor. Raises ModelReplaced, and HttpError where there is none."""
+        await self.settled.wait()
+        if self.processor is not None:
+            return self.processor
+        if self.retired.is_set():
+            raise ModelReplaced
+        message = f"{self.card.name} is not being served: {self.problem}"
+        raise HttpError(503, message, retry_after=RETRY_AFTER)
 
     def replace(self, replaced: bool) -> None:
         """Whether another model has its name, and no worker is left here: what is not begun goes there."""
@@ -60,57 +71,101 @@ class ServedModel:
 
     @property
     def live(self) -> int:
+        """Decode workers that would take a request now."""
         return self.processor.workers.live if self.processor is not None else 0
 
     async def idle(self) -> None:
+        """Wait until no request is left."""
         await self.admission.idle()
         if self.processor is not None:
             await self.processor.core.idle()
 
     def _capacity(self) -> Capacity:
-        """Where nobody serves it, those who wait need not wait to be told."""
         if self.processor is not None:
             return self.processor.workers.capacity
-        return EVERYBODY if self.settled.is_set() else Capacity()
+        return UNLIMITED if self.settled.is_set() else Capacity()  # do not wait for what `ready` refuses
 
     def _estimate(self) -> RequestEstimate:
         return self.processor.core.estimate if self.processor is not None else RequestEstimate()
 
 
-class ServedModels:
-    """Follows the registry while it is entered. A card that is gone is no longer listed, but for
-    `request_timeout` seconds requests for it are still taken and wait for a worker (which may just be
-    restarting); then the model is unknown, once it is idle."""
+class PauseWhileUnread:
+    """Called again and again with whether the client has stopped to read: while it has, and requests of other clients
+    wait, the request's places at the workers are theirs."""
 
-    def __init__(self, view: View, around: ModelContext, expected: str, limits: AdmissionLimits) -> None:
+    def __init__(self, model: ServedModel, admission: Admission, trace: RequestTrace) -> None:
+        self._model = model
+        self._admission = admission
+        self._trace = trace
+        self._paused = False
+
+    def __call__(self, unread: bool) -> None:
+        processor = self._model.processor
+        if processor is None or unread == self._paused:
+            return
+        if unread and self._model.admission.others_wait(self._admission):
+            logger.info("%s: paused, its client does not read and others wait", self._trace.request_id)
+            processor.core.pause(self._trace)
+            self._paused = True
+        elif self._paused and not unread:
+            processor.core.resume(self._trace)
+            self._paused = False
+
+
+@asynccontextmanager
+async def serve_models(
+    view: View, context: ModelContext, expected: str, limits: AdmissionLimits
+) -> AsyncIterator["ServedModels"]:
+    """Follow the registry while entered."""
+    async with Owner() as tasks:
+        models = ServedModels(view, context, expected, limits, tasks)
+        tasks.start(_import_early(), "importing vLLM")
+        tasks.forever(models.follow, "served models")
+        try:
+            yield models
+        finally:
+            models.cancel_removals()
+
+
+class ServedModels:
+    """A card that is gone is no longer listed, but for `request_timeout` seconds requests for it are still taken and
+    wait for a worker (which may just be restarting); then the model is unknown, once it is idle.
+
+    `expected` is the model of our own configuration: before its first worker is there it is not unknown but
+    starting."""
+
+    def __init__(
+        self, view: View, context: ModelContext, expected: str, limits: AdmissionLimits, tasks: Owner
+    ) -> None:
         self._limits = limits
         self._view = view
-        self._around = around
+        self._context = context
         self._expected = expected
-        """the model of our own configuration: before its first worker is there it is not unknown but
-        starting"""
+        self._tasks = tasks
         self._models: dict[str, ServedModel] = {}
         self._retiring: set[ServedModel] = set()
         """their requests finish, and migrate, on workers of the same fingerprint"""
         self._mixed: dict[str, set[str]] = {}
         """models whose workers have loaded different things, and which"""
-        self._tasks = Owner()
         self._building = asyncio.Lock()
 
-    async def __aenter__(self) -> Self:
-        self._tasks.start(self._warm_up(), "importing vLLM")
-        self._tasks.forever(self._follow, "served models")
-        return self
+    # for requests
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for served in self._models.values():
-            if served.removal is not None:
-                served.removal.cancel()
-        await self._tasks.stop()
-
-    # what the edge asks
+    def find(self, name: str | None) -> ServedModel:
+        """The model of this name, or the only one. Raises HttpError and BadRequest."""
+        names = [card.name for card in self.known()]
+        if name is None:
+            if len(names) > 1:
+                raise BadRequest(f"model must be named; there are: {', '.join(names)}", "model")
+            name = names[0] if names else self._expected
+        model = self._models.get(name)
+        if model is not None and not model.problem:
+            return model
+        if model is not None or name == self._expected:
+            message = f"{name} is not being served: {self.missing(name)}"
+            raise HttpError(503, message, retry_after=RETRY_AFTER)
+        there = f"there are: {', '.join(names)}" if names else "there are none now"
+        raise HttpError(404, f"the model {name!r} does not exist; {there}", "model")
 
     def listed(self) -> list[ModelCard]:
         """The models that are ready, in order of name: a request would be served now."""
@@ -122,222 +177,210 @@ class ServedModels:
         known = [model for model in self._models.values() if model.present and not model.problem]
         return sorted((model.card for model in known), key=lambda card: card.name)
 
-    def find(self, name: str | None) -> ServedModel:
-        """The model of this name, or the only one. Raises Refusal."""
-        names = [card.name for card in self.known()]
-        if name is None:
-            if len(names) > 1:
-                raise Refusal(400, f"model must be named; there are: {', '.join(names)}", "model")
-            name = names[0] if names else self._expected
-        served = self._models.get(name)
-        if served is not None and not served.problem:
-            return served
-        if served is not None or name == self._expected:
-            raise Refusal(503, f"{name} is not being served: {self.missing(name)}", retry_after=5.0)
-        there = f"there are: {', '.join(names)}" if names else "there are none now"
-        raise Refusal(404, f"the model {name!r} does not exist; {there}", "model")
+    async def settled(self) -> None:
+        """Wait until each model that the registry has now is served, or known not to be."""
+        self._update()
+        for model in list(self._models.values()):
+            await model.settled.wait()
+
+    # for reports
 
     def missing(self, name: str | None = None) -> str:
         """What keeps this model (or any) from being served; empty where nothing does."""
         if name is None:
-            if any(one.live for one in self._models.values()):
+            if any(model.live for model in self._models.values()):
                 return ""
-            return "; ".join(f"{one}: {self.missing(one)}" for one in self._models or [self._expected])
-        served = self._models.get(name)
-        if served is None:
+            return "; ".join(f"{known}: {self.missing(known)}" for known in self._models or [self._expected])
+        model = self._models.get(name)
+        if model is None:
             return "no decode worker has registered"
-        if served.processor is None:
-            return served.problem or "its tokenizer and configuration are being loaded"
-        return "" if served.live else "no decode worker is connected"
-
-    async def settled(self) -> None:
-        """Until each model that the registry has now is served, or known not to be."""
-        self._take()
-        for served in list(self._models.values()):
-            await served.settled.wait()
-
-    def load(self) -> int:
-        """Requests that need a decode worker and are not over, of this frontend."""
-        return sum(served.admission.requests for served in self._all())
-
-    def report(self) -> Load:
-        """What this frontend is at, for the registry."""
-        served = [(model, model.processor) for model in self._all() if model.processor is not None]
-        return Load(
-            running=sum(processor.core.running for _, processor in served),
-            waiting=sum(len(model.admission) for model, _ in served),
-            unreachable=sorted(
-                {worker for _, processor in served for worker in processor.workers.unreachable}
-            ),
-        )
+        if model.processor is None:
+            return model.problem or "its tokenizer and configuration are being loaded"
+        return "" if model.live else "no decode worker is connected"
 
     def live(self) -> dict[str, int]:
         """Connected decode workers by model."""
-        return {name: served.live for name, served in sorted(self._models.items())}
+        return {name: model.live for name, model in sorted(self._models.items())}
 
     def degraded(self) -> dict[str, str]:
         """The processes that supervisors keep alive and that are not ready now, with what is known of them."""
         return {f"{slot.name}@{slot.host}": str(slot) for slot in self._view.slots() if not slot.ready}
 
+    def load(self) -> int:
+        """Requests that need a decode worker and are not over, of this frontend."""
+        return sum(model.admission.requests for model in self._all())
+
+    def report(self) -> Load:
+        """This frontend's load, for the registry."""
+        served = [(model, model.processor) for model in self._all() if model.processor is not None]
+        unreachable = {worker for _, processor in served for worker in processor.workers.unreachable}
+        return Load(
+            running=sum(processor.core.running for _, processor in served),
+            waiting=sum(len(model.admission) for model, _ in served),
+            unreachable=sorted(unreachable),
+        )
+
     # following the registry
 
-    async def _warm_up(self) -> None:
-        """Before the first card comes: workers take longer to start than vLLM to be imported."""
-        try:
-            await _load()
-        except ImportError:
-            logger.exception("no model can be served: vLLM cannot be imported")
-
-    async def _follow(self) -> None:
+    async def follow(self) -> None:
         async for _ in self._view.changes():
-            self._take()
+            self._update()
 
-    def _take(self) -> None:
-        cards = {name: _newest(cards) for name, cards in self._view.cards().items()}
+    def cancel_removals(self) -> None:
+        for model in self._models.values():
+            if model.removal is not None:
+                model.removal.cancel()
+
+    def _update(self) -> None:
+        cards = self._view.cards()
         for name in self._models.keys() - cards.keys():
             self._miss(name)
-        for name, card in cards.items():
-            self._serve(name, card)
-        for name, all_cards in self._view.cards().items():
-            self._look_for_mixed(name, all_cards)
-        for served in self._all():
-            self._tell(served)
+        for name, model_cards in cards.items():
+            self._add(name, _newest(model_cards))
+            self._warn_if_mixed(name, model_cards)
+        for model in self._all():
+            self._update_model(model)
         for role in Role:
             INSTANCES.labels(role.value).set(len(self._view.instances(role)))
 
     def _all(self) -> list[ServedModel]:
         return [*self._models.values(), *self._retiring]
 
-    def _look_for_mixed(self, name: str, cards: list[tuple[str, ModelCard]]) -> None:
-        there, before = {card.fingerprint for _, card in cards}, self._mixed.get(name)
-        if len(there) < 2:
+    def _add(self, name: str, card: ModelCard) -> None:
+        model = self._models.get(name)
+        if model is not None and model.card.alike(card):
+            model.present = True
+            if model.removal is not None:
+                model.removal.cancel()
+                model.removal = None
+            return
+        if model is not None:
+            logger.info("%s: its model card changed", name)
+            self._remove(name)
+        self._models[name] = model = ServedModel(card, self._limits)
+        WAITING.labels(name).set_function(model.admission.__len__)
+        serving = forever(lambda: self._serve(model), f"model: {name}", until_done=True)
+        self._tasks.start(serving, f"model: {name}")
+
+    def _miss(self, name: str) -> None:
+        model = self._models[name]
+        if model.present:
+            model.present = False
+            grace = self._context.request_timeout
+            logger.warning("%s: no decode worker is left; requests wait for one for %g s", name, grace)
+            model.removal = asyncio.get_running_loop().call_later(grace, self._remove, name)
+
+    def _remove(self, name: str) -> None:
+        model = self._models.pop(name)
+        WAITING.remove(name)
+        if model.removal is not None:
+            model.removal.cancel()
+        model.retired.set()
+        self._retiring.add(model)
+
+    def _update_model(self, model: ServedModel) -> None:
+        if model.processor is not None:
+            frontends = len(self._view.instances(Role.FRONTEND))
+            workers = self._view.instances(Role.DECODE, model.card.name)
+            ours = [worker for worker in workers if worker.fingerprint == model.card.fingerprint]
+            model.processor.workers.update(ours, max(1, frontends))
+            policy = self._view.settings().get("router", self._context.router)
+            if policy in POLICIES:
+                model.processor.workers.policy = policy
+            model.admission.advance()
+        if model.retired.is_set():
+            model.replace(model.card.name in self._models and not model.live)
+
+    def _warn_if_mixed(self, name: str, cards: list[tuple[str, ModelCard]]) -> None:
+        loaded, before = {card.fingerprint for _, card in cards}, self._mixed.get(name)
+        if len(loaded) < 2:
             self._mixed.pop(name, None)
-        elif there != before:
-            self._mixed[name] = there
+        elif loaded != before:
+            self._mixed[name] = loaded
             newest = _newest(cards).fingerprint
-            others = ", ".join(
-                f"{instance} ({card.fingerprint})" for instance, card in cards if card.fingerprint != newest
-            )
+            others = [
+                f"{worker} ({card.fingerprint})" for worker, card in cards if card.fingerprint != newest
+            ]
             logger.warning(
                 "%s: its workers have loaded different weights or settings; new requests go only to those of %s, "
                 "not to %s",
                 name,
                 newest,
-                others,
+                ", ".join(others),
             )
 
-    def _serve(self, name: str, card: ModelCard) -> None:
-        served = self._models.get(name)
-        if served is not None and served.card.alike(card):
-            served.present = True
-            if served.removal is not None:
-                served.removal.cancel()
-                served.removal = None
-            return
-        if served is not None:
-            logger.info("%s: its model card changed", name)
-            self._remove(name)
-        self._models[name] = served = ServedModel(card, self._limits)
-        WAITING.labels(name).set_function(served.admission.__len__)
-        holding = forever(lambda: self._hold(served), f"model: {name}", until_done=True)
-        self._tasks.start(holding, f"model: {name}")
+    # the life of one model
 
-    def _miss(self, name: str) -> None:
-        served = self._models[name]
-        if served.present:
-            served.present = False
-            grace = self._around.request_timeout
-            logger.warning("%s: no decode worker is left; requests wait for one for %g s", name, grace)
-            served.removal = asyncio.get_running_loop().call_later(grace, self._remove, name)
-
-    def _remove(self, name: str) -> None:
-        served = self._models.pop(name)
-        WAITING.remove(name)
-        if served.removal is not None:
-            served.removal.cancel()
-        served.retired.set()
-        self._retiring.add(served)
-
-    def _tell(self, served: ServedModel) -> None:
-        if served.processor is not None:
-            self._tell_processor(served, served.processor)
-        if served.retired.is_set():
-            served.replace(served.card.name in self._models and not served.live)
-
-    def _tell_processor(self, served: ServedModel, processor: "Processor") -> None:
-        frontends = len(self._view.instances(Role.FRONTEND))
-        workers = self._view.instances(Role.DECODE, served.card.name)
-        ours = [worker for worker in workers if worker.fingerprint == served.card.fingerprint]
-        processor.workers.update(ours, max(1, frontends))
-        policy = self._view.settings().get("router", self._around.router)
-        if policy in POLICIES:
-            processor.workers.policy = policy
-        served.admission.advance()
-
-    # one model
-
-    async def _hold(self, served: ServedModel) -> None:
-        """Build its processor and keep it until the model is retired and idle."""
-        name = served.card.name
+    async def _serve(self, model: ServedModel) -> None:
+        """Build its processor, again where that fails, and keep it until the model is retired and idle."""
+        name = model.card.name
         try:
-            while not served.retired.is_set():
+            while not model.retired.is_set():
                 try:
-                    await self._hold_once(served)
+                    await self._serve_once(model)
                 except (ConfigError, Unavailable) as error:
-                    served.problem = str(error)
+                    model.problem = str(error)
                 except Exception as error:
                     logger.exception("%s: building its processor failed", name)
-                    served.problem = f"internal error: {error}"
-                if served.retired.is_set():
+                    model.problem = f"internal error: {error}"
+                if model.retired.is_set():
                     return
-                logger.error("%s is not served: %s", name, served.problem)
-                served.settled.set()
-                served.admission.advance()
+                logger.error("%s is not served: %s", name, model.problem)
+                model.settled.set()
+                model.admission.advance()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(served.retired.wait(), RETRY)
+                    await asyncio.wait_for(model.retired.wait(), RETRY)
         finally:
-            self._retiring.discard(served)
-            if served.retired.is_set():  # perhaps while it was being built, which failed
-                served.settled.set()
-                served.admission.redirect()
+            self._retiring.discard(model)
+            if model.retired.is_set():  # perhaps while it was being built, which failed
+                model.settled.set()
+                model.admission.redirect()
 
-    async def _hold_once(self, served: ServedModel) -> None:
-        name = served.card.name
+    async def _serve_once(self, model: ServedModel) -> None:
+        name = model.card.name
         async with AsyncExitStack() as stack:
             async with self._building:
-                serving = (await _load()).serve_model(served.card, self._around)
+                serving = (await _import_processor()).serve_model(model.card, self._context)
                 processor: Processor = await stack.enter_async_context(serving)
-            processor.core.on_capacity = served.admission.advance
+            processor.core.on_capacity = model.admission.advance
             try:
-                served.processor, served.problem = processor, ""
-                served.settled.set()
-                self._tell(served)
-                logger.info("%s is being served, up to %d tokens", name, served.card.max_model_len)
-                await served.retired.wait()
+                model.processor, model.problem = processor, ""
+                model.settled.set()
+                self._update_model(model)
+                logger.info("%s is being served, up to %d tokens", name, model.card.max_model_len)
+                await model.retired.wait()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(served.idle(), self._around.longest)
+                    await asyncio.wait_for(model.idle(), self._context.longest)
                 logger.info("%s is no longer served", name)
             finally:
-                served.processor = None
-                served.admission.advance()
-
-
-async def _load() -> ModuleType:
-    """It imports vLLM: in a thread, so that the edge answers meanwhile."""
-    return await asyncio.to_thread(_import)
-
-
-@cache
-def _import() -> ModuleType:
-    """What it brings stays, so the garbage collector need not walk it again and again: 20-45 ms instead of 500 for a
-    full collection. Models are not frozen: those that go would never be collected."""
-    module = importlib.import_module("pdserve.frontend.model.processor")
-    gc.collect()
-    gc.freeze()
-    return module
+                model.processor = None
+                model.admission.advance()
 
 
 def _newest(cards: list[tuple[str, ModelCard]]) -> ModelCard:
     return max(
         (card for _, card in cards), key=lambda card: (card.generation, card.created, card.fingerprint)
     )
+
+
+async def _import_early() -> None:
+    """Before the first card comes: workers take longer to start than vLLM to be imported."""
+    try:
+        await _import_processor()
+    except ImportError:
+        logger.exception("no model can be served: vLLM cannot be imported")
+
+
+async def _import_processor() -> ModuleType:
+    """It imports vLLM: in a thread, so that the frontend answers meanwhile."""
+    return await asyncio.to_thread(_import)
+
+
+@cache
+def _import() -> ModuleType:
+    """What the import brings stays, so the garbage collector need not walk it again and again: 20-45 ms instead of 500
+    for a full collection. Models are not frozen: those that go would never be collected."""
+    module = importlib.import_module("pdserve.frontend.model.processor")
+    gc.collect()
+    gc.freeze()
+    return module

@@ -19,11 +19,10 @@ from pdserve.config.schema import Config
 from pdserve.errors import QueueUnavailable, RegistryUnavailable
 from pdserve.frontend.app import GRACE, FrontendApp
 from pdserve.frontend.auth import load_keys
-from pdserve.frontend.connections import ClientConnections
-from pdserve.frontend.listen import accept_all, bind
-from pdserve.frontend.metrics_page import MetricsPage
 from pdserve.frontend.model import ModelContext
-from pdserve.frontend.models import ServedModels
+from pdserve.frontend.models import ServedModels, serve_models
+from pdserve.frontend.pages import MetricsPage
+from pdserve.frontend.sockets import ClientConnections, accept_all, bind
 from pdserve.messages import Instance, Role
 from pdserve.observe.metrics import serve_metrics
 from pdserve.plan.slots import Slot
@@ -76,7 +75,7 @@ class Frontend:
             view = await stack.enter_async_context(View(registry))
             around = _surroundings(config, frontend.router, me.id)
             roster = await stack.enter_async_context(
-                ServedModels(view, around, config.served_model_name, frontend)
+                serve_models(view, around, config.served_model_name, frontend)
             )
             client = await stack.enter_async_context(httpx.AsyncClient())
             if view.instances(Role.FRONTEND):

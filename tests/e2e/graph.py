@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from pdserve.config.load import load
-from pdserve.frontend.metrics_page import KEPT
+from pdserve.frontend.pages import KEPT
 
 _START_SECONDS = 420.0
 

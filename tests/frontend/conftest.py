@@ -14,11 +14,11 @@ from pdserve.config.host import installed_vllm
 from pdserve.config.schema import AdmissionLimits
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.auth import ApiKeys
-from pdserve.frontend.connections import ClientConnections
-from pdserve.frontend.metrics_page import MetricsPage
 from pdserve.frontend.model import ModelContext
-from pdserve.frontend.models import ServedModels
+from pdserve.frontend.models import ServedModels, serve_models
+from pdserve.frontend.pages import MetricsPage
 from pdserve.frontend.server import QuietServer, cross_origin
+from pdserve.frontend.sockets import ClientConnections
 from pdserve.messages import ModelCard, encode_record
 from pdserve.queue.base import BlobStore
 from pdserve.registry import keys
@@ -136,7 +136,7 @@ async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph
             20.0,
         )
         graph = Graph(server)
-        graph.models = await stack.enter_async_context(ServedModels(view, around, "demo", AdmissionLimits()))
+        graph.models = await stack.enter_async_context(serve_models(view, around, "demo", AdmissionLimits()))
         client = await stack.enter_async_context(httpx.AsyncClient())
         graph.app = FrontendApp(graph.models, MetricsPage(view, "frontend-0-test", client), ApiKeys(), 20.0)
         graph.url = await serve(cross_origin(graph.app), stack)

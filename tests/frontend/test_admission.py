@@ -379,13 +379,13 @@ def test_unread_answers_are_bounded() -> None:
     with pytest.raises(Overloaded):
         model.ask("b")
     with pytest.raises(Overloaded):
-        model.control.bypass()
+        model.control.bypass("b")
 
 
 async def test_idle_when_all_have_left() -> None:
     model = full()
     waits = model.ask("a")
-    passing = model.control.bypass()
+    passing = model.control.bypass("b")
     await passing.wait()
     idle = asyncio.create_task(model.control.idle())
     model.control.leave(waits)

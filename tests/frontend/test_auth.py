@@ -1,9 +1,14 @@
 from pathlib import Path
 
 import pytest
+from starlette.datastructures import Headers
 
 from pdserve.errors import ConfigError
 from pdserve.frontend.auth import ApiKeys, load_keys
+
+
+def bearer(key: str) -> Headers:
+    return Headers({"authorization": f"Bearer {key}"})
 
 
 @pytest.mark.parametrize(
@@ -22,21 +27,23 @@ from pdserve.frontend.auth import ApiKeys, load_keys
     ],
 )
 def test_keys(path: str, authorization: str | None, x_api_key: str | None, allowed: bool) -> None:
-    assert ApiKeys(["one", "two"]).allow(path, authorization, x_api_key) is allowed
+    given = {"authorization": authorization, "x-api-key": x_api_key}
+    headers = Headers({name: value for name, value in given.items() if value is not None})
+    assert ApiKeys(["one", "two"]).allow(path, headers) is allowed
 
 
-def test_no_keys_no_door() -> None:
-    assert ApiKeys().allow("/v1/models", None)
+def test_without_keys_every_request_is_allowed() -> None:
+    assert ApiKeys().allow("/v1/models", {})
 
 
 def test_keys_of_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\nalpha\n\nbeta\n")
-    assert load_keys({"PDSERVE_API_KEYS": " a, b "}).allow("/x", "Bearer b")
-    assert load_keys({"PDSERVE_API_KEYS": f"@{file}"}).allow("/x", "Bearer beta")
-    assert not load_keys({"PDSERVE_API_KEYS": f"@{file}"}).allow("/x", "Bearer # ours")
-    assert load_keys({}).allow("/x", None)
-    assert load_keys({"PDSERVE_API_KEYS": ""}).allow("/x", None)
+    assert load_keys({"PDSERVE_API_KEYS": " a, b "}).allow("/x", bearer("b"))
+    assert load_keys({"PDSERVE_API_KEYS": f"@{file}"}).allow("/x", bearer("beta"))
+    assert not load_keys({"PDSERVE_API_KEYS": f"@{file}"}).allow("/x", bearer("# ours"))
+    assert load_keys({}).allow("/x", {})
+    assert load_keys({"PDSERVE_API_KEYS": ""}).allow("/x", {})
 
 
 @pytest.mark.parametrize("content", [None, "", "# only a comment\n"])
@@ -63,9 +70,11 @@ def test_a_variable_without_keys_opens_nothing(value: str) -> None:
         ([], "Bearer one", "10.0.0.2", False),
     ],
 )
-def test_who_is_the_same_client(keys: list[str], authorization: str, address: str, same: bool) -> None:
+def test_which_requests_are_of_one_client(
+    keys: list[str], authorization: str, address: str, same: bool
+) -> None:
     known = ApiKeys(keys)
-    who = known.who("Bearer one", None, "10.0.0.1")
-    assert (known.who(authorization, None, address) == who) is same
-    assert "one" not in who
-    assert not keys or known.who(None, "one", "10.0.0.3") == who
+    client = known.client(bearer("one"), "10.0.0.1")
+    assert (known.client(Headers({"authorization": authorization}), address) == client) is same
+    assert "one" not in client
+    assert not keys or known.client(Headers({"x-api-key": "one"}), "10.0.0.3") == client

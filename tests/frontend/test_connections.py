@@ -10,8 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 import httpx
 import pytest
 
-from pdserve.frontend.connections import ClientConnections
 from pdserve.frontend.server import cross_origin
+from pdserve.frontend.sockets import ClientConnections
 from tests.conditions import until
 from tests.frontend.conftest import Graph, serve
 from tests.frontend.test_generate import completion

@@ -9,9 +9,8 @@ import httpx
 import pytest
 
 from pdserve.config.schema import AdmissionLimits
-from pdserve.frontend.admission.limits import max_body
 from pdserve.frontend.auth import ApiKeys
-from pdserve.frontend.body import Intake
+from pdserve.frontend.body import BodyReader, max_body
 from pdserve.messages import Failed
 from tests.conditions import until
 from tests.frontend.conftest import Graph
@@ -66,12 +65,12 @@ async def test_bad_json(graph: Graph, body: bytes) -> None:
     assert answer.json()["error"]["type"] == "BadRequestError"
 
 
-@pytest.mark.parametrize("passing", [False, True])
-async def test_oversize_body(graph: Graph, passing: bool) -> None:
-    most = max_body(4096, passing=passing)
+@pytest.mark.parametrize("tokenizing", [False, True])
+async def test_oversize_body(graph: Graph, tokenizing: bool) -> None:
+    most = max_body(4096, tokenizing=tokenizing)
     async with graph.worker():
         await until(lambda: bool(graph.models.listed()))
-        path = "/tokenize" if passing else "/v1/completions"
+        path = "/tokenize" if tokenizing else "/v1/completions"
         answer = await graph.http.post(path, content=b" " * (most + 1))
         fine = await graph.http.post("/tokenize", json={"prompt": "a b c d " * 5000})
     assert answer.status_code == 413
@@ -102,7 +101,7 @@ async def test_long_texts_to_tokenize_leave_the_prompts_of_others_their_turn(gra
     async with graph.worker():
         body = {"prompt": "The quick brown fox jumps over the lazy dog. " * 4000}
         long = [asyncio.create_task(graph.http.post("/tokenize", json=body)) for _ in range(6)]
-        await until(lambda: graph.models.find("demo").long.locked())
+        await until(lambda: graph.models.find("demo").admission.tokenizing.locked())
         answer = await graph.http.post("/v1/completions", json=completion(prompt="a b c"))
         waiting = sum(not one.done() for one in long)
         assert answer.status_code == 200
@@ -306,8 +305,8 @@ async def test_a_body_that_does_not_come_ends_at_the_deadline(graph: Graph) -> N
 async def test_bodies_are_bounded_together_until_they_are_answered(
     monkeypatch: pytest.MonkeyPatch, graph: Graph
 ) -> None:
-    intake = Intake(bound=4000)
-    monkeypatch.setattr(graph.app, "_intake", intake)
+    reader = BodyReader(bound=4000)
+    monkeypatch.setattr(graph.app, "_bodies", reader)
     other = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
     async with (
         graph.worker(pace=None, at_once=8) as worker,
@@ -326,7 +325,7 @@ async def test_bodies_are_bounded_together_until_they_are_answered(
         await finish(worker)
         assert (await third).status_code == 200
     assert refused.status_code == 429
-    assert (intake._held, dict(intake._of_client)) == (0, {})
+    assert (reader._held, dict(reader._of_client)) == (0, {})
 
 
 @pytest.mark.parametrize("stream", [False, True])

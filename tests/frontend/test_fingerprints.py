@@ -146,8 +146,8 @@ async def test_a_long_request_is_finished_by_what_began_it(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request may have a later deadline than is usual."""
-    around = dataclasses.replace(graph.models._around, request_timeout=0.1)
-    monkeypatch.setattr(graph.models, "_around", around)
+    context = dataclasses.replace(graph.models._context, request_timeout=0.1)
+    monkeypatch.setattr(graph.models, "_context", context)
     async with graph.worker("rolled", pace=None, loaded="old", generation=19) as old:
         asked = post(graph)
         await old.until(lambda: len(old.jobs) == 1)

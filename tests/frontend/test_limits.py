@@ -1,12 +1,12 @@
 import pytest
 
-from pdserve.frontend.admission.limits import max_body
-from pdserve.frontend.asgi import with_one_type
-from pdserve.frontend.body import Refusal, look_into
+from pdserve.errors import BadRequest
+from pdserve.frontend.answer import with_one_type
+from pdserve.frontend.body import max_body, parse_body
 
 
 @pytest.mark.parametrize(
-    ("tokens", "passing", "expected"),
+    ("tokens", "tokenizing", "expected"),
     [
         (4096, False, 4456448),
         (4096, True, 393216),
@@ -16,8 +16,8 @@ from pdserve.frontend.body import Refusal, look_into
         (10_000_000, True, 32 << 20),
     ],
 )
-def test_max_body(tokens: int, passing: bool, expected: int) -> None:
-    assert max_body(tokens, passing=passing) == expected
+def test_max_body(tokens: int, tokenizing: bool, expected: int) -> None:
+    assert max_body(tokens, tokenizing=tokenizing) == expected
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_max_body(tokens: int, passing: bool, expected: int) -> None:
     ],
 )
 def test_what_a_body_asks_for(body: bytes, max_tokens: int | None, sequences: int) -> None:
-    size = look_into(body).size
+    size = parse_body(body).size
     assert (size.prompt_tokens, size.max_tokens, size.sequences) == (len(body) // 4, max_tokens, sequences)
 
 
@@ -68,6 +68,6 @@ def test_types_of_errors(body: bytes, status: int, expected: bytes) -> None:
 
 def test_structured_outputs_that_are_no_object_are_refused() -> None:
     """vLLM 0.32 would answer 500."""
-    with pytest.raises(Refusal, match="must be an object"):
-        look_into(b'{"structured_outputs": "json"}')
-    assert look_into(b'{"structured_outputs": {"regex": "a"}}').model is None
+    with pytest.raises(BadRequest, match="must be an object"):
+        parse_body(b'{"structured_outputs": "json"}')
+    assert parse_body(b'{"structured_outputs": {"regex": "a"}}').model is None

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.frontend.listen import bind
+from pdserve.frontend.sockets import bind
 
 _HOLD = (
     "import socket, os\n"

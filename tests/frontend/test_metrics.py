@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pdserve.frontend import metrics_page
-from pdserve.frontend.metrics_page import MetricsPage
+from pdserve.frontend import pages
+from pdserve.frontend.pages import MetricsPage
 from pdserve.messages import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each page is made anew."""
-    monkeypatch.setattr(metrics_page, "KEPT", 0.0)
+    monkeypatch.setattr(pages, "KEPT", 0.0)
 
 
 PAGE = (
@@ -73,16 +73,16 @@ async def test_pages_of_the_others_are_in_it(graph: Graph) -> None:
 
 
 async def test_many_scrapers_fetch_once(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
-    monkeypatch.setattr(metrics_page, "KEPT", 60.0)
+    monkeypatch.setattr(pages, "KEPT", 60.0)
     fetched: list[float] = []
     async with page_server(answers=True, fetched=fetched) as good, MemoryRegistry(graph.registry) as registry:
         instance = Instance("p-7", Role.PREFILL, metrics=good)
         await registry.put(keys.instance(instance), encode_record(instance))
         page = MetricsPage(graph.models._view, "frontend-0-test", graph.http)
-        pages = await asyncio.gather(*(page() for _ in range(50)))
+        texts = await asyncio.gather(*(page.get() for _ in range(50)))
     assert len(fetched) == 1
-    assert set(pages) == {pages[0]}
-    assert b'instance="p-7"' in pages[0]
+    assert set(texts) == {texts[0]}
+    assert b'instance="p-7"' in texts[0]
 
 
 async def test_requests_are_counted_by_code(graph: Graph) -> None:

@@ -83,7 +83,7 @@ async def test_listed_means_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch)
 async def test_a_model_that_goes_is_collected(graph: Graph) -> None:
     cores = []
     for number in range(3):
-        async with serve_model(card(f"passing-{number}"), graph.models._around) as processor:
+        async with serve_model(card(f"passing-{number}"), graph.models._context) as processor:
             cores.append(weakref.ref(processor.core))
         del processor
     gc.collect()

@@ -11,7 +11,9 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from weakref import WeakValueDictionary
 
 from pdserve.config.schema import AdmissionLimits
 from pdserve.errors import BadRequest, Overloaded
@@ -114,6 +116,10 @@ class AdmissionControl:
         self._starting: set[Admission] = set()
         """of these, what no decode worker has yet: the capacity does not reflect it"""
         self._left = asyncio.Event()
+        self.tokenizing = asyncio.Lock()
+        """held while a long text is tokenized for an answer and nothing else"""
+        self._long_texts: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """by client"""
 
     def __len__(self) -> int:
         """Requests with anything in the queue."""
@@ -123,7 +129,7 @@ class AdmissionControl:
     def requests(self) -> int:
         """Requests that wait for their first permit or are inside, without those that bypass the queue."""
         waiting = sum(admission.waiting for admission in self.queue)
-        return waiting + sum(bool(admission.client) for admission in self._inside)
+        return waiting + sum(bool(admission.size.sequences) for admission in self._inside)
 
     # requests
 
@@ -148,10 +154,10 @@ class AdmissionControl:
             self._check_bounds(admission)
         return admission
 
-    def bypass(self) -> Admission:
+    def bypass(self, client: str) -> Admission:
         """For what needs no decode worker. Raises Overloaded."""
         self._check_inside()
-        admission = Admission(self, "", RequestSize(0, None), math.inf)
+        admission = Admission(self, client, RequestSize(0, None, sequences=0), math.inf)
         self._inside.add(admission)
         admission.decide()
         return admission
@@ -167,6 +173,13 @@ class AdmissionControl:
             permit.drop()
         self._left.set()
         self.advance()
+
+    @asynccontextmanager
+    async def long_text(self, client: str) -> AsyncIterator[None]:
+        """Long texts that are only tokenized come one after another, in turn round the clients: each takes seconds, and
+        prompts that are to be generated from are tokenized by the same threads."""
+        async with self._long_texts.setdefault(client, asyncio.Lock()), self.tokenizing:
+            yield
 
     def others_wait(self, admission: Admission) -> bool:
         return any(other.client != admission.client for other in self.queue)

@@ -1,19 +1,25 @@
-"""The clients' sockets: uvicorn's HTTP protocol, with an end for those on which nothing moves.
+"""The frontend's sockets: the listening one, which all frontend processes of this machine share, and the clients'
+connections, each with an end where nothing moves.
 
 uvicorn waits for ever for a request's head, and for ever for a client that does not read its answer. The first keeps a
-socket, the second a place at a worker too: its stream is generated on and on, into buffers that nobody empties.
+socket, the second a place at a worker too: its stream is generated on and on, into buffers that are never emptied.
 """
 
 import asyncio
 import logging
+import os
 import socket
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
+import psutil
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from pdserve.errors import ConfigError
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
 
 logger = logging.getLogger(__name__)
@@ -31,8 +37,71 @@ _BYTES_ACKED = slice(120, 128)
 _TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
+# the listening socket
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bound with SO_REUSEPORT: the kernel spreads connections over the processes that listen, which this socket does
+    not yet: a frontend that still loads must not get any. Raises ConfigError, naming what holds the port, where it is
+    not one of our siblings: with SO_REUSEPORT another program would otherwise get a part of our requests."""
+    if others := _other_listeners(port):
+        raise ConfigError([f"Frontend.port: {port} is in use by {others}. Stop it or choose another port."])
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((host, port))
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise ConfigError([f"Frontend: cannot listen on {host}:{port}: {error.strerror}."]) from error
+    return sock
+
+
+def accept_all(listening: Iterable[socket.socket]) -> Iterator[socket.socket]:
+    """The connections that wait in the kernel to be accepted, non-blocking ones."""
+    for sock in listening:
+        with suppress(OSError):  # BlockingIOError: there are no more
+            while True:
+                connection, _ = sock.accept()
+                connection.setblocking(False)
+                yield connection
+
+
+def _other_listeners(port: int) -> str:
+    """The processes that listen there and were not started by our own parent; empty for none."""
+    if port == 0:
+        return ""
+    try:
+        found = psutil.net_connections("tcp")
+    except psutil.Error:
+        return ""
+    listening = {conn.pid for conn in found if conn.status == psutil.CONN_LISTEN and conn.laddr.port == port}
+    return ", ".join(sorted(_describe(pid) for pid in listening if not _is_sibling(pid)))
+
+
+def _is_sibling(pid: int | None) -> bool:
+    try:
+        return pid is not None and (pid == os.getpid() or psutil.Process(pid).ppid() == os.getppid())
+    except psutil.Error:
+        return False
+
+
+def _describe(pid: int | None) -> str:
+    if pid is None:
+        return "a process of another user"
+    try:
+        return f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]})"
+    except psutil.Error:
+        return f"process {pid}"
+
+
+# the clients' connections
+
+
 class ClientConnection(HttpToolsProtocol):
-    """One socket."""
+    """uvicorn's HTTP protocol on one socket."""
 
     def __init__(self, owner: "ClientConnections", *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -40,9 +109,9 @@ class ClientConnection(HttpToolsProtocol):
         self._head_since: float | None = None
         """monotonic; while a request's head is waited for"""
         self._taken = -1
-        """bytes, when it was last looked at; -1 where nothing waited to be sent"""
+        """bytes, at the last look; -1 where nothing waited to be sent"""
         self._unread = 0.0
-        self._asked = 0.0
+        self._looked = 0.0
         self._last = False
         """the next request is the last one"""
 
@@ -99,7 +168,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def unread_seconds(self, now: float) -> float:
         """For which the client has taken nothing of what waits to be sent to it. To be asked regularly."""
-        since, self._asked = now - self._asked, now
+        since, self._looked = now - self._looked, now
         taken = self._bytes_taken() if self.transport.get_write_buffer_size() else -1
         if taken < 0 or taken != self._taken:
             self._unread = 0.0
@@ -108,11 +177,11 @@ class ClientConnection(HttpToolsProtocol):
         self._taken = taken
         return self._unread
 
-    def tell(self, unread: float) -> None:
-        """The request may give its places to others while nobody reads."""
+    def tell_request(self, unread: bool) -> None:
+        """Whether its client has stopped to read: it may give its places to others meanwhile."""
         extensions: dict[str, Any] = {} if self._idle() else dict(self.cycle.scope.get("extensions") or {})
         if UNREAD in extensions:
-            extensions[UNREAD](unread > self._owner.pause_after)
+            extensions[UNREAD](unread)
 
     def refuse_head(self) -> None:
         self.transport.write(_TIMEOUT)
@@ -127,10 +196,9 @@ class ClientConnection(HttpToolsProtocol):
 
     def _bytes_taken(self) -> int:
         """That the client's kernel has acknowledged: it does so as far as the client reads, give or take its buffer."""
+        sock = self.transport.get_extra_info("socket")
         try:
-            info = self.transport.get_extra_info("socket").getsockopt(
-                socket.IPPROTO_TCP, socket.TCP_INFO, 256
-            )
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except OSError:
             return 0
         return int.from_bytes(info[_BYTES_ACKED], "little")
@@ -140,11 +208,12 @@ class ClientConnections:
     """uvicorn's `http`: makes a protocol for each connection. `watch` must run."""
 
     def __init__(self, header_timeout: float, write_timeout: float, pause_after: float = 2.0) -> None:
-        self.pause_after = pause_after
+        self._pause_after = pause_after
         """seconds after which a client counts as not reading"""
-        self.header_timeout = header_timeout
-        self.write_timeout = write_timeout
-        """seconds; both may be changed at any time"""
+        self._header_timeout = header_timeout
+        self._write_timeout = write_timeout
+        self.interval = min(SWEEP, header_timeout / 4, write_timeout / 4, pause_after / 2)
+        """seconds between two looks at all connections"""
         self.open: set[ClientConnection] = set()
         self.draining = False
         """set when the server stops: what is accepted now has one request"""
@@ -158,27 +227,22 @@ class ClientConnections:
     ) -> ClientConnection:
         return ClientConnection(self, config, server_state, app_state, _loop)
 
-    @property
-    def interval(self) -> float:
-        """Seconds between two looks at all connections."""
-        return min(SWEEP, self.header_timeout / 4, self.write_timeout / 4, self.pause_after / 2)
-
     async def watch(self) -> None:
         """Until cancelled."""
         while True:
             await asyncio.sleep(self.interval)
-            self.sweep(time.monotonic())
+            self._sweep(time.monotonic())
 
-    def sweep(self, now: float) -> None:
+    def _sweep(self, now: float) -> None:
         for connection in list(self.open):
             client = connection.client[0] if connection.client else "a client"
             unread = connection.unread_seconds(now)
-            connection.tell(unread)
-            if unread > self.write_timeout:
-                logger.warning("%s has read nothing for %g s: its request ends", client, self.write_timeout)
+            connection.tell_request(unread > self._pause_after)
+            if unread > self._write_timeout:
+                logger.warning("%s has read nothing for %g s: its request ends", client, self._write_timeout)
                 CONNECTIONS_CLOSED.labels("unread").inc()
                 connection.abort()
-            elif connection.head_seconds(now) > self.header_timeout:
-                logger.info("%s has sent no whole request head for %g s", client, self.header_timeout)
+            elif connection.head_seconds(now) > self._header_timeout:
+                logger.info("%s has sent no whole request head for %g s", client, self._header_timeout)
                 CONNECTIONS_CLOSED.labels("head").inc()
                 connection.refuse_head()

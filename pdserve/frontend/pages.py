@@ -1,0 +1,161 @@
+"""The pages that the frontend answers itself: health, load, versions, metrics, the list of models."""
+
+import asyncio
+import re
+import time
+from functools import cache
+
+import httpx
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+import pdserve
+from pdserve.config.host import installed_vllm
+from pdserve.frontend.answer import HttpError
+from pdserve.frontend.models import ServedModels
+from pdserve.messages import Instance, ModelCard
+from pdserve.observe.metrics import SlotMetrics, merge
+from pdserve.registry.view import View
+
+FETCH_WITHIN = 0.5
+"""seconds for the pages of all other processes: what does not answer is left out"""
+KEPT = 1.0
+"""seconds for which a page is given again: many scrapers must not multiply the work in every process"""
+
+_LEFT_OUT = re.compile(
+    r"/sleep|/wake_up|/is_sleeping|/(start|stop)_profile|/reset_.*|/collective_rpc|/server_info|/pause|/resume"
+    r"|/is_paused|/scale_elastic_ep|/is_scaling_elastic_ep|/v1/(load|unload)_lora_adapter|/v1/embeddings|/v1/realtime"
+    r"|/pooling|/classify|/score|/v1/score|(/v[12])?/rerank|/inference/v1/.*|.*/(de)?render|/v1/audio/.*"
+    r"|/kv_event_sources|/v1/systemone|/invocations|/init_weight.*|/update_weights"
+)
+"""routes that vLLM has for some models and that make no sense on a separated graph: 404 says so. Most steer an engine
+that is not in this process"""
+
+
+class MetricsPage:
+    """The graph's metrics on one page: those of this process, whose instance id is `own`, and of every other process
+    that the registry has."""
+
+    def __init__(self, view: View, own: str, client: httpx.AsyncClient) -> None:
+        self._view = view
+        self._own = own
+        self._client = client
+        self._making = asyncio.Lock()
+        self._page = b""
+        self._made = float("-inf")
+        """monotonic"""
+
+    async def get(self) -> bytes:
+        async with self._making:
+            if time.monotonic() - self._made > KEPT:
+                self._page = await self._make()
+                self._made = time.monotonic()
+            return self._page
+
+    async def _make(self) -> bytes:
+        others = [other for other in self._view.instances() if other.metrics and other.id != self._own]
+        texts = await asyncio.gather(*(self._fetch(other) for other in others))
+        pages = {other.id: text for other, text in zip(others, texts, strict=True) if text}
+        pages[self._own] = generate_latest().decode()
+        pages["serve"] = self._slots()
+        return await asyncio.to_thread(merge, pages)
+
+    def _slots(self) -> str:
+        """The supervisors have no page of their own: what they know is in the registry."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(SlotMetrics(self._view.slots()))
+        return generate_latest(registry).decode()
+
+    async def _fetch(self, instance: Instance) -> str:
+        """Empty where there is no page."""
+        try:
+            async with asyncio.timeout(FETCH_WITHIN):
+                answer = await self._client.get(instance.metrics)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
+            return ""
+        return answer.text if answer.status_code == 200 else ""
+
+
+class FrontendPages:
+    """An ASGI app. Raises HttpError for what there is no page for."""
+
+    def __init__(self, models: ServedModels, metrics: MetricsPage) -> None:
+        self._models = models
+        self._metrics = metrics
+        self._router = Router(
+            [
+                Route("/health", self._health),
+                Route("/ping", self._health, methods=["GET", "POST"]),
+                Route("/load", self._load),
+                Route("/version", self._version),
+                Route("/metrics", self._metrics_page),
+                Route("/v1/models", self._list),
+                Route("/v1/models/{name:path}", self._list),
+            ],
+            redirect_slashes=False,
+            default=_not_found,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._router({**scope, "app": self}, receive, send)  # with an app a wrong method raises
+        except HTTPException as error:
+            raise HttpError(error.status_code, f"{scope['path']}: {error.detail}") from None
+
+    async def _health(self, _: Request) -> Response:
+        missing, degraded = self._models.missing(), self._models.degraded()
+        status = "unavailable" if missing else "degraded" if degraded else "ok"
+        health: dict[str, object] = {"status": status, "workers": self._models.live()}
+        if missing:
+            health["missing"] = missing
+        if degraded:
+            health["degraded"] = degraded
+        return JSONResponse(health, 503 if missing else 200)
+
+    async def _load(self, _: Request) -> Response:
+        return JSONResponse({"server_load": self._models.load()})
+
+    async def _version(self, _: Request) -> Response:
+        return JSONResponse(_versions())
+
+    async def _metrics_page(self, _: Request) -> Response:
+        page = await self._metrics.get()
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _list(self, request: Request) -> Response:
+        """All models, or the one that the path names."""
+        cards, name = self._models.listed(), request.path_params.get("name")
+        if not name:
+            return JSONResponse({"object": "list", "data": [_listing(card) for card in cards]})
+        for card in cards:
+            if card.name == name:
+                return JSONResponse(_listing(card))
+        raise HttpError(404, f"the model {name!r} does not exist", "model")
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {"version": pdserve.__version__, "vllm": installed_vllm().version}
+
+
+def _listing(card: ModelCard) -> dict[str, object]:
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "pdserve",
+        "root": card.model,
+        "parent": None,
+        "max_model_len": card.max_model_len,
+    }
+
+
+async def _not_found(scope: Scope, _: Receive, __: Send) -> None:
+    path = scope["path"]
+    if _LEFT_OUT.fullmatch(path):
+        raise HttpError(404, f"{path} is not available on a separated graph")
+    raise HttpError(404, f"there is no {path}")
