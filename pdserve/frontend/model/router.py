@@ -14,6 +14,8 @@ class RouterState:
     """id of the instance chosen last"""
     in_flight: Mapping[str, int] = field(default_factory=dict)
     """by instance id: requests that this frontend has there now"""
+    full: Collection[str] = ()
+    """ids of the instances without capacity for a further request"""
 
 
 def eligible(
@@ -28,11 +30,20 @@ def eligible(
     return others if others or only_others else candidates
 
 
-def choose(policy: str, instances: Iterable[Instance], state: RouterState) -> Instance | None:
-    """An eligible instance, or None where there is none. Raises ValueError for an unknown policy."""
+def choose(
+    policy: str,
+    instances: Iterable[Instance],
+    state: RouterState,
+    avoid: Collection[str] = (),
+    *,
+    only_others: bool = False,
+) -> Instance | None:
+    """An eligible instance, with capacity where there is one; None where none is eligible. Raises ValueError for an
+    unknown policy."""
     if policy not in POLICY_FUNCTIONS:
         raise ValueError(f"unknown router {policy!r}; there are {', '.join(POLICY_FUNCTIONS)}")
-    candidates = eligible(instances)
+    candidates = eligible(instances, avoid, only_others=only_others)
+    candidates = [instance for instance in candidates if instance.id not in state.full] or candidates
     # Starting behind the last one, so that turns stay fair when instances come and go, and ties are broken in turn.
     start = next((i for i, instance in enumerate(candidates) if instance.id > state.last), 0)
     candidates = candidates[start:] + candidates[:start]

@@ -11,7 +11,7 @@ from pdserve.config.schema import POLICIES
 from pdserve.errors import PeerGone, ProtocolError
 from pdserve.frontend.admission.capacity import Capacity, total_capacity, worker_capacity
 from pdserve.frontend.model import Connect
-from pdserve.frontend.model.router import RouterState, choose, eligible
+from pdserve.frontend.model.router import RouterState, choose
 from pdserve.messages import Failed, Hello, Instance, Refused, Submit, ToDecode, ToFrontend
 from pdserve.observe.metrics import ROUTER_DECISIONS
 from pdserve.stream.base import StreamClient
@@ -161,10 +161,11 @@ class WorkerPool:
     def pick(self, avoid: Collection[str], *, only_others: bool) -> Link | None:
         """A worker for one request, with capacity where there is one; None while there is none. The workers in `avoid`
         are the last resort, or never chosen with `only_others`."""
-        candidates = eligible(self._usable(), avoid, only_others=only_others)
-        candidates = [instance for instance in candidates if self._capacity(instance).available] or candidates
+        usable = self._usable()
         in_flight = {id: link.requests for id, link in self._links.items()}
-        chosen = choose(self.policy, candidates, RouterState(self._last, in_flight))
+        full = {instance.id for instance in usable if not self._capacity(instance).available}
+        state = RouterState(self._last, in_flight, full)
+        chosen = choose(self.policy, usable, state, avoid, only_others=only_others)
         if chosen is None:
             return None
         self._last = chosen.id

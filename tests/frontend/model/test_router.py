@@ -72,6 +72,24 @@ def test_eligible(avoid: set[str], only_others: bool, expected: list[str]) -> No
     assert [instance.id for instance in found] == expected
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("full", "avoid", "only_others", "expected"),
+    [
+        ({"a"}, (), False, "b"),
+        ({"a", "b", "c"}, (), False, "a"),
+        ({"b", "c"}, {"a"}, False, "b"),  # a worker that failed it is the last resort, even with capacity
+        ({"b"}, {"a"}, False, "c"),
+        ({"a"}, {"a", "b", "c"}, True, None),
+    ],
+)
+def test_full_workers_are_chosen_last(
+    policy: str, full: set[str], avoid: set[str], only_others: bool, expected: str | None
+) -> None:
+    chosen = choose(policy, [A, B, C], RouterState(full=full), avoid, only_others=only_others)
+    assert (chosen.id if chosen else None) == expected
+
+
 def test_every_policy_of_the_configuration_has_its_function() -> None:
     assert tuple(POLICY_FUNCTIONS) == POLICIES
 
