@@ -12,7 +12,7 @@ from pdserve.queue.jetstream import connect_blobs
 from pdserve.queue.jetstream.names import Names
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.registry.etcd import EtcdRegistry
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.queue.requests import ids, publish
@@ -35,7 +35,7 @@ GARBAGE = [
 async def test_keys_and_values_in_etcd(etcd_url: str, namespace: str) -> None:
     async with EtcdRegistry(etcd_url, namespace) as registry, EtcdRegistry(etcd_url, namespace) as other:
         await _put_raw(other, f"/{namespace}/instances/decode/".encode() + b"\xff\xfe", b"x")
-        async with View(registry) as view:
+        async with RegistryView(registry) as view:
             await other.put("instances/decode/a", encode_record(Instance("a", Role.DECODE)))
             for number, garbage in enumerate([*GARBAGE, b'{"id":"\xff","role":"decode"}', b"[" * 100_000]):
                 for kind in ("instances/decode", "models/m", "settings", "nothing"):
@@ -44,7 +44,7 @@ async def test_keys_and_values_in_etcd(etcd_url: str, namespace: str) -> None:
             await other.put("instances/decode/b", encode_record(Instance("b", Role.DECODE)))
             await until(lambda: [one.id for one in view.instances()] == ["a", "b"])
             assert view.cards() == {}
-        async with View(registry) as late:
+        async with RegistryView(registry) as late:
             assert [one.id for one in late.instances()] == ["a", "b"]
 
 

@@ -8,7 +8,7 @@ from pdserve.cli.status import render
 from pdserve.messages import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 
 
 @pytest.mark.parametrize(("host", "known"), [("127.0.0.1", True), ("192.0.2.7", False)])
@@ -17,7 +17,7 @@ async def test_how_long_a_process_runs_is_only_known_on_its_machine(host: str, k
     instance = Instance("decode-0-ab12cd34", Role.DECODE, host=host, pid=os.getpid())
     async with MemoryRegistry(MemoryServer()) as registry:
         await registry.put(keys.instance(instance), encode_record(instance))
-        async with View(registry) as view:
+        async with RegistryView(registry) as view:
             console = Console(width=200)
             with console.capture() as shown:
                 console.print(render(view, GraphAddress("etcd", "pdserve")))

@@ -16,7 +16,7 @@ from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.setup import Limits
 from pdserve.registry.etcd import EtcdRegistry
 from pdserve.registry.etcd_session import Session
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.queue.requests import publish
@@ -173,7 +173,7 @@ async def test_a_view_follows_on_without_what_went_meanwhile(
         return encode_record(Instance(name, Role.DECODE))
 
     monkeypatch.setattr(tasks, "FIRST_PAUSE", 0.3)
-    async with EtcdRegistry(etcd_url, namespace) as registry, View(registry) as view:
+    async with EtcdRegistry(etcd_url, namespace) as registry, RegistryView(registry) as view:
         await registry.put("instances/decode/a", record("a"))
         await until(lambda: len(view.instances()) == 1)
         monkeypatch.setattr(view, "_take", None)  # called for the next change, which fails

@@ -23,7 +23,7 @@ from pdserve.errors import RegistryUnavailable
 from pdserve.messages import Instance
 from pdserve.observe.tables import show, table
 from pdserve.registry import connect
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 
 _ORDER = {"frontend": 0, "decode": 1, "prefill": 2}
 _NUMBERS = ("running", "waiting", "KV used", "KV tokens")
@@ -53,7 +53,7 @@ async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
     async with AsyncExitStack() as stack:
         try:
             registry = await stack.enter_async_context(connect(graph.etcd, graph.namespace))
-            view = await stack.enter_async_context(View(registry))
+            view = await stack.enter_async_context(RegistryView(registry))
         except RegistryUnavailable as error:
             raise NoGraph(f"{error}: no graph runs there.") from None
         if watch:
@@ -68,7 +68,7 @@ async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
     return 0
 
 
-async def _watch(view: View, graph: GraphAddress, as_json: bool) -> None:
+async def _watch(view: RegistryView, graph: GraphAddress, as_json: bool) -> None:
     """Until cancelled; with JSON, one line for each change."""
     if as_json:
         async for _ in view.changes():
@@ -79,7 +79,7 @@ async def _watch(view: View, graph: GraphAddress, as_json: bool) -> None:
             await asyncio.sleep(0.1)  # a busy graph changes more often than people can read
 
 
-def as_dict(view: View, graph: GraphAddress) -> dict[str, Any]:
+def as_dict(view: RegistryView, graph: GraphAddress) -> dict[str, Any]:
     """Plain data: everything that the registry has."""
     return {
         "etcd": graph.etcd,
@@ -96,7 +96,7 @@ def as_dict(view: View, graph: GraphAddress) -> dict[str, Any]:
     }
 
 
-def render(view: View, graph: GraphAddress) -> RenderableType:
+def render(view: RegistryView, graph: GraphAddress) -> RenderableType:
     instances = in_order(view)
     summary = Table.grid(padding=(0, 2))
     for name, cards in view.cards().items():
@@ -119,7 +119,7 @@ def render(view: View, graph: GraphAddress) -> RenderableType:
     return Group(_instances(instances), summary)
 
 
-def in_order(view: View) -> list[Instance]:
+def in_order(view: RegistryView) -> list[Instance]:
     return sorted(view.instances(), key=lambda instance: (_ORDER[instance.role.value], instance.id))
 
 

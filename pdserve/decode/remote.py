@@ -28,7 +28,7 @@ from pdserve.messages import (
 )
 from pdserve.observe.metrics import REMOTE_PREFILL_FAILURES
 from pdserve.queue.base import PrefillQueue
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class RemotePrefill:
         model: str,
         engine: Engine,
         queue: PrefillQueue,
-        view: View,
+        view: RegistryView,
         requests: Requests,
     ) -> None:
         self._instance = instance

@@ -19,7 +19,7 @@ from pdserve.errors import ProtocolError
 from pdserve.messages import Submit
 from pdserve.observe.metrics import WARM_UPS
 from pdserve.process.self_test import unique_prompt
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 from pdserve.tasks import forever
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ FIRST_RETRY, LAST_RETRY = 1.0, 60.0
 
 
 class WarmUp:
-    def __init__(self, engine: Engine, view: View, remote: RemotePrefill, requests: Requests) -> None:
+    def __init__(self, engine: Engine, view: RegistryView, remote: RemotePrefill, requests: Requests) -> None:
         self._engine = engine
         self._view = view
         self._remote = remote

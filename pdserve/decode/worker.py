@@ -25,7 +25,7 @@ from pdserve.process.run import build_engine, run_until_signalled
 from pdserve.process.self_test import self_test
 from pdserve.queue.base import BlobStore, PrefillQueue
 from pdserve.registry.base import Registry
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 from pdserve.stream.base import StreamServer
 from pdserve.tasks import forever
 
@@ -52,7 +52,7 @@ class DecodeWorker:
         self.id = instance_id
         self.requests = Requests()
         self.settings = LiveSettings(config.decode)
-        self.view = View(registry)
+        self.view = RegistryView(registry)
         self._config = config
         self._slot = slot
         self._engine = engine

@@ -22,7 +22,7 @@ from pdserve.frontend.model import ModelContext
 from pdserve.frontend.trace import RETRY_AFTER, RequestTrace
 from pdserve.messages import Load, ModelCard, Role
 from pdserve.observe.metrics import INSTANCES, WAITING
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 from pdserve.tasks import Owner, forever
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class PauseWhileUnread:
 
 @asynccontextmanager
 async def serve_models(
-    view: View, context: ModelContext, expected: str, limits: AdmissionLimits
+    view: RegistryView, context: ModelContext, expected: str, limits: AdmissionLimits
 ) -> AsyncIterator["ServedModels"]:
     """Follow the registry while entered."""
     async with Owner() as tasks:
@@ -135,7 +135,7 @@ class ServedModels:
     starting."""
 
     def __init__(
-        self, view: View, context: ModelContext, expected: str, limits: AdmissionLimits, tasks: Owner
+        self, view: RegistryView, context: ModelContext, expected: str, limits: AdmissionLimits, tasks: Owner
     ) -> None:
         self._limits = limits
         self._view = view

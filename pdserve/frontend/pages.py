@@ -19,7 +19,7 @@ from pdserve.frontend.answer import HttpError
 from pdserve.frontend.models import ServedModels
 from pdserve.messages import Instance, ModelCard
 from pdserve.observe.metrics import SlotMetrics, merge
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 
 FETCH_WITHIN = 0.5
 """seconds for the pages of all other processes: what does not answer is left out"""
@@ -40,7 +40,7 @@ class MetricsPage:
     """The graph's metrics on one page: those of this process, whose instance id is `own`, and of every other process
     that the registry has."""
 
-    def __init__(self, view: View, own: str, client: httpx.AsyncClient) -> None:
+    def __init__(self, view: RegistryView, own: str, client: httpx.AsyncClient) -> None:
         self._view = view
         self._own = own
         self._client = client

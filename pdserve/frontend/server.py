@@ -34,7 +34,7 @@ from pdserve.queue.jetstream import connect_blobs
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.etcd import connect as connect_registry
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 from pdserve.stream import connect as connect_stream
 from pdserve.tasks import forever
 
@@ -72,7 +72,7 @@ class Frontend:
             registry = await stack.enter_async_context(
                 connect_registry(config.etcd, config.namespace, patient=True)
             )
-            view = await stack.enter_async_context(View(registry))
+            view = await stack.enter_async_context(RegistryView(registry))
             around = _surroundings(config, frontend.router, me.id)
             roster = await stack.enter_async_context(
                 serve_models(view, around, config.served_model_name, frontend)

@@ -35,7 +35,7 @@ from pdserve.process.run import build_engine, run_until_signalled
 from pdserve.process.self_test import self_test
 from pdserve.queue.base import Delivery, PrefillQueue, Unqueued
 from pdserve.registry.base import Registry
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 from pdserve.tasks import forever
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class PrefillWorker:
         self._metrics_url = metrics_url
         self._jobs = Jobs()
         self._held = Held()
-        self._view = View(registry)
+        self._view = RegistryView(registry)
         self._warm_ups: dict[str, str] = {}
         """KV of warm-ups that is kept, by the handle's `request_id`, with the decode worker that is to read it"""
         self._warm_with: set[str] = set()

@@ -10,7 +10,7 @@ from pdserve import clock
 from pdserve.messages import Instance, Load, ModelCard, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Presence:
         self._card = card
         self._load = load
 
-    async def warm_up(self, view: View, warm: Callable[[], Awaitable[None]]) -> None:
+    async def warm_up(self, view: RegistryView, warm: Callable[[], Awaitable[None]]) -> None:
         """Introduce the worker to those of the other role alone, and wait until it is warm with them: for some seconds
         at most, since one of them may hang.
 
@@ -52,7 +52,7 @@ class Presence:
         except TimeoutError:
             log.warning("not warm with every worker of the other role after %g s; going on", PATIENCE)
 
-    async def _seen(self, view: View) -> None:
+    async def _seen(self, view: RegistryView) -> None:
         async for _ in view.changes():
             if self.instance.id in {
                 one.id for one in view.newcomers(self.instance.role, self.instance.model)

@@ -30,7 +30,7 @@ class Registry(ABC):
     """
 
     patient: bool = False
-    """Entering waits for a server for as long as it takes, and says so; so does the first read of a View."""
+    """Entering waits for a server for as long as it takes, and says so; so does the first read of a RegistryView."""
 
     @abstractmethod
     async def __aenter__(self) -> Self:

@@ -26,8 +26,8 @@ T = TypeVar("T")
 FIRST_READ_WITHIN = 5.0
 
 
-class View:
-    """Follows the whole namespace. `async with View(registry)`, inside the registry's own `async with`,
+class RegistryView:
+    """Follows the whole namespace. `async with RegistryView(registry)`, inside the registry's own `async with`,
     returns when all that is there has been read; raises RegistryUnavailable when that takes longer than a
     few seconds and the registry is not a patient one.
 

@@ -11,7 +11,7 @@ from pdserve.errors import RegistryUnavailable
 from pdserve.messages import Instance, SlotState, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ async def until_unhealthy(healthy: Callable[[], Awaitable[bool]], every: float, 
 class RegisteredInstances:
     """What the supervisor asks and tells the registry. Registration, and nothing else, makes a role ready."""
 
-    def __init__(self, registry: Registry, view: View, host: str, leaving: float = 0.0) -> None:
+    def __init__(self, registry: Registry, view: RegistryView, host: str, leaving: float = 0.0) -> None:
         """`host` is this machine, for what is reported. `leaving` are the seconds that a process may go on after it
         took itself off the registry (a frontend that drains)."""
         self._registry = registry

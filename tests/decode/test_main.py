@@ -16,7 +16,7 @@ from pdserve.engine.sim.wire import read_request
 from pdserve.messages import Failed, Instance, Outputs, Placed, Role, Submit
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import main as prefill_main
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 from tests.conditions import until
 from tests.decode.graph import config
 from tests.engine.sims import body, decode_outputs
@@ -43,7 +43,7 @@ async def test_sigterm_ends_a_worker_and_its_records(
     graph: Config, role: Role, main: Callable[[Config, Slot], Awaitable[None]]
 ) -> None:
     assert graph.etcd is not None
-    async with registry.connect(graph.etcd, graph.namespace) as connection, View(connection) as view:
+    async with registry.connect(graph.etcd, graph.namespace) as connection, RegistryView(connection) as view:
         life = asyncio.ensure_future(main(graph, Slot(role, 0)))
         await until(lambda: bool(view.instances(role)) or life.done())
         (instance,) = view.instances(role)
@@ -62,7 +62,10 @@ async def test_a_request_through_all_the_real_seams(graph: Config) -> None:
         asyncio.ensure_future(decode_main(graph, Slot(Role.DECODE, 0))),
     ]
     try:
-        async with registry.connect(graph.etcd, graph.namespace) as connection, View(connection) as view:
+        async with (
+            registry.connect(graph.etcd, graph.namespace) as connection,
+            RegistryView(connection) as view,
+        ):
             await until(lambda: len(view.instances()) == 2, within=15)
             (instance,) = view.instances(Role.DECODE)
             placed, tokens = await ask(instance, "r0", 3)

@@ -23,7 +23,7 @@ from pdserve.messages import ModelCard, encode_record
 from pdserve.queue.base import BlobStore
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 from pdserve.stream import connect
 from tests.conditions import until
 from tests.frontend.model.echo import EchoWorker
@@ -127,7 +127,7 @@ async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph
     serial = itertools.count()
     async with AsyncExitStack() as stack:
         registry = await stack.enter_async_context(MemoryRegistry(server))
-        view = await stack.enter_async_context(View(registry))
+        view = await stack.enter_async_context(RegistryView(registry))
         around = ModelContext(
             lambda address: connect(address, f"frontend-{next(serial)}"),
             NoBlobs(),

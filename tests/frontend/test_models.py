@@ -18,7 +18,7 @@ from pdserve.frontend.model.processor import Processor, serve_model
 from pdserve.messages import Instance, Load, ModelCard, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 from tests.conditions import until
 from tests.frontend.conftest import Graph, card
 from tests.frontend.test_generate import completion
@@ -101,7 +101,7 @@ async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
         me = Instance("frontend-0-me", Role.FRONTEND, load=graph.models.report())
         await registry.put(keys.instance(me), encode_record(me))
         shown = io.StringIO()
-        async with View(registry) as view:
+        async with RegistryView(registry) as view:
             Console(file=shown, width=200).print(render(view, GraphAddress("etcd", "t")))
         await registry.delete(keys.instance(lost))
         await worker.step()

@@ -24,7 +24,7 @@ from pdserve.plan.slots import Slot
 from pdserve.queue.memory import connect as connect_queue
 from pdserve.registry import keys
 from pdserve.registry.etcd import connect as connect_registry
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 from pdserve.stream import listen
 from tests.conditions import until
 from tests.frontend.conftest import MODEL
@@ -72,7 +72,7 @@ async def frontend(config: Config) -> AsyncIterator[Frontend]:
     """Leaving stops it, and wants an orderly end."""
     running = asyncio.create_task(main(config, Slot(Role.FRONTEND, 0)))
     assert config.etcd is not None
-    async with connect_registry(config.etcd, config.namespace) as registry, View(registry) as view:
+    async with connect_registry(config.etcd, config.namespace) as registry, RegistryView(registry) as view:
         await until(lambda: running.done() or bool(view.instances(Role.FRONTEND)), 10)
         if running.done():
             await running
@@ -189,7 +189,7 @@ async def test_beside_another_frontend_it_takes_requests_only_when_it_can_serve_
     async with (
         decode_worker(config, 0),
         connect_registry(config.etcd, config.namespace) as registry,
-        View(registry) as view,
+        RegistryView(registry) as view,
     ):
         await registry.put(keys.instance(other), encode_record(other))
         await until(lambda: bool(view.instances(Role.FRONTEND)))

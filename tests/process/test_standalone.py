@@ -15,7 +15,7 @@ from pdserve import registry, stream
 from pdserve.messages import Failed, Instance, Outputs, Role, Submit
 from pdserve.ports import free_port
 from pdserve.process.run import SAME
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 from tests.conditions import until
 from tests.engine.sims import body, decode_outputs
 from tests.servers import etcd_server
@@ -45,8 +45,11 @@ class Alone:
         return [sys.executable, "-m", "pdserve", role.value, "-f", str(self._file)]
 
     @asynccontextmanager
-    async def view(self) -> AsyncIterator[View]:
-        async with registry.connect(self.etcd, self.namespace) as connection, View(connection) as view:
+    async def view(self) -> AsyncIterator[RegistryView]:
+        async with (
+            registry.connect(self.etcd, self.namespace) as connection,
+            RegistryView(connection) as view,
+        ):
             yield view
 
 

@@ -7,7 +7,7 @@ from pdserve.messages import Instance, Load, ModelCard, Role, SlotState, encode_
 from pdserve.registry import keys
 from pdserve.registry.base import Change
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 from tests.registry.conftest import Stage
 from tests.registry.following import until
 
@@ -21,7 +21,7 @@ CARD = ModelCard("org/model", "/models/m", {"max-model-len": 4096})
 async def test_the_picture_is_live(stage: Stage) -> None:
     async with stage.registry() as registry:
         await registry.put(keys.instance(DECODE), encode_record(DECODE))
-        async with View(registry) as view, stage.registry() as other:
+        async with RegistryView(registry) as view, stage.registry() as other:
             assert view.instances() == [DECODE]
             for one in (PREFILL, FRONTEND):
                 await other.put(keys.instance(one), encode_record(one))
@@ -39,7 +39,7 @@ async def test_the_picture_is_live(stage: Stage) -> None:
 
 
 async def test_changes_are_told(stage: Stage) -> None:
-    async with stage.registry() as registry, View(registry) as view:
+    async with stage.registry() as registry, RegistryView(registry) as view:
         changes: AsyncIterator[None] = view.changes()
         await anext(changes)
         await registry.put(keys.instance(DECODE), encode_record(DECODE))
@@ -55,7 +55,7 @@ async def test_what_cannot_be_read_is_left_out(caplog: pytest.LogCaptureFixture)
         await registry.put("instances/decode/broken", b"{")
         await registry.put(keys.setting("x"), b"\xff", leased=False)
         await registry.put("elsewhere", b"ignored")
-        async with View(registry) as view:
+        async with RegistryView(registry) as view:
             assert view.instances() == [DECODE]
             assert view.settings() == {}
             await registry.put(keys.instance(DECODE), b"now broken")
@@ -65,7 +65,11 @@ async def test_what_cannot_be_read_is_left_out(caplog: pytest.LogCaptureFixture)
 
 async def test_during_an_outage_it_stands_still() -> None:
     server = MemoryServer()
-    async with MemoryRegistry(server) as registry, MemoryRegistry(server) as other, View(registry) as view:
+    async with (
+        MemoryRegistry(server) as registry,
+        MemoryRegistry(server) as other,
+        RegistryView(registry) as view,
+    ):
         await other.put(keys.instance(DECODE), encode_record(DECODE))
         await until(lambda: view.instances() == [DECODE])
         await server.down()
@@ -103,7 +107,7 @@ async def test_a_watch_that_is_begun_anew_forgets_what_is_gone() -> None:
     async with MemoryRegistry(server) as writer, WatchedAnew(server) as registry:
         for key, value in records.items():
             await writer.put(key, value)
-        async with View(registry) as view:
+        async with RegistryView(registry) as view:
 
             def seen() -> list[object]:
                 newcomers = view.newcomers(Role.DECODE, "org/model")

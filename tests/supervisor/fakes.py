@@ -13,7 +13,7 @@ from pdserve.messages import Instance, Role, SlotState, decode_instance, decode_
 from pdserve.process.identity import instance_id
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 from pdserve.supervisor.guardian import Guardian
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.readiness import RegisteredInstances
@@ -73,7 +73,7 @@ class Graph:
             tasks.forever(self._follow, "registry of the test")
             if self._registered:
                 tasks.forever(self._register, "fake registrations")
-            view = await stack.enter_async_context(View(self._registry))
+            view = await stack.enter_async_context(RegistryView(self._registry))
             instances = RegisteredInstances(self._registry, view, "10.0.0.1")
             self.supervisor = RoleSupervisor(self._specs, instances, self.output, guardian, self._policy)
             work = self.supervisor.run(_nothing_missing(), lambda *_: self.ready.set(), self._patience)

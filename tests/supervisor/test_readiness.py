@@ -7,7 +7,7 @@ from pdserve.messages import Instance, ModelCard, Role, encode_record
 from pdserve.registry import connect, keys
 from pdserve.registry.base import Registry
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
-from pdserve.registry.view import View
+from pdserve.registry.view import RegistryView
 from pdserve.supervisor import readiness
 from pdserve.supervisor.readiness import RegisteredInstances
 from tests.conditions import until
@@ -30,7 +30,7 @@ async def test_waits_for_the_process_that_was_started(registry: Registry) -> Non
     """In a container that was killed and started again, processes have the pids of those of which the leases still
     live; two containers of one host have the same pids all the time."""
     await register(registry, Instance("decode-0-ffffffff", Role.DECODE, host=HERE, pid=WORKER.pid))
-    async with View(registry) as view:
+    async with RegistryView(registry) as view:
         waiting = asyncio.create_task(
             RegisteredInstances(registry, view, HERE).until_registered(WORKER.id, WORKER.pid)
         )
@@ -46,7 +46,7 @@ async def test_removes_the_instance_and_its_card_alone(registry: Registry) -> No
     for instance in (WORKER, other):
         await register(registry, instance)
         await registry.put(keys.card("demo", instance.id), encode_record(ModelCard("demo", "demo")))
-    async with View(registry) as view:
+    async with RegistryView(registry) as view:
         await RegisteredInstances(registry, view, HERE).remove(WORKER)
     assert set(await registry.read("")) == {keys.instance(other), keys.card("demo", other.id)}
 
@@ -57,7 +57,7 @@ async def test_an_instance_counts_as_missing_after_long_and_not_before(
     monkeypatch.setattr(readiness, "CHECK_EVERY", 0.01)
     monkeypatch.setattr(readiness, "MISSING", 0.1)
     server = MemoryServer()
-    async with MemoryRegistry(server) as ours, MemoryRegistry(server) as theirs, View(ours) as view:
+    async with MemoryRegistry(server) as ours, MemoryRegistry(server) as theirs, RegistryView(ours) as view:
         await register(theirs, WORKER)
         await until(lambda: bool(view.instances()))
         waiting = asyncio.create_task(RegisteredInstances(ours, view, HERE).until_missing(WORKER))
@@ -75,7 +75,7 @@ async def test_an_instance_that_unregisters_may_drain_for_its_drain_timeout(
 ) -> None:
     monkeypatch.setattr(readiness, "CHECK_EVERY", 0.01)
     monkeypatch.setattr(readiness, "MISSING", 0.1)
-    async with View(registry) as view:
+    async with RegistryView(registry) as view:
         waiting = asyncio.create_task(
             RegisteredInstances(registry, view, HERE, leaving=0.4).until_missing(WORKER)
         )
