@@ -65,7 +65,7 @@ class Machine:
     build: str = "cuda"
     """of the installed vLLM: `cuda`, `cpu`, or empty where there is none"""
     imagined: bool = False
-    """true: GPUs that somebody asked about, not found"""
+    """true: GPUs that a what-if asks about, not found"""
     devices: Mapping[str, str] = field(default_factory=dict)
     """names of its network devices by their addresses"""
     rdma: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ def visible(gpus: Sequence[Gpu], chosen: str | None) -> tuple[Gpu, ...]:
     if chosen is None:
         return tuple(gpus)
     left: list[Gpu] = []
-    for word in filter(None, (each.strip() for each in chosen.split(","))):
+    for word in filter(None, (entry.strip() for entry in chosen.split(","))):
         match = [gpu for gpu in gpus if str(gpu.index) == word or (gpu.uuid and gpu.uuid.startswith(word))]
         if len(match) != 1:
             break

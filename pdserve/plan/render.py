@@ -5,18 +5,19 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pdserve.messages import Role
+from pdserve.observe.tables import table
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import Memory
 from pdserve.plan.plan import Plan
 from pdserve.plan.slots import PlannedWorker
 
 _SECRET = {"hf-token"}
+_TITLE = {"title_justify": "left", "title_style": "bold"}
 
 
 def render(plan: Plan) -> RenderableType:
@@ -58,7 +59,7 @@ def _worker_as_dict(worker: PlannedWorker, plan: Plan) -> dict[str, Any]:
         "kv_port": slot.kv_port,
         "env": dict(slot.env),
         "arguments": {
-            name: {"value": value, "from": origin} for name, value, origin in _rows(worker, _split(plan))
+            name: {"value": value, "from": origin} for name, value, origin in _origins(worker, plan)
         },
         "memory": memory and {**dataclasses.asdict(memory), **_derived(memory)},
     }
@@ -95,20 +96,12 @@ def _url(plan: Plan) -> str | None:
     return f"http://{frontend.host}:{frontend.port}/v1" if frontend and plan.frontends else None
 
 
-def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
-    return table
-
-
 def _processes(plan: Plan) -> Table:
-    table = _table("Processes", "process", "engine", "runs on", "port", "what it does")
+    rows = table("process", "engine", "runs on", "port", "what it does", title="Processes", **_TITLE)
     for worker in plan.workers:
         slot = worker.slot
-        table.add_row(
-            slot.name, worker.config.engine, _runs_on(worker), str(slot.kv_port), _does(worker, plan)
-        )
+        does = _does(worker, plan)
+        rows.add_row(slot.name, worker.config.engine, _runs_on(worker), str(slot.kv_port), does)
     for slot in plan.frontends:
         frontend = plan.config.frontend
         assert frontend is not None
@@ -116,8 +109,8 @@ def _processes(plan: Plan) -> Table:
             f"HTTP, {frontend.router} over decode workers; up to {frontend.max_waiting:,} requests wait, for up to "
             f"{frontend.max_wait:g} s"
         )
-        table.add_row(slot.name, "", "CPU", str(frontend.port), does)
-    return table
+        rows.add_row(slot.name, "", "CPU", str(frontend.port), does)
+    return rows
 
 
 def _runs_on(worker: PlannedWorker) -> str:
@@ -147,81 +140,59 @@ def _does(worker: PlannedWorker, plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> Table:
+    planned = [(worker.slot.name, worker.memory) for worker in plan.workers if worker.memory]
     numbers = ("weights", "activations", "fixed", "KV space", "KV/token", "KV tokens", "blocks", "requests")
-    table = _table(
-        "Memory of each rank in GiB, and the KV cache of each worker", "worker", *numbers, numbers=numbers
-    )
-    for worker in plan.workers:
-        if worker.memory is not None:
-            table.add_row(worker.slot.name, *_memory_cells(worker.memory))
-    longest = ", ".join(sorted({f"{each.memory.max_model_len:,}" for each in plan.workers if each.memory}))
-    table.caption = (
+    title = "Memory of each rank in GiB, and the KV cache of each worker"
+    rows = table("worker", *numbers, numbers=numbers, title=title, caption_justify="left", **_TITLE)
+    for name, memory in planned:
+        rows.add_row(name, *_memory_cells(memory))
+    longest = ", ".join(sorted({f"{memory.max_model_len:,}" for _, memory in planned}))
+    rows.caption = (
         "activations: the peak of a step; fixed: CUDA, NCCL, CUDA graphs; requests: how many of "
         f"max-model-len ({longest}) fit at once"
     )
-    table.caption_justify = "left"
-    return table
+    return rows
 
 
 def _memory_cells(memory: Memory) -> Iterator[str]:
+    per_token = f"{memory.kv_per_token / 1024:,.4g} KiB"
     yield f"{memory.weights / GIB:.2f}"
     yield f"{memory.activations / GIB:.2f}" if memory.activations else "-"
     yield f"{memory.fixed / GIB:.2f}" if memory.fixed else "-"
     if memory.kv_space is None:
-        yield from ("?", _per_token(memory), "?", "?", "?")
+        yield from ("?", per_token, "?", "?", "?")
         return
-    yield f"{max(0, memory.kv_space) / GIB:.2f}"
-    yield _per_token(memory)
-    yield f"{memory.tokens:,}"
-    yield f"{memory.blocks:,} x {memory.block_size}"
-    yield f"{memory.max_concurrency:.1f}"
-
-
-def _per_token(memory: Memory) -> str:
-    return f"{memory.kv_per_token / 1024:,.4g} KiB"
+    yield from (f"{max(0, memory.kv_space) / GIB:.2f}", per_token, f"{memory.tokens:,}")
+    yield from (f"{memory.blocks:,} x {memory.block_size}", f"{memory.max_concurrency:.1f}")
 
 
 def _arguments(plan: Plan) -> Table:
-    """A row for each argument of a role; workers of one role have the same."""
-    table = _table("vLLM arguments", "role", "argument", "value", "from")
+    """A row for each argument of a role; workers of a role have the same."""
+    rows = table("role", "argument", "value", "from", title="vLLM arguments", **_TITLE)
+    first: dict[Role, PlannedWorker] = {}
     for worker in plan.workers:
-        if worker.slot.index != min(each.slot.index for each in plan.workers if _same_role(each, worker)):
-            continue
-        for name, value, origin in _rows(worker, _split(plan)):
-            table.add_row(worker.slot.role.value, name, str(value), origin)
-        table.add_section()
-    return table
+        first.setdefault(worker.slot.role, worker)
+    for role, worker in first.items():
+        for name, value, origin in _origins(worker, plan):
+            rows.add_row(role.value, name, str(value), origin)
+        rows.add_section()
+    return rows
 
 
-def _split(plan: Plan) -> bool:
-    """Whether KV moves between workers."""
-    return plan.config.prefill is not None
-
-
-def _same_role(one: PlannedWorker, other: PlannedWorker) -> bool:
-    return one.slot.role is other.slot.role
-
-
-def _rows(worker: PlannedWorker, split: bool) -> Iterator[tuple[str, object, str]]:
-    for name, value in sorted(worker.config.engine_args.items()):
+def _origins(worker: PlannedWorker, plan: Plan) -> Iterator[tuple[str, object, str]]:
+    """Arguments and environment of a worker: name, value, and where it is from."""
+    config, role = worker.config, worker.slot.role
+    for name, value in sorted(config.engine_args.items()):
         shown = "…" if name in _SECRET else value
         shown = json.dumps(shown) if isinstance(shown, dict | list | bool) else shown
-        yield name, shown, worker.config.origins.get(name, "pdserve")
-    if worker.config.engine == "vllm":
-        for name, text in _set_by_graph(worker.slot.role, split).items():
-            yield name, text, "pdserve (graph)"
+        yield name, shown, config.origins.get(name, "pdserve")
+    if config.engine == "vllm" and role is Role.DECODE:
+        yield "kv-events-config", "own socket, for prefix hits", "pdserve (graph)"
+    if config.engine == "vllm" and plan.config.prefill is not None:  # KV moves between workers
+        kv_role = "kv_producer" if role is Role.PREFILL else "kv_consumer"
+        yield "kv-transfer-config", f"NIXL, {kv_role}, recompute", "pdserve (graph)"
     for name, text in worker.slot.env.items():
         yield name, text, "pdserve (environment)"
-
-
-def _set_by_graph(role: Role, split: bool) -> dict[str, str]:
-    """The arguments that pdserve itself gives a vLLM engine beside the model and its name, in words. `split`: KV moves
-    between workers."""
-    found = {"kv-events-config": "own socket, for prefix hits"} if role is Role.DECODE else {}
-    if split:
-        kv_role = "kv_producer" if role is Role.PREFILL else "kv_consumer"
-        found["kv-transfer-config"] = f"NIXL, {kv_role}, recompute"
-    return found
 
 
 def _sentences(plan: Plan) -> Iterator[Text]:
