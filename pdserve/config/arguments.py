@@ -1,14 +1,15 @@
-"""vLLM's own argument list, without importing vLLM (which takes seconds): names, kinds and choices from a
-file beside this one that `python -m tools.vllm_arguments` writes. A test asserts that it equals the
-installed vLLM's."""
+"""vLLM's own argument list, without importing vLLM (which takes seconds): names, kinds and choices from the JSON file
+beside this module. `python -m tools.vllm_arguments` writes it, and a test asserts that it equals the installed vLLM's.
+"""
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
+
+import msgspec
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -16,16 +17,14 @@ N = TypeVar("N", int, float)
 PATH = Path(__file__).with_name("vllm_arguments.json")
 
 
-@dataclass(frozen=True)
-class Argument:
+class Argument(msgspec.Struct, frozen=True):
     name: str
     """kebab-case, without dashes in front"""
     kind: str
-    """flag (no --no- form), bool, int, human-int (also 16k), human-int-or-auto, float, str, json,
-    json-or-str, choice"""
+    """flag (no --no- form), bool, int, human-int (also 16k), human-int-or-auto, float, str, json, json-or-str or
+    choice"""
     group: str
-    """`engine`, `api` (templates, parsers and answers of the OpenAI API) or `server` (vLLM's own HTTP
-    server)"""
+    """`engine`, `api` (templates, parsers and answers of the OpenAI API) or `server` (vLLM's own HTTP server)"""
     many: bool = False
     """takes a list of values"""
     choices: tuple[str | int, ...] = ()
@@ -34,7 +33,10 @@ class Argument:
     """None also where the default is an object"""
 
 
-# Counts that vLLM's parser lets through and its engine refuses a minute later.
+class _ArgumentFile(msgspec.Struct):
+    arguments: list[Argument]
+
+
 _AT_LEAST_ONE = {
     "block-size",
     "max-model-len",
@@ -44,6 +46,7 @@ _AT_LEAST_ONE = {
     "prefill-context-parallel-size",
     "tensor-parallel-size",
 }
+"""counts that vLLM's parser lets through and its engine refuses a minute later"""
 _SHARES = {"gpu-memory-utilization"}
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -76,13 +79,8 @@ _REFUSED = {
 @cache
 def arguments() -> Mapping[str, Argument]:
     """All of them by name."""
-    rows = json.loads(PATH.read_text("utf-8"))["arguments"]
-    return {row["name"]: _argument(row) for row in rows}
-
-
-def _argument(row: dict[str, Any]) -> Argument:
-    row |= {key: tuple(row.get(key, ())) for key in ("choices", "aliases")}
-    return Argument(**row)
+    found = msgspec.json.decode(PATH.read_bytes(), type=_ArgumentFile).arguments
+    return {argument.name: argument for argument in found}
 
 
 @cache
@@ -90,19 +88,19 @@ def canonical(name: str) -> str | None:
     """vLLM's first name for an argument or one of its aliases; None where it has no such argument."""
     if name in arguments():
         return name
-    return next((each.name for each in arguments().values() if name in each.aliases), None)
+    return next((known.name for known in arguments().values() if name in known.aliases), None)
 
 
 def parse(name: str, value: object) -> object:
-    """`value` as vLLM will understand it: 16k as a number, JSON text as a mapping. `name` is canonical.
-    Raises ValueError saying what it must be, as the end of a sentence that begins with the key."""
+    """The value as vLLM will understand it: 16k as a number, JSON text as a mapping. `name` is canonical. Raises
+    ValueError saying what it must be, as the end of a sentence that begins with the key."""
     argument = arguments()[name]
     if value is None:
         raise ValueError("has no value: give it one or remove the line.")
     if not argument.many:
         return _parse_one(argument, value)
     values = value if isinstance(value, list) else [value]
-    return [_parse_one(argument, each) for each in values]
+    return [_parse_one(argument, item) for item in values]
 
 
 def refusal(name: str) -> str | None:
@@ -123,7 +121,7 @@ def for_engine(args: Mapping[str, object]) -> dict[str, object]:
 
 
 def to_argv(args: Mapping[str, object]) -> list[str]:
-    """The arguments as vLLM's parser takes them."""
+    """The arguments as words of a command line."""
     argv: list[str] = []
     for name, value in args.items():
         if isinstance(value, bool) and arguments()[name].kind in ("bool", "flag"):
@@ -193,9 +191,8 @@ def _json(value: object) -> object:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise ValueError(
-            f"is not JSON ({error}): write it as a YAML mapping or as JSON in quotes."
-        ) from error
+        text = f"is not JSON ({error}): write it as a YAML mapping or as JSON in quotes."
+        raise ValueError(text) from error
 
 
 def _choice(argument: Argument, value: object) -> object:

@@ -7,7 +7,7 @@ PDSERVE_ETCD, PDSERVE_STATE_DIR.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from pdserve.config.schema import (
     etcd_address,
     nats_url,
 )
-from pdserve.config.sections import KINDS, SectionReader
+from pdserve.config.sections import KINDS, SectionRead, SectionReader
 from pdserve.config.tree import Entry, Findings, or_nearest, read_tree
 
 W = TypeVar("W", bound=WorkerConfig)
@@ -59,40 +59,30 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     sections = SectionReader(tree, findings)
     graph = sections.read("Graph", GraphSection)
     frontend = sections.read("Frontend", FrontendSection)
-    processor, asked = sections.read_with_arguments("Processor", ProcessorSection)
-    decode, decode_args = sections.read_with_arguments("VllmWorker", DecodeSection)
-    prefill, prefill_args = sections.read_with_arguments("PrefillWorker", WorkerSection)
+    processor = sections.read("Processor", ProcessorSection)
+    decode = sections.read("VllmWorker", DecodeSection)
+    prefill = sections.read("PrefillWorker", WorkerSection)
     sections.check_common()
 
-    model = _model(tree, {"VllmWorker": decode_args, "PrefillWorker": prefill_args}, findings)
-    _check_answers(prefill_args, findings)
-    if "VllmWorker" in tree:
-        decode_args |= _from_processor(asked, decode_args, findings)
-    else:
-        _from_processor(asked, prefill_args, findings)
-    _check_split(tree, decode, sections, findings)
-    if "VllmWorker" in tree and "PrefillWorker" in tree:
-        _compare_workers(decode_args, prefill_args, findings)
-    decode_config = DecodeConfig(**vars(decode), **_engine(decode_args))
-    prefill_config = PrefillConfig(**vars(prefill), **_engine(prefill_args))
-    decode_config = _with_gpus(decode_config, sections.own["VllmWorker"], findings)
-    prefill_config = _with_gpus(prefill_config, sections.own["PrefillWorker"], findings)
-    graph = _with_places(graph, env, findings)
-    if endpoint := sections.own["Frontend"].get("endpoint"):
-        findings.note(endpoint, " has no meaning here: the frontend finds its workers in etcd.")
+    model = _model((decode, prefill), findings)
+    _check_split(decode, prefill, findings)
+    _check_prefill(prefill.args, findings)
+    _follow_processor(processor.args, decode.args if decode.entry else dict(prefill.args), findings)
+    if decode.entry and prefill.entry:
+        _compare_workers(decode.args, prefill.args, findings)
+    places = _with_places(graph.values, env, findings)
+    frontend_config = _frontend(frontend, processor.values, findings)
+    decode_config = _worker(DecodeConfig, decode, findings)
+    prefill_config = _worker(PrefillConfig, prefill, findings)
     findings.raise_if_any()
-
-    processes = {"processes": max(frontend.processes, processor.processes)}
     return Config(
-        **vars(graph),
+        **vars(places),
         path=path,
         model=resolve_model(model, path.parent),
-        served_model_name=frontend.served_model_name or Path(model).name,
-        frontend=FrontendConfig(**vars(frontend) | vars(processor) | processes)
-        if "Frontend" in tree
-        else None,
-        decode=decode_config if "VllmWorker" in tree else None,
-        prefill=prefill_config if "PrefillWorker" in tree else None,
+        served_model_name=frontend.values.served_model_name or Path(model).name,
+        frontend=frontend_config,
+        decode=decode_config,
+        prefill=prefill_config,
         notes=tuple(findings.notes),
     )
 
@@ -104,63 +94,56 @@ def _check_names(tree: Mapping[str, Entry], findings: Findings) -> None:
             findings.problem(entry, f"is not a section: {hint}")
 
 
-def _model(tree: Mapping[str, Entry], workers: Mapping[str, Arguments], findings: Findings) -> str:
+def _model(workers: Iterable[SectionRead[Any]], findings: Findings) -> str:
     """The model of the workers as the file has it; empty where it has none."""
     models = []
-    for section, args in workers.items():
-        if section not in tree:
+    for worker in workers:
+        if worker.entry is None:
             continue
-        if "model" not in args:
-            text = (
-                "has no model: set it in Common (demo, a folder or a hub id) and list it in common-configs."
-            )
-            findings.problem(tree[section], text)
+        if (model := worker.args.get("model")) is None:
+            text = "set it in Common (demo, a folder or a hub id) and list it in common-configs."
+            findings.problem(worker.entry, f"has no model: {text}")
             continue
-        models.append(str(args["model"].value))
+        models.append(str(model.value))
         try:
             resolve_model(models[-1], findings.path.parent)
         except ValueError as error:
-            findings.problem(args["model"], str(error))
+            findings.problem(model, str(error))
     return models[0] if models else ""
 
 
-def _check_answers(prefill: Arguments, findings: Findings) -> None:
-    for name, entry in prefill.items():
+def _check_split(
+    decode: SectionRead[DecodeSection], prefill: SectionRead[WorkerSection], findings: Findings
+) -> None:
+    """Prefill workers are there exactly where decode workers send prompts to them."""
+    remote = decode.own.get("remote-prefill")
+    if not decode.entry and not prefill.entry:
+        findings.whole("there is no VllmWorker section: add one, as in configs/local.yaml.")
+    if remote and decode.values.remote_prefill and not prefill.entry:
+        text = "is true, but there is no PrefillWorker section: add one, or set it to false."
+        findings.problem(remote, text)
+    if decode.entry and prefill.entry and (remote is None or remote.value is False):
+        text = "would never get work: set remote-prefill: true in VllmWorker, or remove this section."
+        findings.problem(prefill.entry, text)
+
+
+def _check_prefill(args: Arguments, findings: Findings) -> None:
+    for name, entry in args.items():
         if arguments()[name].group == "api":
-            findings.problem(
-                entry, "shapes answers, which prefill workers do not give: move it to Processor."
-            )
+            text = "shapes answers, which prefill workers do not give: move it to Processor."
+            findings.problem(entry, text)
 
 
-def _from_processor(processor: Arguments, worker: Arguments, findings: Findings) -> Arguments:
-    """The Processor's templates and parsers, which travel in the worker's model card. Whatever else a Processor says
-    must be what its worker says too."""
-    found = {}
+def _follow_processor(processor: Arguments, worker: Arguments, findings: Findings) -> None:
+    """Give the worker the Processor's templates and parsers, which travel in its model card. Whatever else a Processor
+    says must be what its worker says too."""
     for name, entry in processor.items():
         if arguments()[name].group == "api" and name not in worker:
-            found[name] = entry
+            worker[name] = entry
         elif _effective(worker, name) != entry.value:
             other = f"says {_said(worker[name].value)}" if name in worker else "does not say so"
             text = f"the worker {other}: the processor follows its workers; set it there."
             findings.problem(entry, f"is {_said(entry.value)}, but {text}")
-    return found
-
-
-def _check_split(
-    tree: Mapping[str, Entry], decode: DecodeSection, sections: SectionReader, findings: Findings
-) -> None:
-    """Prefill workers exist exactly where decode workers send prompts to them."""
-    remote = sections.own["VllmWorker"].get("remote-prefill")
-    if "VllmWorker" not in tree:
-        if "PrefillWorker" not in tree:
-            findings.whole("there is no VllmWorker section: add one, as in configs/local.yaml.")
-    elif "PrefillWorker" not in tree:
-        if remote and decode.remote_prefill:
-            text = "is true, but there is no PrefillWorker section: add one, or set it to false."
-            findings.problem(remote, text)
-    elif not decode.remote_prefill and (remote is None or remote.value is False):
-        text = "would never get work: set remote-prefill: true in VllmWorker, or remove this section."
-        findings.problem(tree["PrefillWorker"], text)
 
 
 def _compare_workers(decode: Arguments, prefill: Arguments, findings: Findings) -> None:
@@ -184,16 +167,30 @@ def _said(value: object) -> str:
     return "vLLM's default" if value is None else str(value)
 
 
-def _engine(args: Arguments) -> dict[str, Any]:
+def _frontend(
+    section: SectionRead[FrontendSection], processor: ProcessorSection, findings: Findings
+) -> FrontendConfig | None:
+    if section.entry is None:
+        return None
+    if endpoint := section.own.get("endpoint"):
+        findings.note(endpoint, " has no meaning here: the frontend finds its workers in etcd.")
+    keys = vars(section.values) | vars(processor)
+    return FrontendConfig(**keys | {"processes": max(section.values.processes, processor.processes)})
+
+
+def _worker(kind: type[W], section: SectionRead[Any], findings: Findings) -> W | None:
     """The model is the graph's, not an argument of its engines."""
-    kept = {name: entry for name, entry in args.items() if name != "model"}
-    return {
-        "engine_args": {name: entry.value for name, entry in kept.items()},
-        "origins": {name: entry.section for name, entry in kept.items()},
-    }
+    if section.entry is None:
+        return None
+    args = {name: entry for name, entry in section.args.items() if name != "model"}
+    values = {name: entry.value for name, entry in args.items()}
+    origins = {name: entry.section for name, entry in args.items()}
+    worker = kind(**vars(section.values), engine_args=values, origins=origins)
+    _check_gpus(worker, section.own, findings)
+    return replace(worker, gpus=worker.ranks) if worker.gpus is None and worker.gpu_ids else worker
 
 
-def _with_gpus(worker: W, own: Mapping[str, Entry], findings: Findings) -> W:
+def _check_gpus(worker: WorkerConfig, own: Mapping[str, Entry], findings: Findings) -> None:
     """`gpu` and the engine's ranks must say the same: vLLM puts each rank on a GPU of its own."""
     ids, gpu = own.get("ServiceArgs.resources.gpu-ids"), own.get("ServiceArgs.resources.gpu")
     needed = worker.count * worker.ranks
@@ -202,13 +199,12 @@ def _with_gpus(worker: W, own: Mapping[str, Entry], findings: Findings) -> W:
         findings.problem(ids, f"{found}: name {needed}.")
     if gpu and worker.gpus == 0 and worker.gpu_ids:
         findings.problem(gpu, "is 0, but gpu-ids names GPUs: keep one of the two.")
-    elif gpu and worker.gpus and worker.engine == "vllm" and worker.gpus != worker.ranks:
+    if gpu and worker.engine == "vllm" and worker.gpus not in (None, 0, worker.ranks):
         text = (
             f"is {worker.gpus}, but tensor-parallel-size x pipeline-parallel-size makes {worker.ranks}, one for "
             f"each GPU: set tensor-parallel-size: {worker.gpus} or gpu: {worker.ranks}."
         )
         findings.problem(gpu, text)
-    return replace(worker, gpus=worker.ranks) if worker.gpu_ids and not gpu else worker
 
 
 def _with_places(graph: GraphSection, env: Mapping[str, str], findings: Findings) -> GraphSection:

@@ -113,6 +113,8 @@ class Section:
     """Read from keys in kebab-case, those inside of a mapping with its name before them: `ServiceArgs.workers`."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", alias_generator=kebab)
+    takes_arguments: ClassVar[bool] = False
+    """vLLM's arguments may stand beside the section's own keys"""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class FrontendProcesses(Section):
 
 @dataclass(frozen=True)
 class ProcessorSection(FrontendProcesses):
+    takes_arguments: ClassVar[bool] = True
     common_configs: CommonKeys = ()
     """keys of `Common` that count in this section where it does not set them"""
     router: RouterPolicy = "round-robin"
@@ -174,6 +177,7 @@ class FrontendConfig(FrontendSection, ProcessorSection):
 class WorkerSection(Section):
     """What decode and prefill workers have in common."""
 
+    takes_arguments: ClassVar[bool] = True
     common_configs: CommonKeys = ()
     """keys of `Common` that count in this section where it does not set them"""
     engine: EngineKind = "vllm"

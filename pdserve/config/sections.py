@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -62,46 +62,39 @@ def must_be(rule: Mapping[str, Any]) -> str:
             return "anything"
 
 
+@dataclass(frozen=True)
+class SectionRead(Generic[S]):
+    """A section of the file."""
+
+    entry: Entry | None
+    """None where the file does not have it"""
+    values: S
+    """a key with a problem reads as its default, as does one that is not there"""
+    own: Mapping[str, Entry]
+    """where the section's own keys were written"""
+    args: dict[str, Entry]
+    """vLLM's arguments by canonical name, with their values as vLLM will understand them"""
+
+
 class SectionReader:
-    """Reads the sections of a tree. A key with a problem reads as its default, so that the problems of all keys are
-    found; loading fails at the end."""
+    """Reads the sections of a tree; problems go to `findings`, so that those of all keys are found."""
 
     def __init__(self, tree: Mapping[str, Entry], findings: Findings) -> None:
         self._tree = tree
         self._findings = findings
         self._common = self._children(tree.get("Common"))
         self._listed: set[str] = set()
-        self.own: dict[str, dict[str, Entry]] = {}
-        """where each section's own keys were written; empty for a section that is not there"""
 
-    def read(self, name: str, kind: type[S]) -> S:
-        """A section that has no keys but its own."""
-        section, others = self._read(name, kind)
-        for key, entry in others.items():
-            self._unknown(entry, key, name, _names(name))
-        return section
-
-    def read_with_arguments(self, name: str, kind: type[S]) -> tuple[S, dict[str, Entry]]:
-        """And the section's vLLM arguments by canonical name, their values as vLLM will understand them."""
-        section, others = self._read(name, kind)
-        found: dict[str, Entry] = {}
-        for key, entry in others.items():
-            argument = canonical(key)
-            if argument is None:
-                self._unknown(entry, key, name, _names(name), arguments())
-            elif argument == "kv-transfer-config":
-                self._check_connector(entry)
-            elif reason := refusal(argument):
-                self._findings.problem(entry, reason)
-            elif other := found.get(argument):
-                text = f"is the same vLLM argument as {other.path} in line {other.line}: keep one of the two."
-                self._findings.problem(entry, text)
-            else:
-                try:
-                    found[argument] = replace(entry, value=parse(argument, entry.value))
-                except ValueError as error:
-                    self._findings.problem(entry, str(error))
-        return section, found
+    def read(self, name: str, kind: type[S]) -> SectionRead[S]:
+        entries = dict(self._children(self._tree.get(name)))
+        if "common-configs" in rules(name) and "common-configs" in entries:
+            entries = self._from_common(entries["common-configs"]) | entries
+        own, others = self._split(entries, name)
+        args = self._arguments(others, name) if kind.takes_arguments else {}
+        if not kind.takes_arguments:
+            for key, entry in others.items():
+                self._unknown(entry, key, name, _names(name))
+        return SectionRead(self._tree.get(name), self._checked(own, name, kind), own, args)
 
     def check_common(self) -> None:
         """As in Dynamo, a key that no section lists has no effect: it was meant to have one."""
@@ -109,14 +102,6 @@ class SectionReader:
             if name not in self._listed:
                 text = f"has no effect: list {name} in the common-configs of a section, or remove it."
                 self._findings.problem(entry, text)
-
-    def _read(self, name: str, kind: type[S]) -> tuple[S, dict[str, Entry]]:
-        """The section's own keys, and the entries of all others."""
-        entries = dict(self._children(self._tree.get(name)))
-        if "common-configs" in rules(name) and "common-configs" in entries:
-            entries = self._from_common(entries["common-configs"]) | entries
-        self.own[name], others = self._split(entries, name)
-        return self._checked(name, kind), others
 
     def _children(self, entry: Entry | None) -> Mapping[str, Entry]:
         """None where there is no entry, or nothing under it; anything but a mapping is a problem."""
@@ -161,8 +146,8 @@ class SectionReader:
                     self._unknown(mistake, key, f"{section}.{inside[:-1]}", _names(section, inside))
         return own, others
 
-    def _checked(self, name: str, kind: type[S]) -> S:
-        own, adapter = self.own[name], TypeAdapter(kind)
+    def _checked(self, own: Mapping[str, Entry], name: str, kind: type[S]) -> S:
+        adapter = TypeAdapter(kind)
         values = {key: entry.value for key, entry in own.items()}
         try:
             return adapter.validate_python(values)
@@ -173,6 +158,26 @@ class SectionReader:
                 text = f"is {_shown(own[key].value)}, but must be {must_be(rules(name)[key])}."
                 self._findings.problem(own[key], str(problem.get("ctx", {}).get("error", text)))
             return adapter.validate_python(values)
+
+    def _arguments(self, entries: Mapping[str, Entry], section: str) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
+        for key, entry in entries.items():
+            name = canonical(key)
+            if name is None:
+                self._unknown(entry, key, section, _names(section), arguments())
+            elif name == "kv-transfer-config":
+                self._check_connector(entry)
+            elif reason := refusal(name):
+                self._findings.problem(entry, reason)
+            elif other := found.get(name):
+                text = f"is the same vLLM argument as {other.path} in line {other.line}: keep one of the two."
+                self._findings.problem(entry, text)
+            else:
+                try:
+                    found[name] = replace(entry, value=parse(name, entry.value))
+                except ValueError as error:
+                    self._findings.problem(entry, str(error))
+        return found
 
     def _unknown(
         self, entry: Entry, name: str, owner: str, own: Iterable[str], beside: Iterable[str] = ()
