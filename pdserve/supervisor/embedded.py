@@ -4,12 +4,10 @@ They listen on loopback, keep their data in `<state_dir>/{nats,etcd}` and log to
 """
 
 import asyncio
-import fcntl
 import importlib.metadata
 import importlib.util
 import json
 import logging
-import os
 import signal
 import time
 from abc import abstractmethod
@@ -21,6 +19,7 @@ from typing import IO, Self
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
+from pdserve.supervisor import state
 from pdserve.supervisor.child import Child
 from pdserve.supervisor.guardian import SERVERS, SERVERS_PATIENCE, Guardian
 from pdserve.supervisor.readiness import until_unhealthy
@@ -47,15 +46,11 @@ async def embedded_servers(
     """The URLs, by name, of the servers that the configuration leaves to us. They are kept running, on the same ports
     and data, for as long as it takes; the graph goes on without them meanwhile. On leaving they are stopped, etcd
     before NATS."""
-    kinds: list[type[EmbeddedServer]] = []
-    if config.nats is None:
-        kinds.append(EmbeddedNats)
-    if config.etcd is None:
-        kinds.append(EmbeddedEtcd)
+    configured = {EmbeddedNats: config.nats, EmbeddedEtcd: config.etcd}
     async with Owner() as tasks, AsyncExitStack() as stack:
         urls = {}
-        for kind in kinds:
-            server = kind(config.state_dir, guardian=guardian)
+        for kind in [kind for kind, address in configured.items() if address is None]:
+            server: EmbeddedServer = kind(config.state_dir, guardian=guardian)
             loop = RestartLoop(server, policy, _log_return, await server.start())
             tasks.start(forever(loop.run, server.name, until_done=True), server.name)
             stack.push_async_callback(loop.stop, SERVERS_PATIENCE)
@@ -77,7 +72,6 @@ class EmbeddedServer(Service):
     """
 
     name: str
-
     host = "127.0.0.1"
 
     def __init__(self, state_dir: Path, port: int = 0, guardian: Guardian | None = None) -> None:
@@ -159,9 +153,7 @@ class EmbeddedServer(Service):
                     parent_death=None if self._guardian else signal.SIGKILL,
                     pass_fds=(lock.fileno(),),
                 )
-                with suppress(OSError):  # a full disk: the pid is for the error text only
-                    os.truncate(lock.fileno(), 0)
-                    os.write(lock.fileno(), str(self.child.pid).encode())
+                state.note_holder(lock, self.child.pid)
         except OSError as error:
             raise ConfigError([f"{self.name} cannot be started on {self.state_dir}: {error}"]) from error
         return self.child
@@ -177,12 +169,9 @@ class EmbeddedServer(Service):
 
     def _check(self, lock: IO[str]) -> None:
         """Raises ConfigError where another process has the data or the port."""
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
+        if not state.try_lock(lock):
             problem = f"{self.data_dir} is in use by another {self.name} (pid {lock.read() or 'unknown'})"
-            raise ConfigError([f"{problem}: stop that one, or choose another state directory."]) from None
+            raise ConfigError([f"{problem}: stop that one, or choose another state directory."])
         if holder := port_holder(self.host, self.port):
             raise ConfigError([f"{self.name} needs {self.host}:{self.port}, but {holder} holds that port."])
 

@@ -46,9 +46,8 @@ def locked(state_dir: Path) -> Iterator[int]:
     where a guardian still stops the graph of a killed supervisor, wait for it."""
     waiting = False
     with _open_lock(state_dir) as lock:
-        while not _try_lock(lock):
-            lock.seek(0)
-            holder = lock.read().strip()
+        while not try_lock(lock):
+            holder = lock.read()
             if not holder.isdecimal() or alive(int(holder)):
                 raise ConfigError(
                     [
@@ -64,13 +63,28 @@ def locked(state_dir: Path) -> Iterator[int]:
                 )
             waiting = True
             time.sleep(0.1)
-        with contextlib.suppress(OSError):  # for the error text only; the lock holds without it
-            os.truncate(lock.fileno(), 0)
-            os.write(lock.fileno(), str(os.getpid()).encode())
+        note_holder(lock, os.getpid())
         try:
             yield lock.fileno()
         finally:
             (state_dir / _RECORD).unlink(missing_ok=True)
+
+
+def try_lock(lock: IO[str]) -> bool:
+    """Lock an open file; when another process holds it, what that has noted can be read from the file."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        return False
+    return True
+
+
+def note_holder(lock: IO[str], pid: int) -> None:
+    """For error texts only; the lock holds without it, on a full disk for example."""
+    with contextlib.suppress(OSError):
+        os.truncate(lock.fileno(), 0)
+        os.write(lock.fileno(), str(pid).encode())
 
 
 @contextlib.contextmanager
@@ -117,14 +131,6 @@ def _unusable(state_dir: Path, error: OSError) -> ConfigError:
     return ConfigError(
         [f"The state directory {state_dir} cannot be written: {error.strerror or error} (Graph: state-dir)."]
     )
-
-
-def _try_lock(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def write(state_dir: Path, graph: GraphRecord) -> None:
