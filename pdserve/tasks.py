@@ -74,9 +74,9 @@ class Owner:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._tasks.difference_update(tasks)
 
-    def forever(self, work: Work, name: str) -> asyncio.Task[None]:
-        """Keep `work` running, restarted whenever it ends."""
-        return self.start(forever(work, name), name)
+    def forever(self, work: Work, name: str, *, again_after: float | None = None) -> asyncio.Task[None]:
+        """Keep `work` running, restarted whenever it ends; `again_after` as of `forever`."""
+        return self.start(forever(work, name, again_after=again_after), name)
 
     def start(
         self,
@@ -100,9 +100,14 @@ class Owner:
         return task
 
 
-async def forever(work: Work, name: str, *, until_done: bool = False) -> None:
+async def forever(
+    work: Work, name: str, *, until_done: bool = False, again_after: float | None = None
+) -> None:
     """Run `work` again and again, with a back-off, until cancelled (or, with `until_done`, until it returns). Each
-    distinct failure is logged once, all are counted. EngineDead is raised: the process has to end."""
+    distinct failure is logged once, all are counted. EngineDead is raised: the process has to end.
+
+    With `again_after` to return is no failure: `work` is the life of one connection, and so many seconds later
+    the next one begins."""
     seen: set[str] = set()
     pause = FIRST_PAUSE
     while True:
@@ -111,9 +116,13 @@ async def forever(work: Work, name: str, *, until_done: bool = False) -> None:
             await work()
             if until_done:
                 return
-            _ended_unasked(name)
+            if again_after is None:
+                _ended_unasked(name)
+            pause = FIRST_PAUSE
+            await asyncio.sleep(again_after)
+            continue
         except asyncio.CancelledError as error:
-            if _asked_to_stop():
+            if asked_to_stop():
                 raise
             failure: BaseException = error  # a library's, and nobody cancelled this task
         except EngineDead:
@@ -137,7 +146,7 @@ async def unending(work: Awaitable[None], name: str) -> None:
     try:
         await work
     except asyncio.CancelledError:
-        if _asked_to_stop():
+        if asked_to_stop():
             raise
     _ended_unasked(name)
 
@@ -146,7 +155,7 @@ def _ended_unasked(name: str) -> NoReturn:
     raise RuntimeError(f"{name} ended by itself")
 
 
-def _asked_to_stop() -> bool:
+def asked_to_stop() -> bool:
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 

@@ -99,7 +99,7 @@ AWAITED_TASKS = {
     "engine/vllm/process.py": 1,
     "frontend/app.py": 2,
     "queue/jetstream/connection.py": 1,
-    "registry/etcd_session.py": 3,
+    "registry/etcd.py": 3,
     "supervisor/child.py": 1,
     "supervisor/restarts.py": 1,
     "process/liveness.py": 1,

@@ -14,8 +14,7 @@ from pdserve.observe.metrics import TASK_FAILURES
 from pdserve.queue.jetstream import connection
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.setup import Limits
-from pdserve.registry.etcd import EtcdRegistry
-from pdserve.registry.etcd_session import Session
+from pdserve.registry.etcd import EtcdRegistry, EtcdSession
 from pdserve.registry.view import RegistryView
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
@@ -157,7 +156,7 @@ async def test_the_lease_is_kept_by_a_new_session(
     etcd_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = failures("etcd session")
-    monkeypatch.setattr(Session, "keep_alive", failing_once(Session.keep_alive))
+    monkeypatch.setattr(EtcdSession, "keep_alive", failing_once(EtcdSession.keep_alive))
     async with EtcdRegistry(etcd_url, namespace, ttl=2) as registry:
         await until(lambda: failures("etcd session") == before + 1)
         await until(lambda: registry.connected)

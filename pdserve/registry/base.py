@@ -1,15 +1,15 @@
-"""The registry seam: who is there, which models are served, and the live settings.
+"""The registry seam: which processes live, which models are served, and the live settings.
 
 Keys are paths relative to the namespace: `instances/<role>/<id>`, `models/<name>/<instance id>`,
 `settings/<key>`, `slots/<host>/<name>`. Values are bytes (JSON by convention). Everything put with `leased=True`
 vanishes when this process does.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+
+from pdserve.tasks import Lifetime
 
 
 @dataclass(frozen=True)
@@ -20,26 +20,18 @@ class Change:
     value: bytes | None
 
 
-class Registry(ABC):
-    """One process's connection. Entering it takes the lease, leaving it revokes the lease.
+class Registry(Lifetime):
+    """One process's connection. Entering it takes the lease, leaving it revokes the lease. Entering raises
+    RegistryUnavailable when no server answers within a few seconds, unless it is `patient`.
 
     Outages: while the server is away, `put` and `delete` of leased keys are remembered and carried out when
     it is back (the last one for a key wins), and watches stay open and silent: the last known state stands.
     After an outage the lease is taken anew, all leased keys are written again, and every watch yields what
-    differs, deletions included. Nothing restarts and nobody has to notice, but `connected` tells.
+    differs, deletions included. Nothing restarts and no caller has to notice, but `connected` tells.
     """
 
     patient: bool = False
     """Entering waits for a server for as long as it takes, and says so; so does the first read of a RegistryView."""
-
-    @abstractmethod
-    async def __aenter__(self) -> Self:
-        """Raises RegistryUnavailable when no server answers within a few seconds, unless it is `patient`."""
-
-    @abstractmethod
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
     @property
     @abstractmethod
@@ -59,8 +51,19 @@ class Registry(ABC):
 
     @abstractmethod
     def watch(self, prefix: str) -> AsyncIterator[list[Change]]:
-        """First one list with all present keys (maybe empty), then lists of changes in the server's order.
+        """First one list with all present keys (maybe empty), then lists of changes in the server's order. Never ends
+        by itself; a change is never lost, but several changes of one key may be yielded as the last one."""
 
-        Never ends by itself; a change is never lost, but several changes of one key may be yielded as the
-        last one.
-        """
+
+def difference(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> list[Change]:
+    """The changes that turn `old` into `new`, deletions first: what is gone must not be used a moment longer."""
+    gone = [Change(key, None) for key in old if key not in new]
+    return gone + [Change(key, value) for key, value in new.items() if old.get(key) != value]
+
+
+def apply(changes: Iterable[Change], state: MutableMapping[str, bytes]) -> None:
+    for change in changes:
+        if change.value is None:
+            state.pop(change.key, None)
+        else:
+            state[change.key] = change.value

@@ -1,23 +1,30 @@
-"""The registry on etcd.
+"""The registry on etcd: the only place that imports aetcd.
 
-A Session is one connection with one lease. When anything about it fails, or the server is silent, the
-session is over and a new one is made: lease, then all keys again. There is no other way to recover, hence
-none to get wrong.
+An EtcdSession is one connection with one lease. When anything about it fails, or the server is silent, the session is
+over and a new one is made: lease, then all keys again. There is no other way to recover, hence none to get wrong.
+
+Of aetcd we use the channel, the stubs and the message types. Its own watcher loses compaction errors and
+deadlocks when its stream breaks, so watches and keep-alives here are gRPC streams of their own.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import suppress
+import os
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, suppress
 from itertools import cycle
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 from pdserve.errors import ConfigError, RegistryUnavailable
-from pdserve.registry.base import Change, Registry
-from pdserve.registry.diff import apply, difference
-from pdserve.registry.etcd_session import Lost, Session
-from pdserve.tasks import Owner
+from pdserve.registry.base import Change, Registry, apply, difference
+from pdserve.tasks import Owner, asked_to_stop
+
+# gRPC's fork handlers only get in the way of a supervisor that starts processes
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+import aetcd
+import aetcd.rpc as rpc
+from aetcd.utils import prefix_range_end
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +35,118 @@ SAY_AFTER = 1.0
 SETTLE = 2.0
 """seconds that others get to register again after an outage before they count as gone"""
 RETRY = 0.3
+CALL_TIMEOUT = 2.0
+_CHANNEL = {
+    "grpc.max_receive_message_length": -1,
+    "grpc.enable_http_proxy": 0,
+    # a channel of one session must not inherit the back-off of the session that failed before it
+    "grpc.use_local_subchannel_pool": 1,
+}
+
+
+class SessionLost(Exception):
+    """The session, or the watch that raised it, cannot be used any more."""
+
+
+class EtcdSession:
+    """One channel and one lease. Every method raises SessionLost, after which the session is over."""
+
+    def __init__(self, endpoint: tuple[str, int], ttl: int) -> None:
+        self.target = "{}:{}".format(*endpoint)
+        self.lost = asyncio.Event()
+        self._ttl = ttl
+        self._lease = 0
+        self._reason = ""
+        self._client = aetcd.Client(*endpoint, timeout=CALL_TIMEOUT, options=_CHANNEL)
+
+    async def open(self) -> None:
+        self._lease = (await self._call(self._client.lease(self._ttl))).id
+
+    async def close(self) -> None:
+        self.lost.set()
+        await self._client.close()
+
+    async def revoke(self) -> None:
+        await self._call(self._client.revoke_lease(self._lease))
+
+    async def put(self, key: str, value: bytes, *, leased: bool) -> None:
+        await self._call(self._client.put(key.encode(), value, lease=self._lease if leased else None))
+
+    async def delete(self, key: str) -> None:
+        await self._call(self._client.delete(key.encode()))
+
+    async def read(self, root: str, prefix: str) -> tuple[dict[str, bytes], int]:
+        """Keys without the root, and the revision at which they were read."""
+        found = await self._call(self._client.get_prefix((root + prefix).encode()))
+        values = {_name(root, kv.key): kv.value for kv in found.kvs}
+        return values, found.header.revision
+
+    async def keep_alive(self) -> None:
+        """Ends only with SessionLost.
+
+        A read is always waiting on the stream, so that a broken connection is noticed at once; a server that
+        hangs is noticed by its missing answer.
+        """
+        call = self._client.leasestub.LeaseKeepAlive()
+        failed = asyncio.create_task(self.lost.wait())
+        answer = asyncio.create_task(self._call(call.read()))
+        try:
+            while True:
+                await self._call(call.write(rpc.LeaseKeepAliveRequest(ID=self._lease)))
+                await asyncio.wait(
+                    {answer, failed}, timeout=CALL_TIMEOUT, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not answer.done():
+                    raise self._fail(f"no answer within {CALL_TIMEOUT:g} s")
+                if getattr(answer.result(), "TTL", 0) <= 0:
+                    raise self._fail("the lease has run out")
+                answer = asyncio.create_task(self._call(call.read()))
+                await asyncio.wait(
+                    {answer, failed}, timeout=self._ttl / 3, return_when=asyncio.FIRST_COMPLETED
+                )
+                if answer.done() or failed.done():
+                    raise self._fail("the connection broke")
+        finally:
+            call.cancel()
+            for task in (answer, failed):
+                task.cancel()
+            await asyncio.gather(answer, failed, return_exceptions=True)
+
+    async def watch(self, root: str, prefix: str, revision: int) -> AsyncIterator[list[Change]]:
+        """Raises SessionLost also where only this watch is over (compacted, cancelled by the server)."""
+        if self.lost.is_set():  # closed, it has no channel any more
+            raise self._fail("the session was closed")
+        start = (root + prefix).encode()
+        create = rpc.WatchCreateRequest(key=start, range_end=prefix_range_end(start), start_revision=revision)
+        call = rpc.WatchStub(self._client.channel).Watch()
+        try:
+            await self._call(call.write(rpc.WatchRequest(create_request=create)))
+            while True:
+                response = await self._call(call.read())
+                if not isinstance(response, rpc.WatchResponse):
+                    raise SessionLost("the server ended the watch")
+                if response.canceled or response.compact_revision:
+                    raise SessionLost(f"the server ended the watch: {response.cancel_reason or 'compacted'}")
+                if changes := [_change(root, event) for event in response.events]:
+                    yield changes
+        finally:
+            call.cancel()
+
+    async def _call(self, call: Awaitable[Any]) -> Any:
+        try:
+            return await call
+        except (aetcd.ClientError, rpc.AioRpcError, rpc.BaseError, asyncio.InvalidStateError) as error:
+            raise self._fail(_say(error)) from error
+        except asyncio.CancelledError:
+            # grpc.aio also says so when the channel is closed under a call; then nobody cancelled this task
+            if self.lost.is_set() and not asked_to_stop():
+                raise self._fail("the session was closed") from None
+            raise
+
+    def _fail(self, reason: str) -> SessionLost:
+        self._reason = self._reason or reason
+        self.lost.set()
+        return SessionLost(f"{self.target}: {self._reason}")
 
 
 def connect(etcd: str, namespace: str, patient: bool = False) -> "EtcdRegistry":
@@ -44,18 +163,22 @@ class EtcdRegistry(Registry):
         self._leased: dict[str, bytes] = {}
         self._deleted: set[str] = set()
         self._writing = asyncio.Lock()
-        self._session: Session | None = None
+        self._session: EtcdSession | None = None
         self._session_made = asyncio.Condition()
-        self._tasks = Owner()
 
-    async def __aenter__(self) -> Self:
-        self._tasks.forever(self._keep, "etcd session")
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
         try:
-            await self._first_session()
-        except BaseException:
-            await self.__aexit__(None, None, None)
-            raise
-        return self
+            async with Owner() as tasks:
+                tasks.forever(self._keep_session, "etcd session", again_after=0)
+                await self._first_session()
+                yield
+        finally:
+            if self._session is not None:
+                with suppress(SessionLost):
+                    await self._session.revoke()
+                await self._session.close()
+                self._session = None
 
     async def _first_session(self) -> None:
         try:
@@ -66,16 +189,6 @@ class EtcdRegistry(Registry):
                 raise RegistryUnavailable(f"no etcd answers at {self._address}") from None
             log.warning("no etcd answers at %s; waiting for it", self._address)
             await self._live_session()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._tasks.stop()
-        if self._session is not None:
-            with suppress(Lost):
-                await self._session.revoke()
-            await self._session.close()
-            self._session = None
 
     @property
     def connected(self) -> bool:
@@ -90,7 +203,7 @@ class EtcdRegistry(Registry):
                 self._deleted.discard(key)
             try:
                 await self._now().put(self._root + key, value, leased=leased)
-            except Lost as error:
+            except SessionLost as error:
                 if not leased:
                     raise RegistryUnavailable(str(error)) from error
 
@@ -99,7 +212,7 @@ class EtcdRegistry(Registry):
             ours = self._leased.pop(key, None) is not None
             try:
                 await self._now().delete(self._root + key)
-            except Lost as error:
+            except SessionLost as error:
                 if not ours:
                     raise RegistryUnavailable(str(error)) from error
                 self._deleted.add(key)
@@ -107,40 +220,39 @@ class EtcdRegistry(Registry):
     async def read(self, prefix: str) -> dict[str, bytes]:
         try:
             return (await self._now().read(self._root, prefix))[0]
-        except Lost as error:
+        except SessionLost as error:
             raise RegistryUnavailable(str(error)) from error
 
-    def _now(self) -> Session:
+    def _now(self) -> EtcdSession:
         if self._session is None or self._session.lost.is_set():
-            raise Lost(f"etcd at {self._address} is away")
+            raise SessionLost(f"etcd at {self._address} is away")
         return self._session
 
     # sessions
 
-    async def _keep(self) -> None:
-        """Owns the session: makes it, keeps its lease alive, replaces it."""
-        while True:
-            session = Session(next(self._endpoints), self._ttl)
-            try:
-                await session.open()
-                await self._register(session)
-                await session.keep_alive()
-            except Lost as error:
-                worked = self._session is session
-                await self._end(session)
-                if worked:
-                    log.warning("etcd is away (%s); the last known topology stands", error)
-                else:
-                    await asyncio.sleep(RETRY)
-            except Exception:
-                await self._end(session)
-                raise
+    async def _keep_session(self) -> None:
+        """The life of one session: make it, and keep its lease alive until it is lost."""
+        session = EtcdSession(next(self._endpoints), self._ttl)
+        try:
+            await session.open()
+            await self._register(session)
+            await session.keep_alive()
+        except SessionLost as error:
+            worked = self._session is session
+            await self._end(session)
+            if worked:
+                log.warning("etcd is away (%s); the last known topology stands", error)
+            else:
+                await asyncio.sleep(RETRY)
+        except Exception:
+            await self._end(session)
+            raise
 
-    async def _end(self, session: Session) -> None:
+    async def _end(self, session: EtcdSession) -> None:
         self._session = None
         await session.close()
 
-    async def _register(self, session: Session) -> None:
+    async def _register(self, session: EtcdSession) -> None:
         """Everything that is to be there, under the new lease. What an earlier lease of ours still holds
         beyond that runs out with it."""
         async with self._writing:
@@ -154,7 +266,7 @@ class EtcdRegistry(Registry):
         async with self._session_made:
             self._session_made.notify_all()
 
-    async def _live_session(self) -> Session:
+    async def _live_session(self) -> EtcdSession:
         async with self._session_made:
             await self._session_made.wait_for(lambda: self.connected)
         return self._now()
@@ -179,16 +291,30 @@ class EtcdRegistry(Registry):
                 async for changes in session.watch(self._root, prefix, revision + 1):
                     apply(changes, known)
                     yield changes
-            except Lost as error:
+            except SessionLost as error:
                 log.debug("watch of %s: %s; reading it anew", prefix or "all", error)
 
 
 def _endpoints(etcd: str) -> list[tuple[str, int]]:
     """`host:port,host:port`, each maybe with `http://` before it."""
     endpoints = []
-    for one in etcd.split(","):
-        host, colon, port = one.strip().removeprefix("http://").rstrip("/").rpartition(":")
+    for address in etcd.split(","):
+        host, colon, port = address.strip().removeprefix("http://").rstrip("/").rpartition(":")
         if not colon or not host or not port.isdecimal():
-            raise ConfigError([f"etcd: {one.strip()!r} is not host:port."])
+            raise ConfigError([f"etcd: {address.strip()!r} is not host:port."])
         endpoints.append((host, int(port)))
     return endpoints
+
+
+def _say(error: BaseException) -> str:
+    details = error.details() if isinstance(error, rpc.AioRpcError) else str(error)
+    return (details or type(error).__name__).partition("\n")[0]
+
+
+def _name(root: str, key: bytes) -> str:
+    """Without the root. Keys of ours are UTF-8; others must not end a watch."""
+    return key.decode(errors="replace").removeprefix(root)
+
+
+def _change(root: str, event: Any) -> Change:
+    return Change(_name(root, event.kv.key), None if event.type == rpc.Event.DELETE else event.kv.value)

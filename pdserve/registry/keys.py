@@ -6,16 +6,16 @@ INSTANCES = "instances/"
 CARDS = "models/"
 SETTINGS = "settings/"
 NEWCOMERS = "newcomers/"
-"""workers before they can serve: nobody but the workers that warm up with them looks here"""
+"""workers before they can serve: only the workers that warm up with them look here"""
 SLOTS = "slots/"
 
 
-def instance(one: Instance) -> str:
-    return f"{INSTANCES}{one.role.value}/{one.id}"
+def instance(process: Instance) -> str:
+    return f"{INSTANCES}{process.role.value}/{process.id}"
 
 
-def newcomer(one: Instance) -> str:
-    return f"{NEWCOMERS}{one.role.value}/{one.id}"
+def newcomer(worker: Instance) -> str:
+    return f"{NEWCOMERS}{worker.role.value}/{worker.id}"
 
 
 def card(model: str, instance_id: str) -> str:

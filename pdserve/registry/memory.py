@@ -3,19 +3,17 @@ acted out."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from types import TracebackType
-from typing import Self
+from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
 from pdserve.errors import RegistryUnavailable
-from pdserve.registry.base import Change, Registry
-from pdserve.registry.diff import difference
+from pdserve.registry.base import Change, Registry, difference
 
 _named: "WeakValueDictionary[str, MemoryServer]" = WeakValueDictionary()
 
 
 def connect(etcd: str, namespace: str, patient: bool = False) -> "MemoryRegistry":
-    """All who name the same address share a server, for as long as one of them keeps it: it is always there."""
+    """Registries of one address share a server, for as long as one of them keeps it: it is always there."""
     server = _named.get(etcd)
     if server is None:
         server = _named[etcd] = MemoryServer()
@@ -34,12 +32,12 @@ class MemoryServer:
         self._changed = asyncio.Condition()
 
     async def down(self) -> None:
-        """From here on nobody reaches it."""
+        """From here on it cannot be reached."""
         self.alive = False
         await self.tell()
 
     async def up(self, lose_data: bool = False) -> None:
-        """It is back, and all who live register again, as they do with a real one."""
+        """It is back, and all live processes register again, as they do with a real one."""
         self.alive = True
         if lose_data:
             self.data.clear()
@@ -93,17 +91,16 @@ class MemoryRegistry(Registry):
         self._leased: dict[str, bytes] = {}
         self._deleted: set[str] = set()
 
-    async def __aenter__(self) -> Self:
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
         if not self._server.alive:
             raise RegistryUnavailable("the server is down")
         self._server.clients.append(self)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self in self._server.clients:
-            await self._server.kill(self)
+        try:
+            yield
+        finally:
+            if self in self._server.clients:
+                await self._server.kill(self)
 
     @property
     def connected(self) -> bool:

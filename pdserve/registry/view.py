@@ -1,10 +1,10 @@
-"""A live, typed picture of the registry, for those who route, decide or report."""
+"""A live, typed picture of the registry, to route, decide and report by."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, MutableMapping
-from types import TracebackType
-from typing import Self, TypeVar
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from pdserve.errors import ProtocolError, RegistryUnavailable
 from pdserve.messages import (
@@ -18,7 +18,7 @@ from pdserve.messages import (
 )
 from pdserve.registry import keys
 from pdserve.registry.base import Change, Registry
-from pdserve.tasks import Owner
+from pdserve.tasks import Lifetime, Owner
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -26,13 +26,13 @@ T = TypeVar("T")
 FIRST_READ_WITHIN = 5.0
 
 
-class RegistryView:
+class RegistryView(Lifetime):
     """Follows the whole namespace. `async with RegistryView(registry)`, inside the registry's own `async with`,
     returns when all that is there has been read; raises RegistryUnavailable when that takes longer than a
     few seconds and the registry is not a patient one.
 
     During an outage it stands still. Values that cannot be decoded are logged and left out. The order of
-    instances and cards is that of their keys, so that everybody sees the same.
+    instances and cards is that of their keys, so that every process sees the same.
     """
 
     def __init__(self, registry: Registry) -> None:
@@ -44,36 +44,29 @@ class RegistryView:
         self._slots: dict[str, SlotState] = {}
         self._version = 0
         self._changed = asyncio.Condition()
-        self._tasks = Owner()
 
-    async def __aenter__(self) -> Self:
-        self._tasks.forever(self._follow, "registry view")
-        try:
-            async with asyncio.timeout(None if self._registry.patient else FIRST_READ_WITHIN):
-                await anext(self.changes())
-        except BaseException as error:
-            await self.__aexit__(None, None, None)
-            if isinstance(error, TimeoutError):
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        async with Owner() as tasks:
+            tasks.forever(self._follow, "registry view")
+            try:
+                async with asyncio.timeout(None if self._registry.patient else FIRST_READ_WITHIN):
+                    await anext(self.changes())
+            except TimeoutError:
                 raise RegistryUnavailable("the registry could not be read") from None
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._tasks.stop()
+            yield
 
     def instances(self, role: Role | None = None, model: str | None = None) -> list[Instance]:
         """Live instances, also draining ones; a frontend has model ''."""
         return [
-            one
-            for _, one in sorted(self._instances.items())
-            if (role is None or one.role == role) and (model is None or one.model == model)
+            instance
+            for _, instance in sorted(self._instances.items())
+            if (role is None or instance.role == role) and (model is None or instance.model == model)
         ]
 
     def newcomers(self, role: Role, model: str) -> list[Instance]:
         """Workers that have not announced themselves yet; they warm up with each other."""
-        found = [one for _, one in sorted(self._newcomers.items())]
+        found = [worker for _, worker in sorted(self._newcomers.items())]
         return [worker for worker in found if worker.role == role and worker.model == model]
 
     def cards(self) -> dict[str, list[tuple[str, ModelCard]]]:

@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from pdserve.registry.base import Change, Registry
-from pdserve.registry.diff import apply
+from pdserve.registry.base import Change, Registry, apply
 
 
 class Following:

@@ -12,8 +12,7 @@ from pdserve.errors import ConfigError, RegistryUnavailable
 from pdserve.ports import free_port
 from pdserve.registry import connect
 from pdserve.registry.base import Change
-from pdserve.registry.etcd import EtcdRegistry
-from pdserve.registry.etcd_session import Lost
+from pdserve.registry.etcd import EtcdRegistry, SessionLost
 from tests.registry.conftest import TTL, EtcdStage, MemoryStage, Stage
 from tests.registry.following import following, until
 from tests.servers import hung
@@ -126,7 +125,7 @@ async def test_a_watch_survives_compaction(etcd_stage: EtcdStage) -> None:
         assert session
         revision = (await session.read("/ns/", ""))[1]
         await session._client.compact(revision, physical=True)
-        with pytest.raises(Lost, match="compacted"):
+        with pytest.raises(SessionLost, match="compacted"):
             await anext(session.watch("/ns/", "", 2))  # as when the watch starts too long after the reading
         assert one.connected
         await one.put("in/a", b"last")
