@@ -10,6 +10,7 @@ import tempfile
 import time
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -168,7 +169,7 @@ def check_gpus(machine: Machine) -> Finding:
 
 
 def check_instruction_sets() -> Finding:
-    """Those of the CPU that engines on it compute with. Imports torch, which takes seconds."""
+    """The CPU's that engines on it compute with. Imports torch, which takes seconds."""
     try:
         from pdserve.engine.vllm import instruction_sets
     except ImportError as error:
@@ -201,7 +202,7 @@ def check_shared_memory() -> Finding:
     try:
         stat = os.statvfs("/dev/shm")
     except OSError as error:
-        return fail("/dev/shm", str(error), "vLLM's processes talk through it: mount a tmpfs there.")
+        return fail("/dev/shm", str(error), "vLLM's processes communicate through it: mount a tmpfs there.")
     free = stat.f_bavail * stat.f_frsize
     if free < _SHARED_MEMORY:
         return warn("/dev/shm", f"{free / GIB:.2f} GiB free", "docker: --shm-size 2g, or --ipc host.")
@@ -234,7 +235,7 @@ async def check_nats(url: str | None) -> Finding:
 
 
 async def check_clock(url: str | None) -> Finding | None:
-    """This host's clock against that of the NATS server; None where that is this host's own, or away."""
+    """Compare this host's clock with that of the NATS server; None where that is our own, or does not answer."""
     if url is None:
         return None
     try:
@@ -288,7 +289,7 @@ async def _ask_nats(url: str) -> Finding:
 
 
 async def _ask_etcd(address: str) -> Finding:
-    """A lease, a write and a read, in a namespace of this moment."""
+    """Take a lease, write and read, in a namespace of its own."""
     try:
         async with connect(address, f"pdserve-doctor-{uuid4().hex[:8]}") as registry:
             started = time.monotonic()
@@ -306,7 +307,7 @@ async def _ask_etcd(address: str) -> Finding:
 
 
 async def check_transfer() -> Finding:
-    """Never fails itself."""
+    """Measure the speed of a transfer; any failure is a finding."""
     try:
         async with asyncio.timeout(_TRANSFER_TIMEOUT):
             speed, backend = await _measure()
@@ -326,35 +327,30 @@ async def check_transfer() -> Finding:
 
 
 async def _measure() -> tuple[float, str]:
-    lender = await _start_process("lend")
-    try:
+    async with _nixl_process("lend") as lender:
         offer = await _read_line(lender)
-        borrower = await _start_process("borrow")
-        try:
+        async with _nixl_process("borrow") as borrower:
             assert borrower.stdin is not None
             borrower.stdin.write(offer)
             result = json.loads(await _read_line(borrower))
-        finally:
-            await _end_process(borrower)
-    finally:
-        await _end_process(lender)
     return float(result["gigabytes_per_second"]), str(result["backend"])
 
 
-async def _start_process(part: str) -> asyncio.subprocess.Process:
+@asynccontextmanager
+async def _nixl_process(part: str) -> AsyncIterator[asyncio.subprocess.Process]:
     command = (sys.executable, "-m", "pdserve.cli.doctor_transfer", part)
     env = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", "PYTHONWARNINGS": "ignore", **os.environ}
-    return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env)
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
 async def _read_line(process: asyncio.subprocess.Process) -> bytes:
     assert process.stdout is not None
     if line := await process.stdout.readline():
         return line
-    raise RuntimeError("a NIXL process ended without a word")
-
-
-async def _end_process(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.kill()
-    await process.wait()
+    raise RuntimeError("a NIXL process ended without a result")

@@ -71,16 +71,13 @@ class Fingerprint:
         return await asyncio.to_thread(self._digest)
 
     def _state(self) -> str | None:
-        if not self._model.startswith("/"):
-            folder = find_folder(self._model, self._revision())
-            return None if folder is None else folder.name
-        return self._digest()
+        if self._model.startswith("/"):
+            return self._digest()
+        folder = find_folder(self._model, _revision(self._args))
+        return None if folder is None else folder.name
 
     def _digest(self) -> str:
         return fingerprint(self._model, self._args, self._version)
-
-    def _revision(self) -> str:
-        return str(self._args.get("revision") or "main")
 
 
 def fingerprint(model: str, engine_args: Mapping[str, object], version: str) -> str:
@@ -89,14 +86,18 @@ def fingerprint(model: str, engine_args: Mapping[str, object], version: str) -> 
     settings = {name: engine_args.get(name, known[name].default) for name in _ARGUMENTS}
     if settings.get("load-format") == "dummy":
         settings["seed"] = engine_args.get("seed")
-    files = {"model": _source(model, str(engine_args.get("revision") or "main"))}
+    files = {"model": _source(model, _revision(engine_args))}
     if tokenizer := engine_args.get("tokenizer"):
-        revision = str(engine_args.get("tokenizer-revision") or engine_args.get("revision") or "main")
+        revision = str(engine_args.get("tokenizer-revision") or _revision(engine_args))
         files["tokenizer"] = _source(str(tokenizer), revision)
     if config := engine_args.get("hf-config-path"):  # read instead of the model's own config.json
-        files["config"] = _source(str(config), str(engine_args.get("revision") or "main"))
+        files["config"] = _source(str(config), _revision(engine_args))
     facts = json.dumps([version, settings, files], sort_keys=True, default=str)
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def _revision(engine_args: Mapping[str, object]) -> str:
+    return str(engine_args.get("revision") or "main")
 
 
 def _source(model: str, revision: str) -> object:

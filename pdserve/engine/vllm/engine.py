@@ -14,21 +14,10 @@ import psutil
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
 from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.spec import EngineSpec
-from pdserve.engine.vllm import api
+from pdserve.engine.vllm import api, requests
 from pdserve.engine.vllm.cache import CacheMirror
 from pdserve.engine.vllm.process import LEASE, VllmProcess
-from pdserve.engine.vllm.requests import (
-    RunningRequest,
-    RunningRequests,
-    handle_of,
-    plain_body,
-    read_body,
-    refusal,
-    remote_ok,
-    to_generate,
-    to_prefill,
-    to_reject,
-)
+from pdserve.engine.vllm.requests import RunningRequest, RunningRequests
 from pdserve.errors import EngineDead, ProtocolError
 from pdserve.kv import FAILED, RELEASED, STALLED, UNREACHABLE, side_channel
 from pdserve.kv.handles import check_handle
@@ -76,7 +65,7 @@ class VllmEngine(Engine):
     async def _facts(self) -> EngineFacts:
         config = self._process.config
         cache, scheduler = config.cache_config, config.scheduler_config
-        ranks = await self._ask(self._alive.collective_rpc_async("pdserve_memory"))
+        ranks = await self._call(self._core.collective_rpc_async("pdserve_memory"))
         return EngineFacts(
             kv_blocks=cache.num_gpu_blocks,
             block_size=cache.block_size,
@@ -85,7 +74,7 @@ class VllmEngine(Engine):
             max_batched_tokens=scheduler.max_num_batched_tokens,
             max_concurrency=cache.kv_cache_max_concurrency or 0.0,
             vllm_version=api.VERSION,
-            supported_tasks=list(await self._ask(self._alive.get_supported_tasks_async())),
+            supported_tasks=list(await self._call(self._core.get_supported_tasks_async())),
             fingerprint=await self._fingerprint.after(),
             weight_bytes=max(weights for weights, _, _ in ranks),
             consumed_bytes=max(consumed for _, consumed, _ in ranks),
@@ -99,35 +88,37 @@ class VllmEngine(Engine):
     ) -> None:
         if kv is not None:
             check_handle(kv, len(prompt), self.facts.block_size, self.facts.fingerprint)
-        request = to_generate(request_id, prompt, body, kv)
+        request = requests.to_generate(request_id, prompt, body, kv)
         self._check_length(len(prompt))
         self._requests.add(RunningRequest(request_id, prompt, body, pulls=kv is not None))
-        await self._ask(self._alive.add_request_async(request))
+        await self._call(self._core.add_request_async(request))
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
-        request = to_prefill(request_id, prompt, body)
+        request = requests.to_prefill(request_id, prompt, body)
         self._check_length(len(prompt))
         self._requests.add(RunningRequest(request_id, prompt, body, prefill=True))
-        await self._ask(self._alive.add_request_async(request))
+        await self._call(self._core.add_request_async(request))
 
     async def reject(self, kv: KvHandle) -> None:
-        await self._ask(self._alive.add_request_async(to_reject(f"reject-{secrets.token_hex(8)}", kv)))
+        await self._call(
+            self._core.add_request_async(requests.to_reject(f"reject-{secrets.token_hex(8)}", kv))
+        )
 
     async def release(self, kv: KvHandle) -> None:
-        await self._ask(self._alive.collective_rpc_async("pdserve_release", args=(kv.request_id,)))
+        await self._call(self._core.collective_rpc_async("pdserve_release", args=(kv.request_id,)))
 
     async def cancel(self, request_ids: list[str]) -> None:
-        requests = [found for name in request_ids if (found := self._requests.by_request_id(name))]
-        for request in requests:
+        running = [found for name in request_ids if (found := self._requests.by_request_id(name))]
+        for request in running:
             self._requests.drop(request)
-        if requests:
-            await self._ask(self._alive.abort_requests_async([request.engine_id for request in requests]))
+        if running:
+            await self._call(self._core.abort_requests_async([request.engine_id for request in running]))
 
     async def step(self) -> Step:
         """The engine also reports while it only waits for a transfer, a thousand times a second: those reports are
         dropped here."""
         while True:
-            outputs = await self._ask(self._alive.get_output_async())
+            outputs = await self._call(self._core.get_output_async())
             moved = await self._take_stats(outputs.scheduler_stats)
             if outputs.outputs or moved:
                 self._timestamp = outputs.timestamp
@@ -145,15 +136,15 @@ class VllmEngine(Engine):
         return api.encode_outputs([output.raw for output in outputs], self._timestamp)
 
     def plain_body(self, max_tokens: int) -> list[bytes]:
-        return plain_body(max_tokens)
+        return requests.plain_body(max_tokens)
 
     def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int:
-        request = read_body(body)
+        request = requests.read_body(body)
         request.prompt_token_ids = prompt
-        return self._cache.hit(request) if remote_ok(request) else 0
+        return self._cache.hit(request) if requests.remote_ok(request) else 0
 
     def remote_ok(self, body: list[bytes]) -> bool:
-        return remote_ok(read_body(body))
+        return requests.remote_ok(requests.read_body(body))
 
     @property
     def usage(self) -> EngineUsage:
@@ -164,14 +155,14 @@ class VllmEngine(Engine):
         return self._usage
 
     async def all_blocks_free(self) -> bool:
-        free = bool(await self._ask(self._alive.reset_prefix_cache_async()))
+        free = bool(await self._call(self._core.reset_prefix_cache_async()))
         if free:
             self._cache.clear()  # the engine's own event comes with its next step only
         return free
 
     async def probe(self) -> None:
         """The core process answers this by itself."""
-        await self._ask(self._alive.get_supported_tasks_async())
+        await self._call(self._core.get_supported_tasks_async())
 
     async def reach(self) -> None:
         await asyncio.to_thread(side_channel.ask, self._process.side_channel, REACH_WITHIN)
@@ -181,7 +172,7 @@ class VllmEngine(Engine):
 
     async def instruction_sets(self) -> list[str]:
         """Of the CPU, as each of the engine's workers uses them."""
-        return list(await self._ask(self._alive.collective_rpc_async("pdserve_instruction_sets")))
+        return list(await self._call(self._core.collective_rpc_async("pdserve_instruction_sets")))
 
     # inside
 
@@ -191,20 +182,19 @@ class VllmEngine(Engine):
         return self._process.processes
 
     @property
-    def _alive(self) -> api.AsyncMPClient:
-        core = self._process.core
-        if core is None or core.resources.engine_dead:
+    def _core(self) -> api.AsyncMPClient:
+        """Raises EngineDead."""
+        if self._process.core is None or self._process.dead:
             raise EngineDead("vLLM's engine core is gone")
-        return core
+        return self._process.core
 
-    async def _ask(self, answer: Awaitable[T]) -> T:
+    async def _call(self, answer: Awaitable[T]) -> T:
         try:
             return await answer
         except api.EngineDeadError as error:
             raise EngineDead("vLLM's engine core died") from error
         except Exception as error:
-            core = self._process.core
-            if core is None or core.resources.engine_dead:
+            if self._process.dead:
                 raise EngineDead("vLLM's engine core died") from error
             raise
 
@@ -229,7 +219,7 @@ class VllmEngine(Engine):
             self._requests.drop(request)
             output.failed = raw.finish_reason in (api.FinishReason.ERROR, api.FinishReason.ABORT)
             if raw.finish_reason is api.FinishReason.ERROR and not request.began:
-                output.refused = refusal(request.body)
+                output.refused = requests.refusal(request.body)
             if request.prefill and params and not output.failed:
                 output.handle = self._handle(params, len(request.prompt))
         return output
@@ -250,7 +240,7 @@ class VllmEngine(Engine):
 
     def _handle(self, params: dict[str, Any], prompt_tokens: int) -> KvHandle | None:
         """The lease began when the engine finished the prompt, which may be a while ago where this process hung."""
-        return handle_of(params, prompt_tokens, self.facts, LEASE, self._timestamp)
+        return requests.handle_of(params, prompt_tokens, self.facts, LEASE, self._timestamp)
 
     async def _take_stats(self, stats: api.SchedulerStats | None) -> Mapping[str, Any]:
         """Take the usage; return what the KV connectors of all ranks report, mostly nothing."""
@@ -277,9 +267,9 @@ class VllmEngine(Engine):
         self._note_unread(request)
         self._requests.restart(request)
         log.warning("request %s: the KV transfer stalled, prefilling locally", request.request_id)
-        await self._ask(self._alive.abort_requests_async([engine_id]))
-        again = to_generate(request.engine_id, request.prompt, request.body, None)
-        await self._ask(self._alive.add_request_async(again))
+        await self._call(self._core.abort_requests_async([engine_id]))
+        again = requests.to_generate(request.engine_id, request.prompt, request.body, None)
+        await self._call(self._core.add_request_async(again))
 
     def _note_unread(self, request: RunningRequest | None) -> None:
         """Several ranks may have failed to read for one request."""

@@ -70,6 +70,10 @@ class VllmProcess:
         await asyncio.to_thread(_kill, self.processes)
         log.info("the engine's processes are gone")
 
+    @property
+    def dead(self) -> bool:
+        return self.core is None or bool(self.core.resources.engine_dead)
+
     def cpu_seconds(self) -> float:
         total = 0.0
         for process in self.processes:
