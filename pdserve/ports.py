@@ -25,8 +25,8 @@ def free_port(host: str, count: int = 1) -> int:
 
 
 def port_holder(host: str, port: int) -> str | None:
-    """Who listens on this port, as far as this user may know; None when it is free. Raises ConfigError where nobody
-    can listen: the address is no one of this machine, or the port is for root alone."""
+    """The process that listens on this port, as far as this user may know; None when it is free. Raises ConfigError
+    where no process of this user can listen: the address is not this machine's, or the port is for root alone."""
     try:
         if _is_free(host, port, again=True):
             return None
@@ -40,7 +40,7 @@ def port_holder(host: str, port: int) -> str | None:
 
 
 def _is_free(host: str, port: int, again: bool = False) -> bool:
-    """`again`: connections of a server that is gone do not count."""
+    """With `again`, connections of a server that is gone do not count."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, again)
         try:

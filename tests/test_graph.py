@@ -12,12 +12,12 @@ CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
-def test_a_configuration_arrives_as_it_was(file: Path) -> None:
+def test_a_configuration_survives_encoding(file: Path) -> None:
     config = replace(load(file, {}), nats="nats://127.0.0.1:4222", etcd="127.0.0.1:2379")
     assert decode_config(encode_config(config)) == config
 
 
-def test_numbers_arrive_whatever_their_size() -> None:
+def test_numbers_of_any_size_survive_encoding() -> None:
     config = load(CONFIGS[0], {})
     assert config.decode is not None
     arguments = {

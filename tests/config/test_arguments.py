@@ -57,12 +57,12 @@ def test_values_that_vllm_takes(name: str, value: object, parsed: object) -> Non
         ("tokenizer", None, "has no value: give it one or remove the line."),
     ],
 )
-def test_values_that_it_does_not(name: str, value: object, problem: str) -> None:
+def test_values_that_vllm_refuses(name: str, value: object, problem: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(problem)}"):
         parse(name, value)
 
 
-def test_aliases_are_vllm_s_first_names() -> None:
+def test_aliases_map_to_canonical_names() -> None:
     assert canonical("device-memory-utilization") == "gpu-memory-utilization"
     assert canonical("max-num-seqs") == "max-num-seqs"
     assert canonical("max-num-seq") is None
@@ -96,11 +96,11 @@ def test_a_command_line() -> None:
     ]
 
 
-def test_the_engine_s_share_of_them() -> None:
+def test_engine_arguments_leave_out_those_of_the_api() -> None:
     assert set(ARGS) - set(for_engine(ARGS)) == {"tool-call-parser"}
 
 
-def test_groups() -> None:
+def test_argument_groups() -> None:
     groups = {
         name: arguments()[name].group for name in ("port", "chat-template", "dtype", "disable-log-stats")
     }

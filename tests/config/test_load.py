@@ -1,4 +1,4 @@
-"""The loader: what it reads from good files, and what it says about bad ones."""
+"""The loader: good files, and the error texts of bad ones."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -112,7 +112,7 @@ def test_limits(tmp_path: Path) -> None:
     assert read(tmp_path, GOOD).frontend == FrontendConfig()
 
 
-def test_what_means_something_else_is_said_once(tmp_path: Path) -> None:
+def test_reinterpreted_keys_give_one_note_each(tmp_path: Path) -> None:
     notes = read(tmp_path, DYNAMO).notes
     assert len(notes) == 2
     assert any(
@@ -143,7 +143,7 @@ def test_an_aggregated_graph_needs_no_prefill_worker(tmp_path: Path) -> None:
     assert config.served_model_name == "demo"
 
 
-def test_keys_may_be_written_either_way(tmp_path: Path) -> None:
+def test_keys_may_be_snake_case_or_kebab_case(tmp_path: Path) -> None:
     text = GOOD.replace("port: 8000", "port: 8000\n  served_model_name: x").replace(
         "block-size", "block_size"
     )
@@ -240,7 +240,7 @@ def test_a_processor_gives_its_templates_to_the_workers(tmp_path: Path) -> None:
         ("gpt2", "gpt2"),
     ],
 )
-def test_where_a_model_is(tmp_path: Path, model: str, expected: str) -> None:
+def test_model_folders_and_hub_ids(tmp_path: Path, model: str, expected: str) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "deep/down/model").mkdir(parents=True)
     config = read(tmp_path, f"VllmWorker: {{model: {model}}}\n")
@@ -270,13 +270,13 @@ BAD = {
         GOOD.replace("port: 8000", "router: round-robin"),
         "FILE:5: Frontend.router is not a key of Frontend: move it to Processor.",
     ),
-    "unknown key without a likeness": (
+    "unknown key without a similar name": (
         GOOD.replace("port: 8000", "zzz: 1"),
         "FILE:5: Frontend.zzz is not a key of Frontend: remove it, or use one of: endpoint, header-timeout, host, "
         "max-outputs, max-request-timeout, max-wait, max-waiting, max-waiting-tokens, port, served-model-name, "
         "ServiceArgs, write-timeout.",
     ),
-    "a limit of nothing": (
+    "a limit of zero": (
         GOOD.replace("port: 8000", "max_waiting: 0"),
         "FILE:5: Frontend.max_waiting is 0, but must be a whole number, 1 or more.",
     ),
@@ -297,7 +297,7 @@ BAD = {
         GOOD.replace("port: 8000", "ServiceArgs.workers: 2"),
         "FILE:5: Frontend.ServiceArgs.workers is not a key of Frontend: did you mean ServiceArgs?",
     ),
-    "an argument behind a dot": (
+    "an argument with a prefix": (
         GOOD.replace("remote-prefill: true", "remote-prefill: true\n  vllm.max-num-seqs: 4"),
         "FILE:8: VllmWorker.vllm.max-num-seqs is neither a key of VllmWorker nor a vLLM argument: did you mean "
         "max-num-seqs?",
@@ -347,7 +347,7 @@ BAD = {
         GOOD.replace("32", "-32"),
         "FILE:3: Common.block-size is -32, but must be at least 1.",
     ),
-    "true is no number": (
+    "true is not a number": (
         GOOD.replace("32", "true"),
         "FILE:3: Common.block-size is True, but must be a whole number.",
     ),
@@ -386,7 +386,7 @@ BAD = {
         "FILE:2: VllmWorker.device-memory-utilization is the same vLLM argument as "
         "VllmWorker.gpu-memory-utilization in line 1: keep one of the two.",
     ),
-    "a section that is no mapping": (
+    "a section that is not a mapping": (
         GOOD.replace("Frontend:\n  port: 8000", "Frontend: 8000"),
         "FILE:4: Frontend must be a mapping: indent `key: value` lines under it.",
     ),
@@ -401,11 +401,11 @@ BAD = {
         "FILE:8: VllmWorker.common-configs lists block-siz, which Common does not have: did you mean "
         "block-size?",
     ),
-    "common-configs that is no list": (
+    "common-configs that is not a list": (
         GOOD.replace("[model, block-size]\nP", "model\nP"),
         "FILE:8: VllmWorker.common-configs must be a list of keys of Common, as in [model, block-size].",
     ),
-    "remote prefill by nobody": (
+    "remote prefill without prefill workers": (
         GOOD[: GOOD.index("PrefillWorker")],
         "FILE:7: VllmWorker.remote-prefill is true, but there is no PrefillWorker section: add one, or set "
         "it to "
@@ -457,7 +457,7 @@ BAD = {
         "FILE:8: VllmWorker.kv-transfer-config is set by pdserve, which moves KV blocks with its own NIXL "
         "connector over UCX: remove it.",
     ),
-    "a connector with wishes": (
+    "a connector with options": (
         GOOD.replace(
             "remote-prefill: true",
             "remote-prefill: true\n  kv-transfer-config: {kv_connector: NixlConnector, "
@@ -502,7 +502,7 @@ BAD = {
         "NATS "
         "subjects.",
     ),
-    "no time": (
+    "a timeout of zero": (
         GOOD + "Graph: {request-timeout: 0}\n",
         "FILE:11: Graph.request-timeout is 0, but must be a number of seconds above 0.",
     ),
@@ -510,11 +510,11 @@ BAD = {
         GOOD + "Processor: {router: best}\n",
         "FILE:11: Processor.router is 'best', but must be one of: ",
     ),
-    "a key that is no word": (
+    "a key that is not a word": (
         GOOD.replace("port: 8000", "8000: port"),
         "FILE:5: Frontend has a key that is not a word: put quotes round it or remove it.",
     ),
-    "a date that is none": (
+    "an invalid date": (
         GOOD.replace("32", "2024-13-45"),
         "FILE:3: Common.block-size has no plain value (month must be in 1..12): put quotes round it.",
     ),
@@ -549,20 +549,18 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_a_mistake_is_answered_with(tmp_path: Path, case: str) -> None:
+def test_error_text_of_each_mistake(tmp_path: Path, case: str) -> None:
     text, expected = BAD[case]
     found = problems(tmp_path, text)
     assert any(problem.startswith(expected) for problem in found), found
     assert all(problem.startswith("FILE") and problem.endswith((".", "?")) for problem in found), found
 
 
-def test_dates_are_read_alike_whatever_else_was_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dates_are_read_alike_whatever_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """lm-format-enforcer, which vLLM imports, makes words of every YAML date in its process."""
     constructors = yaml.SafeLoader.yaml_constructors
     monkeypatch.setitem(constructors, "tag:yaml.org,2002:timestamp", constructors["tag:yaml.org,2002:str"])
-    test_what_a_mistake_is_answered_with(tmp_path, "a date that is none")
+    test_error_text_of_each_mistake(tmp_path, "an invalid date")
 
 
 OWNED = {
@@ -581,7 +579,7 @@ OWNED = {
 
 
 @pytest.mark.parametrize("line", OWNED)
-def test_an_argument_of_the_graph_s_own_is_refused_with_the_reason(tmp_path: Path, line: str) -> None:
+def test_arguments_of_the_graph_are_refused_with_the_reason(tmp_path: Path, line: str) -> None:
     found = problems(tmp_path, GOOD.replace("remote-prefill: true", f"remote-prefill: true\n  {line}"))
     assert len(found) == 1
     assert found[0].startswith(f"FILE:8: VllmWorker.{line.split(':')[0]} ")
@@ -593,7 +591,7 @@ def test_all_problems_are_found_at_once_and_in_order(tmp_path: Path) -> None:
     assert [problem.split(":")[1] for problem in problems(tmp_path, text)] == ["3", "5", "7", "11"]
 
 
-def test_one_mistake_in_common_is_told_once(tmp_path: Path) -> None:
+def test_a_mistake_in_common_is_reported_once(tmp_path: Path) -> None:
     assert len(problems(tmp_path, GOOD.replace("32", "x"))) == 1
 
 
@@ -611,7 +609,7 @@ def test_one_mistake_in_common_is_told_once(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_is_none(tmp_path: Path, make: object, expected: str) -> None:
+def test_unreadable_files(tmp_path: Path, make: object, expected: str) -> None:
     path = tmp_path / "graph.yaml"
     make(path)  # type: ignore[operator]
     with pytest.raises(ConfigError) as caught:

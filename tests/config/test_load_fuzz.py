@@ -1,4 +1,4 @@
-"""Whatever a file holds, the loader and the plan answer with problems, never with a traceback."""
+"""The loader and the plan answer any file with problems, never with a traceback."""
 
 from pathlib import Path
 

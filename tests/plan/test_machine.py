@@ -1,4 +1,4 @@
-"""Machines, found and imagined."""
+"""Machines: detected, and those of `--gpus`."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def test_what_if(text: str, names: list[str], gib: float) -> None:
     assert (found.cores, found.build, found.imagined) == (8, "cuda", True)
 
 
-def test_what_if_there_were_none() -> None:
+def test_what_if_without_gpus() -> None:
     found = what_if("0", machine(("A10", 24)))
     assert (found.gpus, found.build) == ((), "cpu")
 
@@ -42,7 +42,7 @@ def test_what_if_there_were_none() -> None:
         ("4xRiva", "give its memory, as in 4x24GiB, or use one of: T4, "),
     ],
 )
-def test_what_cannot_be_imagined(text: str, problem: str) -> None:
+def test_what_if_errors(text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         what_if(text, machine())
     assert problem in str(caught.value)
@@ -75,7 +75,7 @@ def test_this_machine() -> None:
 
 
 @pytest.mark.parametrize(("driver_tells", "expected"), [(True, 22_516), (False, 23_028)])
-def test_memory_that_the_driver_reserves_is_not_cuda_s(
+def test_memory_reserved_by_the_driver_is_not_counted(
     monkeypatch: pytest.MonkeyPatch, driver_tells: bool, expected: int
 ) -> None:
     """An A10: NVML's total is 22.49 GiB, CUDA's 21.99."""

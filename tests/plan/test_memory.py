@@ -40,7 +40,7 @@ def test_kv_bytes_per_token(qwen: ModelFacts, args: dict[str, object], expected:
     assert kv_bytes_per_token(qwen, args) == expected
 
 
-def test_two_a10s(qwen: ModelFacts) -> None:
+def test_14b_model_on_two_a10s_eagerly(qwen: ModelFacts) -> None:
     """Worked out by hand, eagerly: no CUDA graphs, and five hidden states of 5,120 in the MLP."""
     args = {"tensor-parallel-size": 2, "block-size": 64, "max-model-len": 10240, "max-num-seqs": 20}
     memory = size(qwen, {**args, "enforce-eager": True}, A10)
@@ -55,7 +55,7 @@ def test_two_a10s(qwen: ModelFacts) -> None:
     assert memory.max_concurrency == pytest.approx(1_314 / 160)
 
 
-def test_two_a10s_compiled(qwen: ModelFacts) -> None:
+def test_14b_model_on_two_a10s_compiled(qwen: ModelFacts) -> None:
     """3.5 hidden states; graphs of 1, 2, 4, 8, 16, 24, 32 and 40 tokens, and full ones of 1, 2, 4, 8 and 16."""
     memory = size(qwen, {"tensor-parallel-size": 2, "max-num-seqs": 20}, A10)
     assert memory.activations == 2048 * (3 * 13_824 // 2 + 5120 * 7 // 2) * 2
@@ -67,7 +67,7 @@ def test_two_a10s_compiled(qwen: ModelFacts) -> None:
     # few: the MLP decides; many: the logits of each request, and the hidden states of all tokens
     [(1, 3 * 13_824 + 4 * 5120), (512, 5120 + 152_064)],
 )
-def test_what_decides_the_peak(qwen: ModelFacts, sequences: int, tokens: int) -> None:
+def test_the_peak_is_the_mlp_s_or_the_logits(qwen: ModelFacts, sequences: int, tokens: int) -> None:
     args = {"max-num-seqs": sequences, "max-num-batched-tokens": 512}
     assert size(qwen, args, A10).activations == 512 * tokens * 2
 
@@ -87,12 +87,12 @@ def test_collectives_cost_memory_behind_an_nvswitch(card: str, tensor: int, swit
     assert (found > 2 * GIB) is switched
 
 
-def test_kv_space_that_is_given(qwen: ModelFacts) -> None:
+def test_explicit_kv_space(qwen: ModelFacts) -> None:
     given = {"kv-cache-memory-bytes": 64 * 98_304 * 100, "tensor-parallel-size": 2, "block-size": 64}
     assert size(qwen, given, A10).blocks == 100
 
 
-def test_a_number_of_blocks_that_is_given(qwen: ModelFacts) -> None:
+def test_explicit_number_of_blocks(qwen: ModelFacts) -> None:
     given: dict[str, object] = {"num-gpu-blocks-override": 77, "block-size": 32}
     assert [size(qwen, given, A10).blocks, size(qwen, given, None, cpu_kv=GIB).blocks] == [77, 77]
 
@@ -298,7 +298,7 @@ def test_weights_cut_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00" * 8, b"\xff" * 16, (5).to_bytes(8, "little") + b"{nope"])
-def test_files_that_are_no_safetensors(tmp_path: Path, content: bytes) -> None:
+def test_files_that_are_not_safetensors(tmp_path: Path, content: bytes) -> None:
     folder = folder_with(tmp_path, {})
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match="is not a model that pdserve understands"):
@@ -308,7 +308,7 @@ def test_files_that_are_no_safetensors(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"num_attention_heads": "x"}', '{"num_attention_heads": 0}']
 )
-def test_configs_that_are_none(tmp_path: Path, content: str) -> None:
+def test_malformed_model_configs(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match="is not a model that pdserve understands"):
         read_model(tmp_path)

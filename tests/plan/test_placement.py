@@ -27,7 +27,7 @@ def request(name: str, gpus: int, *pinned: int) -> GpuRequest:
 def test_placements(
     requests: list[tuple[str, int]], gpus: list[int], expected: list[tuple[int, ...]]
 ) -> None:
-    placement = place([request(*each) for each in requests], gpus)
+    placement = place([request(*wanted) for wanted in requests], gpus)
     assert placement.problems == []
     assert list(placement.gpus.values()) == expected
 
@@ -42,8 +42,8 @@ def test_placements(
         ([("d", 1, 0), ("p", 1)], [0], "The graph needs 2 GPUs (1 for d, 1 for p), found 1: "),
     ],
 )
-def test_too_few(requests: list[tuple[str, int]], gpus: list[int], problem: str) -> None:
-    placement = place([request(*each) for each in requests], gpus)
+def test_placement_problems(requests: list[tuple[str, int]], gpus: list[int], problem: str) -> None:
+    placement = place([request(*wanted) for wanted in requests], gpus)
     assert len(placement.problems) == 1
     assert placement.problems[0].startswith(problem)
     assert set(placement.gpus) == {name for name, *_ in requests}

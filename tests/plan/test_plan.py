@@ -93,7 +93,7 @@ def test_weights_are_known_without_gpus(tmp_path: Path) -> None:
     assert found.workers[0].slot.env.get("CUDA_VISIBLE_DEVICES") is None
 
 
-def test_the_cpu(tmp_path: Path) -> None:
+def test_a_graph_on_the_cpu(tmp_path: Path) -> None:
     found = plan(tmp_path, LOCAL, machine(cores=8))
     assert found.problems == ()
     assert [slot.name for slot in found.slots] == [
@@ -174,7 +174,7 @@ def test_what_the_file_or_the_environment_says_wins_on_the_cpu(tmp_path: Path) -
     assert "VLLM_CPU_KVCACHE_SPACE" not in found.slots[0].env
 
 
-def test_gpus_that_are_not_asked_for_are_used_where_there_are_some(tmp_path: Path) -> None:
+def test_gpus_are_used_where_the_file_does_not_say(tmp_path: Path) -> None:
     found = plan(tmp_path, LOCAL, machine(("A10", 24), ("A10", 24), ("A10", 24)))
     assert [slot.gpus for slot in found.slots[:3]] == [(0,), (1,), (2,)]
     on_cpu = plan(tmp_path, LOCAL, machine(("A10", 24), ("A10", 24), ("A10", 24), build="cpu"))
@@ -227,7 +227,7 @@ PINNED = local(
 )
 
 
-def test_one_card_for_two(tmp_path: Path) -> None:
+def test_two_workers_share_a_gpu(tmp_path: Path) -> None:
     text = PINNED.replace("common-configs: [", "gpu-memory-utilization: 0.45\n  common-configs: [")
     found = plan(tmp_path, text, machine(("H100", 80)))
     assert found.problems == ()
@@ -276,28 +276,29 @@ DOES_NOT_FIT = [
 
 @pytest.mark.parametrize(("text", "on", "problem"), DOES_NOT_FIT)
 def test_what_does_not_fit(tmp_path: Path, text: str, on: Machine, problem: str) -> None:
-    found = [each.replace(str(tmp_path / "graph.yaml"), "FILE") for each in plan(tmp_path, text, on).problems]
-    assert any(each.startswith(problem) for each in found), found
-    assert all(each.endswith(".") for each in found)
+    problems = plan(tmp_path, text, on).problems
+    found = [text.replace(str(tmp_path / "graph.yaml"), "FILE") for text in problems]
+    assert any(text.startswith(problem) for text in found), found
+    assert all(text.endswith(".") for text in found)
 
 
 def test_cards_that_are_too_small_and_by_how_much(tmp_path: Path) -> None:
     found = plan(tmp_path, dynamo(tmp_path), machine(*[("T4", 15)] * 4))
-    decode = next(each for each in found.problems if each.startswith("decode"))
+    decode = next(problem for problem in found.problems if problem.startswith("decode"))
     assert decode.startswith(
         "decode does not fit: 14.0 GiB of weights, 0.1 GiB for activations and 0.5 GiB of fixed costs on each GPU, "
         "but 0.92 x 15.0 GiB of a T4 is 13.8 GiB: short by 0.8 GiB; raise tensor-parallel-size"
     )
 
 
-def test_a_variable_that_is_no_number(tmp_path: Path) -> None:
+def test_a_kv_space_variable_that_is_not_a_number(tmp_path: Path) -> None:
     found = plan(tmp_path, LOCAL, machine(), env={"VLLM_CPU_KVCACHE_SPACE": "1.5"})
     assert found.problems == (
         "Environment variable VLLM_CPU_KVCACHE_SPACE is '1.5', but must be whole GiB: correct it.",
     )
 
 
-def test_a_hub_id_that_is_not_here_yet(tmp_path: Path) -> None:
+def test_a_hub_id_that_is_not_in_the_cache(tmp_path: Path) -> None:
     found = plan(tmp_path, "VllmWorker: {model: nobody/nothing-of-the-kind}\n", machine())
     assert found.problems == ()
     assert (
@@ -312,7 +313,7 @@ def shown(found: Plan, width: int = 100) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_what_is_printed(tmp_path: Path) -> None:
+def test_printed_plan(tmp_path: Path) -> None:
     text = shown(plan(tmp_path, dynamo(tmp_path), FOUR_A10))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert max(map(len, text.splitlines())) <= 100
