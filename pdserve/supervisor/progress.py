@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -19,6 +18,7 @@ from rich.text import Text
 
 from pdserve.config.schema import Config
 from pdserve.messages import Instance
+from pdserve.observe.tables import table
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.restarts import ProcessState
 
@@ -139,9 +139,8 @@ def banner(config: Config, instances: Sequence[Instance], seconds: float, log_di
     facts.add_row("logs", str(log_dir))
     facts.add_row("look", f"pdserve status -f {config.path}")
     facts.add_row("stop", "Ctrl-C")
-    workers = Table("worker", "GPUs", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("KV cache", "blocks", "max concurrency"):
-        workers.add_column(heading, justify="right")
+    numbers = ("KV cache", "blocks", "max concurrency")
+    workers = table("worker", "GPUs", *numbers, numbers=numbers)
     for worker in instances:
         if worker.kv_blocks:
             workers.add_row(
