@@ -1,8 +1,11 @@
 """TCP ports of this machine."""
 
 import errno
+import os
 import random
 import socket
+from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 
 import psutil
@@ -13,15 +16,39 @@ _FIRST, _LAST = 15000, 30000
 """below the ports that Linux gives to outgoing connections (32768 and up). Of those any may be taken while its server
 is down, even by a client of that server, which tries to reach it and meets itself"""
 _TRIES = 1000
+_KEPT = 256
+_claims: deque[int] = deque()
+"""descriptors of this process's last claims"""
 
 
 def free_port(host: str, count: int = 1) -> int:
-    """The first of so many ports in a row that were free just now. Raises OSError where there are none."""
+    """The first of so many ports in a row that are free and that no process was given lately: it may be seconds until
+    a server listens on its port. Raises OSError where there are none."""
     for _ in range(_TRIES):
         first = random.randint(_FIRST, _LAST)
-        if all(_is_free(host, port) for port in range(first, first + count)):
+        ports = range(first, first + count)
+        if all(_is_free(host, port) for port in ports) and _claim(ports):
             return first
     raise OSError(errno.EADDRINUSE, f"no {count} free ports on {host}")
+
+
+def _claim(ports: Iterable[int]) -> bool:
+    """For this process, among all on this machine that ask here: by an abstract Unix socket named after each port,
+    which is gone with the process, or after some hundred further claims."""
+    claims: list[int] = []
+    for port in ports:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
+            try:
+                claim.bind(f"\0pdserve-port-{port}")
+            except OSError:
+                for held in claims:
+                    os.close(held)
+                return False
+            claims.append(claim.detach())
+    _claims.extend(claims)
+    while len(_claims) > _KEPT:
+        os.close(_claims.popleft())
+    return True
 
 
 def port_holder(host: str, port: int) -> str | None:

@@ -1,7 +1,10 @@
 import socket
+import subprocess
+import sys
 
 import pytest
 
+from pdserve import ports
 from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
 
@@ -12,6 +15,26 @@ LOOPBACKS = pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_free_ports_are_below_those_of_connections(host: str) -> None:
     """Otherwise an outgoing connection may hold a port before its server has started, or while it is down."""
     assert all(15000 <= free_port(host, 32) <= 30000 for _ in range(20))
+
+
+def test_no_port_is_given_twice_also_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that start at the same time would else meet on a port on which none of them listens yet."""
+    first, last = 14000, 14011  # where nothing else of ours looks
+    code = (
+        "import sys; from pdserve import ports; ports._FIRST, ports._LAST = map(int, sys.argv[1:]);"
+        "print(*(ports.free_port('127.0.0.1') for _ in range(5)), flush=True); input()"
+    )
+    monkeypatch.setattr(ports, "_FIRST", first)
+    monkeypatch.setattr(ports, "_LAST", last)
+    command = [sys.executable, "-c", code, str(first), str(last)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        theirs = set(map(int, other.stdout.readline().split()))
+        ours = {free_port("127.0.0.1") for _ in range(3)}
+        other.communicate("\n")
+    assert len(theirs) == 5
+    assert len(ours) == 3
+    assert not ours & theirs
 
 
 @LOOPBACKS
