@@ -1,4 +1,4 @@
-"""Which faults there are, and who may be hit by them."""
+"""Which faults there are, which processes may be hit by them, and what is done to those, on real ones."""
 
 import os
 import subprocess
@@ -6,12 +6,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from pdserve_bench.chaos.catalog import FAULTS, choose
-from pdserve_bench.chaos.faults import Target, Victim, find
+from pdserve_bench.chaos.faults import Harm, Target, Victim, find, injected
 
 from pdserve.errors import ConfigError
 from pdserve.messages import Instance, Role
+from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
+from tests.conditions import until
 
 
 def test_every_target_by_every_kind() -> None:
@@ -85,7 +88,7 @@ def test_only_children_of_the_supervisor_are_found(
         Instance("decode-of-another-host", Role.DECODE),
     ]
     found = find(target, turn, instances, os.getpid(), tmp_path)
-    assert [[one.name for one in each] for each in found] == rounds
+    assert [[victim.name for victim in victims] for victims in found] == rounds
     with pytest.raises(LookupError, match="no frontend process of this graph"):
         find(Target.FRONTEND, turn, instances, os.getpid(), tmp_path)
     with pytest.raises(LookupError, match="of this graph on this machine"):
@@ -98,3 +101,54 @@ def test_a_server_is_found_by_its_lock(children: list[int], tmp_path: Path) -> N
     (tmp_path / "nats").mkdir()
     (tmp_path / "nats" / "lock").write_text(str(children[0]))
     assert find(Target.NATS, 0, [], os.getpid(), tmp_path) == [[Victim("nats", children[0])]]
+
+
+@pytest.fixture
+def victims() -> Iterator[list[Victim]]:
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0) for _ in range(2)]
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.readline()
+    yield [Victim(f"decode-{number}", process.pid) for number, process in enumerate(processes)]
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def _all(victims: list[Victim], status: str) -> bool:
+    return all(psutil.Process(victim.group).status() == status for victim in victims)
+
+
+@pytest.mark.parametrize("harm", [Harm.KILL, Harm.DRAIN])
+async def test_they_end(victims: list[Victim], tmp_path: Path, harm: Harm) -> None:
+    async with injected(harm, victims, os.getpid(), tmp_path):
+        await until(lambda: _all(victims, psutil.STATUS_ZOMBIE))
+
+
+async def test_they_hang_and_go_on(victims: list[Victim], tmp_path: Path) -> None:
+    async with injected(Harm.HANG, victims, os.getpid(), tmp_path):
+        await until(lambda: _all(victims, psutil.STATUS_STOPPED))
+    await until(lambda: _all(victims, psutil.STATUS_SLEEPING))
+
+
+async def test_one_that_has_ended_cannot_be_harmed(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""], process_group=0)  # noqa: ASYNC220
+    process.wait()
+    with pytest.raises(LookupError, match="decode-0 has ended by itself"):
+        async with injected(Harm.KILL, [Victim("decode-0", process.pid)], os.getpid(), tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("kind", [EmbeddedNats, EmbeddedEtcd])
+async def test_a_server_comes_back_without_its_data(kind: type[EmbeddedServer], tmp_path: Path) -> None:
+    async with kind(tmp_path) as server:
+        (server.data_dir / "something").mkdir()
+        for time in (1, 2):
+            assert server.pid is not None
+            async with injected(Harm.LOSE, [Victim(kind.name, server.pid)], os.getpid(), tmp_path):
+                assert server.child
+                assert (await server.child.wait()).code == -9
+            assert [path.name for path in server.data_dir.iterdir()] == ["lock"]
+            await server.restart()
+            assert len(list((tmp_path / f"{kind.name}-lost").iterdir())) > time

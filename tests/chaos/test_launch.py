@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from pdserve_bench.chaos.launch import SIM_SPEED, derive
+from pdserve_bench.launch import SIM_SPEED, derive
 
 from pdserve.config.load import load
 from pdserve.errors import ConfigError
@@ -29,7 +29,7 @@ def test_two_of_each_and_servers_of_its_own(tmp_path: Path) -> None:
     assert config.decode.engine_args["dtype"] == config.prefill.engine_args["dtype"] == "float32"
 
 
-def test_somebody_elses_servers_are_left_alone(tmp_path: Path) -> None:
+def test_other_graphs_servers_are_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "graph.yaml"
     file.write_text(
         "Common: {model: demo}\n"
@@ -48,7 +48,7 @@ def test_somebody_elses_servers_are_left_alone(tmp_path: Path) -> None:
     assert "PrefillWorker" not in sections
 
 
-def test_without_a_frontend_nobody_can_ask(tmp_path: Path) -> None:
+def test_without_a_frontend_no_request_can_be_sent(tmp_path: Path) -> None:
     file = tmp_path / "graph.yaml"
     file.write_text("Common: {model: demo}\nVllmWorker: {engine: sim, common-configs: [model]}\n")
     with pytest.raises(ConfigError, match="has no Frontend section"):

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
-from pdserve_bench.chaos.cases import Case
-from pdserve_bench.chaos.load import Load
-from pdserve_bench.chaos.verdict import Result
+from pdserve_bench.chaos.judge import Judgement
+from pdserve_bench.chaos.load import JudgedLoad
+from pdserve_bench.chaos.questions import Case
 
 ANSWER = (7, 8, 9)
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\nx-pdserve-prefill: remote\r\n"
@@ -68,63 +68,68 @@ def _cases(stream: bool) -> Iterator[Case]:
 @pytest.mark.parametrize(
     ("kind", "result", "error"),
     [
-        ("right", Result.OK, ""),
-        ("whole", Result.OK, ""),
-        ("wrong", Result.WRONG, ""),
-        ("whole wrong", Result.WRONG, ""),
-        ("doubled", Result.WRONG, ""),
-        ("short", Result.FAILED, ""),
-        ("broken off", Result.FAILED, "the stream ended without [DONE]"),
-        ("error event", Result.FAILED, "in the stream: lost"),
-        ("503", Result.FAILED, "HTTP 503 nobody"),
-        ("hangs", Result.HUNG, "no end within 0.5 s"),
+        ("right", Judgement.OK, ""),
+        ("whole", Judgement.OK, ""),
+        ("wrong", Judgement.WRONG, ""),
+        ("whole wrong", Judgement.WRONG, ""),
+        ("doubled", Judgement.WRONG, ""),
+        ("short", Judgement.FAILED, ""),
+        ("broken off", Judgement.FAILED, "the stream ended without [DONE]"),
+        ("error event", Judgement.FAILED, "in the stream: lost"),
+        ("503", Judgement.FAILED, "HTTP 503 nobody"),
+        ("hangs", Judgement.HUNG, "no end within 0.5 s"),
     ],
 )
-async def test_what_clients_see(kind: str, result: Result, error: str) -> None:
-    async with _server(kind) as url, Load(url, "demo", _cases("whole" not in kind), 2, 0.5) as load:
-        await load.until(lambda one: True, 2)
+async def test_what_clients_see(kind: str, result: Judgement, error: str) -> None:
+    async with _server(kind) as url, JudgedLoad(url, "demo", _cases("whole" not in kind), 2, 0.5) as load:
+        await load.until(lambda attempt: True, 2)
     seen = load.seen("none", 0.0)
-    assert {one.result for one in seen} == {result}
-    assert {one.trace.error if one.trace else "" for one in seen} == {error}
-    assert {one.prefill for one in load.done} == ({""} if kind == "503" else {"remote"})
+    assert {request.result for request in seen} == {result}
+    assert {request.trace.error if request.trace else "" for request in seen} == {error}
+    assert {attempt.prefill for attempt in load.done} == ({""} if kind == "503" else {"remote"})
 
 
 async def test_connections_of_a_killed_frontend_are_counted_apart() -> None:
     """All break: some on the killed frontend's connections, one on a living one's, some long after."""
-    async with _server("hangs") as url, Load(url, "demo", _cases(True), 4, 0.2) as load:
-        await load.until(lambda one: True, 4)
-    for one in load.done:
-        one.hung, one.reset, one.error = False, True, "connection: reset"
+    async with _server("hangs") as url, JudgedLoad(url, "demo", _cases(True), 4, 0.2) as load:
+        await load.until(lambda attempt: True, 4)
+    for attempt in load.done:
+        attempt.hung, attempt.reset, attempt.error = False, True, "connection: reset"
     spared, late, *_ = load.done
     load.frontend_dies({spared.port})
     killed_at = load.done[-1].ended
     load._killed_at = killed_at
-    for one in load.done:
-        one.started, one.ended = killed_at - 1, killed_at + 1
+    for attempt in load.done:
+        attempt.started, attempt.ended = killed_at - 1, killed_at + 1
     late.started, late.ended = killed_at + 10, killed_at + 11
-    count = Counter(one.result for one in load.seen("frontend-kill", killed_at))
-    assert count == {Result.FAILED: 2, Result.APART: len(load.done) - 2}
+    count = Counter(attempt.result for attempt in load.seen("frontend-kill", killed_at))
+    assert count == {Judgement.FAILED: 2, Judgement.APART: len(load.done) - 2}
 
 
 @pytest.mark.parametrize(
     ("other", "result"),
-    [((7, 8, 9), Result.OK), ((7, 9, 9), Result.OK), ((7, 9, 8), Result.WRONG), ((), Result.WRONG)],
+    [
+        ((7, 8, 9), Judgement.OK),
+        ((7, 9, 9), Judgement.OK),
+        ((7, 9, 8), Judgement.WRONG),
+        ((), Judgement.WRONG),
+    ],
     ids=["the same", "all the other's", "a mixture", "no other"],
 )
-async def test_a_second_right_answer_is_right_as_a_whole(other: tuple[int, ...], result: Result) -> None:
+async def test_a_second_right_answer_is_right_as_a_whole(other: tuple[int, ...], result: Judgement) -> None:
     kind = "right" if other == ANSWER else "wrong"  # which says 7, 9, 9
-    async with _server(kind) as url, Load(url, "demo", _cases(True), 1, 5) as load:
+    async with _server(kind) as url, JudgedLoad(url, "demo", _cases(True), 1, 5) as load:
         load.also_right = {(1, 2): other}
-        await load.until(lambda one: True)
-    assert {one.result for one in load.seen("mixed-weights", 0.0)} == {result}
+        await load.until(lambda attempt: True)
+    assert {attempt.result for attempt in load.seen("mixed-weights", 0.0)} == {result}
 
 
-async def test_nobody_asks_while_it_is_paused() -> None:
-    async with _server("right") as url, Load(url, "demo", _cases(True), 2, 5) as load:
-        await load.until(lambda one: True)
+async def test_no_request_is_sent_while_it_is_paused() -> None:
+    async with _server("right") as url, JudgedLoad(url, "demo", _cases(True), 2, 5) as load:
+        await load.until(lambda attempt: True)
         load.pause()
         await load.idle()
         before = len(load.done)
-        assert load.in_flight == 0
+        assert not load.running
         load.resume()
-        await load.until(lambda one: True, before + 1)
+        await load.until(lambda attempt: True, before + 1)

@@ -1,4 +1,4 @@
-"""The pieces of scenarios that can be tried without a graph."""
+"""The pieces of stories that can be tried without a graph."""
 
 import json
 import threading
@@ -8,9 +8,10 @@ import pytest
 import zmq
 from pdserve_bench.chaos.disk import full
 from pdserve_bench.chaos.garbage import _to_port, payloads
-from pdserve_bench.chaos.launch import small_disk
-from pdserve_bench.chaos.scene import Scenario, _series, total
+from pdserve_bench.chaos.scene import Fault
 from pdserve_bench.chaos.weights import _other_weights, turned
+from pdserve_bench.launch import small_disk
+from pdserve_bench.watch import series, total
 
 from tests.conditions import until
 
@@ -72,11 +73,11 @@ def test_other_weights_are_a_model_of_the_same_shape_and_go_again(tmp_path: Path
 
 
 def test_metrics_are_summed_over_labels() -> None:
-    page = _series('# HELP x\nx_total{a="1"} 2.0\nx_total{a="2"} 3.0\nx_total_more 7.0\nx 1.0\n')
+    page = series('# HELP x\nx_total{a="1"} 2.0\nx_total{a="2"} 3.0\nx_total_more 7.0\nx 1.0\n')
     assert total(page, "x_total") == 5.0
 
 
-def test_scenarios_are_told() -> None:
-    from pdserve_bench.chaos.catalog import SCENARIOS
+def test_stories_are_described() -> None:
+    from pdserve_bench.chaos.catalog import STORIES
 
-    assert all(isinstance(each, Scenario) and each.told for each in SCENARIOS)
+    assert all(isinstance(fault, Fault) and fault.told for fault in STORIES)

@@ -1,23 +1,118 @@
-"""What a user reads."""
+"""From what clients saw to the verdict, and how a user reads it, by tables."""
 
+import json
 from dataclasses import replace
 from io import StringIO
 
 import pytest
-from pdserve_bench.chaos.score import Row
-from pdserve_bench.chaos.scorecard import line, scorecard, verdict
+from pdserve_bench.chaos.judge import Judgement, RequestTrace, Seen, trace
+from pdserve_bench.chaos.questions import Attempt, Case
+from pdserve_bench.chaos.scorecard import Row, as_json, line, passed, score, scorecard, verdict
+from pdserve_bench.figures import percentile
+from pdserve_bench.watch import Leftovers
 from rich.console import Console
 
+
+@pytest.mark.parametrize(
+    ("values", "share", "value"),
+    [
+        ([], 0.99, 0.0),
+        ([3.0], 0.99, 3.0),
+        ([1.0, 2.0], 0.5, 1.0),
+        (list(range(1, 101)), 0.99, 99),
+        (list(range(1, 1001)), 0.99, 990),
+        ([9.0, 1.0, 5.0], 1.0, 9.0),
+    ],
+)
+def test_percentile(values: list[float], share: float, value: float) -> None:
+    assert percentile(values, share) == value
+
+
+def _trace(result: Judgement, error: str = "") -> RequestTrace:
+    attempt = Attempt(case=Case((1, 2), 3, True, (5, 6, 7)), tokens=[5, 9], error=error)
+    return trace(attempt, result, "decode-kill", 0.0)
+
+
+def test_a_row_counts() -> None:
+    seen = [
+        Seen(Judgement.OK, 0.1),
+        Seen(Judgement.OK, None),
+        Seen(Judgement.FAILED, 0.4, _trace(Judgement.FAILED, "HTTP 503")),
+        Seen(Judgement.FAILED, 0.3, _trace(Judgement.FAILED, "HTTP 503")),
+        Seen(Judgement.HUNG, 60.0, _trace(Judgement.HUNG, "no end"), "chaos-slow"),
+        Seen(Judgement.WRONG, 0.1, _trace(Judgement.WRONG)),
+        Seen(Judgement.APART, 0.2),
+    ]
+    row = score("decode-kill", "decode-0-ab", seen, 2.5, Leftovers({"prefill-0": 3, "decode-1": 1}, 2, 40.0))
+    assert row == Row(
+        "decode-kill",
+        "decode-0-ab",
+        requests=7,
+        failed=2,
+        hung=1,
+        wrong=1,
+        apart=1,
+        p99_pause=60.0,
+        slowest="chaos-slow",
+        recovered=2.5,
+        leaked=4,
+        queued=2,
+        freed=40.0,
+        errors=("2 x HTTP 503", "1 x no end"),
+        held={"prefill-0": 3, "decode-1": 1},
+        traces=tuple(request.trace for request in seen if request.trace),
+    )
+    card = json.loads(as_json([row], complete=True))
+    assert not card["good"]
+    assert card["complete"]
+    assert card["rows"][0]["traces"][-1]["got"] == [5, 9]
+    assert len(card["rows"][0]["traces"]) == 4
+
+
+GOOD = Row("etcd-kill", "etcd", requests=10, recovered=1.0)
+
+
+@pytest.mark.parametrize(
+    ("row", "good"),
+    [
+        (GOOD, True),
+        (replace(GOOD, apart=3), True),
+        (replace(GOOD, p99_pause=30.0, freed=31.0), True),
+        (replace(GOOD, failed=1), False),
+        (replace(GOOD, hung=1), False),
+        (replace(GOOD, wrong=1), False),
+        (replace(GOOD, leaked=1), False),
+        (replace(GOOD, queued=1), False),
+        (replace(GOOD, recovered=None), False),
+        (replace(GOOD, amiss=("2 processes outlived serve",)), False),
+        (replace(GOOD, requests=0), False),  # nothing was tested
+        (Row("prefill-cut", skipped="needs root"), True),
+    ],
+)
+def test_a_row_is_good_or_not(row: Row, good: bool) -> None:
+    assert row.good is good
+    assert passed([GOOD, row]) is good
+    assert json.loads(as_json([GOOD, row], complete=True))["good"] is good
+    assert json.loads(as_json([GOOD, row], complete=False))["good"] is False
+
+
+def test_nothing_tried_is_nothing_passed() -> None:
+    assert not passed([])
+    assert not passed([Row("none", requests=10, recovered=0.0), Row("etcd-cut", skipped="needs root")])
+
+
+# how it looks
+
 CALM = Row("none", requests=10, recovered=0.0)
-GOOD = Row("etcd-kill", "etcd", requests=20, p99_pause=0.5, slowest="chaos-a", recovered=1.0, freed=0.3)
-BAD = replace(GOOD, fault="nats-cut", failed=2, wrong=1, leaked=7, recovered=None)
+ETCD = Row("etcd-kill", "etcd", requests=20, p99_pause=0.5, slowest="chaos-a", recovered=1.0, freed=0.3)
+BAD = replace(ETCD, fault="nats-cut", failed=2, wrong=1, leaked=7, recovered=None)
 SKIPPED = Row("decode-cut", skipped="needs root")
 
 
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        (GOOD, "etcd-kill: ok: 20 requests, p99 pause 0.50 s (longest: chaos-a), KV free after 0.3 s"),
+        (ETCD, "etcd-kill: ok: 20 requests, p99 pause 0.50 s (longest: chaos-a), KV free after 0.3 s"),
         (
             BAD,
             "nats-cut: NOT GOOD: 20 requests, 2 failed, 1 wrong, 7 blocks leaked, p99 pause 0.50 s "
@@ -33,8 +128,8 @@ def test_a_line(row: Row, told: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "complete", "told"),
     [
-        ([CALM, GOOD], True, "1 faults, 30 requests: nothing dropped."),
-        ([CALM, GOOD, BAD], True, "2 faults, 50 requests: NOT GOOD: nats-cut."),
+        ([CALM, ETCD], True, "1 faults, 30 requests: nothing dropped."),
+        ([CALM, ETCD, BAD], True, "2 faults, 50 requests: NOT GOOD: nats-cut."),
         ([CALM, SKIPPED], True, "decode-cut skipped: needs root\nNo fault was tried."),
         (
             [CALM],
@@ -49,7 +144,7 @@ def test_the_verdict(rows: list[Row], complete: bool, told: str) -> None:
 
 def test_the_table() -> None:
     console = Console(width=110, record=True, file=StringIO())
-    console.print(scorecard([CALM, GOOD, BAD, SKIPPED]))
+    console.print(scorecard([CALM, ETCD, BAD, SKIPPED]))
     rows = {words[0]: words[1:] for text in console.export_text().splitlines() if (words := text.split())}
     assert rows["etcd-kill"] == ["20", "0", "0", "0", "0.50", "s", "1.0", "s", "0.3", "s", "0"]
     assert rows["nats-cut"] == ["20", "2", "0", "1", "0.50", "s", "never", "0.3", "s", "7", "BAD"]

@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
-from pdserve_bench.chaos.launch import started
-from pdserve_bench.fuzz import INTEGERS, SIM, Fuzzer, make
+from pdserve_bench.fuzz.__main__ import SIMULATED, Fuzzer
+from pdserve_bench.fuzz.bodies import INTEGERS, make
+from pdserve_bench.launch import started
+from pdserve_bench.simulated import write
 
 BODIES = 400
 
@@ -25,10 +27,9 @@ def test_integers_over_64_bits_are_in_all_kinds_of_fields() -> None:
 
 async def test_bodies_of_every_shape_leave_nothing(tmp_path: Path) -> None:
     """No 5xx, nothing in flight, no block held, no place taken."""
-    file = tmp_path / "sim.yaml"
-    file.write_text(SIM)
-    async with started(file, tmp_path, 1, "", print) as found:
-        report = await Fuzzer(found.graph, seed=3).run(range(BODIES))
+    file = write(SIMULATED, tmp_path / "sim.yaml")
+    async with started(file, tmp_path, print) as running:
+        report = await Fuzzer(running.graph, seed=3).run(range(BODIES))
     assert report.problems == []
     assert sum(report.statuses.values()) == BODIES
     assert report.statuses["200"] > 50, json.dumps(report.statuses)

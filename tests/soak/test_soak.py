@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from pdserve_bench.chaos.launch import started
-from pdserve_bench.soak.__main__ import LENGTHS, SIM, soak
-from pdserve_bench.soak.load import Kind
+from pdserve_bench.launch import started
+from pdserve_bench.simulated import write
+from pdserve_bench.soak.__main__ import LENGTHS, SIMULATED, soak
+from pdserve_bench.soak.requests import Ending
 from pdserve_bench.soak.usage import Usage, leaks
 
 IDLE = Usage(blocks=0, sockets=9, files=20, tasks=20, threads=15, MiB=600)
@@ -38,11 +39,10 @@ def test_blocks_that_were_held_before_are_leaked_too() -> None:
 
 
 async def test_a_graph_is_where_it_was_after_requests_that_ended_in_every_way(tmp_path: Path) -> None:
-    file = tmp_path / "sim.yaml"
-    file.write_text(SIM)
-    async with started(file, tmp_path, 1, "", print) as found:
-        report = await soak(found.graph, 150, 600, LENGTHS["sim"], seed=7)
+    file = write(SIMULATED, tmp_path / "sim.yaml")
+    async with started(file, tmp_path, print) as running:
+        report = await soak(running.graph, 150, 600, LENGTHS["sim"], seed=7)
     assert report.problems == []
     assert sum(report.load.done.values()) == 600
-    for kind in Kind:
-        assert any(what.startswith(kind) for what in report.load.done), kind
+    for ending in Ending:
+        assert any(what.startswith(ending) for what in report.load.done), ending

@@ -2,11 +2,10 @@
 
 from pdserve.errors import ConfigError
 from pdserve_bench.chaos import abuse, clocks, disk, faults, garbage, restarts, weights
-from pdserve_bench.chaos.faults import Fault, Kind
-from pdserve_bench.chaos.scene import Scenario
+from pdserve_bench.chaos.scene import Fault
 
-SCENARIOS = (
-    *clocks.SCENARIOS,
+STORIES = (
+    *clocks.WRONG_CLOCKS,
     abuse.UNREAD_STREAMS,
     abuse.POISON,
     garbage.GARBAGE,
@@ -15,29 +14,23 @@ SCENARIOS = (
     restarts.START_KILL,
     restarts.SERVE_KILL,
 )
-FAULTS: tuple[Fault | Scenario, ...] = (*faults.FAULTS, *SCENARIOS)
+FAULTS: tuple[Fault, ...] = (*faults.FAULTS, *STORIES)
 
 
-def choose(names: str, ours: bool = True) -> tuple[Fault | Scenario, ...]:
+def choose(names: str, ours: bool = True) -> tuple[Fault, ...]:
     """`decode-kill,nats,clock`: faults by name, or all of a target or kind; empty for every one, but for the loss of
     data that is not `ours`. Raises ConfigError."""
     if not names:
-        return tuple(each for each in FAULTS if ours or not _loses_data(each))
-    chosen: list[Fault | Scenario] = []
-    for name in (each.strip() for each in names.split(",")):
-        found = [each for each in FAULTS if name in _names(each)]
+        return tuple(fault for fault in FAULTS if ours or not fault.loses_data)
+    chosen: list[Fault] = []
+    for name in (word.strip() for word in names.split(",")):
+        found = [fault for fault in FAULTS if name in _names(fault)]
         if not found:
-            known = ", ".join(each.name for each in FAULTS)
+            known = ", ".join(fault.name for fault in FAULTS)
             raise ConfigError([f"--only: there is no fault {name}; there are: {known}."])
-        chosen += [each for each in found if each not in chosen]
+        chosen += [fault for fault in found if fault not in chosen]
     return tuple(chosen)
 
 
-def _loses_data(fault: Fault | Scenario) -> bool:
-    return isinstance(fault, Fault) and fault.kind is Kind.LOSE
-
-
-def _names(fault: Fault | Scenario) -> tuple[str, ...]:
-    if isinstance(fault, Fault):
-        return fault.name, fault.target, fault.kind
-    return fault.name, fault.name.partition("-")[0]
+def _names(fault: Fault) -> tuple[str, ...]:
+    return fault.name, *(fault.tags or [fault.name.partition("-")[0]])

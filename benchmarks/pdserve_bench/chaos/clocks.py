@@ -2,13 +2,11 @@
 behind, and takes no harm. Whether they are used is looked up, and whether remote prefill goes on as without them."""
 
 import asyncio
-import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pdserve.clock import VARIABLE
 from pdserve.graph import CONFIG_VARIABLE, SLOT_VARIABLE, encode_config, encode_slot
@@ -17,9 +15,10 @@ from pdserve.plan.machine import Machine
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import Slot
 from pdserve.ports import free_port
-from pdserve.supervisor.exits import dies_with_parent, end_group, exit_of
-from pdserve_bench.chaos.launch import environment
-from pdserve_bench.chaos.scene import Scenario, Scene, total
+from pdserve.supervisor.exits import end_group, exit_of
+from pdserve_bench.chaos.scene import Fault, Scene
+from pdserve_bench.launch import CUTTABLE, PDSERVE, ServerRun
+from pdserve_bench.watch import total
 
 OFFSETS = (5.0, -40.0)
 """seconds; the second one is longer than a lease"""
@@ -35,16 +34,13 @@ _WORK = {
 }
 """by role: the metric that says that it did something"""
 _FAILURES, _REMOTE = "pdserve_remote_prefill_failures_total", "pdserve_prefill_total"
-
-
-_FAILURES, _REMOTE = "pdserve_remote_prefill_failures_total", "pdserve_prefill_total"
 ON_THEIR_WAY = 0.3
 """seconds in which a request that has begun is at its frontend"""
 
 
 @dataclass
-class Extra:
-    """A process of the graph that no supervisor knows."""
+class ExtraProcess:
+    """A process of the graph that its supervisor does not know."""
 
     name: str
     process: "subprocess.Popen[bytes]"
@@ -52,31 +48,33 @@ class Extra:
 
 
 async def _play(scene: Scene, role: Role) -> float | None:
-    slots = _slots(scene, role)
-    extras = [_start(scene, slot, offset) for slot, offset in zip(slots, OFFSETS, strict=True)]
+    processes = [
+        ExtraProcess(f"clock-{slot.name}", _process(scene, slot, offset).start(), offset)
+        for slot, offset in zip(_slots(scene, role), OFFSETS, strict=True)
+    ]
     try:
-        instances = [await _registered(scene, each) for each in extras]
-        scene.say(f"{', '.join(each.id for each in instances)}: clocks off by {OFFSETS} s")
+        instances = [await _registered(scene, extra) for extra in processes]
+        scene.say(f"{', '.join(instance.id for instance in instances)}: clocks off by {OFFSETS} s")
         await _use(scene, instances)
-        pages = await scene.metrics(role)
+        pages = await scene.watch.metrics(role)
         scene.amiss += [
-            f"{each.name}, whose clock is off by {each.offset:g} s, was given nothing to do"
-            for each, instance in zip(extras, instances, strict=True)
+            f"{extra.name}, whose clock is off by {extra.offset:g} s, was given nothing to do"
+            for extra, instance in zip(processes, instances, strict=True)
             if not total(pages.get(instance.id, {}), _WORK[role])
         ]
-        scene.gone |= {each.id for each in instances}
+        scene.gone |= {instance.id for instance in instances}
     finally:
-        for each in extras:
-            each.process.terminate()
-        for each in extras:
-            await _end(scene, each)
+        for extra in processes:
+            extra.process.terminate()
+        for extra in processes:
+            await _end(scene, extra)
     return await scene.recovery()
 
 
 async def _use(scene: Scene, instances: Sequence[Instance]) -> None:
     before = await _failed(scene)
     ours = scene.load.urls
-    scene.load.urls = [*ours, *(each.address for each in instances if each.role is Role.FRONTEND)]
+    scene.load.urls = [*ours, *(instance.address for instance in instances if instance.role is Role.FRONTEND)]
     await asyncio.sleep(scene.options.hold)
     scene.load.urls = ours
     await asyncio.sleep(ON_THEIR_WAY)
@@ -88,7 +86,7 @@ async def _use(scene: Scene, instances: Sequence[Instance]) -> None:
 
 async def _failed(scene: Scene) -> tuple[float, float]:
     """Remote prefills so far: those that were done again locally, and all."""
-    pages = (await scene.metrics(Role.DECODE)).values()
+    pages = (await scene.watch.metrics(Role.DECODE)).values()
     remote = (
         value
         for page in pages
@@ -112,10 +110,10 @@ def _slots(scene: Scene, role: Role) -> Sequence[Slot]:
     ]
 
 
-def _start(scene: Scene, slot: Slot, offset: float) -> Extra:
+def _process(scene: Scene, slot: Slot, offset: float) -> ServerRun:
     """A frontend gets a port of its own: it would share the graph's only with children of one parent."""
-    running, name = scene.running, f"clock-{slot.name}"
-    graph, frontend = running.graph, scene.config.frontend
+    running, frontend = scene.running, scene.config.frontend
+    graph = running.graph
     config = replace(
         scene.config,
         nats=graph.nats,
@@ -124,43 +122,27 @@ def _start(scene: Scene, slot: Slot, offset: float) -> Extra:
         frontend=frontend and replace(frontend, port=free_port(frontend.host)),
     )
     variables = {
+        **CUTTABLE,
+        "PDSERVE_STATE_DIR": str(running.state_dir),
         CONFIG_VARIABLE: encode_config(config),
         SLOT_VARIABLE: encode_slot(slot),
         VARIABLE: f"{offset:g}",
     }
-    with (running.state_dir / "logs" / f"{name}.log").open("wb") as out:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "pdserve",
-                slot.role.value,
-                "-f",
-                graph.config,
-                "--index",
-                str(slot.index),
-            ],
-            env={**environment(os.environ, running.state_dir), **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            process_group=0,
-            preexec_fn=dies_with_parent(signal.SIGTERM),
-        )
-    return Extra(name, process, offset)
+    command = [*PDSERVE, slot.role.value, "-f", graph.config, "--index", str(slot.index)]
+    return ServerRun(command, running.state_dir / "logs" / f"clock-{slot.name}.log", variables)
 
 
-async def _registered(scene: Scene, extra: Extra) -> Instance:
+async def _registered(scene: Scene, extra: ExtraProcess) -> Instance:
     deadline = time.monotonic() + READY_WITHIN
     while time.monotonic() < deadline and extra.process.poll() is None:
-        for each in await scene.instances():
-            if each.pid == extra.process.pid:
-                return each
+        for instance in await scene.watch.instances():
+            if instance.pid == extra.process.pid:
+                return instance
         await asyncio.sleep(0.25)
     raise LookupError(f"{extra.name} did not come to be ready")
 
 
-async def _end(scene: Scene, extra: Extra) -> None:
+async def _end(scene: Scene, extra: ExtraProcess) -> None:
     try:
         await asyncio.wait_for(exit_of(extra.process), scene.config.drain_timeout + 10)
     except TimeoutError:
@@ -170,14 +152,11 @@ async def _end(scene: Scene, extra: Extra) -> None:
     await end_group(extra.process.pid)
 
 
-def _scenario(role: Role) -> Scenario:
-    async def play(scene: Scene) -> float | None:
-        return await _play(scene, role)
-
+def _fault(role: Role) -> Fault:
     told = (
         f"two more {role.value} processes for --hold seconds, clocks {OFFSETS[0]:+g} s and {OFFSETS[1]:+g} s"
     )
-    return Scenario(f"clock-{role.value}", told, play, headers=DEADLINE)
+    return Fault(f"clock-{role.value}", told, partial(_play, role=role), headers=DEADLINE)
 
 
-SCENARIOS = tuple(map(_scenario, (Role.PREFILL, Role.DECODE, Role.FRONTEND)))
+WRONG_CLOCKS = tuple(map(_fault, (Role.PREFILL, Role.DECODE, Role.FRONTEND)))

@@ -20,11 +20,10 @@ from pdserve.observe.tables import show
 from pdserve.process.lifecycle import STOPPERS
 from pdserve.supervisor import state
 from pdserve_bench.chaos.catalog import FAULTS, choose
-from pdserve_bench.chaos.launch import Running, started
 from pdserve_bench.chaos.run import chaos as run_chaos
 from pdserve_bench.chaos.scene import Options
-from pdserve_bench.chaos.score import Row, as_json, passed
-from pdserve_bench.chaos.scorecard import line, scorecard, verdict
+from pdserve_bench.chaos.scorecard import Row, as_json, line, passed, scorecard, verdict
+from pdserve_bench.launch import CUTTABLE, RunningGraph, started
 
 CARD = "scorecard.json"
 """in the folder that is kept where something went wrong, beside the logs"""
@@ -106,7 +105,7 @@ def _report(rows: list[Row], complete: bool, file: Path) -> None:
     file.write_text(as_json(rows, complete))
 
 
-def _fill(rows: list[Row], graph: AbstractAsyncContextManager[Running], options: Options) -> None:
+def _fill(rows: list[Row], graph: AbstractAsyncContextManager[RunningGraph], options: Options) -> None:
     """On a signal, heal what is broken and stop what was started. Raises KeyboardInterrupt then."""
 
     async def work() -> None:
@@ -133,21 +132,29 @@ def _fill(rows: list[Row], graph: AbstractAsyncContextManager[Running], options:
 @asynccontextmanager
 async def _started(
     file: Path, folder: Path, workers: int, dtype: str, faults: set[str]
-) -> AsyncIterator[Running]:
+) -> AsyncIterator[RunningGraph]:
     _say(f"starting the graph of {file}; its logs: {folder}/state/logs")
-    own = {"own_model": "mixed-weights" in faults, "own_disk": "disk-full" in faults}
-    async with started(file, folder, workers, dtype, _say, **own) as running:
+    async with started(
+        file,
+        folder,
+        _say,
+        workers=workers,
+        dtype=dtype,
+        own_model="mixed-weights" in faults,
+        own_disk="disk-full" in faults,
+        variables=CUTTABLE,
+    ) as running:
         yield running
 
 
 @asynccontextmanager
-async def _running(state_dir: Path, url: str) -> AsyncIterator[Running]:
+async def _running(state_dir: Path, url: str) -> AsyncIterator[RunningGraph]:
     graph = state.read(state_dir)
     if graph is None:
         raise ConfigError([f"No graph runs on {state_dir}."])
     if url:
         graph = msgspec.structs.replace(graph, url=url.rstrip("/"))
-    yield Running(graph, state_dir)
+    yield RunningGraph(graph, state_dir)
 
 
 def _say(text: str) -> None:

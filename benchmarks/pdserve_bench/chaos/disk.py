@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from pdserve_bench.chaos.launch import Started
-from pdserve_bench.chaos.scene import Scenario, Scene
+from pdserve_bench.chaos.scene import Fault, Scene
+from pdserve_bench.launch import StartedGraph
 
 LOGS_WITHIN = 30.0
 _CHUNK = bytes(1 << 20)
 
 
 async def fill(scene: Scene) -> float | None:
-    if not isinstance(scene.running, Started) or not scene.running.disk:
+    if not isinstance(scene.running, StartedGraph) or not scene.running.disk:
         raise LookupError("the state directory has no file system of its own: to mount one needs root")
     async with full(scene.running.state_dir):
         scene.say("no space is left for logs, the queue and etcd")
@@ -31,19 +31,19 @@ async def full(folder: Path) -> AsyncIterator[None]:
     """While it is entered, what becomes free is taken at once."""
     filler = folder / "filler"
 
-    async def keep() -> None:
-        with filler.open("ab", buffering=0) as file:
-            while True:
-                await asyncio.to_thread(_fill, file.write)
-                await asyncio.sleep(0.05)
+    async def keep(write: Callable[[bytes], object]) -> None:
+        while True:
+            await asyncio.to_thread(_fill, write)
+            await asyncio.sleep(0.05)
 
-    keeper = asyncio.create_task(keep(), name="full disk")
-    try:
-        yield
-    finally:
-        keeper.cancel()
-        await asyncio.gather(keeper, return_exceptions=True)
-        filler.unlink(missing_ok=True)
+    with filler.open("ab", buffering=0) as file:
+        keeper = asyncio.create_task(keep(file.write), name="full disk")
+        try:
+            yield
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+            filler.unlink(missing_ok=True)
 
 
 def _fill(write: Callable[[bytes], object]) -> None:
@@ -71,4 +71,4 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {path.stem: path.stat().st_size for path in folder.glob("decode-*.log")}
 
 
-DISK_FULL = Scenario("disk-full", "no space on the state directory's file system for --hold seconds", fill)
+DISK_FULL = Fault("disk-full", "no space on the state directory's file system for --hold seconds", fill)

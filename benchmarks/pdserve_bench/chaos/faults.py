@@ -1,14 +1,21 @@
-"""Which faults there are, as data, and which process of this machine each one hits."""
+"""The faults of one kind done to one target: {prefill, decode, nats, etcd, frontend} x {kill, hang, cut} and their kin.
+Which process of this machine each one hits, what is done to it, and how that is undone."""
 
+import asyncio
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import psutil
 
-from pdserve.messages import Instance
+from pdserve.messages import Instance, Role
+from pdserve_bench.chaos.cut import cut_off
+from pdserve_bench.chaos.scene import Fault, Scene
 
 
 class Target(StrEnum):
@@ -24,7 +31,7 @@ class Target(StrEnum):
     """prefill and decode, one after the other, each back before the next"""
 
 
-class Kind(StrEnum):
+class Harm(StrEnum):
     KILL = "kill"
     """SIGKILL of the process group"""
     HANG = "hang"
@@ -39,27 +46,7 @@ class Kind(StrEnum):
     @property
     def lasts(self) -> bool:
         """The victim lives on, and is whole again some seconds later."""
-        return self in (Kind.HANG, Kind.CUT)
-
-
-@dataclass(frozen=True)
-class Fault:
-    target: Target
-    kind: Kind
-
-    @property
-    def name(self) -> str:
-        return "rolling" if self.target is Target.WORKERS else f"{self.target.value}-{self.kind.value}"
-
-    @property
-    def kills_decode(self) -> bool:
-        """What a dead decode worker had not read yet is kept by prefill workers until its lease ends
-        (docs/decisions/0007-lost-answers.md)."""
-        return self.kind is Kind.KILL and self.target in (Target.DECODE, Target.ALL_DECODE)
-
-    @property
-    def told(self) -> str:
-        return f"{_WHOM[self.target]}: {_WHAT[self.kind]}"
+        return self in (Harm.HANG, Harm.CUT)
 
 
 _WHOM = {
@@ -73,23 +60,12 @@ _WHOM = {
     Target.WORKERS: "every worker, one after the other",
 }
 _WHAT = {
-    Kind.KILL: "SIGKILL",
-    Kind.HANG: "SIGSTOP, and SIGCONT after --hold seconds",
-    Kind.CUT: "no packet in or out for --hold seconds",
-    Kind.LOSE: "SIGKILL, and back without its data",
-    Kind.DRAIN: "SIGTERM, and back",
+    Harm.KILL: "SIGKILL",
+    Harm.HANG: "SIGSTOP, and SIGCONT after --hold seconds",
+    Harm.CUT: "no packet in or out for --hold seconds",
+    Harm.LOSE: "SIGKILL, and back without its data",
+    Harm.DRAIN: "SIGTERM, and back",
 }
-_EACH = (Target.PREFILL, Target.DECODE, Target.NATS, Target.ETCD, Target.FRONTEND)
-FAULTS: tuple[Fault, ...] = (
-    *(Fault(target, kind) for kind in (Kind.KILL, Kind.HANG, Kind.CUT) for target in _EACH),
-    Fault(Target.NATS, Kind.LOSE),
-    Fault(Target.ETCD, Kind.LOSE),
-    Fault(Target.ALL_PREFILL, Kind.KILL),
-    Fault(Target.ALL_PREFILL, Kind.HANG),
-    Fault(Target.ALL_DECODE, Kind.KILL),
-    Fault(Target.WORKERS, Kind.DRAIN),
-    Fault(Target.FRONTEND, Kind.DRAIN),
-)
 _ROLES = {
     Target.ALL_PREFILL: ("prefill",),
     Target.ALL_DECODE: ("decode",),
@@ -108,23 +84,23 @@ class Victim:
 def find(
     target: Target, turn: int, instances: Sequence[Instance], supervisor: int, state_dir: Path
 ) -> list[list[Victim]]:
-    """Who is hit, in rounds: all of a round at once, and each round when the graph is whole again after the one
+    """The victims in rounds: all of a round at once, and each round when the graph is whole again after the one
     before. Raises LookupError, with the reason, where nothing of this graph on this machine is such a target.
     `turn` picks another one of several each time."""
     if target in _SERVERS:
         return [[_server(target, supervisor, state_dir)]]
     roles = _ROLES.get(target, (target.value,))
     ours = [
-        Victim(one.id, one.pid)
+        Victim(instance.id, instance.pid)
         for role in roles
-        for one in sorted(instances, key=lambda one: one.id)
-        if one.role.value == role and _belongs(one.pid, supervisor)
+        for instance in sorted(instances, key=lambda instance: instance.id)
+        if instance.role.value == role and _belongs(instance.pid, supervisor)
     ]
     if not ours:
         raise LookupError(f"no {' or '.join(roles)} process of this graph on this machine")
     match target:
         case Target.WORKERS:
-            return [[one] for one in ours]
+            return [[victim] for victim in ours]
         case Target.ALL_PREFILL | Target.ALL_DECODE:
             return [ours]
         case _:
@@ -147,3 +123,113 @@ def _belongs(pid: int, supervisor: int) -> bool:
         return pid > 0 and psutil.Process(pid).ppid() == supervisor and os.getpgid(pid) == pid
     except (psutil.Error, ProcessLookupError):
         return False
+
+
+async def harm(scene: Scene, target: Target, how: Harm) -> float | None:
+    """Seconds from the fault's end to the recovery, the longest of all rounds."""
+    running, slowest = scene.running, 0.0
+    instances = await scene.watch.instances()
+    for victims in find(target, scene.turn, instances, running.graph.pid, running.state_dir):
+        hit = ", ".join(f"{victim.name} (group {victim.group})" for victim in victims)
+        scene.say(f"{hit}, {len(scene.load.running)} requests in flight")
+        scene.victims += [victim.name for victim in victims]
+        if (target, how) == (Target.FRONTEND, Harm.KILL):
+            scene.load.frontend_dies(await _ports_of_others(scene, victims))
+        async with injected(how, victims, running.graph.pid, running.state_dir):
+            if how.lasts:
+                await asyncio.sleep(scene.options.hold)
+            else:
+                scene.gone |= {victim.name for victim in victims}
+        seconds = await scene.recovery()
+        if seconds is None:
+            return None
+        slowest = max(slowest, seconds)
+    return slowest
+
+
+async def _ports_of_others(scene: Scene, victims: Sequence[Victim]) -> set[int]:
+    """Clients' ports of the connections that the other frontends hold: those of the killed one cannot be saved."""
+    dying = {victim.name for victim in victims}
+    frontends = await scene.watch.instances(Role.FRONTEND)
+    others = [psutil.Process(instance.pid) for instance in frontends if instance.id not in dying]
+    return {end.raddr.port for process in others for end in process.net_connections("tcp") if end.raddr}
+
+
+@asynccontextmanager
+async def injected(
+    how: Harm, victims: Sequence[Victim], supervisor: int, state_dir: Path
+) -> AsyncIterator[None]:
+    """What hangs or is cut off does so while this is entered; the others have been told to end by then. Raises
+    LookupError where a victim has ended by itself, and Cannot."""
+    match how:
+        case Harm.KILL:
+            _send(victims, signal.SIGKILL)
+            yield
+        case Harm.LOSE:
+            _send(victims, signal.SIGSTOP)  # so that it writes nothing anew before it ends
+            for victim in victims:
+                _take_away(state_dir / victim.name)
+            _send(victims, signal.SIGKILL)
+            yield
+        case Harm.DRAIN:
+            _send(victims, signal.SIGTERM, os.kill)  # the role alone: it stops those below it itself
+            yield
+        case Harm.HANG:
+            _send(victims, signal.SIGSTOP)
+            try:
+                yield
+            finally:
+                with suppress(LookupError):
+                    _send(victims, signal.SIGCONT)
+        case Harm.CUT:
+            (victim,) = victims
+            async with cut_off(victim.group, _family(supervisor)):
+                yield
+
+
+def _send(
+    victims: Sequence[Victim], number: signal.Signals, how: Callable[[int, int], None] = os.killpg
+) -> None:
+    for victim in victims:
+        try:
+            how(victim.group, number)
+        except ProcessLookupError:
+            raise LookupError(f"{victim.name} has ended by itself") from None
+
+
+def _take_away(data: Path) -> None:
+    """All that the server has written, but for the lock by which others know that it runs."""
+    lost = data.with_name(f"{data.name}-lost")
+    lost.mkdir(exist_ok=True)
+    for path in data.iterdir():
+        if path.name != "lock":
+            path.rename(lost / f"{len(list(lost.iterdir()))}-{path.name}")
+
+
+def _family(supervisor: int) -> list[int]:
+    return [supervisor, *(child.pid for child in psutil.Process(supervisor).children(recursive=True))]
+
+
+def _fault(target: Target, how: Harm) -> Fault:
+    return Fault(
+        "rolling" if target is Target.WORKERS else f"{target.value}-{how.value}",
+        f"{_WHOM[target]}: {_WHAT[how]}",
+        partial(harm, target=target, how=how),
+        (target.value, how.value),
+        patient=(target, how) == (Target.ALL_DECODE, Harm.KILL),
+        kills_decode=how is Harm.KILL and target in (Target.DECODE, Target.ALL_DECODE),
+        loses_data=how is Harm.LOSE,
+    )
+
+
+_EACH = (Target.PREFILL, Target.DECODE, Target.NATS, Target.ETCD, Target.FRONTEND)
+FAULTS: tuple[Fault, ...] = (
+    *(_fault(target, how) for how in (Harm.KILL, Harm.HANG, Harm.CUT) for target in _EACH),
+    _fault(Target.NATS, Harm.LOSE),
+    _fault(Target.ETCD, Harm.LOSE),
+    _fault(Target.ALL_PREFILL, Harm.KILL),
+    _fault(Target.ALL_PREFILL, Harm.HANG),
+    _fault(Target.ALL_DECODE, Harm.KILL),
+    _fault(Target.WORKERS, Harm.DRAIN),
+    _fault(Target.FRONTEND, Harm.DRAIN),
+)

@@ -16,7 +16,7 @@ from pdserve.queue.jetstream.connection import publish_once
 from pdserve.queue.jetstream.names import Names
 from pdserve.registry import keys
 from pdserve.stream.tcp import GREETING
-from pdserve_bench.chaos.scene import Scenario, Scene
+from pdserve_bench.chaos.scene import Fault, Scene
 
 LINES = 2000
 """of log that all of it may cost, above what the load writes"""
@@ -52,7 +52,7 @@ async def spread(scene: Scene) -> float | None:
     logs = scene.running.state_dir / "logs"
     quiet = await _lines_per_second(logs)
     before, began = _lines(logs), time.monotonic()
-    ports = list(_listening(scene.family()))
+    ports = list(_listening(scene.running.family()))
     everything = payloads(scene.options.seed)
     await asyncio.gather(*(asyncio.to_thread(_to_port, *each[:2], everything) for each in ports))
     subjects = await _subjects(scene)
@@ -158,7 +158,7 @@ def _connects(host: str, port: int) -> bool:
 
 async def _subjects(scene: Scene) -> list[str]:
     names = Names(scene.running.graph.namespace, scene.running.graph.model)
-    workers = await scene.instances(Role.DECODE)
+    workers = await scene.watch.instances(Role.DECODE)
     return [names.requests, names.state, names.notices, *(names.answers(each.id) for each in workers)]
 
 
@@ -188,6 +188,6 @@ async def _lines_per_second(folder: Path) -> float:
     return (_lines(folder) - before) / (time.monotonic() - began)
 
 
-GARBAGE = Scenario(
+GARBAGE = Fault(
     "garbage", "malformed messages to every port, every subject on NATS, every kind of key in etcd", spread
 )

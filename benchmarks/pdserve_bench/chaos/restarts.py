@@ -12,8 +12,8 @@ import psutil
 
 from pdserve import clock
 from pdserve.messages import Role
-from pdserve_bench.chaos.launch import Started
-from pdserve_bench.chaos.scene import Scenario, Scene
+from pdserve_bench.chaos.scene import Fault, Scene
+from pdserve_bench.launch import StartedGraph
 
 KILLING = 3.3
 """times --hold: some 40 s"""
@@ -25,7 +25,7 @@ YOUNG = (0.2, 1.5)
 """seconds that they live then"""
 TICK = 0.2
 BEFORE = 0.2
-"""seconds from the last new request to the kill of `serve`: nobody is half connected then"""
+"""seconds from the last new request to the kill of `serve`: no client is half connected then"""
 AFTER_DRAIN = 20.0
 """seconds that the processes of a dead `serve` get beyond the drain timeout"""
 
@@ -37,7 +37,7 @@ async def kill_workers(scene: Scene) -> float | None:
     due, killed, young = 0.0, 0, 0
     doomed: dict[str, int] = {}
     while (now := time.monotonic()) < end:
-        ids = {each.pid: each.id for each in await scene.instances()}
+        ids = {instance.pid: instance.id for instance in await scene.watch.instances()}
         workers = _workers(scene)
         for name, worker in workers.items():
             if worker.pid not in ids and doomed.get(name) and _age(worker) > dice.uniform(*YOUNG):
@@ -57,7 +57,7 @@ async def kill_workers(scene: Scene) -> float | None:
 def _workers(scene: Scene) -> dict[str, psutil.Process]:
     """The workers that there are by name (`decode-0`), whether they have come to be ready or not."""
     found = {}
-    for child in scene.family()[1:]:
+    for child in scene.running.family()[1:]:
         with suppress(psutil.Error, ProcessLookupError, ValueError):
             if child.ppid() == scene.running.graph.pid and os.getpgid(child.pid) == child.pid:
                 words = child.cmdline()
@@ -77,15 +77,15 @@ def _kill(process: psutil.Process) -> None:
 
 async def kill_serve(scene: Scene) -> float | None:
     running = scene.running
-    if not isinstance(running, Started):
+    if not isinstance(running, StartedGraph):
         raise LookupError("only where this command has started the graph, and can start it again")
-    scene.gone |= {each.id for each in await scene.instances()}
+    scene.gone |= {instance.id for instance in await scene.watch.instances()}
     scene.load.pause()
     await asyncio.sleep(BEFORE)
-    family = scene.family()
-    scene.say(f"SIGKILL of process {running.graph.pid}, {scene.load.in_flight} requests in flight")
+    family = scene.running.family()
+    scene.say(f"SIGKILL of process {running.graph.pid}, {len(scene.load.running)} requests in flight")
     running.away = True
-    running.process.kill()
+    running.serve.process.kill()
     killed = time.monotonic()
     await scene.load.idle()
     scene.say(f"the last request in flight ended after {time.monotonic() - killed:.1f} s")
@@ -95,7 +95,7 @@ async def kill_serve(scene: Scene) -> float | None:
             with suppress(psutil.Error):
                 process.kill()
     scene.say(f"all processes were gone after {time.monotonic() - killed:.1f} s")
-    await running.again()
+    await running.start()
     await scene.watch.move(running.graph)
     scene.load.resume()
     return await scene.recovery()
@@ -105,7 +105,7 @@ async def _left(family: Sequence[psutil.Process], end: float) -> list[psutil.Pro
     left = list(family)
     while left and time.monotonic() < end:
         await asyncio.sleep(0.1)
-        left = [each for each in left if _lives(each)]
+        left = [process for process in left if _lives(process)]
     return left
 
 
@@ -123,7 +123,7 @@ def _told(process: psutil.Process) -> str:
         return str(process.pid)
 
 
-START_KILL = Scenario(
+START_KILL = Fault(
     "start-kill",
     f"SIGKILL of a worker every {EVERY[0]:g} to {EVERY[1]:g} s, and of its next lives while they start, for "
     f"{KILLING} x --hold",
@@ -131,7 +131,7 @@ START_KILL = Scenario(
     patient=True,
     kills_decode=True,
 )
-SERVE_KILL = Scenario(
+SERVE_KILL = Fault(
     "serve-kill",
     "SIGKILL of `serve`: running requests end well, nothing is left; then `serve` again",
     kill_serve,

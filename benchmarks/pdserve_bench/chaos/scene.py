@@ -1,97 +1,86 @@
-"""What a scenario works with: the graph, its load, and where to tell what went wrong besides the requests."""
+"""What every fault has in common: how it is described, what it works with, and when the graph has recovered from it."""
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
-import httpx
-import psutil
-
 from pdserve.config.schema import Config
-from pdserve.messages import Instance, Role
-from pdserve_bench.chaos.cases import Case
-from pdserve_bench.chaos.faults import Fault
-from pdserve_bench.chaos.launch import Running
-from pdserve_bench.chaos.load import Load
-from pdserve_bench.chaos.watch import Watch
+from pdserve_bench.chaos.load import JudgedLoad
+from pdserve_bench.chaos.questions import Case
+from pdserve_bench.launch import RunningGraph
+from pdserve_bench.watch import GraphWatch
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the scorecard."""
+
+    name: str
+    told: str
+    """what it does, for `--list`"""
+    play: "Callable[[Scene], Awaitable[float | None]]"
+    """Do it, undo it, and return what `Scene.recovery` said. Raises LookupError, with the reason, where it cannot be
+    done here."""
+    tags: tuple[str, ...] = ()
+    """further names by which `--only` finds it"""
+    patient: bool = False
+    """requests wait until there are workers again, however long that takes"""
+    kills_decode: bool = False
+    """what a dead decode worker had not read yet is kept by prefill workers until its lease ends
+    (docs/decisions/0007-lost-answers.md)"""
+    loses_data: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """of each request meanwhile"""
 
 
 @dataclass(frozen=True)
 class Options:
-    faults: "Sequence[Fault | Scenario]"
+    faults: Sequence[Fault]
     seconds: float = 15.0
     """of load for each fault, at least; it goes on until the graph has recovered"""
     hold: float = 12.0
     """seconds that a hang or a cut lasts: longer than a lease in etcd"""
     concurrency: int = 8
     patience: float = 60.0
-    """seconds after which a client says that its request hangs"""
+    """seconds after which a request counts as hung"""
     recover_within: float = 180.0
     seed: int = 1
 
 
 @dataclass
 class Scene:
-    """Of one scenario, while it is played."""
+    """The graph, its load, and what one fault does to them."""
 
-    running: Running
+    running: RunningGraph
     config: Config
-    watch: Watch
-    load: Load
+    watch: GraphWatch
+    load: JudgedLoad
     options: Options
     say: Callable[[str], None]
-    recovery: Callable[[], Awaitable[float | None]]
-    """seconds until the graph is whole again and prefills remotely; None where it does not get there in time"""
+    remote: bool
+    """there are prefill workers"""
+    turn: int = 0
+    """counts the faults, so that another one of several workers is hit each time"""
     pool: Sequence[Case] = ()
     """the prompts that are asked, where answers cannot be computed"""
+    victims: list[str] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
     """instances that were ended: their leases may outlive them"""
     amiss: list[str] = field(default_factory=list)
     """sentences about what went wrong and no client saw"""
 
-    async def instances(self, *roles: Role) -> list[Instance]:
-        return [each for each in await self.watch.instances() if each.role in roles or not roles]
-
-    async def metrics(self, *roles: Role) -> dict[str, dict[str, float]]:
-        """The values of each instance's own page, by instance id and series."""
-        pages: dict[str, dict[str, float]] = {}
-        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as http:
-            for each in await self.instances(*roles):
-                with suppress(httpx.HTTPError):
-                    pages[each.id] = _series((await http.get(each.metrics)).text)
-        return pages
-
-    def family(self) -> list[psutil.Process]:
-        """The graph's supervisor and all processes below it."""
-        with suppress(psutil.Error):
-            supervisor = psutil.Process(self.running.graph.pid)
-            return [supervisor, *supervisor.children(recursive=True)]
-        return []
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A fault that is a story of its own."""
-
-    name: str
-    told: str
-    """what it does, for `--list`"""
-    play: Callable[[Scene], Awaitable[float | None]]
-    """Do it, undo it, and return what `recovery` said. Raises LookupError, with the reason, where it cannot be done
-    here."""
-    patient: bool = False
-    """requests wait until there are workers again, however long that takes"""
-    kills_decode: bool = False
-    """as a Fault's"""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """of each request meanwhile"""
-
-
-def _series(page: str) -> dict[str, float]:
-    lines = (line.rpartition(" ") for line in page.splitlines() if line and not line.startswith("#"))
-    return {name: float(value) for name, _, value in lines}
-
-
-def total(page: Mapping[str, float], name: str) -> float:
-    """The sum over all labels."""
-    return sum(value for series, value in page.items() if series.partition("{")[0] == name)
+    async def recovery(self) -> float | None:
+        """Seconds until the graph is whole again and prefills remotely; None where it does not get there in time."""
+        ended, within = time.monotonic(), self.options.recover_within
+        try:
+            async with asyncio.timeout(within):
+                await self.watch.until_whole(self.gone, self.say)
+                if self.remote:
+                    await self.load.until(lambda one: one.prefill == "remote" and one.started > ended)
+        except TimeoutError:
+            self.say(f"not recovered after {within:g} s")
+            return None
+        seconds = time.monotonic() - ended
+        self.say(f"recovered after {seconds:.1f} s, {len(self.load.done)} requests so far")
+        return seconds

@@ -1,11 +1,18 @@
-"""How the scorecard of `pdserve chaos` looks."""
+"""The scorecard of `pdserve chaos`: from what came of the requests to its rows, its verdict, and how both look."""
 
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
+
+from pdserve_bench.chaos.judge import Judgement, RequestTrace, Seen
+from pdserve_bench.figures import percentile
+from pdserve_bench.watch import Leftovers
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pdserve_bench.chaos.score import Row
 
 COLUMNS = (
     "fault",
@@ -22,7 +29,96 @@ COLUMNS = (
 )
 
 
-def scorecard(rows: "list[Row]") -> "Table":
+@dataclass(frozen=True)
+class Row:
+    """One line of the scorecard. What was skipped has a reason, and no numbers."""
+
+    fault: str
+    victim: str = ""
+    requests: int = 0
+    failed: int = 0
+    hung: int = 0
+    wrong: int = 0
+    apart: int = 0
+    """requests whose connection was to the killed frontend, which nothing can save"""
+    p99_pause: float = 0.0
+    """seconds"""
+    slowest: str = ""
+    """id of the request with the longest pause"""
+    recovered: float | None = None
+    """seconds from the end of the fault until all were registered again and remote prefill happened; None:
+    not within the bound"""
+    leaked: int = 0
+    """KV blocks that were still held when the last request had ended long ago, leases included"""
+    queued: int = 0
+    """prefill requests that were still in the queue then"""
+    freed: float = 0.0
+    """seconds from the last request's end until no block was held"""
+    skipped: str = ""
+    errors: tuple[str, ...] = ()
+    """what failed requests said, the most frequent first"""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """the leaked blocks by instance"""
+    traces: tuple[RequestTrace, ...] = ()
+    """of every request that failed, hung or was answered wrongly"""
+    amiss: tuple[str, ...] = ()
+    """what went wrong besides, a sentence each"""
+
+    @property
+    def good(self) -> bool:
+        dropped = self.failed or self.hung or self.wrong or self.leaked or self.queued or self.amiss
+        return bool(self.skipped) or (not dropped and self.requests > 0 and self.recovered is not None)
+
+
+def score(
+    fault: str,
+    victim: str,
+    seen: Sequence[Seen],
+    recovered: float | None,
+    left: Leftovers,
+    amiss: Sequence[str] = (),
+) -> Row:
+    counts = Counter(request.result for request in seen)
+    traces = tuple(request.trace for request in seen if request.trace)
+    slowest = max(seen, key=lambda request: request.pause or 0.0, default=None)
+    errors = Counter(trace.error for trace in traces if trace.error)
+    return Row(
+        fault=fault,
+        victim=victim,
+        requests=len(seen),
+        failed=counts[Judgement.FAILED],
+        hung=counts[Judgement.HUNG],
+        wrong=counts[Judgement.WRONG],
+        apart=counts[Judgement.APART],
+        p99_pause=percentile([request.pause for request in seen if request.pause is not None], 0.99),
+        slowest=slowest.request_id if slowest else "",
+        recovered=recovered,
+        leaked=sum(left.blocks.values()),
+        queued=left.queued,
+        freed=left.seconds,
+        errors=tuple(f"{count} x {text}" for text, count in errors.most_common(5)),
+        held=left.blocks,
+        traces=traces,
+        amiss=tuple(amiss),
+    )
+
+
+def passed(rows: Sequence[Row]) -> bool:
+    """Nothing was dropped, and something was tried."""
+    return all(row.good for row in rows) and any(row.victim for row in rows)
+
+
+def as_json(rows: Sequence[Row], complete: bool) -> str:
+    """A row per line. Rows that are good are not enough where the run was broken off."""
+    lines = (json.dumps({**asdict(row), "good": row.good}) for row in rows)
+    good = json.dumps(complete and passed(rows))
+    return f'{{"good": {good}, "complete": {json.dumps(complete)}, "rows": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+# how it looks
+
+
+def scorecard(rows: Sequence[Row]) -> "Table":
     from rich import box
     from rich.table import Table
 
@@ -36,7 +132,7 @@ def scorecard(rows: "list[Row]") -> "Table":
     return table
 
 
-def cells(row: "Row") -> tuple[str, ...]:
+def cells(row: Row) -> tuple[str, ...]:
     if row.skipped:
         return row.fault, *[""] * 9, "skipped"
     numbers = (row.requests, row.failed, row.hung, row.wrong)
@@ -54,7 +150,7 @@ def cells(row: "Row") -> tuple[str, ...]:
     )
 
 
-def line(row: "Row") -> str:
+def line(row: Row) -> str:
     """The row in words, what is zero left out."""
     if row.skipped:
         return f"{row.fault}: skipped"
@@ -65,7 +161,7 @@ def line(row: "Row") -> str:
     return f"{row.fault}: {'ok' if row.good else 'NOT GOOD'}: {', '.join(told)}"
 
 
-def verdict(rows: "list[Row]", complete: bool) -> str:
+def verdict(rows: Sequence[Row], complete: bool) -> str:
     """A line or some in words; what was skipped, with the reason."""
     faults = [row for row in rows if row.victim]
     lines = [f"{row.fault} skipped: {row.skipped}" for row in rows if row.skipped]

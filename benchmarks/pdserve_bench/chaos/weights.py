@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pdserve.messages import Role
-from pdserve_bench.chaos import reference
-from pdserve_bench.chaos.client import Client
-from pdserve_bench.chaos.launch import Started
-from pdserve_bench.chaos.scene import Scenario, Scene
+from pdserve_bench.chaos.questions import answers
+from pdserve_bench.chaos.scene import Fault, Scene
+from pdserve_bench.client import LoadClient
+from pdserve_bench.launch import StartedGraph
 
 _SIZES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 """bytes of an element, by safetensors' name"""
@@ -25,12 +25,12 @@ _FLIPPED = bytes(byte ^ 0x80 for byte in range(256))
 async def mix(scene: Scene) -> float | None:
     """There and back, each time with another side first."""
     running = scene.running
-    if not isinstance(running, Started) or running.model is None:
+    if not isinstance(running, StartedGraph) or running.model is None:
         raise LookupError(
             "only with a copy of the model's folder: of a graph started here, with a small local model"
         )
-    if not await scene.instances(Role.PREFILL):
-        raise LookupError("the graph has no prefill workers: nobody reads another's KV")
+    if not await scene.watch.instances(Role.PREFILL):
+        raise LookupError("the graph has no prefill workers: no worker reads another's KV")
     with _other_weights(running.model):
         scene.say("other weights in the model's folder")
         await _restart_in_turn(scene, Role.PREFILL, Role.DECODE)
@@ -43,10 +43,10 @@ async def mix(scene: Scene) -> float | None:
 
 async def _restart_in_turn(scene: Scene, *roles: Role) -> None:
     for role in roles:
-        for each in await scene.instances(role):
-            scene.gone.add(each.id)
+        for instance in await scene.watch.instances(role):
+            scene.gone.add(instance.id)
             with suppress(ProcessLookupError):
-                os.kill(each.pid, signal.SIGTERM)
+                os.kill(instance.pid, signal.SIGTERM)
             async with asyncio.timeout(scene.options.recover_within):
                 await scene.watch.until_whole(scene.gone, scene.say)
         scene.say(f"all {role.value} workers are new")
@@ -56,9 +56,9 @@ async def _restart_in_turn(scene: Scene, *roles: Role) -> None:
 
 async def _learn(scene: Scene) -> None:
     """The new model's answers, each prompt alone among those of the load."""
-    async with reference.http() as http:
-        client = Client(scene.running.graph.url, scene.running.graph.model, http)
-        scene.load.also_right.update(await reference.answers(client, scene.pool, scene.options.patience))
+    graph = scene.running.graph
+    found = await answers(LoadClient(graph.url), graph.model, scene.pool, scene.options.patience)
+    scene.load.also_right.update(found)
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def turned(file: bytes) -> bytes:
     return bytes(data)
 
 
-MIXED_WEIGHTS = Scenario(
+MIXED_WEIGHTS = Fault(
     "mixed-weights",
     "other weights in the model's folder, the prefill workers restarted, then decode; and back, decode first",
     mix,

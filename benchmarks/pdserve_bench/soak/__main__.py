@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -24,26 +25,16 @@ from rich.table import Table
 from pdserve.registry import connect
 from pdserve.registry.base import Registry
 from pdserve.supervisor.state import GraphRecord
-from pdserve_bench.chaos.launch import started
-from pdserve_bench.chaos.watch import Watch
-from pdserve_bench.soak.load import Load
+from pdserve_bench.launch import started
+from pdserve_bench.simulated import simulated, write
+from pdserve_bench.soak.requests import MixedLoad
 from pdserve_bench.soak.usage import MARGINS, Picture, leaks, nats_keeps, picture
+from pdserve_bench.watch import GraphWatch
 
 REAL = Path("configs/local.yaml")
-SIM = """
-Common: {model: demo, block-size: 32, max-model-len: 4096, num-gpu-blocks-override: 1024}
-Frontend: {served_model_name: demo}
-VllmWorker:
-  engine: sim
-  remote-prefill: true
-  max-local-prefill-length: 64
-  common-configs: [model, block-size, max-model-len, num-gpu-blocks-override]
-  additional-config: &speed {sim: {step-seconds: 0.005, prefill-rate: 20000}}
-PrefillWorker:
-  engine: sim
-  common-configs: [model, block-size, max-model-len, num-gpu-blocks-override]
-  additional-config: *speed
-"""
+SIMULATED = simulated(
+    {"step-seconds": 0.005, "prefill-rate": 20000}, common={"num-gpu-blocks-override": 1024}
+)
 LENGTHS = {"sim": (8, 1200), "real": (8, 400)}
 """tokens of prompts, below and above the threshold for remote prefill"""
 ALLOCATOR = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
@@ -53,10 +44,10 @@ LEASE = 40.0
 
 
 @dataclass
-class Report:
+class SoakReport:
     before: Picture
     after: Picture
-    load: Load
+    load: MixedLoad
     seconds: float
     """until everything was back, or the patience over"""
 
@@ -65,15 +56,17 @@ class Report:
         return [*leaks(self.before, self.after), *self.load.surprises]
 
 
-async def soak(graph: GraphRecord, warm: int, requests: int, lengths: tuple[int, int], seed: int) -> Report:
-    async with connect(graph.etcd, graph.namespace) as registry, Watch() as watch:
+async def soak(
+    graph: GraphRecord, warm: int, requests: int, lengths: tuple[int, int], seed: int
+) -> SoakReport:
+    async with connect(graph.etcd, graph.namespace) as registry, GraphWatch() as watch:
         await watch.move(graph)
         await watch.learn()
-        warm_up = Load(graph.url, graph.model, lengths, seed)
+        warm_up = MixedLoad(graph.url, graph.model, lengths, seed)
         await warm_up.run(warm)
         await watch.leftovers(LEASE)
         before = await _look(graph, watch, registry)
-        load = Load(graph.url, graph.model, lengths, seed + 1)
+        load = MixedLoad(graph.url, graph.model, lengths, seed + 1)
         await load.run(requests)
         ended = time.monotonic()
         await watch.leftovers(LEASE)
@@ -82,15 +75,15 @@ async def soak(graph: GraphRecord, warm: int, requests: int, lengths: tuple[int,
             await asyncio.sleep(1)
             after = await _look(graph, watch, registry)
         load.surprises += warm_up.surprises
-        return Report(before, after, load, time.monotonic() - ended)
+        return SoakReport(before, after, load, time.monotonic() - ended)
 
 
-async def _look(graph: GraphRecord, watch: Watch, registry: Registry) -> Picture:
+async def _look(graph: GraphRecord, watch: GraphWatch, registry: Registry) -> Picture:
     stored = {"nats": await nats_keeps(graph.nats), "etcd": len(await registry.read(""))}
     return await picture(graph.pid, await watch.instances(), stored)
 
 
-def show(report: Report) -> None:
+def show(report: SoakReport) -> None:
     table = Table("process", *MARGINS)
     for name, before in report.before.items():
         after = report.after.get(name)
@@ -109,15 +102,11 @@ def _cell(before: int | None, after: int | None) -> str:
     return f"{before}" if before == after else f"{before} {after - before:+}"
 
 
-async def _main(args: argparse.Namespace, folder: Path) -> Report:
-    file = REAL
-    if not args.real:
-        file = folder / "sim.yaml"
-        file.write_text(SIM)
-    async with started(file, folder, args.workers, "", lambda text: print(text, file=sys.stderr)) as found:
-        return await soak(
-            found.graph, args.warm_up, args.requests, LENGTHS["real" if args.real else "sim"], args.seed
-        )
+async def _main(args: argparse.Namespace, folder: Path) -> SoakReport:
+    file = REAL if args.real else write(SIMULATED, folder / "sim.yaml")
+    lengths = LENGTHS["real" if args.real else "sim"]
+    async with started(file, folder, partial(print, file=sys.stderr), workers=args.workers) as running:
+        return await soak(running.graph, args.warm_up, args.requests, lengths, args.seed)
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ import psutil
 
 from pdserve.messages import Instance
 from pdserve.queue.jetstream.connection import discard, open_client
+from pdserve_bench.watch import series
 
 MARGINS = {"blocks": 0, "sockets": 2, "files": 2, "tasks": 2, "threads": 4, "MiB": 24, "kept": 0}
 """by how much each may be above where it was. Threads: pools (asyncio's, gRPC's) fill up as they are needed.
@@ -45,14 +46,13 @@ Picture = Mapping[str, Usage]
 async def picture(supervisor: int, instances: list[Instance], stored: Mapping[str, int]) -> Picture:
     """All processes of the graph. `stored` is what the servers keep, by server."""
     found: dict[str, Usage] = {"serve": _of(psutil.Process(supervisor))}
-    roles = {one.pid: one for one in instances}
+    roles = {instance.pid: instance for instance in instances}
     async with httpx.AsyncClient(trust_env=False) as http:
         for child in psutil.Process(supervisor).children():
-            if one := roles.get(child.pid):
-                name = one.id.rpartition("-")[0]
-                found[name] = _of(
-                    child, blocks=round(one.load.kv_usage * one.kv_blocks), tasks=await _tasks(http, one)
-                )
+            if role := roles.get(child.pid):
+                name = role.id.rpartition("-")[0]
+                blocks = round(role.load.kv_usage * role.kv_blocks)
+                found[name] = _of(child, blocks=blocks, tasks=await _tasks(http, role))
                 found |= {f"{name} {kind}": usage for kind, usage in _below(child)}
             elif (server := child.name().partition("-")[0]) in stored:
                 found[server] = _of(child, kept=stored[server])
@@ -83,8 +83,7 @@ def _of(process: psutil.Process, **more: int | None) -> Usage:
 
 async def _tasks(http: httpx.AsyncClient, instance: Instance) -> int:
     page = (await http.get(instance.metrics)).text
-    (line,) = (line for line in page.splitlines() if line.startswith("pdserve_tasks "))
-    return round(float(line.split()[1]))
+    return round(series(page)["pdserve_tasks"])
 
 
 async def nats_keeps(url: str) -> int:
@@ -95,7 +94,7 @@ async def nats_keeps(url: str) -> int:
     await open_client(client, url)
     try:
         streams = await client.jetstream().streams_info()
-        return sum(one.state.messages + one.state.consumer_count for one in streams)
+        return sum(stream.state.messages + stream.state.consumer_count for stream in streams)
     finally:
         await discard(client)
 

@@ -1,19 +1,19 @@
-"""What came of one request, as its client saw it, and all that is needed to trace one that went amiss."""
+"""What came of a request, as its client saw it, and all that is needed to trace one that went amiss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from pdserve_bench.chaos.client import Exchange
+from pdserve_bench.chaos.questions import Attempt
 
 
-class Result(StrEnum):
+class Judgement(StrEnum):
     OK = "ok"
     FAILED = "failed"
     """an error status, an error in the stream, or an end before the end"""
     HUNG = "hung"
-    """no end within the client's patience"""
+    """no end within the client's timeout"""
     WRONG = "wrong"
     """tokens other than those of the undisturbed graph"""
     APART = "apart"
@@ -21,11 +21,11 @@ class Result(StrEnum):
 
 
 @dataclass(frozen=True)
-class Trace:
+class RequestTrace:
     """Times are seconds after the fault began, negative before it; in a row without a fault, after the load did."""
 
     fault: str
-    result: Result
+    result: Judgement
     request_id: str
     started: float
     ended: float
@@ -45,12 +45,12 @@ class Trace:
 
     def __str__(self) -> str:
         way = "streamed" if self.stream else "whole"
-        via = f"{self.prefill or 'no answer'}, {self.instance or 'nobody'}"
+        via = f"{self.prefill or 'no answer'}, {self.instance or 'no instance'}"
         asked = f"{len(self.prompt)} tokens, {way}, {via}, from {self.started:.1f} s to {self.ended:.1f} s"
         return f"{self.result}: {self.request_id} ({asked}): {self._what()}"
 
     def _what(self) -> str:
-        if self.result is not Result.WRONG:
+        if self.result is not Judgement.WRONG:
             return f"{self.error or 'ended early'}, after {len(self.got)} of {len(self.expected)} tokens"
         at = self.first_difference
         assert at is not None
@@ -61,50 +61,52 @@ class Trace:
 
 @dataclass(frozen=True)
 class Seen:
-    result: Result
+    """A request's row in the judgement of a fault."""
+
+    result: Judgement
     pause: float | None = None
     """seconds of the longest wait for a token, the first one included; None where it was not streamed"""
-    trace: Trace | None = None
+    trace: RequestTrace | None = None
     """of what was neither right nor the killed frontend's"""
     request_id: str = ""
 
 
-def trace(one: Exchange, result: Result, fault: str, began: float) -> Trace:
-    at = first_difference(one.tokens, one.case.expected)
-    seen = at is not None and at < len(one.arrivals)
-    return Trace(
+def trace(attempt: Attempt, result: Judgement, fault: str, began: float) -> RequestTrace:
+    at = first_difference(attempt.tokens, attempt.case.expected)
+    seen = at is not None and at < len(attempt.arrivals)
+    return RequestTrace(
         fault=fault,
         result=result,
-        request_id=one.request_id,
-        started=round(one.started - began, 3),
-        ended=round(one.ended - began, 3),
-        differed=round(one.arrivals[at] - began, 3) if at is not None and seen else None,
+        request_id=attempt.request_id,
+        started=round(attempt.started - began, 3),
+        ended=round(attempt.ended - began, 3),
+        differed=round(attempt.arrivals[at] - began, 3) if at is not None and seen else None,
         first_difference=at,
-        stream=one.case.stream,
-        prefill=one.prefill,
-        instance=one.instance,
-        cache_salt=one.case.salt,
-        error=one.error,
-        prompt=one.case.prompt,
-        expected=one.case.expected,
-        got=tuple(one.tokens),
+        stream=attempt.case.stream,
+        prefill=attempt.prefill,
+        instance=attempt.instance,
+        cache_salt=attempt.case.salt,
+        error=attempt.error,
+        prompt=attempt.case.prompt,
+        expected=attempt.case.expected,
+        got=tuple(attempt.tokens),
     )
 
 
-def judge(tokens: Sequence[int], expected: Sequence[int], error: str, hung: bool) -> Result:
-    """What a request came to that was not on the killed frontend's connections. Tokens that are wrong count as
-    wrong however it ended."""
+def judge(tokens: Sequence[int], expected: Sequence[int], error: str, hung: bool) -> Judgement:
+    """Of a request that was not on the killed frontend's connections. Tokens that are wrong count as wrong however the
+    request ended."""
     if list(tokens) != list(expected[: len(tokens)]):
-        return Result.WRONG
+        return Judgement.WRONG
     if hung:
-        return Result.HUNG
-    return Result.FAILED if error or len(tokens) != len(expected) else Result.OK
+        return Judgement.HUNG
+    return Judgement.FAILED if error or len(tokens) != len(expected) else Judgement.OK
 
 
 def first_difference(got: Sequence[int], expected: Sequence[int]) -> int | None:
-    """Where one of them has a token that the other has not; None where they are the same."""
-    for index, (one, other) in enumerate(zip(got, expected, strict=False)):
-        if one != other:
+    """Where they differ, or the shorter one ends; None where they are the same."""
+    for index, (token, right) in enumerate(zip(got, expected, strict=False)):
+        if token != right:
             return index
     return None if len(got) == len(expected) else min(len(got), len(expected))
 

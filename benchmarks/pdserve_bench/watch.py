@@ -1,19 +1,21 @@
-"""The graph, as etcd itself tells it: who is there, and what they still hold."""
+"""The graph as etcd and its processes tell it: what is registered, and what is still held."""
 
 import asyncio
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from typing import Self
 
+import httpx
+
 from pdserve.errors import RegistryUnavailable
-from pdserve.messages import Instance, decode_instance
+from pdserve.messages import Instance, Role, decode_instance
 from pdserve.registry import connect, keys
 from pdserve.registry.base import Registry
 from pdserve.supervisor.state import GraphRecord
-from pdserve_bench.chaos.score import Leftovers
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +23,20 @@ LOOK_EVERY = 0.25
 TELL_EVERY = 15.0
 
 
-class Watch:
-    """Asks the server each time: a picture that an outage has frozen would say that nothing is amiss."""
+@dataclass(frozen=True)
+class Leftovers:
+    """What a graph without requests still holds."""
+
+    blocks: Mapping[str, int]
+    """KV blocks by instance, of those that hold any"""
+    queued: int
+    """prefill requests"""
+    seconds: float
+    """how long it was looked for"""
+
+
+class GraphWatch:
+    """Asks etcd each time: a picture that an outage has frozen would say that nothing is amiss."""
 
     def __init__(self) -> None:
         self.registry: Registry
@@ -41,14 +55,15 @@ class Watch:
         await self._connection.aclose()
         self.registry = await self._connection.enter_async_context(connect(graph.etcd, graph.namespace))
 
-    async def instances(self) -> list[Instance]:
-        """Empty while etcd does not answer."""
+    async def instances(self, *roles: Role) -> list[Instance]:
+        """Of these roles, else of all; empty while etcd does not answer."""
         try:
             found = await self.registry.read(keys.INSTANCES)
         except RegistryUnavailable as error:
             log.debug("%s", error)
             return []
-        return [decode_instance(value) for value in found.values()]
+        instances = [decode_instance(value) for value in found.values()]
+        return [instance for instance in instances if instance.role in roles or not roles]
 
     async def learn(self) -> list[Instance]:
         """What is there now is the whole graph."""
@@ -60,7 +75,7 @@ class Watch:
         """Until as many of each role are registered as at the beginning. `but` are the instances that were
         ended: their leases may outlive them. Says now and then what is still missing."""
         told_at = time.monotonic()
-        while (there := _count([one for one in await self.instances() if one.id not in but])) != self.whole:
+        while (there := _count([i for i in await self.instances() if i.id not in but])) != self.whole:
             if time.monotonic() - told_at > TELL_EVERY:
                 say(f"waiting for {told(self.whole)}; there are {told(there) or 'none, or etcd is silent'}")
                 told_at = time.monotonic()
@@ -72,29 +87,46 @@ class Watch:
         while True:
             instances = await self.instances()
             seconds = time.monotonic() - started
-            left = Leftovers(
-                _held(instances), max((one.load.queue_depth for one in instances), default=0), seconds
-            )
+            queued = max((instance.load.queue_depth for instance in instances), default=0)
+            left = Leftovers(_held(instances), queued, seconds)
             clean = not left.blocks and not left.queued and not any(map(_busy, instances))
             if seconds >= within or (clean and _count(instances) == self.whole):
                 return left
             await asyncio.sleep(LOOK_EVERY)
+
+    async def metrics(self, *roles: Role) -> dict[str, dict[str, float]]:
+        """The values of each instance's own page, by instance id and series."""
+        pages: dict[str, dict[str, float]] = {}
+        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as http:
+            for instance in await self.instances(*roles):
+                with suppress(httpx.HTTPError):
+                    pages[instance.id] = series((await http.get(instance.metrics)).text)
+        return pages
 
 
 def told(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {role}" for role, count in sorted(counts.items()))
 
 
+def series(page: str) -> dict[str, float]:
+    """The values of a page in Prometheus' text format, labels as they are written."""
+    lines = (line.rpartition(" ") for line in page.splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}
+
+
+def total(page: Mapping[str, float], name: str) -> float:
+    """The sum over all labels."""
+    return sum(value for line, value in page.items() if line.partition("{")[0] == name)
+
+
 def _count(instances: list[Instance]) -> Counter[str]:
-    return Counter(one.role.value for one in instances if not one.draining)
+    return Counter(instance.role.value for instance in instances if not instance.draining)
 
 
-def _busy(one: Instance) -> bool:
-    return bool(one.load.running or one.load.waiting)
+def _busy(instance: Instance) -> bool:
+    return bool(instance.load.running or instance.load.waiting)
 
 
 def _held(instances: list[Instance]) -> dict[str, int]:
     """At least one for each worker that holds anything: the share is rounded."""
-    return {
-        one.id: max(1, round(one.load.kv_usage * one.kv_blocks)) for one in instances if one.load.kv_usage
-    }
+    return {i.id: max(1, round(i.load.kv_usage * i.kv_blocks)) for i in instances if i.load.kv_usage}

@@ -1,0 +1,151 @@
+"""The prompts that are asked, and their right answers: computed where engines are simulated; where they are real, the
+graph's own answers while nothing disturbs it."""
+
+import asyncio
+import random
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, cycle, islice
+from typing import Self
+
+from pdserve.config.schema import Config
+from pdserve.engine.sim.model import SimModel, sim_model
+from pdserve.errors import Unavailable
+from pdserve_bench.client import Exchange, LoadClient
+
+FIRST_TOKEN, LAST_TOKEN = 300, 999
+"""token ids of prompts: ordinary ones in every vocabulary"""
+MIN_OUTPUT, MAX_OUTPUT = 24, 96
+LONGEST = 1500
+POOL = 30
+"""prompts that a graph of real engines is asked again and again"""
+AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stream: bool
+    expected: tuple[int, ...] = ()
+    """empty while it is not known"""
+    salt: str = ""
+    """keeps prompts apart in prefix caches: the same prompt under another salt is computed anew"""
+
+    def body(self, model: str) -> dict[str, object]:
+        """Greedy and to the last token, so that there is one right answer; with token ids, so that it can be told."""
+        return {
+            "model": model,
+            "prompt": list(self.prompt),
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": self.stream,
+            "return_token_ids": True,
+            "cache_salt": self.salt,
+        }
+
+
+@dataclass(eq=False)
+class Attempt(Exchange):
+    """A case that is asked, and its answer."""
+
+    case: Case = field(kw_only=True)
+
+    @classmethod
+    def of(cls, case: Case, model: str) -> Self:
+        return cls(case.body(model), f"chaos-{uuid.uuid4().hex[:12]}", case=case)
+
+
+@dataclass(frozen=True)
+class PromptLengths:
+    """In tokens: short prompts are prefilled locally, long ones remotely."""
+
+    short: tuple[int, int]
+    long: tuple[int, int]
+
+
+def prompt_lengths(config: Config, max_model_len: int) -> PromptLengths:
+    assert config.decode is not None
+    threshold = config.decode.max_local_prefill_length
+    most = max_model_len - MAX_OUTPUT - 1
+    longest = min(max(LONGEST, 2 * threshold), most)
+    return PromptLengths((8, min(48, threshold, most)), (min(threshold + 64, longest), longest))
+
+
+def endless(lengths: PromptLengths, seed: int) -> Iterator[Case]:
+    """No prompt comes twice; two of three are long, three of four streamed."""
+    dice = random.Random(seed)
+    for number in count():
+        low, high = lengths.short if number % 3 == 0 else lengths.long
+        prompt = tuple(dice.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(dice.randint(low, high)))
+        yield Case(
+            prompt, dice.randint(MIN_OUTPUT, MAX_OUTPUT), stream=number % 4 != 3, salt=f"{seed}-{number}"
+        )
+
+
+def simulated(config: Config) -> SimModel | None:
+    """The model that computes the answers, where all workers have simulated engines."""
+    workers = [worker for worker in (config.decode, config.prefill) if worker is not None]
+    if not all(worker.engine == "sim" for worker in workers):
+        return None
+    return sim_model(workers[0].engine_args)
+
+
+def computed(case: Case, model: SimModel) -> tuple[int, ...]:
+    context = list(case.prompt)
+    for _ in range(case.max_tokens):
+        context.append(model.next_token(context))
+    return tuple(context[len(case.prompt) :])
+
+
+async def learn(client: LoadClient, model: str, cases: Iterator[Case], timeout: float) -> list[Case]:
+    """A pool of cases with the answers of an undisturbed graph. Each is asked twice, alone and beside others: where the
+    numbers of a batch make the engine disagree with itself, no fault can be blamed, and the case is left out. Raises
+    Unavailable where half of them are."""
+    pool = list(islice(cases, POOL))
+    alone = [await _answer(client, model, replace(case, salt=f"a{case.salt}"), timeout) for case in pool]
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def beside_others(case: Case) -> tuple[int, ...]:
+        async with gate:
+            other = replace(case, salt=f"b{case.salt}", stream=not case.stream)
+            return await _answer(client, model, other, timeout)
+
+    together = await asyncio.gather(*map(beside_others, pool))
+    sure = [
+        replace(case, expected=answer)
+        for case, answer, other in zip(pool, alone, together, strict=True)
+        if answer == other
+    ]
+    if 2 * len(sure) < len(pool):
+        raise Unavailable(
+            f"undisturbed, {len(pool) - len(sure)} of {len(pool)} prompts get another answer in a batch than "
+            "alone: nothing can be compared. Run with --dtype float32."
+        )
+    return sure
+
+
+async def answers(
+    client: LoadClient, model: str, pool: Sequence[Case], timeout: float
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Of each prompt of the pool, asked now, under salts of their own. Raises Unavailable."""
+    return {
+        case.prompt: await _answer(client, model, replace(case, salt=f"c{case.salt}"), timeout)
+        for case in pool
+    }
+
+
+def again(pool: list[Case]) -> Iterator[Case]:
+    """The pool for ever, each time under a salt that no prefix cache knows."""
+    serial = count()
+    return (replace(case, salt=f"{case.salt}-{next(serial)}") for case in cycle(pool))
+
+
+async def _answer(client: LoadClient, model: str, case: Case, timeout: float) -> tuple[int, ...]:
+    attempt = Attempt.of(case, model)
+    await client.ask(attempt, timeout)
+    if attempt.error:
+        raise Unavailable(f"the undisturbed graph failed a request: {attempt.error}")
+    return tuple(attempt.tokens)

@@ -1,0 +1,263 @@
+"""The HTTP client of every benchmark: requests to an OpenAI-compatible server, and all that is seen of their answers.
+
+Each request has a connection of its own, so that frontends that share a port share the requests. Made of asyncio and
+httptools alone: a load generator shares the machine with the graph that it measures, so its own work has to be little,
+and faults are about connections: which port, an abrupt end, an answer that is never read.
+"""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from typing import Self
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+COMPLETIONS = "/v1/completions"
+
+
+class BadAnswer(Exception):
+    """The answer is an error, or no answer as the API defines it; the text says which."""
+
+
+class Outcome(StrEnum):
+    """Every request that was begun has one of these."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    """an error status, an error in the stream, a broken connection, or no end in time"""
+    UNFINISHED = "unfinished"
+    """still running when it was last looked at"""
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A request and what has come of it so far. Times are monotonic, in seconds."""
+
+    body: Mapping[str, object] = field(default_factory=dict)
+    request_id: str = field(default_factory=lambda: f"bench-{uuid.uuid4().hex[:12]}")
+    """sent along, so that the logs can be searched for it even where no answer ever came"""
+    started: float = field(default_factory=time.monotonic)
+    ended: float = 0.0
+    """0 while it runs"""
+    port: int = 0
+    """the client's end of its connection, 0 while there is none"""
+    status: int = 0
+    """of HTTP, 0 while there is none"""
+    prefill: str = ""
+    """`local` or `remote`, as the response header says"""
+    instance: str = ""
+    """the decode worker, as the response header says"""
+    tokens: list[int] = field(default_factory=list)
+    """where the body asked for `return_token_ids`"""
+    arrivals: list[float] = field(default_factory=list)
+    """when each token came, where the answer is streamed; without token ids, when each event with text did"""
+    error: str = ""
+    reset: bool = False
+    """the connection was refused, or ended before the answer did"""
+    hung: bool = False
+    """given up after the client's timeout"""
+
+    @property
+    def outcome(self) -> Outcome:
+        if not self.ended:
+            return Outcome.UNFINISHED
+        return Outcome.FAILED if self.error else Outcome.FINISHED
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token; None where none came."""
+        return self.arrivals[0] - self.started if self.arrivals else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between tokens. Those of one event have come together."""
+        return [after - before for before, after in pairwise(self.arrivals)]
+
+
+class LoadClient:
+    """Sends exchanges to the server at `url`, a base URL without `/v1`."""
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None, source: str = "") -> None:
+        """`source` is the address of this machine that the requests come from."""
+        self._url = url
+        self._headers = dict(headers or {})
+        self._source = source
+
+    async def ask(self, exchange: Exchange, timeout: float, path: str = COMPLETIONS) -> None:
+        """Never fails: what goes wrong is told by the exchange."""
+        exchange.started = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._ask(exchange, path)
+        except TimeoutError:
+            exchange.hung, exchange.error = True, f"no end within {timeout:g} s"
+        except BadAnswer as error:
+            exchange.error = str(error)
+        except (OSError, EOFError) as error:
+            exchange.reset, exchange.error = True, f"connection: {str(error) or type(error).__name__}"
+        except (ValueError, LookupError, TypeError, AttributeError, httptools.HttpParserError) as error:
+            exchange.error = f"an answer that cannot be read: {error!r}"
+        finally:
+            exchange.ended = time.monotonic()
+
+    async def _ask(self, exchange: Exchange, path: str) -> None:
+        headers = {**self._headers, "x-request-id": exchange.request_id}
+        connection = await HttpConnection.open(
+            self._url, exchange.body, path=path, headers=headers, source=self._source
+        )
+        exchange.port = connection.port
+        try:
+            exchange.status = await connection.status()
+            exchange.prefill = connection.headers.get("x-pdserve-prefill", "")
+            exchange.instance = connection.headers.get("x-pdserve-instance", "")
+            if exchange.status != 200:
+                raise BadAnswer(f"HTTP {exchange.status} {error_message(await connection.rest())}")
+            if exchange.body.get("stream"):
+                await _read_stream(exchange, connection)
+            else:
+                answer = msgspec.json.decode(await connection.rest())
+                exchange.tokens = list(answer["choices"][0].get("token_ids") or ())
+        finally:
+            connection.abort()
+
+
+async def _read_stream(exchange: Exchange, connection: "HttpConnection") -> None:
+    async for line in connection.lines():
+        if line == b"data: [DONE]":
+            return
+        if not line.startswith(b"data: "):
+            continue
+        event = msgspec.json.decode(line[6:])
+        if "error" in event:
+            raise BadAnswer(f"in the stream: {error_message(line[6:])}")
+        for choice in event["choices"]:
+            tokens = choice.get("token_ids")
+            text = choice.get("text") or (choice.get("delta") or {}).get("content")
+            exchange.tokens += tokens or ()
+            exchange.arrivals += [time.monotonic()] * (len(tokens) if tokens else bool(text))
+    raise BadAnswer("the stream ended without [DONE]")
+
+
+def error_message(answer: bytes) -> str:
+    """Of an answer with OpenAI's error object; else the answer itself, shortened."""
+    text = answer.decode(errors="replace")
+    try:
+        return str(msgspec.json.decode(answer)["error"]["message"] or text)[:300]
+    except (ValueError, LookupError, TypeError):
+        return text[:300]
+
+
+class HttpConnection:
+    """One POST on a connection of its own, and its answer as far as it was read. Reading raises EOFError and OSError
+    where the connection ends before the answer does."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.headers: dict[str, str] = {}
+        """of the answer, in lower case"""
+        self.port: int = writer.get_extra_info("sockname")[1]
+        self._reader, self._writer = reader, writer
+        self._parser = httptools.HttpResponseParser(self)
+        self._body = bytearray()
+        self._begun = self._over = False
+
+    @classmethod
+    async def open(
+        cls,
+        url: str,
+        body: Mapping[str, object] | bytes,
+        *,
+        path: str = COMPLETIONS,
+        headers: Mapping[str, str] | None = None,
+        source: str = "",
+    ) -> Self:
+        """Connect and send. Raises OSError."""
+        target = urlsplit(url)
+        secure = target.scheme == "https"
+        reader, writer = await asyncio.open_connection(
+            target.hostname,
+            target.port or (443 if secure else 80),
+            ssl=secure or None,
+            local_addr=(source, 0) if source else None,
+        )
+        writer.write(post(url, body, path, headers))
+        return cls(reader, writer)
+
+    async def status(self) -> int:
+        while not self._begun:
+            await self._fill()
+        return int(self._parser.get_status_code())
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """Without their ends, and without empty ones; a last one that has no end is none."""
+        start = 0
+        while True:
+            while (end := self._body.find(b"\n", start)) >= 0:
+                line, start = bytes(self._body[start:end]).rstrip(), end + 1
+                if line:
+                    yield line
+            del self._body[:start]
+            start = 0
+            if self._over:
+                return
+            await self._fill()
+
+    async def rest(self, despite_reset: bool = False) -> bytes:
+        """`despite_reset`: as much as came, where the server refused to read the whole request."""
+        with suppress(*([ConnectionResetError] if despite_reset else [])):
+            while not self._over:
+                await self._fill()
+        return bytes(self._body)
+
+    def abort(self) -> None:
+        """At once, whatever is still on its way."""
+        self._writer.transport.abort()
+
+    async def _fill(self) -> None:
+        data = await self._reader.read(1 << 16)
+        if data:
+            self._parser.feed_data(data)
+        elif self._begun and not {"content-length", "transfer-encoding"} & self.headers.keys():
+            self._over = True  # such an answer ends with its connection
+        else:
+            raise EOFError("it ended before the answer did")
+
+    # httptools calls these
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self._begun = True
+
+    def on_body(self, body: bytes) -> None:
+        self._body += body
+
+    def on_message_complete(self) -> None:
+        self._over = True
+
+
+def post(
+    url: str,
+    body: Mapping[str, object] | bytes,
+    path: str = COMPLETIONS,
+    headers: Mapping[str, str] | None = None,
+) -> bytes:
+    """The request as it goes over the wire."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = {
+        "host": urlsplit(url).netloc,
+        "connection": "close",
+        "content-type": "application/json",
+        "content-length": str(len(raw)),
+        **(headers or {}),
+    }
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"POST {urlsplit(url).path.rstrip('/')}{path} HTTP/1.1\r\n{head}\r\n".encode() + raw

@@ -1,0 +1,300 @@
+"""Graphs and engines that benchmarks start: from a file, with ports and servers of their own, in a folder that is
+thrown away. Ended in good order, and with this process however it ends."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pdserve.config.load import load
+from pdserve.config.schema import Config
+from pdserve.config.tree import Findings, read_tree
+from pdserve.errors import ConfigError, Unavailable
+from pdserve.ports import free_port
+from pdserve.supervisor import state
+from pdserve.supervisor.exits import dies_with_parent, exit_of
+from pdserve_bench.simulated import write
+
+PDSERVE = (sys.executable, "-m", "pdserve")
+START_WITHIN = 900.0
+STOP_WITHIN = 90.0
+READY = "Ready after"
+"""what `serve` says once the graph answers"""
+MODEL_LIMIT = 256 << 20
+DISK = 1 << 30
+"""bytes of a graph's own file system: etcd and JetStream want room before they write anything"""
+CUTTABLE = {"UCX_TLS": os.environ.get("UCX_TLS", "tcp,cuda_copy,self"), "GODEBUG": "multipathtcp=0"}
+"""variables of a graph that is to be cut: UCX over TCP, for shared memory cannot be cut, and neither can the multipath
+TCP on which servers written in Go listen"""
+SIM_SPEED = {"sim": {"step-seconds": 0.02, "prefill-rate": 5000, "lease": 12, "fatal-token": 1001}}
+"""of simulated engines whose file says nothing: requests last long enough to be caught in the middle, KV that is never
+read is free soon, and only poison has the fatal token in its prompt"""
+_SECTIONS = {"Frontend": "frontend", "VllmWorker": "decode", "PrefillWorker": "prefill"}
+
+
+class ServerRun:
+    """A server in a process of its own, its output in a file. It ends with this process, as by SIGTERM."""
+
+    def __init__(self, command: "list[str]", log: Path, variables: Mapping[str, str] | None = None) -> None:
+        self.command, self.log = command, log
+        self.env = {**os.environ, **(variables or {})}
+        self.process: subprocess.Popen[bytes]
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        """In the session of this process, but in a group of its own: a session would get its own scheduling group."""
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                process_group=0,
+                preexec_fn=dies_with_parent(signal.SIGTERM),
+            )
+        return self.process
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    async def until(self, ready: Callable[[], bool], say: Callable[[str], None]) -> None:
+        """Raises ConfigError, or Unavailable with the end of its output, where it does not come up."""
+        seconds = 0
+        while not ready():
+            if self.process.poll() == 2:
+                raise ConfigError([line.removeprefix("pdserve: ") for line in self.text.splitlines()])
+            if self.process.poll() is not None or seconds > START_WITHIN:
+                raise Unavailable(f"{self.command[2]} did not come up:\n{self.text[-3000:]}")
+            if seconds and seconds % 15 == 0:
+                say(f"still starting after {seconds} s")
+            await asyncio.sleep(1)
+            seconds += 1
+
+    async def stop(self) -> None:
+        """As by Ctrl-C."""
+        self.process.send_signal(signal.SIGINT)
+        try:
+            await asyncio.wait_for(exit_of(self.process), STOP_WITHIN)
+        except TimeoutError:
+            self.process.kill()  # its guardian ends the rest
+            await exit_of(self.process)
+
+
+class ServeRun(ServerRun):
+    """`pdserve serve` with its state, its log and its file in a folder, and never with the servers of another graph."""
+
+    def __init__(
+        self, folder: Path, file: Path, *options: str, variables: Mapping[str, str] | None = None
+    ) -> None:
+        self.folder, self.file, self.state_dir = folder, file, folder / "state"
+        command = [*PDSERVE, "serve", "-f", str(file), *options]
+        super().__init__(command, folder / "serve.log", variables)
+        for name in ("PDSERVE_NATS", "PDSERVE_ETCD"):
+            self.env.pop(name, None)
+        self.env["PDSERVE_STATE_DIR"] = str(self.state_dir)
+
+    def ready(self) -> bool:
+        return READY in self.text
+
+    def processes(self) -> list[psutil.Process]:
+        """All of this graph that live: each has the state directory in its environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                mine = process.environ().get("PDSERVE_STATE_DIR") == self.env["PDSERVE_STATE_DIR"]
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+@dataclass
+class RunningGraph:
+    """A graph on this machine. One that was started elsewhere is taken as it is."""
+
+    graph: state.GraphRecord
+    state_dir: Path
+
+    @property
+    def alive(self) -> bool:
+        """False once its supervisor is gone: nothing will be started again."""
+        try:
+            return bool(psutil.Process(self.graph.pid).status() != psutil.STATUS_ZOMBIE)
+        except psutil.Error:
+            return False
+
+    def family(self) -> list[psutil.Process]:
+        """The graph's supervisor and all processes below it."""
+        try:
+            supervisor = psutil.Process(self.graph.pid)
+            return [supervisor, *supervisor.children(recursive=True)]
+        except psutil.Error:
+            return []
+
+
+@dataclass
+class StartedGraph(RunningGraph):
+    """One that this process started, in a folder of its own."""
+
+    serve: ServeRun
+    say: Callable[[str], None]
+    model: Path | None = None
+    """a copy of its model's folder, which may be changed; None where it has none"""
+    disk: bool = False
+    """its state directory is a file system of its own, which may be filled"""
+    away: bool = False
+    """its supervisor was killed on purpose, and the next one is not ready"""
+
+    @property
+    def alive(self) -> bool:
+        return self.away or super().alive
+
+    async def start(self) -> None:
+        """Also once more, after its supervisor has ended. Raises ConfigError and Unavailable."""
+        self.serve.start()
+        await self.serve.until(self.serve.ready, self.say)
+        graph = state.read(self.state_dir)
+        assert graph is not None
+        self.graph, self.away = graph, False
+
+
+@asynccontextmanager
+async def started(
+    file: Path,
+    folder: Path,
+    say: Callable[[str], None],
+    *,
+    workers: int = 1,
+    dtype: str = "",
+    own_model: bool = False,
+    own_disk: bool = False,
+    variables: Mapping[str, str] | None = None,
+) -> AsyncIterator[StartedGraph]:
+    """A graph that serves, stopped as by Ctrl-C on leaving. With `own_model` it gets a copy of its model, with
+    `own_disk` a small file system for its state, as far as that can be done. Raises ConfigError, and Unavailable with
+    the end of its output where it does not come up."""
+    config = load(file, {})
+    model = _copied(Path(config.model), folder) if own_model else None
+    ports = free_port(config.host), free_port(config.host, 16 * workers)
+    serve = ServeRun(
+        folder,
+        write(derive(file, workers, *ports, dtype, model), folder / "graph.yaml"),
+        variables=variables,
+    )
+    with small_disk(serve.state_dir) if own_disk else nullcontext(False) as disk:
+        nothing = state.GraphRecord(0, "", "", "", "", "")
+        found = StartedGraph(nothing, serve.state_dir, serve, say, model, disk)
+        try:
+            await found.start()
+            yield found
+        finally:
+            await serve.stop()
+
+
+@asynccontextmanager
+async def plain_vllm(
+    model: Path, arguments: list[str], folder: Path, say: Callable[[str], None]
+) -> AsyncIterator[str]:
+    """The URL of vLLM's own API server, once it has answered: what a graph is compared with."""
+    port = free_port("127.0.0.1")
+    url = f"http://127.0.0.1:{port}"
+    entry = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(model)]
+    small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    server = ServerRun([*entry, "--port", str(port), *arguments], folder / "vllm.log", small)
+    server.start()
+    try:
+        await server.until(lambda: "Application startup complete" in server.text, say)
+        yield url
+    finally:
+        await server.stop()
+
+
+def derive(
+    file: Path, workers: int, port: int, kv_port: int, dtype: str = "", model: Path | None = None
+) -> dict[str, Any]:
+    """The sections of the file, changed: at least `workers` of each role, NATS and etcd always the graph's own, and
+    `model` instead of its model. Raises ConfigError."""
+    config = load(file, {})
+    tree = read_tree(file, Findings(file))
+    sections: dict[str, Any] = {name: dict(entry.value or {}) for name, entry in tree.items()}  # type: ignore[call-overload]
+    if config.frontend is None:
+        raise ConfigError([f"{file} has no Frontend section: requests are sent as clients send them."])
+    for section in sections.values():
+        if _take(section, "model") is not None:
+            section["model"] = str(model or config.model)
+    graph = sections.setdefault("Graph", {})
+    for key in ("nats", "etcd", "state-dir", "kv-port"):
+        _take(graph, key)
+    graph |= {"kv-port": kv_port, "namespace": "bench"}
+    for name, role in _SECTIONS.items():
+        if name in sections:
+            _multiply(sections[name], max(workers, _count(config, role)))
+    _set(sections["Frontend"], "port", port)
+    _set(sections["Frontend"], "served-model-name", config.served_model_name)
+    for name, worker in (("VllmWorker", config.decode), ("PrefillWorker", config.prefill)):
+        if worker is not None and worker.engine == "sim" and "additional-config" not in worker.engine_args:
+            sections[name]["additional-config"] = SIM_SPEED
+        elif worker is not None and worker.engine != "sim" and dtype:
+            _set(sections[name], "dtype", dtype)
+    return sections
+
+
+def _count(config: Config, role: str) -> int:
+    if role == "frontend":
+        return config.frontend.processes if config.frontend else 0
+    worker = config.decode if role == "decode" else config.prefill
+    return worker.count if worker else 0
+
+
+def _multiply(section: dict[str, Any], count: int) -> None:
+    service = dict(_take(section, "ServiceArgs") or {})
+    _set(service, "workers", count)
+    section["ServiceArgs"] = service
+
+
+def _set(section: dict[str, Any], key: str, value: object) -> None:
+    _take(section, key)
+    section[key] = value
+
+
+def _take(section: dict[str, Any], key: str) -> Any:
+    """Remove it, however it is spelled."""
+    for name in list(section):
+        if name.replace("_", "-") == key:
+            return section.pop(name)
+    return None
+
+
+def _copied(model: Path, folder: Path) -> Path | None:
+    """None for a hub's model, and for one that is too large to be copied about."""
+    if not model.is_dir() or sum(file.stat().st_size for file in model.iterdir()) > MODEL_LIMIT:
+        return None
+    return Path(shutil.copytree(model, folder / "model"))
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """A file system in memory at `folder`, where this process may mount one. What was written there stays when
+    it is gone."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "pdserve-chaos", folder]).returncode:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        kept = folder.with_name("kept")
+        shutil.copytree(folder / "logs", kept, dirs_exist_ok=True)
+        subprocess.run(["umount", "--lazy", folder], check=True)
+        kept.rename(folder / "logs")

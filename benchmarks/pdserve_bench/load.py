@@ -1,0 +1,113 @@
+"""Load: requests from so many clients at a time, or at so many a second."""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from pdserve_bench.client import Exchange
+
+AFTER_FAILURE = 0.2
+"""seconds that a client of a closed loop waits after a failure, so that it does not hammer a server that is down"""
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Exchange)
+
+
+class ClosedLoop(Generic[E]):
+    """So many clients, each of which sends the next request when it has its answer. Runs while it is entered; leaving
+    it waits for the last answers, which `send` bounds."""
+
+    def __init__(
+        self, requests: Iterator[E], send: Callable[[E], Coroutine[None, None, None]], clients: int
+    ) -> None:
+        """`requests` are endless. `send` sends one and reads its answer; it does not raise."""
+        self.done: list[E] = []
+        self.running: set[E] = set()
+        self._requests = requests
+        self._send = send
+        self._count = clients
+        self._go = asyncio.Event()
+        self._go.set()
+        self._stopping = False
+        self._news = asyncio.Condition()
+
+    async def __aenter__(self) -> Self:
+        self._clients = [asyncio.create_task(self._client()) for _ in range(self._count)]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping = True
+        self._go.set()
+        if kind is not None:
+            for client in self._clients:
+                client.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+
+    async def _client(self) -> None:
+        while not self._stopping:
+            await self._go.wait()
+            exchange = next(self._requests)
+            self.running.add(exchange)
+            try:
+                await self._send(exchange)
+            finally:
+                self.running.discard(exchange)
+            self.done.append(exchange)
+            async with self._news:
+                self._news.notify_all()
+            if exchange.error:
+                await asyncio.sleep(AFTER_FAILURE)
+
+    async def until(self, condition: Callable[[E], bool], count: int = 1) -> None:
+        """Until so many requests that fit have ended."""
+        async with self._news:
+            await self._news.wait_for(lambda: sum(map(condition, self.done)) >= count)
+
+    def pause(self) -> None:
+        """Begin no new requests; those in flight go on."""
+        self._go.clear()
+
+    def resume(self) -> None:
+        self._go.set()
+
+    async def idle(self) -> None:
+        """Until nothing is in flight any more, while it is paused."""
+        async with self._news:
+            await self._news.wait_for(lambda: not self.running)
+
+
+async def open_loop(
+    requests: Iterator[E],
+    send: Callable[[E], Coroutine[None, None, None]],
+    rate: float,
+    seconds: float,
+    seed: int,
+) -> list[E]:
+    """Requests arrive `rate` times a second on average (Poisson), whatever becomes of those before. Returns all of
+    them when the last one has ended; where it is cancelled, so are they."""
+    dice, begin, sent = random.Random(seed), time.monotonic(), list[E]()
+    due = begin
+    async with asyncio.TaskGroup() as group:
+        while (due := due + dice.expovariate(rate)) < begin + seconds:
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            sent.append(next(requests))
+            group.create_task(send(sent[-1]))
+    return sent
+
+
+async def side_by_side(items: Iterable[T], work: Callable[[T], Awaitable[object]], clients: int) -> None:
+    """Work on each item, so many at a time."""
+    rest = iter(items)
+
+    async def client() -> None:
+        for item in rest:
+            await work(item)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(clients):
+            group.create_task(client())

@@ -1,0 +1,160 @@
+"""Requests that end in every way in which a request can end."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping
+from enum import StrEnum
+
+from pdserve_bench.client import HttpConnection
+from pdserve_bench.load import side_by_side
+
+CONCURRENCY = 16
+TIMEOUT = 120.0
+MIN_OUTPUT, MAX_OUTPUT = 4, 48
+FIRST_TOKEN, LAST_TOKEN = 300, 999
+
+
+class Ending(StrEnum):
+    """Its value says what the client does."""
+
+    WHOLE = "reads to the end"
+    EARLY = "leaves before the first token"
+    MIDWAY = "leaves mid-stream"
+    UNREAD = "never reads, and leaves"
+    BAD = "sends what is refused"
+    LATE = "runs into its deadline"
+
+
+WEIGHTS = {
+    Ending.WHOLE: 3,
+    Ending.EARLY: 3,
+    Ending.MIDWAY: 3,
+    Ending.UNREAD: 2,
+    Ending.BAD: 2,
+    Ending.LATE: 3,
+}
+
+
+class Unexpected(Exception):
+    """An answer that this request must not get."""
+
+
+class MixedLoad:
+    """`run` sends so many requests, `CONCURRENCY` at a time. One seed, one sequence of requests."""
+
+    def __init__(self, url: str, model: str, lengths: tuple[int, int], seed: int) -> None:
+        self.done: Counter[str] = Counter()
+        """by what became of them: the ending, and the status where there was one"""
+        self.surprises: list[str] = []
+        self._url, self._model = url, model
+        self._lengths = lengths
+        self._dice = random.Random(seed)
+
+    async def run(self, count: int) -> None:
+        endings = self._dice.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count)
+        await side_by_side(endings, self._request, CONCURRENCY)
+
+    async def _request(self, ending: Ending) -> None:
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                status = await self._act(ending)
+        except TimeoutError:
+            self.surprises.append(f"{ending}: no end within {TIMEOUT:g} s")
+        except (Unexpected, OSError, EOFError) as error:
+            self.surprises.append(f"{ending}: {error!r}")
+        else:
+            self.done[f"{ending}{f': {status}' if status else ''}"] += 1
+
+    # what clients do; each returns the answer's status, 0 where the client does not wait for one
+
+    async def _act(self, ending: Ending) -> int:
+        act = {
+            Ending.WHOLE: self._whole,
+            Ending.EARLY: self._early,
+            Ending.MIDWAY: self._midway,
+            Ending.UNREAD: self._unread,
+            Ending.BAD: self._bad,
+            Ending.LATE: self._late,
+        }[ending]
+        return await act()
+
+    async def _whole(self) -> int:
+        stream = self._dice.random() < 0.7
+        status, answer = await self._ask(self._body(stream=stream))
+        if status != 200 or (stream and b"data: [DONE]" not in answer):
+            raise Unexpected(status, answer[-300:])
+        return status
+
+    async def _early(self) -> int:
+        """In whatever phase it is then: tokenizing, queued, being prefilled, on its way."""
+        connection = await HttpConnection.open(self._url, self._body(stream=True))
+        await asyncio.sleep(self._dice.choice((0.0, 0.005, 0.02, 0.05, 0.1)) * self._dice.random())
+        connection.abort()
+        return 0
+
+    async def _midway(self) -> int:
+        connection = await HttpConnection.open(self._url, self._body(stream=True, max_tokens=200))
+        try:
+            status = await connection.status()
+            wanted = self._dice.randint(1, 12)
+            async for _ in connection.lines():
+                if (wanted := wanted - 1) <= 0:
+                    break
+        finally:
+            connection.abort()
+        return status
+
+    async def _unread(self) -> int:
+        connection = await HttpConnection.open(self._url, self._body(stream=True, max_tokens=200))
+        await asyncio.sleep(self._dice.random())
+        connection.abort()
+        return 0
+
+    async def _bad(self) -> int:
+        fields = self._dice.choice(
+            (
+                {"model": "nobody"},
+                {"prompt": [FIRST_TOKEN] * 100_000},
+                {"max_tokens": -1},
+                {"temperature": "warm"},
+                {"kv_transfer_params": {"do_remote_prefill": True}},
+                {"n": 0},
+            )
+        )
+        status, answer = await self._ask({**self._body(stream=True), **fields})
+        if not 400 <= status < 500:
+            raise Unexpected(fields.keys(), status, answer[-300:])
+        return status
+
+    async def _late(self) -> int:
+        """The deadline may pass at once, before the first token, or with the stream in full swing; where it is too
+        near, the request is refused."""
+        seconds = self._dice.choice((0.001, 0.02, 0.1, 0.4)) * (0.5 + self._dice.random())
+        body = self._body(stream=self._dice.random() < 0.5, max_tokens=1000)
+        status, answer = await self._ask(body, {"x-request-timeout": f"{seconds:.4f}"})
+        if status not in (200, 429, 503, 504) or (status == 200 and b"error" not in answer):
+            raise Unexpected(status, answer[-300:])
+        return status
+
+    # HTTP
+
+    def _body(self, stream: bool, max_tokens: int = 0) -> dict[str, object]:
+        dice = self._dice
+        return {
+            "model": self._model,
+            "prompt": [dice.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(dice.randint(*self._lengths))],
+            "max_tokens": max_tokens or dice.randint(MIN_OUTPUT, MAX_OUTPUT),
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": stream,
+        }
+
+    async def _ask(
+        self, body: dict[str, object], headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        connection = await HttpConnection.open(self._url, body, headers=headers)
+        try:
+            return await connection.status(), await connection.rest(despite_reset=True)
+        finally:
+            connection.abort()

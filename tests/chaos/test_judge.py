@@ -1,0 +1,80 @@
+"""What came of a request, by tables."""
+
+import pytest
+from pdserve_bench.chaos.judge import Judgement, first_difference, judge, longest_pause, trace
+from pdserve_bench.chaos.questions import Attempt, Case
+
+RIGHT = (5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "hung", "result"),
+    [
+        ([5, 6, 7], "", False, Judgement.OK),
+        ([5, 6], "", False, Judgement.FAILED),  # too few
+        ([5, 6, 7, 8], "", False, Judgement.WRONG),  # too many
+        ([5, 6, 6], "", False, Judgement.WRONG),
+        ([6, 7], "", False, Judgement.WRONG),  # one lost
+        ([5, 5, 6, 7], "", False, Judgement.WRONG),  # one twice
+        ([5, 6], "HTTP 503", False, Judgement.FAILED),
+        ([], "HTTP 503", False, Judgement.FAILED),
+        ([5, 6, 7], "no [DONE]", False, Judgement.FAILED),
+        ([5, 9], "HTTP 503", False, Judgement.WRONG),  # an error does not excuse wrong tokens
+        ([5], "no end", True, Judgement.HUNG),
+        ([9], "no end", True, Judgement.WRONG),
+    ],
+)
+def test_judge(tokens: list[int], error: str, hung: bool, result: Judgement) -> None:
+    assert judge(tokens, RIGHT, error, hung) is result
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "ended", "pause"),
+    [
+        ([10.5, 10.6, 10.7], 10.7, 0.5),  # until the first token
+        ([10.1, 12.1, 12.2], 12.2, 2.0),  # in the middle
+        ([], 13.0, 3.0),  # nothing ever came
+        ([10.1, 10.2], 19.0, 0.1),  # all tokens were there
+    ],
+)
+def test_longest_pause(arrivals: list[float], ended: float, pause: float) -> None:
+    assert longest_pause(10.0, arrivals, ended) == pytest.approx(pause)
+
+
+@pytest.mark.parametrize(
+    ("got", "index"),
+    [((5, 6, 7), None), ((5, 9, 7), 1), ((9,), 0), ((5, 6), 2), ((), 0), ((5, 6, 7, 8), 3)],
+)
+def test_first_difference(got: tuple[int, ...], index: int | None) -> None:
+    assert first_difference(got, RIGHT) == index
+
+
+@pytest.mark.parametrize(
+    ("got", "error", "result", "differed", "told"),
+    [
+        ((5, 9), "", Judgement.WRONG, 1.5, "token 1 of 3 is 9, not 6 (at 1.5 s)"),
+        ((5, 6, 7, 8), "", Judgement.WRONG, 3.5, "token 3 of 3 is 8, not the end (at 3.5 s)"),
+        ((5, 6), "HTTP 503", Judgement.FAILED, None, "HTTP 503, after 2 of 3 tokens"),
+        ((5,), "", Judgement.FAILED, None, "ended early, after 1 of 3 tokens"),
+    ],
+)
+def test_a_trace(
+    got: tuple[int, ...], error: str, result: Judgement, differed: float | None, told: str
+) -> None:
+    attempt = Attempt(
+        request_id="chaos-ab",
+        case=Case((1, 2), 3, True, RIGHT, "salt"),
+        started=99.0,
+        ended=104.0,
+        tokens=list(got),
+        arrivals=[100.5 + n for n in range(len(got))],
+        prefill="remote",
+        instance="decode-0-cc",
+        error=error,
+    )
+    found = trace(attempt, result, "decode-kill", began=100.0)
+    assert (found.started, found.ended, found.differed) == (-1.0, 4.0, differed)
+    assert (found.prompt, found.expected, found.got, found.cache_salt) == ((1, 2), RIGHT, got, "salt")
+    assert str(found) == (
+        f"{result}: chaos-ab (2 tokens, streamed, remote, decode-0-cc, from -1.0 s to 4.0 s): {told}"
+    )

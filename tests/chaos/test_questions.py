@@ -1,0 +1,126 @@
+"""What is asked, and the right answers: computed, or asked of a server whose answers depend, or do not, on what else
+is asked."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pdserve_bench.chaos.questions import (
+    MAX_OUTPUT,
+    POOL,
+    Case,
+    again,
+    computed,
+    endless,
+    learn,
+    prompt_lengths,
+    simulated,
+)
+from pdserve_bench.client import LoadClient
+
+from pdserve.config.load import load
+from pdserve.errors import Unavailable
+
+YAML = """
+Common: {model: demo}
+Frontend: {served_model_name: demo}
+VllmWorker: {engine: sim, remote-prefill: true, max-local-prefill-length: 100, common-configs: [model]}
+PrefillWorker: {engine: sim, common-configs: [model]}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "graph.yaml"
+    path.write_text(YAML)
+    return path
+
+
+@pytest.mark.parametrize("max_model_len", [300, 1024, 8192])
+def test_prompts_are_short_or_long_and_never_the_same(file: Path, max_model_len: int) -> None:
+    cases = list(islice(endless(prompt_lengths(load(file, {}), max_model_len), 1), 60))
+    lengths = {len(case.prompt) for case in cases}
+    assert min(lengths) <= 100 < max(lengths)
+    assert max(len(case.prompt) + case.max_tokens for case in cases) < max_model_len
+    assert len({case.prompt for case in cases}) == len({case.salt for case in cases}) == 60
+    assert {case.stream for case in cases} == {True, False}
+    assert max(case.max_tokens for case in cases) <= MAX_OUTPUT
+
+
+def test_only_simulations_are_computed(file: Path) -> None:
+    model = simulated(load(file, {}))
+    assert model is not None
+    case = next(endless(prompt_lengths(load(file, {}), 1024), 1))
+    answer = computed(case, model)
+    assert len(answer) == case.max_tokens
+    assert answer[5:] == tuple(
+        islice(
+            (model.next_token([*case.prompt, *answer[:n]]) for n in range(5, case.max_tokens)),
+            case.max_tokens,
+        )
+    )
+    file.write_text(YAML.replace("PrefillWorker: {engine: sim", "PrefillWorker: {engine: vllm"))
+    assert simulated(load(file, {})) is None
+
+
+def test_a_pool_comes_again_under_new_salts(file: Path) -> None:
+    pool = list(islice(endless(prompt_lengths(load(file, {}), 1024), 1), 3))
+    found = list(islice(again(pool), 9))
+    assert [case.prompt for case in found] == [case.prompt for case in pool] * 3
+    assert len({case.salt for case in found}) == 9
+
+
+Answer = Callable[[dict[str, Any]], list[int]]
+
+
+@asynccontextmanager
+async def _client(answer: Answer) -> AsyncIterator[LoadClient]:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.partition("content-length:")[2].split("\r\n")[0])
+        asked = json.loads(await reader.readexactly(length))
+        text = json.dumps({"choices": [{"token_ids": answer(asked)}]})
+        if asked["stream"]:
+            text = f"data: {text}\n\ndata: [DONE]\n\n"
+        writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode())
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield LoadClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    finally:
+        server.close()
+
+
+def _prompt(asked: dict[str, Any]) -> int:
+    return int(asked["prompt"][0])
+
+
+def _beside(asked: dict[str, Any]) -> bool:
+    return str(asked["cache_salt"]).startswith("b")
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept"),
+    [
+        (lambda asked: [_prompt(asked), 1], POOL),
+        (lambda asked: [_prompt(asked), int(_beside(asked) and _prompt(asked) % 3 == 0)], POOL - POOL // 3),
+    ],
+    ids=["always the same", "every third one differs in a batch"],
+)
+async def test_only_what_has_one_answer_is_used(answer: Answer, kept: int) -> None:
+    async with _client(answer) as client:
+        pool = await learn(client, "demo", (Case((n,), 2, n % 2 == 0, salt=f"1-{n}") for n in count()), 5)
+    assert len(pool) == kept
+    assert [case.expected for case in pool] == [(case.prompt[0], 0 if kept < POOL else 1) for case in pool]
+
+
+async def test_an_engine_that_disagrees_with_itself_is_no_yardstick() -> None:
+    async with _client(lambda asked: [int(_beside(asked))]) as client:
+        with pytest.raises(Unavailable, match="30 of 30 prompts get another answer"):
+            await learn(client, "demo", (Case((n,), 1, True, salt=str(n)) for n in count()), 5)
