@@ -6,13 +6,15 @@ SHELL := /bin/bash
 CONFIG ?= configs/local.yaml
 BIN := $(or $(VENV),.venv)/bin
 TESTS ?= tests
+# Most tests wait, for timeouts and for processes to start: they run beside those with real engines (tests/conftest.py).
+PARALLEL ?= -n 2 --dist loadgroup --no-loadscope-reorder
 
 help:  ## show this
 	@echo "pdserve: prefill/decode-disaggregated LLM serving on vLLM"
 	@echo
 	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 	@echo
-	@echo "Options: CONFIG=configs/disagg.yaml (serve)  TESTS=tests/queue (test)  PLATFORM=cpu|gpu  PYTHON=python3.12"
+	@echo "Options: CONFIG=configs/disagg.yaml (serve)  TESTS=tests/queue PARALLEL= (test)  PLATFORM=cpu|gpu  PYTHON=python3.12"
 
 install:  ## make .venv with everything to serve, for this machine's GPU or CPU
 	@deploy/install.sh
@@ -27,7 +29,7 @@ chaos: install  ## break the graph of CONFIG in every way, under load, and print
 	@exec $(BIN)/pdserve chaos -f $(CONFIG) --dtype float32
 
 test: lint  ## install what is missing, lint, type-check, and run the tests (what CI runs)
-	$(BIN)/pytest $(TESTS)
+	$(BIN)/pytest $(PARALLEL) $(TESTS)
 
 lint: dev  ## ruff and mypy, strict
 	$(BIN)/ruff check .

@@ -28,9 +28,13 @@ PrefillWorker:
   common-configs: [model, block-size, max-model-len, num-gpu-blocks-override]
 """
 SHARES = (
-    (4, "kill,garbage,nats-cut,etcd-cut,mixed"),
-    (4, "prefill-hang,decode-hang,nats-hang,etcd-hang,lose,drain,all-prefill-hang,poison,unread,disk"),
-    (30, "frontend-hang,prefill-cut,decode-cut,frontend-cut,clock,start,serve"),
+    (
+        4,
+        "prefill-kill,decode-kill,nats-kill,etcd-kill,all-prefill-kill,all-decode-kill,nats-cut,etcd-cut,mixed",
+    ),
+    (4, "prefill-hang,decode-hang,nats-hang,etcd-hang,lose,rolling,all-prefill-hang,unread,disk"),
+    (30, "frontend-hang,frontend-cut,frontend-kill,frontend-drain,clock-prefill,clock-decode,garbage"),
+    (30, "prefill-cut,decode-cut,poison,start,clock-frontend,serve"),
 )
 """of graphs that are broken side by side, because each row is mostly waiting: `write-timeout`, to be longer than
 a frontend is away, and the faults"""

@@ -47,7 +47,16 @@ def test_the_same_files_give_the_same_archive(folder: Path) -> None:
     assert archive_name(pack_model(folder)) != archive_name(before)
 
 
-@pytest.mark.parametrize("data", [b"no tar", b"", tar_of(**{"../evil": b"x"}), tar_of(a=b"x" * 5000)[:60]])
+@pytest.mark.parametrize(
+    "data",
+    [b"no tar", b"", tar_of(**{"../evil": b"x"}), tar_of(a=b"x" * 5000)[:60]],
+    ids=[
+        "no tar",
+        "empty",
+        "path outside",
+        "broken off",
+    ],  # of their own bytes each process would make others
+)
 def test_bad_archives_leave_nothing(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(Unavailable):
         unpack(data, tmp_path / "models")
