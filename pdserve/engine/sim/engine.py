@@ -17,6 +17,7 @@ from pdserve.engine.sim import wire
 from pdserve.engine.sim.blocks import BlockPool
 from pdserve.engine.sim.model import Faults, sim_model
 from pdserve.engine.sim.side import SideServer, Unreachable, ask
+from pdserve.engine.sim.wire import SimRequest
 from pdserve.engine.spec import EngineSpec
 from pdserve.errors import EngineDead, ProtocolError, Unavailable
 from pdserve.kv.handles import check_handle
@@ -30,16 +31,10 @@ class SimEngine(Engine):
         self._spec = spec
         self._model = model = sim_model(spec.engine_args)
         self._pool = BlockPool(model.kv_blocks, model.block_size)
-        self._side = SideServer(
-            spec.instance,
-            spec.host,
-            self._pool.contents,
-            self._release,
-            self.faults,
-        )
-        self._waiting: deque[wire.SimRequest] = deque()
-        self._pulling: dict[wire.SimRequest, asyncio.Task[None]] = {}
-        self._running: list[wire.SimRequest] = []
+        self._side = SideServer(spec.instance, spec.host, self._pool.contents, self._release, self.faults)
+        self._waiting: deque[SimRequest] = deque()
+        self._pulling: dict[SimRequest, asyncio.Task[None]] = {}
+        self._running: list[SimRequest] = []
         self._stack = AsyncExitStack()
         self._tasks = Owner()
         self._held: dict[str, tuple[list[int], asyncio.TimerHandle]] = {}
@@ -47,7 +42,7 @@ class SimEngine(Engine):
         self._work = asyncio.Event()
         self._stepping = asyncio.Lock()
         self._computed, self._step = 0.0, (0.0, 0.0)
-        """seconds spent computing, and the present step: when it began, and how long it takes"""
+        """seconds spent computing, and the current step: when it began, and how long it takes"""
         self._steps: asyncio.Queue[Step] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:
@@ -98,11 +93,11 @@ class SimEngine(Engine):
             self._refuse_reuse(request_id)
             self._steps.put_nowait(Step([_refused(request_id)]))
             return
-        self._add(wire.SimRequest(request_id, prompt, max_tokens, kv=kv))
+        self._add(SimRequest(request_id, prompt, max_tokens, kv=kv))
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
         wire.read_request(body)
-        self._add(wire.SimRequest(request_id, prompt, 1, keep=True))
+        self._add(SimRequest(request_id, prompt, 1, keep=True))
 
     async def reject(self, kv: KvHandle) -> None:
         self._check_alive()
@@ -177,7 +172,7 @@ class SimEngine(Engine):
             raise ProtocolError(f"request {request_id} was given to this engine before")
         self._seen.add(request_id)
 
-    def _add(self, request: wire.SimRequest) -> None:
+    def _add(self, request: SimRequest) -> None:
         self._check_alive()
         if not request.prompt or len(request.prompt) >= self._model.max_model_len or request.max_tokens < 1:
             raise ProtocolError(f"a prompt of {len(request.prompt)} tokens does not fit this engine")
@@ -202,7 +197,7 @@ class SimEngine(Engine):
                 work = self._pull(request, request.kv)
                 self._pulling[request] = self._tasks.start(work, "sim KV pull", lambda _: self.die())
 
-    def _drop(self, request: wire.SimRequest) -> None:
+    def _drop(self, request: SimRequest) -> None:
         request.gone = True
         if request in self._waiting:
             self._waiting.remove(request)
@@ -235,7 +230,7 @@ class SimEngine(Engine):
             if outputs:
                 self._steps.put_nowait(Step(outputs))
 
-    def _is_fatal(self, request: wire.SimRequest) -> bool:
+    def _is_fatal(self, request: SimRequest) -> bool:
         fatal = self._model.fatal_token
         return (self.faults.fatal_pulls and request.pulled > 0) or (fatal > 0 and fatal in request.prompt)
 
@@ -246,11 +241,11 @@ class SimEngine(Engine):
             self._computed, self._step = self._computed + seconds, (0.0, 0.0)
             await self.faults.going.wait()
 
-    def _share(self) -> list[tuple[wire.SimRequest, int]]:
+    def _share(self) -> list[tuple[SimRequest, int]]:
         """How many tokens each request computes in the next step: decodes first, then prompts in chunks, within the
         budget."""
         budget = self._model.max_batched_tokens
-        share: list[tuple[wire.SimRequest, int]] = []
+        share: list[tuple[SimRequest, int]] = []
         for request in sorted(self._running, key=lambda request: request.prefilling):
             count = min(len(request.prompt) - request.computed, budget) if request.prefilling else 1
             if count > 0:
@@ -258,7 +253,7 @@ class SimEngine(Engine):
                 budget -= count
         return share
 
-    def _advance(self, request: wire.SimRequest, count: int) -> Output | None:
+    def _advance(self, request: SimRequest, count: int) -> Output | None:
         if request.gone:
             return None
         if request.prefilling:
@@ -270,7 +265,7 @@ class SimEngine(Engine):
         handle = self._finish(request) if request.finished else None
         return request.output(handle)
 
-    def _finish(self, request: wire.SimRequest) -> KvHandle | None:
+    def _finish(self, request: SimRequest) -> KvHandle | None:
         self._running.remove(request)
         if not request.keep:
             self._pool.give(request.blocks)
@@ -296,7 +291,7 @@ class SimEngine(Engine):
 
     # transfers
 
-    async def _pull(self, request: wire.SimRequest, kv: KvHandle) -> None:
+    async def _pull(self, request: SimRequest, kv: KvHandle) -> None:
         model = self._model
         started = time.monotonic()
         first = request.computed // model.block_size
@@ -318,7 +313,7 @@ class SimEngine(Engine):
         self._running.append(request)
         self._work.set()
 
-    def _receive(self, request: wire.SimRequest, first: int, contents: list[int]) -> None:
+    def _receive(self, request: SimRequest, first: int, contents: list[int]) -> None:
         """The last prompt token is computed here in any case, as in vLLM."""
         before, request.computed = request.computed, len(request.prompt) - 1
         request.pulled = request.computed - before

@@ -18,7 +18,7 @@ from pdserve.messages import KvHandle
 
 class ReadBlocks(msgspec.Struct, frozen=True):
     engine_id: str
-    """the boot that the decode engine believes to talk to"""
+    """the boot that the decode engine means"""
     request_id: str
     done: bool = False
     """the decode engine has what it wanted, or wants nothing: free the blocks"""
@@ -60,9 +60,8 @@ class SideServer:
             if self.faults.silent():
                 await reader.read()
             elif line and not self.faults.deaf:
-                writer.write(
-                    msgspec.json.encode(self._answer(msgspec.json.decode(line, type=ReadBlocks))) + b"\n"
-                )
+                answer = self._answer(msgspec.json.decode(line, type=ReadBlocks))
+                writer.write(msgspec.json.encode(answer) + b"\n")
                 await writer.drain()
         except (OSError, ValueError):
             pass  # a reader that went away, or is not an engine of ours
