@@ -51,7 +51,7 @@ def must_be(rule: Mapping[str, Any]) -> str:
         case "integer":
             return f"a whole number, {low} {'or more' if high is None else f'to {high}'}"
         case "number":
-            return f"a number of seconds{'' if low == 0 else ' above 0'}{', 0 or more' if low == 0 else ''}"
+            return "a number of seconds, 0 or more" if low == 0 else "a number of seconds above 0"
         case "array":
             return str(rule["is"])
         case "string" if "enum" in rule:
@@ -90,11 +90,8 @@ class SectionReader:
         if "common-configs" in rules(name) and "common-configs" in entries:
             entries = self._from_common(entries["common-configs"]) | entries
         own, others = self._split(entries, name)
-        args = self._arguments(others, name) if kind.takes_arguments else {}
-        if not kind.takes_arguments:
-            for key, entry in others.items():
-                self._unknown(entry, key, name, _names(name))
-        return SectionRead(self._tree.get(name), self._checked(own, name, kind), own, args)
+        values, args = self._checked(own, name, kind), self._arguments(others, name)
+        return SectionRead(self._tree.get(name), values, own, args)
 
     def check_common(self) -> None:
         """As in Dynamo, a key that no section lists has no effect: it was meant to have one."""
@@ -160,11 +157,13 @@ class SectionReader:
             return adapter.validate_python(values)
 
     def _arguments(self, entries: Mapping[str, Entry], section: str) -> dict[str, Entry]:
+        """Keys that are not the section's own are vLLM's arguments, where they may stand in it, or mistakes."""
+        valid = arguments() if KINDS[section].takes_arguments else {}
         found: dict[str, Entry] = {}
         for key, entry in entries.items():
-            name = canonical(key)
+            name = canonical(key) if valid else None
             if name is None:
-                self._unknown(entry, key, section, _names(section), arguments())
+                self._unknown(entry, key, section, _names(section), valid)
             elif name == "kv-transfer-config":
                 self._check_connector(entry)
             elif reason := refusal(name):
@@ -188,9 +187,8 @@ class SectionReader:
             home = " or ".join(filter(None, [", ".join(homes[:-1]), homes[-1]]))
             self._findings.problem(entry, f"is not a key of {owner}: move it to {home}.")
             return
-        hint = or_nearest(
-            name, [*own, *beside], f"remove it, or use one of: {', '.join(sorted(own, key=str.lower))}."
-        )
+        names = ", ".join(sorted(own, key=str.lower))
+        hint = or_nearest(name, [*own, *beside], f"remove it, or use one of: {names}.")
         nor = f"neither a key of {owner} nor a vLLM argument" if beside else f"not a key of {owner}"
         self._findings.problem(entry, f"is {nor}: {hint}")
 
@@ -206,7 +204,7 @@ class SectionReader:
         if connector not in _CONNECTORS:
             text = "is set by pdserve, which moves KV blocks with its own NIXL connector over UCX: remove it."
             self._findings.problem(entry, text)
-        elif extra := sorted(set(config) - {"kv_connector", "kv_role"}):
+        elif extra := sorted(map(str, config.keys() - {"kv_connector", "kv_role"})):
             text = f"sets {', '.join(extra)}, which pdserve sets itself (role, lease, recompute): remove it."
             self._findings.problem(entry, text)
         else:

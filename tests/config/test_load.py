@@ -466,6 +466,13 @@ BAD = {
         "FILE:8: VllmWorker.kv-transfer-config sets kv_load_failure_policy, which pdserve sets itself (role, "
         "lease, recompute): remove it.",
     ),
+    "a connector with keys of several types": (
+        GOOD.replace(
+            "remote-prefill: true",
+            "remote-prefill: true\n  kv-transfer-config: {kv_connector: NixlConnector, b: 1, 2: x}",
+        ),
+        "FILE:8: VllmWorker.kv-transfer-config has a key that is not a word: put quotes round it or remove it.",
+    ),
     "ranks and GPUs": (
         DYNAMO.replace("gpu: 2", "gpu: 4", 1),
         "FILE:27: VllmWorker.ServiceArgs.resources.gpu is 4, but tensor-parallel-size x "
