@@ -40,13 +40,13 @@ def read_parser() -> dict[str, Any]:
 
 
 def _row(action: argparse.Action, group: str) -> dict[str, Any]:
-    names = [each[2:] for each in action.option_strings if each.startswith("--")]
-    names = [each for each in names if not each.startswith("no-")]
+    names = [option[2:] for option in action.option_strings if option.startswith("--")]
+    names = [name for name in names if not name.startswith("no-")]
     row: dict[str, Any] = {"name": names[0], "kind": _kind(action), "group": group}
     if action.nargs == "+" or isinstance(action, argparse._AppendAction):
         row["many"] = True
     if action.choices:
-        row["choices"] = [each for each in action.choices if each is not None]
+        row["choices"] = [choice for choice in action.choices if choice is not None]
     if names[1:]:
         row["aliases"] = names[1:]
     default = _default(action.default)

@@ -77,6 +77,7 @@ def _namespace(name: str) -> str:
 
 
 def _text(value: object) -> object:
+    """Not blank. (What is not told by a ValueError is told as "is …, but must be …", by the key's type.)"""
     if not isinstance(value, str) or not value.strip():
         raise PydanticCustomError("text", "not a text")
     return value
