@@ -23,8 +23,8 @@ class RoleSpec:
     """A kind of process."""
 
     role: Role
-    main: str
-    """import string of `async def main(config, slot)`, which returns after SIGTERM when it has drained"""
+    service: str
+    """import string of its `process.life.Service`, whose `connect(config, slot, metrics_url)` makes one"""
     stops: int
     """wave in which it is stopped, lowest first; the servers come after all of them"""
     engine: bool = False
@@ -34,9 +34,9 @@ class RoleSpec:
 GRAPH = {
     node.role: node
     for node in (
-        RoleSpec(Role.FRONTEND, "pdserve.frontend.server:main", stops=0),
-        RoleSpec(Role.DECODE, "pdserve.decode.worker:main", stops=1, engine=True),
-        RoleSpec(Role.PREFILL, "pdserve.prefill.worker:main", stops=2, engine=True),
+        RoleSpec(Role.FRONTEND, "pdserve.frontend.server:Frontend", stops=0),
+        RoleSpec(Role.DECODE, "pdserve.decode.worker:DecodeWorker", stops=1, engine=True),
+        RoleSpec(Role.PREFILL, "pdserve.prefill.worker:PrefillWorker", stops=2, engine=True),
     )
 }
 

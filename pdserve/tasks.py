@@ -4,8 +4,8 @@ A background task is one that nobody awaits while it runs: heartbeats, watches, 
 ends by a mistake, its process goes on without a part of itself, and looks healthy. So such tasks are made here and
 nowhere else (`tests/test_house.py` holds it); a task that the next lines await may be made anywhere.
 
-`forever` is for work that has to go on: it is restarted. `Owner` holds tasks for as long as it is entered.
-`unending` is for work whose failure must end the process: it raises.
+`forever` is for work that has to go on: it is restarted. `Owner` holds the tasks of one object. `unending` is for work
+whose failure must end the process: it raises. `process_owner` owns the tasks of all objects of a process together.
 
 `Lifetime` is the shape of objects that are entered with `async with`.
 """
@@ -15,8 +15,9 @@ import logging
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -84,13 +85,15 @@ class Owner:
         name: str,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> asyncio.Task[None]:
-        """Run `work` once, to its end. A failure is logged and counted, then told to `on_failure`."""
+        """Run `work` once, to its end. A failure is logged and counted, then told to `on_failure`; so is a cancellation
+        that comes from inside."""
         task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
+        for owner in {self, _process_owner.get() or self}:
+            owner._tasks.add(task)
+            task.add_done_callback(owner._tasks.discard)
 
         def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
+            if (error := _failure(task)) is not None:
                 TASK_FAILURES.labels(_kind(name)).inc()
                 log.error("%s failed", name, exc_info=error)
                 if on_failure is not None:
@@ -98,6 +101,20 @@ class Owner:
 
         task.add_done_callback(ended)
         return task
+
+
+_process_owner: ContextVar[Owner | None] = ContextVar("pdserve_process_owner", default=None)
+
+
+@asynccontextmanager
+async def process_owner() -> AsyncIterator[None]:
+    """Own also every task that any Owner starts inside: whatever its object leaves behind ends here."""
+    async with Owner() as owner:
+        token = _process_owner.set(owner)
+        try:
+            yield
+        finally:
+            _process_owner.reset(token)
 
 
 async def forever(
@@ -158,6 +175,13 @@ def _ended_unasked(name: str) -> NoReturn:
 def asked_to_stop() -> bool:
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
+
+
+def _failure(task: asyncio.Task[None]) -> BaseException | None:
+    """Of a task that is done."""
+    if task.cancelled():
+        return None if task.cancelling() else asyncio.CancelledError("nothing asked the task to stop")
+    return task.exception()
 
 
 def _kind(name: str) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli import role
 from pdserve.errors import ConfigError, EngineDead, RegistryUnavailable
+from pdserve.process import life
 
 ROOT = Path(__file__).parent.parent
 LOCAL = ROOT / "configs/local.yaml"
@@ -248,7 +248,7 @@ def test_a_configuration_that_a_role_finds_wrong_is_a_sentence_and_exit_code_2(t
 def test_what_a_role_says_of_its_end(
     error: Exception, code: int, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert role.failed("decode-0", error) == code
+    assert life.exit_code("decode-0", error) == code
     assert [record.getMessage() for record in caplog.records] == said
     assert [bool(record.exc_info) for record in caplog.records] == [isinstance(error, RuntimeError)] * len(
         said

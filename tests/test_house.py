@@ -102,9 +102,8 @@ AWAITED_TASKS = {
     "registry/etcd.py": 3,
     "supervisor/child.py": 1,
     "supervisor/restarts.py": 1,
-    "process/liveness.py": 1,
-    "process/self_test.py": 2,
-    "process/run.py": 1,
+    "process/engine_checks.py": 3,
+    "process/life.py": 1,
 }
 """file -> how many tasks it makes itself, each of them awaited, or cancelled and awaited, by the function or the
 `async with` that made it. Background tasks belong to `pdserve/tasks.py`, a TaskGroup or a worker's Lifecycle."""

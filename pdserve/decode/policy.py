@@ -1,13 +1,22 @@
-"""Local or remote prefill: a pure decision over what the decode worker knows at that moment."""
+"""Local or remote prefill, and how long a remote prefill may take: pure decisions over what the decode worker knows at
+that moment."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Mode = Literal["local", "remote"]
 
+FLOOR = 2.0
+"""seconds that any remote prefill may take: messages, scheduling, a busy machine"""
+SLACK = 4.0
+"""how many times longer than expected is too long"""
+FIRST_GUESS = 500.0
+"""tokens per second, until a prefill was seen; low, so that a slow machine's first request is not done twice"""
+_WEIGHT = 0.2
+
 
 @dataclass(frozen=True)
-class Settings:
+class PolicySettings:
     """The `VllmWorker` section's keys of the same names; the two thresholds can change while the worker
     runs."""
 
@@ -30,7 +39,7 @@ def decide(
     queue_depth: int,
     prefill_workers: int,
     queue_connected: bool,
-    settings: Settings,
+    settings: PolicySettings,
     *,
     supported: bool = True,
     migrated: bool = False,
@@ -40,8 +49,8 @@ def decide(
     compute beside its decodes, and the queue is short enough that waiting is likely to pay.
 
     `supported` is false for a request whose prompt needs more than its KV (prompt logprobs, images), and `migrated`
-    true for one that was lost together with a worker: perhaps by the KV that this had read. `fits` is false for one
-    that is larger than a message in the queue may be.
+    true for a request that was lost together with a worker: perhaps by the KV that this had read. `fits` is false for
+    a request that is larger than a message in the queue may be.
     """
     if not settings.remote_prefill:
         return Decision("local", "disabled")
@@ -62,3 +71,28 @@ def decide(
     if queue_depth >= settings.max_prefill_queue_size:
         return Decision("local", "queue-full")
     return Decision("remote", "long")
+
+
+class PrefillTimeout:
+    """Learns the prefill workers' speed from their answers. The bound grows with the prompt and with what
+    is queued before it, since a fixed bound is too short for a long prompt and too long for a short prompt."""
+
+    def __init__(self) -> None:
+        self._rate = FIRST_GUESS
+        self._tokens = 0.0
+        """of an average request"""
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        """A prefill of `tokens` took `seconds` in the prefill engine, batching with others included."""
+        if seconds <= 0:
+            return
+        rate = tokens / seconds
+        if not self._tokens:
+            self._rate, self._tokens = rate, float(tokens)
+        self._rate += _WEIGHT * (rate - self._rate)
+        self._tokens += _WEIGHT * (tokens - self._tokens)
+
+    def seconds(self, tokens: int, queue_depth: int, workers: int) -> float:
+        """From the enqueueing to the answer."""
+        ahead = queue_depth * (self._tokens or tokens) / max(workers, 1)
+        return FLOOR + SLACK * (tokens + ahead) / self._rate

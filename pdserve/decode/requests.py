@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdserve.decode.freshness import Freshness
+from pdserve.decode.kv_age import KvAge
 from pdserve.decode.policy import Decision
 from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, Submit
 
 _REMEMBERED = 50_000
 
 Outcome = PrefillDone | PrefillFailed | str
-"""of asking for a remote prefill: what came back, or the reason why nothing will"""
+"""of asking for a remote prefill: what came back, or the reason why nothing will, as the metric has it"""
+
+CANCELLED = "cancelled"
+"""resolves the wait of a request that its client no longer wants"""
 
 
 class Phase(Enum):
@@ -25,22 +28,22 @@ class Phase(Enum):
 
 
 @dataclass(eq=False)
-class Request:
+class DecodeRequest:
     frontend: str
     submit: Submit
     phase: Phase = Phase.WAITING
     cancelled: bool = False
-    """while WAITING: whoever works on it stops at its next step, and answers nothing"""
+    """while WAITING: the task that works on it stops at its next step, and answers nothing"""
     answer: asyncio.Future[Outcome] | None = None
     """there from when it was sent out for remote prefill"""
+    kv_age: KvAge | None = None
+    """of the KV that it waits for; there from when it was sent out"""
     prefiller: str = ""
     """instance id of the prefill worker that has it in its hands"""
     losses: int = 0
     """of the queue, when it was sent out"""
-    freshness: Freshness | None = None
-    """of the KV that it waits for; there from when it was sent out"""
     engines_died: int = 0
-    """in a row, each while it computed the next token; above 0 it is a suspect (`decode/trials.py`)"""
+    """in a row, each while it computed the next token; above 0 it is a suspect (`decode/quarantine.py`)"""
     decision: Decision | None = None
     """how its prompt gets its KV; there when it goes into the engine"""
     proven: bool = False
@@ -70,12 +73,10 @@ class Request:
         """A prefill worker's answer."""
         return self.answer is not None and not self.answer.done()
 
-    def resolve(self, answer: Outcome) -> bool:
-        """End the wait for the prefill worker; False where nobody waits (any more)."""
-        if self.answer is None or not self.awaits:
-            return False
-        self.answer.set_result(answer)
-        return True
+    def resolve(self, answer: Outcome) -> None:
+        """End the wait for the prefill worker, where there is a wait."""
+        if self.answer is not None and not self.answer.done():
+            self.answer.set_result(answer)
 
     def took(self, kv: KvHandle) -> bool:
         """Whether this is the KV that it was given: it may be on its way into the engine."""
@@ -88,45 +89,47 @@ class Request:
         return (taken.engine_id, taken.request_id) == (kv.engine_id, kv.request_id)
 
 
-class Requests:
+class DecodeRequests:
     """Ids are never used twice: a second request of a recent id is refused even when the first is done."""
 
     def __init__(self) -> None:
-        self._live: dict[str, Request] = {}
+        self._live: dict[str, DecodeRequest] = {}
         self._recent: OrderedDict[str, None] = OrderedDict()
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def add(self, frontend: str, submit: Submit, warms: str = "") -> Request | None:
+    def add(self, frontend: str, submit: Submit, warms: str = "") -> DecodeRequest | None:
         """None where the id was used before."""
         if submit.request_id in self._recent:
             return None
         self._recent[submit.request_id] = None
         if len(self._recent) > _REMEMBERED:
             self._recent.popitem(last=False)
-        request = Request(frontend, submit, prefiller=warms, warms=warms, engines_died=submit.engines_died)
+        request = DecodeRequest(
+            frontend, submit, prefiller=warms, warms=warms, engines_died=submit.engines_died
+        )
         self._live[submit.request_id] = request
         if not warms:
             self._empty.clear()
         return request
 
-    def get(self, request_id: str) -> Request | None:
+    def get(self, request_id: str) -> DecodeRequest | None:
         return self._live.get(request_id)
 
-    def drop(self, request: Request) -> None:
+    def drop(self, request: DecodeRequest) -> None:
         self._live.pop(request.id, None)
         request.over.set()
         if all(left.warms for left in self._live.values()):
             self._empty.set()
 
-    def of(self, frontend: str) -> list[Request]:
+    def of(self, frontend: str) -> list[DecodeRequest]:
         return [request for request in self._live.values() if request.frontend == frontend]
 
-    def clients(self) -> list[Request]:
+    def clients(self) -> list[DecodeRequest]:
         """Without this worker's own warm-ups."""
         return [request for request in self._live.values() if not request.warms]
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[DecodeRequest]:
         return iter(list(self._live.values()))
 
     def __len__(self) -> int:

@@ -1,31 +1,33 @@
-"""A decode worker's requests on their way: from a frontend to the engine, and back as tokens, one message
-for each engine step and frontend."""
+"""The requests of a decode worker on their way: from a frontend to the engine, and back as tokens, one message for each
+engine step and frontend."""
 
 import asyncio
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from typing import Any
 
 from pdserve.decode.policy import Decision, decide
-from pdserve.decode.remote import CANCELLED, RemotePrefill
-from pdserve.decode.requests import Phase, Request, Requests
+from pdserve.decode.prefill_workers import PrefillWorkers
+from pdserve.decode.quarantine import Quarantine
+from pdserve.decode.remote import RemotePrefill
+from pdserve.decode.requests import CANCELLED, DecodeRequest, DecodeRequests, Phase
 from pdserve.decode.settings import LiveSettings
-from pdserve.decode.trials import Trials
 from pdserve.engine.base import Engine, Output, Transfers
 from pdserve.errors import EngineDead, PeerGone, ProtocolError
 from pdserve.kv.handles import expired, prefix_hit
 from pdserve.messages import Failed, KvHandle, Outputs, Placed, Submit, ToFrontend
 from pdserve.observe.metrics import KV_TRANSFER_BYTES, KV_TRANSFER_SECONDS, PREFILL, REMOTE_PREFILL_FAILURES
-from pdserve.process.lifecycle import Lifecycle
-from pdserve.process.liveness import may_have_killed
+from pdserve.process.engine_checks import may_have_killed
 from pdserve.queue.base import PrefillQueue
 from pdserve.stream.base import StreamServer
 
 log = logging.getLogger(__name__)
 
 
-class Serving:
+class RequestRunner:
     """Every request that enters leaves by its last output, a `Failed`, or a cancellation, and in each case
     nothing of it stays in the queue or in an engine."""
 
@@ -34,78 +36,33 @@ class Serving:
         engine: Engine,
         stream: StreamServer,
         queue: PrefillQueue,
+        workers: PrefillWorkers,
         remote: RemotePrefill,
-        requests: Requests,
+        requests: DecodeRequests,
         settings: LiveSettings,
-        life: Lifecycle,
+        start: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
+        """`start` runs a task of the worker, which ends with it and whose failure ends it."""
         self._engine = engine
         self._stream = stream
         self._queue = queue
+        self._workers = workers
         self._remote = remote
         self._requests = requests
         self._settings = settings
-        self._life = life
-        self._trials = Trials()
+        self._start = start
+        self._quarantine = Quarantine()
 
-    # in
+    # from a frontend to the engine
 
     async def submit(self, frontend: str, submit: Submit) -> None:
         request = self._requests.add(frontend, submit)
         if request is None:
             await self.send(frontend, Failed(submit.request_id, "this request id was used before"))
         else:
-            self._life.start(self._serve(request), name=f"request {request.id}")
+            self._start(self._run(request))
 
-    async def cancel(self, request: Request) -> None:
-        """While the request is not in the engine yet, `_place` sees `cancelled` and drops it."""
-        request.cancelled = True
-        self._trials.leave(request)
-        if request.phase is Phase.RUNNING:
-            self._requests.drop(request)
-            await self._engine.cancel([request.id])
-        else:
-            request.resolve(CANCELLED)
-
-    async def forget(self, frontend: str) -> None:
-        """This frontend is gone."""
-        gone = [request for request in self._requests.of(frontend) if not request.cancelled]
-        if gone:
-            log.warning("frontend %s is gone: cancelling its %d requests", frontend, len(gone))
-        for request in gone:
-            await self.cancel(request)
-
-    async def end(self, request: Request, message: str, *, retry: bool) -> None:
-        """Fail a request that is still alive."""
-        await self.send(request.frontend, Failed(request.id, message, retry))
-        await self.cancel(request)
-
-    async def engine_died(self, death: EngineDead) -> None:
-        """Tell every frontend what it loses, and which requests the engine was computing: the last messages of this
-        worker."""
-        for request in self._requests.clients():
-            blamed = request.phase is Phase.RUNNING and may_have_killed(
-                len(request.submit.prompt), request.since
-            )
-            died = request.engines_died + blamed
-            with suppress(PeerGone):
-                await self._stream.send(
-                    request.frontend,
-                    Failed(request.id, f"the engine died: {death}", retry=True, engines_died=died),
-                )
-
-    async def watch_deadlines(self) -> None:
-        """For ever."""
-        while True:
-            await asyncio.sleep(1.0)
-            self._remote.give_up_on_the_lost()
-            for request in self._requests:
-                if time.monotonic() >= request.deadline:
-                    await self.end(request, "the request's deadline passed", retry=False)
-
-    # one request
-
-    async def _serve(self, request: Request) -> None:
+    async def _run(self, request: DecodeRequest) -> None:
         try:
             await self._place(request)
         except EngineDead:
@@ -117,7 +74,7 @@ class Serving:
             log.exception("request %s failed before it reached the engine", request.id)
             await self._fail(request, "internal error in the decode worker", retry=True)
 
-    async def _place(self, request: Request) -> None:
+    async def _place(self, request: DecodeRequest) -> None:
         if request.cancelled:  # before this task had its first turn
             self._requests.drop(request)
             return
@@ -131,7 +88,7 @@ class Serving:
             if handle is None:
                 decision = Decision("local", "fallback")
         if not request.cancelled:
-            await self._trials.enter(request)
+            await self._quarantine.enter(request)
         if handle is not None and not request.cancelled and expired(handle):
             await self._engine.reject(handle)
             decision, handle = Decision("local", "fallback"), None
@@ -146,13 +103,11 @@ class Serving:
         if request.cancelled:
             self._requests.drop(request)
 
-    def _decide(self, request: Request) -> Decision:
-        submit = request.submit
+    def _decide(self, request: DecodeRequest) -> Decision:
+        submit, settings = request.submit, self._settings.current
         prompt, depth = len(submit.prompt), self._queue.depth
-        settings = self._settings.current
         hit = self._engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0
-        workers = len(self._remote.workers())
-        supported = self._engine.remote_ok(submit.body)
+        workers = len(self._workers.available())
         decision = decide(
             prompt,
             hit,
@@ -160,7 +115,7 @@ class Serving:
             workers,
             self._queue.connected,
             settings,
-            supported=supported,
+            supported=self._engine.remote_ok(submit.body),
             migrated=submit.migrated,
             fits=self._remote.fits(submit),
         )
@@ -179,7 +134,7 @@ class Serving:
         )
         return decision
 
-    async def _generate(self, request: Request, handle: KvHandle | None) -> None:
+    async def _generate(self, request: DecodeRequest, handle: KvHandle | None) -> None:
         """RUNNING before the engine is asked: a cancel that comes during the call reaches the engine after
         it."""
         request.phase, request.since = Phase.RUNNING, time.monotonic()
@@ -198,15 +153,7 @@ class Serving:
         if request.cancelled:
             await self._engine.cancel([request.id])
 
-    async def _fail(self, request: Request, message: str, *, retry: bool, invalid: bool = False) -> None:
-        """Fail a request that the engine does not have (any more)."""
-        request.failed = True
-        self._requests.drop(request)
-        self._trials.leave(request)
-        if not request.cancelled:
-            await self.send(request.frontend, Failed(request.id, message, retry, invalid))
-
-    # out
+    # from the engine to the frontends
 
     async def read_engine(self) -> None:
         """For ever, or until EngineDead."""
@@ -214,7 +161,7 @@ class Serving:
             step = await self._engine.step()
             if step.transfers is not None:
                 _count(step.transfers)
-            self._remote.avoid(step.unreachable)
+            self._workers.avoid(step.unreachable)
             self._note_unread(step.unread)
             for frontend, outputs in (await self._by_frontend(step.outputs)).items():
                 await self.send(frontend, Outputs(self._engine.pack(outputs)))
@@ -234,7 +181,7 @@ class Serving:
             request.since = now
             if not request.proven:
                 request.proven, request.engines_died = True, 0
-                self._trials.leave(request)
+                self._quarantine.leave(request)
                 await self._account(request, output.recomputed)
             if output.finished:
                 self._requests.drop(request)
@@ -248,7 +195,7 @@ class Serving:
             if request is None or not request.warms:
                 REMOTE_PREFILL_FAILURES.labels("transfer").inc()
 
-    async def _account(self, request: Request, recomputed: bool) -> None:
+    async def _account(self, request: DecodeRequest, recomputed: bool) -> None:
         """Count how its prompt got its KV; with the first output, since only then it is certain."""
         if request.decision is None:
             return  # a warm-up
@@ -265,6 +212,62 @@ class Serving:
             await self._stream.send(frontend, message)
         except PeerGone:
             await self.forget(frontend)
+
+    # requests that end early
+
+    async def cancel(self, request: DecodeRequest) -> None:
+        """While the request is not in the engine yet, `_place` sees `cancelled` and drops it."""
+        request.cancelled = True
+        self._quarantine.leave(request)
+        if request.phase is Phase.RUNNING:
+            self._requests.drop(request)
+            await self._engine.cancel([request.id])
+        else:
+            request.resolve(CANCELLED)
+
+    async def forget(self, frontend: str) -> None:
+        """This frontend is gone."""
+        gone = [request for request in self._requests.of(frontend) if not request.cancelled]
+        if gone:
+            log.warning("frontend %s is gone: cancelling its %d requests", frontend, len(gone))
+        for request in gone:
+            await self.cancel(request)
+
+    async def end(self, request: DecodeRequest, message: str, *, retry: bool) -> None:
+        """Fail a request that is still alive."""
+        await self.send(request.frontend, Failed(request.id, message, retry))
+        await self.cancel(request)
+
+    async def _fail(
+        self, request: DecodeRequest, message: str, *, retry: bool, invalid: bool = False
+    ) -> None:
+        """Fail a request that the engine does not have (any more)."""
+        request.failed = True
+        self._requests.drop(request)
+        self._quarantine.leave(request)
+        if not request.cancelled:
+            await self.send(request.frontend, Failed(request.id, message, retry, invalid))
+
+    async def watch_deadlines(self) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(1.0)
+            self._workers.give_up_lost()
+            for request in self._requests:
+                if time.monotonic() >= request.deadline:
+                    await self.end(request, "the request's deadline passed", retry=False)
+
+    async def engine_died(self, death: EngineDead) -> None:
+        """Tell every frontend what it loses, and which requests the engine was computing: the last messages of this
+        worker."""
+        for request in self._requests.clients():
+            running = request.phase is Phase.RUNNING
+            blamed = running and may_have_killed(len(request.submit.prompt), request.since)
+            text, died = f"the engine died: {death}", request.engines_died + blamed
+            with suppress(PeerGone):
+                await self._stream.send(
+                    request.frontend, Failed(request.id, text, retry=True, engines_died=died)
+                )
 
 
 def _count(transfers: Transfers) -> None:

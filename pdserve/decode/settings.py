@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pdserve.config.schema import DecodeConfig
-from pdserve.decode.policy import Settings
+from pdserve.decode.policy import PolicySettings
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def is_threshold(text: str) -> bool:
 
 class LiveSettings:
     def __init__(self, config: DecodeConfig) -> None:
-        self._configured = self.current = Settings(
+        self._configured = self.current = PolicySettings(
             remote_prefill=config.remote_prefill,
             conditional_disagg=config.conditional_disagg,
             max_local_prefill_length=config.max_local_prefill_length,

@@ -3,7 +3,7 @@
 The first read of a pair shakes hands, connects and allocates, which takes up to seconds. So each prefill worker that
 appears is asked, beside the queue, to prefill a short prompt that it cannot know, whose KV is read and one token
 generated on it. Workers warm up before they announce themselves, both sides as newcomers that only the other side looks
-at, and for a few seconds at most: one that hangs keeps nobody away. See docs/decisions/0008-warm-up.md.
+at, and for a few seconds at most: a worker that hangs keeps no other from serving. See docs/decisions/0008-warm-up.md.
 """
 
 import asyncio
@@ -12,13 +12,14 @@ import secrets
 import time
 from functools import partial
 
+from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.remote import RemotePrefill
-from pdserve.decode.requests import Phase, Request, Requests
+from pdserve.decode.requests import DecodeRequest, DecodeRequests, Phase
 from pdserve.engine.base import Engine
 from pdserve.errors import ProtocolError
 from pdserve.messages import Submit
 from pdserve.observe.metrics import WARM_UPS
-from pdserve.process.self_test import unique_prompt
+from pdserve.process.engine_checks import unique_prompt
 from pdserve.registry.view import RegistryView
 from pdserve.tasks import forever
 
@@ -31,9 +32,17 @@ FIRST_RETRY, LAST_RETRY = 1.0, 60.0
 
 
 class WarmUp:
-    def __init__(self, engine: Engine, view: RegistryView, remote: RemotePrefill, requests: Requests) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        view: RegistryView,
+        workers: PrefillWorkers,
+        remote: RemotePrefill,
+        requests: DecodeRequests,
+    ) -> None:
         self._engine = engine
         self._view = view
+        self._workers = workers
         self._remote = remote
         self._requests = requests
         self._tried: set[str] = set()
@@ -44,7 +53,7 @@ class WarmUp:
         tasks: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             async for _ in self._view.changes():
-                peers = {peer.id for peer in self._remote.peers() if not peer.draining}
+                peers = self._workers.to_warm_up()
                 for gone in tasks.keys() - peers:
                     tasks.pop(gone).cancel()
                     self._tried.discard(gone)
@@ -54,7 +63,7 @@ class WarmUp:
 
     async def tried(self) -> None:
         """Wait until every prefill worker that is there has been tried at least once."""
-        while not {peer.id for peer in self._remote.peers() if not peer.draining} <= self._tried:
+        while not self._workers.to_warm_up() <= self._tried:
             self._change.clear()
             await self._change.wait()
 
@@ -86,7 +95,7 @@ class WarmUp:
         self._change.set()
         return warm
 
-    async def _read(self, request: Request) -> bool:
+    async def _read(self, request: DecodeRequest) -> bool:
         handle = await self._remote.handle(request)
         if handle is None:
             return False

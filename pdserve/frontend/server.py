@@ -1,177 +1,131 @@
-"""A frontend process: uvicorn on the shared port, registered, until SIGTERM."""
+"""The frontend: an HTTP server on the port that all frontends of this machine share, and what it does in each part of
+its life (`process/life.py`)."""
 
 import asyncio
 import itertools
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
+from typing import Any, Self
 
 import httpx
-import msgspec
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from pdserve import queue, registry, stream
 from pdserve.config.host import installed_vllm
-from pdserve.config.schema import Config
-from pdserve.errors import QueueUnavailable, RegistryUnavailable
+from pdserve.config.schema import Config, FrontendConfig
+from pdserve.errors import QueueUnavailable
 from pdserve.frontend.app import GRACE, FrontendApp
 from pdserve.frontend.auth import load_keys
 from pdserve.frontend.model import ModelContext
-from pdserve.frontend.models import ServedModels, serve_models
+from pdserve.frontend.models import serve_models
 from pdserve.frontend.pages import MetricsPage
 from pdserve.frontend.sockets import ClientConnections, accept_all, bind
 from pdserve.messages import Instance, Role
-from pdserve.observe.metrics import serve_metrics
 from pdserve.plan.slots import Slot
-from pdserve.process.identity import new_instance_id
-from pdserve.process.presence import Presence, described
-from pdserve.process.run import run_until_signalled
-from pdserve.queue.base import BlobStore
-from pdserve.queue.jetstream import connect_blobs
-from pdserve.registry import keys
-from pdserve.registry.base import Registry
-from pdserve.registry.etcd import connect as connect_registry
+from pdserve.process.life import Service
+from pdserve.process.presence import Presence, new_instance_id, registered_skew
 from pdserve.registry.view import RegistryView
-from pdserve.stream import connect as connect_stream
 from pdserve.tasks import forever
 
 logger = logging.getLogger(__name__)
 
 LOAD_WITHIN = 60.0
 """seconds that a frontend beside others takes to load its models before it takes requests nevertheless"""
-
 CLOCK_WITHIN = 3.0
 """seconds that NATS gets to tell its time"""
 
 
-class Frontend:
-    """`run` is its whole life; `stop` asks it to drain and return."""
+class Frontend(Service):
+    @classmethod
+    def connect(cls, config: Config, slot: Slot, metrics_url: str) -> Self:
+        return cls(config, slot, new_instance_id(slot), metrics_url)
 
-    def __init__(self, config: Config, slot: Slot) -> None:
-        self.ready = asyncio.Event()
-        self._config, self._slot = config, slot
-        self._stop = asyncio.Event()
-
-    def stop(self) -> None:
-        self.ready.clear()
-        self._stop.set()
-
-    async def run(self) -> None:
-        """After `stop`, stop accepting, let running requests finish within `drain_timeout`, and return. Raises
-        ConfigError where the port or the API keys cannot be used."""
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Raises ConfigError where the port or the API keys cannot be used."""
         config, frontend = self._config, self._config.frontend
         assert frontend is not None, f"{config.path} has no section for a frontend"
         assert config.etcd is not None
+        assert config.nats is not None
         api_keys = load_keys()
-        async with AsyncExitStack() as stack:
-            sock = stack.enter_context(bind(frontend.host, frontend.port))
-            me = _describe(config, self._slot, sock, stack.enter_context(serve_metrics(config.host)))
-            registry = await stack.enter_async_context(
-                connect_registry(config.etcd, config.namespace, patient=True)
-            )
-            view = await stack.enter_async_context(RegistryView(registry))
-            around = _surroundings(config, frontend.router, me.id)
-            roster = await stack.enter_async_context(
-                serve_models(view, around, config.served_model_name, frontend)
-            )
-            client = await stack.enter_async_context(httpx.AsyncClient())
-            if view.instances(Role.FRONTEND):
-                await _load_models(roster)
-            me = msgspec.structs.replace(me, clock_skew=await _clock_skew(around.blobs))
-            page = MetricsPage(view, me.id, client)
-            edge = FrontendApp(roster, page, api_keys, config.request_timeout, frontend.max_request_timeout)
-            connections = ClientConnections(frontend.header_timeout, frontend.write_timeout)
-            presence = Presence(registry, me, None, roster.report)
-            await self._serve(edge, connections, sock, registry, presence)
+        self._socket = stack.enter_context(bind(frontend.host, frontend.port))
+        connection = await stack.enter_async_context(
+            registry.connect(config.etcd, config.namespace, patient=True)
+        )
+        view = await stack.enter_async_context(RegistryView(connection))
+        context = self._model_context(frontend, config.nats)
+        models = await stack.enter_async_context(
+            serve_models(view, context, config.served_model_name, frontend)
+        )
+        client = await stack.enter_async_context(httpx.AsyncClient())
+        if view.instances(Role.FRONTEND):  # they answer on this port meanwhile
+            with suppress(TimeoutError):
+                await asyncio.wait_for(models.settled(), LOAD_WITHIN)
+        self._presence = Presence(
+            connection, self._instance(await _clock_skew(config.nats)), None, models.report
+        )
+        page = MetricsPage(view, self.id, client)
+        app = FrontendApp(models, page, api_keys, config.request_timeout, frontend.max_request_timeout)
+        self._connections = ClientConnections(frontend.header_timeout, frontend.write_timeout)
+        self._server = QuietServer(_options(app, self._connections, config.drain_timeout))
 
-    async def _serve(
-        self,
-        edge: FrontendApp,
-        connections: ClientConnections,
-        sock: socket.socket,
-        registry: Registry,
-        presence: Presence,
-    ) -> None:
-        server = QuietServer(_options(edge, connections, self._config.drain_timeout))
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(connections.watch(), name="connections")
-            serving = tasks.create_task(server.serve(sockets=[sock]), name="uvicorn")
-            telling = tasks.create_task(forever(presence.keep_current, "load report"))
-            stopper = tasks.create_task(self._stop_server(server, connections, registry, presence, telling))
-            self.ready.set()
-            await presence.announce()
-            logger.info("listening on %s", presence.instance.address)
-            await serving
-            stopper.cancel()
-            watching.cancel()
-            telling.cancel()
+    def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
+        return [self._connections.watch(), forever(self._presence.keep_current, "load report")]
+
+    async def announce(self) -> None:
+        self._serving = self.tasks.create_task(self._serve_http(), name="uvicorn")
+        self.ready.set()  # from here on there may be requests, which a drain lets finish
+        await self._presence.announce()
+        logger.info("listening on %s", self._presence.instance.address)
+
+    async def _serve_http(self) -> None:
+        await self._server.serve(sockets=[self._socket])
+        if not self.draining:
+            raise RuntimeError("the HTTP server ended by itself")
+
+    async def drain(self) -> None:
+        """Stop accepting, and let running requests finish within the drain timeout."""
+        logger.info("stopping: running requests may finish")
+        self._connections.draining = True
+        self._server.should_exit = True
+        await self._presence.leave()
+        await self._serving
         logger.info("stopped")
 
-    async def _stop_server(
-        self,
-        server: uvicorn.Server,
-        connections: ClientConnections,
-        registry: Registry,
-        presence: Presence,
-        telling: "asyncio.Task[None]",
-    ) -> None:
-        await self._stop.wait()
-        logger.info("stopping: running requests may finish")
-        connections.draining = True
-        server.should_exit = True
-        telling.cancel()  # it would register it again
-        await asyncio.wait([telling])
-        with suppress(RegistryUnavailable):
-            await registry.delete(keys.instance(presence.instance))
+    def _model_context(self, frontend: FrontendConfig, nats: str) -> ModelContext:
+        config, serial = self._config, itertools.count(1)
+        return ModelContext(
+            # a name of its own for each connection: a worker takes a second one of the same name for the first
+            # one's successor, and while a model's card changes there are two
+            connect=lambda address: stream.connect(address, f"{self.id}.{next(serial)}"),
+            blobs=queue.connect_blobs(nats, config.namespace),
+            state_dir=config.state_dir,
+            router=frontend.router,
+            request_timeout=config.request_timeout,
+            longest=max(config.request_timeout, frontend.max_request_timeout) + 2 * GRACE,
+        )
+
+    def _instance(self, clock_skew: float | None) -> Instance:
+        return Instance(
+            id=self.id,
+            role=self._slot.role,
+            address=f"http://{self._config.host}:{self._socket.getsockname()[1]}",
+            metrics=self._metrics_url,
+            host=self._config.host,
+            pid=os.getpid(),
+            vllm_version=installed_vllm().version,
+            clock_skew=clock_skew,
+        )
 
 
-async def main(config: Config, slot: Slot) -> None:
-    """The process. Returns after SIGTERM and the drain; raises ConfigError."""
-    await run_until_signalled(Frontend(config, slot), config.drain_timeout)
-
-
-async def _load_models(roster: ServedModels) -> None:
-    """Others answer on this port meanwhile: whoever came to us would wait for all of our start."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(LOAD_WITHIN):
-            await roster.settled()
-
-
-def _surroundings(config: Config, router: str, me: str) -> ModelContext:
-    assert config.nats is not None
-    assert config.frontend is not None
-    serial = itertools.count(1)
-    return ModelContext(
-        # a name of its own for each connection: a worker takes a second one of the same name for the first
-        # one's successor, and while a model's card changes there are two
-        connect=lambda address: connect_stream(address, f"{me}.{next(serial)}"),
-        blobs=connect_blobs(config.nats, config.namespace),
-        state_dir=config.state_dir,
-        router=router,
-        request_timeout=config.request_timeout,
-        longest=max(config.request_timeout, config.frontend.max_request_timeout) + 2 * GRACE,
-    )
-
-
-def _describe(config: Config, slot: Slot, sock: socket.socket, metrics: str) -> Instance:
-    return Instance(
-        id=new_instance_id(slot),
-        role=slot.role,
-        address=f"http://{config.host}:{sock.getsockname()[1]}",
-        metrics=metrics,
-        host=config.host,
-        pid=os.getpid(),
-        vllm_version=installed_vllm().version,
-    )
-
-
-async def _clock_skew(blobs: BlobStore) -> float | None:
+async def _clock_skew(nats: str) -> float | None:
     with suppress(QueueUnavailable, TimeoutError):
         async with asyncio.timeout(CLOCK_WITHIN):
-            return described(await blobs.clock_skew(), None)
+            return registered_skew(await queue.clock_skew(nats), None)
     return None
 
 
@@ -202,9 +156,9 @@ class QuietServer(uvicorn.Server):
         )
 
 
-def _options(edge: FrontendApp, connections: ClientConnections, drain_timeout: float) -> uvicorn.Config:
+def _options(app: FrontendApp, connections: ClientConnections, drain_timeout: float) -> uvicorn.Config:
     return uvicorn.Config(
-        cross_origin(edge),
+        cross_origin(app),
         http=connections,  # type: ignore[arg-type]  # any callable that makes a protocol
         log_config=None,
         access_log=False,

@@ -1,1 +1,1 @@
-"""What decode and prefill workers have in common: identity, presence in the registry, signals."""
+"""What the processes of the graph have in common: their life, their presence in the registry, and a worker's engine."""

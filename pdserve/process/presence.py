@@ -1,23 +1,100 @@
-"""A worker's records in the registry: its instance with the current load, and its model card."""
+"""What a process says of itself in the registry: its id, its instance with the current load, and its model card."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
 from pdserve import clock
+from pdserve.config.schema import Config
+from pdserve.engine.base import EngineFacts
+from pdserve.errors import RegistryUnavailable
+from pdserve.graph import BOOT_VARIABLE
 from pdserve.messages import Instance, Load, ModelCard, encode_record
+from pdserve.plan.slots import Slot
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 5.0
+WARM_UP_WITHIN = 5.0
 """seconds that a worker waits for others before it announces itself"""
 INTERVAL = 1.0
 """seconds between two looks at the load; nothing is written while it stays the same"""
+
+
+def new_instance_id(slot: Slot) -> str:
+    """`<role>-<index>-<boot id>`: a restarted worker is a new instance, and KV of its earlier life belongs to no
+    instance. The boot id is the supervisor's, where there is one."""
+    return instance_id(slot.name, os.environ.get(BOOT_VARIABLE) or new_boot())
+
+
+def new_boot() -> str:
+    return secrets.token_hex(4)
+
+
+def instance_id(name: str, boot: str) -> str:
+    return f"{name}-{boot}"
+
+
+def worker_instance(
+    config: Config, slot: Slot, instance_id: str, facts: EngineFacts, address: str, metrics: str
+) -> Instance:
+    return Instance(
+        id=instance_id,
+        role=slot.role,
+        model=config.served_model_name,
+        address=address,
+        metrics=metrics,
+        host=config.host,
+        pid=os.getpid(),
+        gpus=list(slot.gpus),
+        kv_blocks=facts.kv_blocks,
+        block_size=facts.block_size,
+        kv_tokens=facts.kv_tokens,
+        max_model_len=facts.max_model_len,
+        max_num_seqs=facts.max_num_seqs,
+        max_concurrency=round(facts.max_concurrency, 2),
+        vllm_version=facts.vllm_version,
+        fingerprint=facts.fingerprint,
+    )
+
+
+def model_card(config: Config, facts: EngineFacts, archive: str, others: Iterable[ModelCard]) -> ModelCard:
+    """All of the decode worker's engine arguments are in it: which of them matter to a frontend is the frontend's
+    knowledge. The length is the one that the engine settled on, and a chat template in a file of this host
+    comes as its text. `others` are the cards that are there under this name."""
+    assert config.decode is not None
+    arguments = dict(config.decode.engine_args)
+    arguments["max-model-len"] = facts.max_model_len
+    template = arguments.get("chat-template")
+    if isinstance(template, str) and "\n" not in template and Path(template).is_file():
+        arguments["chat-template"] = Path(template).read_text("utf-8")
+    card = ModelCard(
+        name=config.served_model_name,
+        model=config.model,
+        engine_args=arguments,
+        max_model_len=facts.max_model_len,
+        vllm_version=facts.vllm_version,
+        blob=archive,
+        supported_tasks=facts.supported_tasks,
+        created=int(clock.unix()),
+        fingerprint=facts.fingerprint,
+    )
+    return msgspec.structs.replace(card, generation=generation(card, list(others)))
+
+
+def generation(card: ModelCard, others: list[ModelCard]) -> int:
+    """A card unlike all others begins the next generation."""
+    if alike := [other.generation for other in others if other.alike(card)]:
+        return max(alike)
+    return 1 + max((other.generation for other in others), default=0)
 
 
 class Presence:
@@ -35,32 +112,33 @@ class Presence:
         self.instance = instance
         self._skew = skew
         self._announced = asyncio.Event()
+        self._left = False
+        self._writing = asyncio.Lock()
         self._registry = registry
         self._card = card
         self._load = load
 
     async def warm_up(self, view: RegistryView, warm: Callable[[], Awaitable[None]]) -> None:
         """Introduce the worker to those of the other role alone, and wait until it is warm with them: for some seconds
-        at most, since one of them may hang.
+        at most, since any of them may hang.
 
         Of two that start at the same time at least one sees the other, because each looks after it has seen itself."""
         await self._registry.put(keys.newcomer(self.instance), encode_record(self.instance))
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(WARM_UP_WITHIN):
                 await self._seen(view)
                 await warm()
         except TimeoutError:
-            log.warning("not warm with every worker of the other role after %g s; going on", PATIENCE)
+            log.warning("not warm with every worker of the other role after %g s; going on", WARM_UP_WITHIN)
 
     async def _seen(self, view: RegistryView) -> None:
         async for _ in view.changes():
-            if self.instance.id in {
-                one.id for one in view.newcomers(self.instance.role, self.instance.model)
-            }:
+            newcomers = view.newcomers(self.instance.role, self.instance.model)
+            if self.instance.id in {worker.id for worker in newcomers}:
                 return
 
     async def announce(self) -> None:
-        """The card first: whoever sees the instance can read what it serves."""
+        """The card first: a frontend that sees the instance can read what it serves."""
         if self._card is not None:
             key = keys.card(self._card.name, self.instance.id)
             await self._registry.put(key, encode_record(self._card))
@@ -70,9 +148,16 @@ class Presence:
         self._announced.set()
 
     async def drain(self) -> None:
-        """From here on nobody should send anything new."""
+        """From here on nothing new should be sent here."""
         self.instance = msgspec.structs.replace(self.instance, draining=True)
         await self._write()
+
+    async def leave(self) -> None:
+        """Remove the instance, and write nothing more."""
+        self._left = True
+        with suppress(RegistryUnavailable):
+            async with self._writing:
+                await self._registry.delete(keys.instance(self.instance))
 
     async def keep_current(self) -> None:
         """Write what changed since the announcement, for ever."""
@@ -85,15 +170,17 @@ class Presence:
                 await self._write()
 
     def _look(self) -> None:
-        skew = described(self._skew(), self.instance.clock_skew)
+        skew = registered_skew(self._skew(), self.instance.clock_skew)
         self.instance = msgspec.structs.replace(self.instance, load=self._load(), clock_skew=skew)
 
     async def _write(self) -> None:
-        await self._registry.put(keys.instance(self.instance), encode_record(self.instance))
+        async with self._writing:
+            if not self._left:
+                await self._registry.put(keys.instance(self.instance), encode_record(self.instance))
 
 
-def described(skew: float | None, before: float | None) -> float | None:
-    """The skew as it is registered, to a tenth of a second; logged where it becomes large."""
+def registered_skew(skew: float | None, before: float | None) -> float | None:
+    """The clock's skew as it is registered, to a tenth of a second; logged where it becomes large."""
     if skew is None:
         return before
     now = round(skew, 1)

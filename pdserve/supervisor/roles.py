@@ -8,8 +8,8 @@ from functools import partial
 
 from pdserve.graph import BOOT_VARIABLE, ProcessSpec
 from pdserve.messages import Instance, Role, SlotState
-from pdserve.process.identity import instance_id, new_boot
-from pdserve.process.lifecycle import SUPERVISOR_DIED
+from pdserve.process.life import SUPERVISOR_DIED
+from pdserve.process.presence import instance_id, new_boot
 from pdserve.supervisor.child import Child, Exit
 from pdserve.supervisor.guardian import Guardian
 from pdserve.supervisor.output import ProcessOutput

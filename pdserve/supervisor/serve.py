@@ -15,7 +15,7 @@ from pdserve.graph import CONFIG_VARIABLE, SLOT_VARIABLE, encode_config, encode_
 from pdserve.messages import Instance
 from pdserve.plan.plan import Plan
 from pdserve.plan.slots import Slot
-from pdserve.process.lifecycle import STOPPERS
+from pdserve.process.life import STOPPERS
 from pdserve.registry import connect
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor import state

@@ -1,10 +1,18 @@
 import pytest
 
-from pdserve.decode.policy import Decision, Settings, decide
+from pdserve.decode.policy import (
+    FIRST_GUESS,
+    FLOOR,
+    SLACK,
+    Decision,
+    PolicySettings,
+    PrefillTimeout,
+    decide,
+)
 
-ON = Settings(max_local_prefill_length=100, max_prefill_queue_size=4)
-ALWAYS = Settings(conditional_disagg=False, max_local_prefill_length=100, max_prefill_queue_size=4)
-OFF = Settings(remote_prefill=False)
+ON = PolicySettings(max_local_prefill_length=100, max_prefill_queue_size=4)
+ALWAYS = PolicySettings(conditional_disagg=False, max_local_prefill_length=100, max_prefill_queue_size=4)
+OFF = PolicySettings(remote_prefill=False)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +42,7 @@ def test_decisions(
     depth: int,
     workers: int,
     connected: bool,
-    settings: Settings,
+    settings: PolicySettings,
     mode: str,
     reason: str,
 ) -> None:
@@ -43,7 +51,7 @@ def test_decisions(
 
 
 @pytest.mark.parametrize("settings", [ON, ALWAYS])
-def test_what_needs_its_own_prompt_computed_stays_here(settings: Settings) -> None:
+def test_what_needs_its_own_prompt_computed_stays_here(settings: PolicySettings) -> None:
     assert decide(5000, 0, 0, 1, True, settings, supported=False) == Decision("local", "unsupported")
 
 
@@ -52,5 +60,40 @@ def test_what_lost_a_worker_does_not_go_the_same_way_again() -> None:
 
 
 def test_a_queue_size_of_zero_means_never() -> None:
-    settings = Settings(max_local_prefill_length=0, max_prefill_queue_size=0)
+    settings = PolicySettings(max_local_prefill_length=0, max_prefill_queue_size=0)
     assert decide(5000, 0, 0, 9, True, settings) == Decision("local", "queue-full")
+
+
+def test_before_the_first_answer_a_slow_machine_is_assumed() -> None:
+    assert PrefillTimeout().seconds(1000, 0, 1) == FLOOR + SLACK * 1000 / FIRST_GUESS
+
+
+@pytest.mark.parametrize(
+    ("tokens", "depth", "workers", "seconds"),
+    [
+        (0, 0, 1, 0.0),
+        (1000, 0, 1, 1.0),
+        (5000, 0, 1, 5.0),
+        (1000, 3, 1, 4.0),
+        (1000, 3, 3, 2.0),
+        (1000, 3, 0, 4.0),
+    ],
+)
+def test_the_bound_grows_with_the_prompt_and_the_queue(
+    tokens: int, depth: int, workers: int, seconds: float
+) -> None:
+    timeout = PrefillTimeout()
+    timeout.learn(1000, 1.0)
+    assert timeout.seconds(tokens, depth, workers) == pytest.approx(FLOOR + SLACK * seconds)
+
+
+def test_it_follows_the_workers_speed() -> None:
+    timeout = PrefillTimeout()
+    timeout.learn(1000, 1.0)
+    before = timeout.seconds(1000, 0, 1)
+    for _ in range(50):
+        timeout.learn(1000, 0.1)
+    assert timeout.seconds(1000, 0, 1) == pytest.approx(FLOOR + SLACK * 0.1, rel=0.01)
+    assert timeout.seconds(1000, 0, 1) < before
+    timeout.learn(1000, 0.0)  # a clock without resolution says nothing
+    assert timeout.seconds(1000, 0, 1) == pytest.approx(FLOOR + SLACK * 0.1, rel=0.01)

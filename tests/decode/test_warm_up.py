@@ -14,8 +14,8 @@ from pdserve.errors import EngineDead
 from pdserve.messages import Instance, PrefillDone, PrefillRequest, PrefillStarted, Role, encode_record
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
-from pdserve.process import liveness, presence
-from pdserve.process.self_test import self_test
+from pdserve.process import engine_checks, presence
+from pdserve.process.engine_checks import self_test
 from pdserve.queue.memory import MemoryQueue
 from pdserve.registry.memory import MemoryRegistry
 from tests.conditions import until
@@ -35,7 +35,7 @@ def warm(result: str) -> float:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "PATIENCE", 0.3)
+    monkeypatch.setattr(presence, "WARM_UP_WITHIN", 0.3)
     monkeypatch.setattr(warm_up, "FIRST_RETRY", 0.05)
     monkeypatch.setattr("pdserve.decode.remote.WARM_UP", 0.2)
 
@@ -43,7 +43,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that waits for a bound and not for what it should wait for takes too long."""
-    monkeypatch.setattr(presence, "PATIENCE", 60.0)
+    monkeypatch.setattr(presence, "WARM_UP_WITHIN", 60.0)
 
 
 async def test_a_pair_is_warm_before_the_first_request_and_nothing_else_counts_it(slow: None) -> None:
@@ -177,8 +177,8 @@ async def test_a_worker_whose_engine_dies_of_its_first_work_never_registers() ->
 
 
 async def test_an_engine_that_hangs_at_its_first_work_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"EVERY": 0.05, "SILENCE": 0.2, "TICK": 0.05}.items():
-        monkeypatch.setattr(liveness, name, seconds)
+    for name, seconds in {"PROBE_INTERVAL": 0.05, "HANGS_AFTER": 0.2, "TICK": 0.05}.items():
+        monkeypatch.setattr(engine_checks, name, seconds)
     async with sim(Role.DECODE, "decode-0") as engine:
         engine.faults.going.clear()
         with pytest.raises(EngineDead, match="hangs"):
@@ -187,7 +187,7 @@ async def test_an_engine_that_hangs_at_its_first_work_is_dead(monkeypatch: pytes
 
 async def test_a_drain_does_not_wait_for_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for those that are under way nor for the next tries."""
-    monkeypatch.setattr(presence, "PATIENCE", 0.05)
+    monkeypatch.setattr(presence, "WARM_UP_WITHIN", 0.05)
     monkeypatch.setattr(warm_up, "FIRST_RETRY", 0.01)
     hung = Instance("prefill-x", Role.PREFILL, "demo", fingerprint=LOADED)
     graph = Graph(drain_timeout=30.0)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from pdserve.decode import remote
+from pdserve.decode import prefill_workers
 from pdserve.engine.sim.model import SimModel
 from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable
 from pdserve.kv.handles import LEASE_MARGIN
@@ -184,8 +184,8 @@ async def test_a_refusal_is_computed_here() -> None:
 
 
 async def test_no_answer_within_the_bound_is_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.decode.patience.FLOOR", 0.05)
-    monkeypatch.setattr("pdserve.decode.patience.SLACK", 0.0)
+    monkeypatch.setattr("pdserve.decode.policy.FLOOR", 0.05)
+    monkeypatch.setattr("pdserve.decode.policy.SLACK", 0.0)
     async with Graph() as graph:
         await act_prefill(graph)
         queue = await graph.queue()
@@ -289,8 +289,8 @@ async def test_the_last_prefill_worker_gone_ends_the_wait() -> None:
 
 
 async def test_a_late_answer_is_rejected_so_that_its_blocks_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.decode.patience.FLOOR", 0.05)
-    monkeypatch.setattr("pdserve.decode.patience.SLACK", 0.0)
+    monkeypatch.setattr("pdserve.decode.policy.FLOOR", 0.05)
+    monkeypatch.setattr("pdserve.decode.policy.SLACK", 0.0)
     async with Graph() as graph, sim(Role.PREFILL, "prefill-x") as prefill:
         await act_prefill(graph)
         queue, frontend = await graph.queue(), await graph.frontend()
@@ -433,8 +433,8 @@ async def test_kv_that_could_not_be_read_is_rejected_when_its_request_is_over(im
 async def test_kv_of_an_answer_lost_with_nats_is_free_soon(
     monkeypatch: pytest.MonkeyPatch, impatient: None
 ) -> None:
-    monkeypatch.setattr("pdserve.decode.patience.FLOOR", 0.05)
-    monkeypatch.setattr("pdserve.decode.patience.SLACK", 0.0)
+    monkeypatch.setattr("pdserve.decode.policy.FLOOR", 0.05)
+    monkeypatch.setattr("pdserve.decode.policy.SLACK", 0.0)
     async with Graph() as graph:
         prefill = await graph.prefill()
         prefill.engine.faults.going.clear()
@@ -723,7 +723,7 @@ async def test_many_at_once_come_out_right() -> None:
 async def test_a_prefill_worker_whose_side_channel_is_broken_is_avoided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote, "AVOID_FOR", 0.5)
+    monkeypatch.setattr(prefill_workers, "AVOID_FOR", 0.5)
     async with Graph() as graph:
         frontend, broken = await graph.frontend(), await graph.prefill()
         broken.engine.faults.deaf = True
@@ -739,4 +739,4 @@ async def test_a_prefill_worker_whose_side_channel_is_broken_is_avoided(
             assert answered.finished
         broken.engine.faults.deaf = False
         await asyncio.sleep(0.5)
-        assert len(graph.decode._remote.workers()) == 2, "it is tried again"
+        assert len(graph.decode._workers.available()) == 2, "it is tried again"

@@ -43,7 +43,7 @@ from pdserve.messages import KvHandle, Role
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import size
 from pdserve.plan.model_folder import read_model
-from pdserve.process import liveness
+from pdserve.process import engine_checks
 from tests.conditions import until
 
 pytestmark = [
@@ -564,9 +564,9 @@ async def test_ctrl_c_on_a_terminal_does_not_reach_it(pair: Pair) -> None:
 async def test_a_core_that_hangs_is_noticed_and_a_core_that_works_is_not(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness, "SILENCE", 3.0)
-    monkeypatch.setattr(liveness, "EVERY", 0.1)
-    watching = asyncio.create_task(liveness.watch_engine(pair.decode.engine))
+    monkeypatch.setattr(engine_checks, "HANGS_AFTER", 3.0)
+    monkeypatch.setattr(engine_checks, "PROBE_INTERVAL", 0.1)
+    watching = asyncio.create_task(engine_checks.watch_engine(pair.decode.engine))
     await pair.decode.generate("watched", prompt_of(3000, seed=14))
     await asyncio.sleep(5.0)
     assert not watching.done()

@@ -17,7 +17,7 @@ from pdserve.engine.spec import EngineSpec
 from pdserve.messages import Role
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
-from pdserve.process.identity import new_instance_id
+from pdserve.process.presence import new_instance_id
 from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.stream.memory import MemoryStreamServer

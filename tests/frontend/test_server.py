@@ -18,9 +18,9 @@ from pdserve.config.schema import Config, DecodeConfig, FrontendConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.spec import EngineSpec, make_engine
 from pdserve.errors import ConfigError
-from pdserve.frontend.server import main
 from pdserve.messages import Instance, Role, encode_record
 from pdserve.plan.slots import Slot
+from pdserve.process.life import live
 from pdserve.queue.memory import connect as connect_queue
 from pdserve.registry import keys
 from pdserve.registry.etcd import connect as connect_registry
@@ -51,7 +51,7 @@ def config(etcd_url: str, namespace: str, tmp_path: Path) -> Config:
 
 
 class Frontend:
-    """A running `main`, found as everybody finds it: in the registry."""
+    """A running frontend, found as all processes find it: in the registry."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self.get, self.post, self.stream = client.get, client.post, client.stream
@@ -70,7 +70,7 @@ class Frontend:
 @asynccontextmanager
 async def frontend(config: Config) -> AsyncIterator[Frontend]:
     """Leaving stops it, and wants an orderly end."""
-    running = asyncio.create_task(main(config, Slot(Role.FRONTEND, 0)))
+    running = asyncio.create_task(live(config, Slot(Role.FRONTEND, 0)))
     assert config.etcd is not None
     async with connect_registry(config.etcd, config.namespace) as registry, RegistryView(registry) as view:
         await until(lambda: running.done() or bool(view.instances(Role.FRONTEND)), 10)
@@ -179,7 +179,7 @@ async def test_running_requests_finish_at_sigterm(config: Config) -> None:
 async def test_a_busy_port_is_an_error_at_once(config: Config) -> None:
     broken = replace(config, frontend=FrontendConfig(host="203.0.113.1", port=0))
     with pytest.raises(ConfigError, match="cannot listen"):
-        await main(broken, Slot(Role.FRONTEND, 0))
+        await live(broken, Slot(Role.FRONTEND, 0))
 
 
 async def test_beside_another_frontend_it_takes_requests_only_when_it_can_serve_them(config: Config) -> None:
@@ -193,7 +193,7 @@ async def test_beside_another_frontend_it_takes_requests_only_when_it_can_serve_
     ):
         await registry.put(keys.instance(other), encode_record(other))
         await until(lambda: bool(view.instances(Role.FRONTEND)))
-        running = asyncio.create_task(main(config, Slot(Role.FRONTEND, 0)))
+        running = asyncio.create_task(live(config, Slot(Role.FRONTEND, 0)))
         await until(lambda: running.done() or len(view.instances(Role.FRONTEND)) == 2, 30)
         (me,) = (one for one in view.instances(Role.FRONTEND) if one.id != other.id)
         async with httpx.AsyncClient(base_url=me.address, timeout=30) as client:

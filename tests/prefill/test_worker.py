@@ -48,8 +48,9 @@ class Scene:
         async with AsyncExitStack() as self.stack:
             self.queue = await self.stack.enter_async_context(shared_queue(self.broker))
             self.other = await self.stack.enter_async_context(MemoryRegistry(self.registry, "t"))
+            answers = self.queue.answers("decode-0")  # listens from here on
             self.engine, self.worker, self.life = await self.start("prefill-0")
-            reader = asyncio.create_task(self._read())
+            reader = asyncio.create_task(self._read(answers))
             try:
                 yield self
             finally:
@@ -62,8 +63,8 @@ class Scene:
         worker = PrefillWorker(self.config, Slot(Role.PREFILL, 0), name, engine, registry, queue)
         return engine, worker, await self.stack.enter_async_context(living(worker))
 
-    async def _read(self) -> None:
-        async for answer in self.queue.answers("decode-0"):
+    async def _read(self, answers: AsyncIterator[PrefillAnswer]) -> None:
+        async for answer in answers:
             if isinstance(answer, PrefillStarted):
                 self.started[answer.request_id] = answer.worker
             else:
@@ -112,7 +113,7 @@ async def test_what_cannot_be_done_is_said_at_once(prompt: list[int], block_size
         assert isinstance(failed, PrefillFailed)
         assert failed.reason == reason
         await until(lambda: scene.stored == 0)
-        assert len(scene.worker._jobs) == 0
+        assert len(scene.worker._running) == 0
 
 
 async def test_a_cancelled_request_is_aborted_and_acked() -> None:
@@ -149,7 +150,7 @@ async def test_a_request_delivered_again_while_it_runs_is_computed_once(
         await scene.answer("r")
         await until(lambda: scene.stored == 0)
         assert len(scene.answers["r"]) == 1
-        assert len(scene.worker._jobs) == 0
+        assert len(scene.worker._running) == 0
 
 
 async def test_a_request_may_come_back_after_it_was_answered() -> None:
@@ -183,7 +184,7 @@ async def test_a_hung_engine_ends_the_worker_and_another_takes_over(monkeypatch:
         scene.engine.faults.going.clear()
         await scene.ask("r")
         await until(lambda: scene.engine.usage.running == 1)
-        monkeypatch.setattr("pdserve.process.liveness.AT_ONCE", -60.0)  # as if it were minutes ago
+        monkeypatch.setattr("pdserve.process.engine_checks.KILLS_WITHIN", -60.0)  # as if it were minutes ago
         scene.engine.die()
         with pytest.raises(EngineDead):
             await scene.life
@@ -199,9 +200,9 @@ async def test_it_takes_no_more_than_its_engine_has_room_for() -> None:
         scene.engine.faults.going.clear()
         for number in range(10):
             await scene.ask(f"r{number}")
-        await until(lambda: len(scene.worker._jobs) == 3)
+        await until(lambda: len(scene.worker._running) == 3)
         await asyncio.sleep(0.05)
-        assert len(scene.worker._jobs) == 3, "two steps' worth of tokens, and the one that made it full"
+        assert len(scene.worker._running) == 3, "two steps' worth of tokens, and the one that made it full"
         assert scene.queue.depth == 7
         scene.engine.faults.going.set()
         for number in range(10):
@@ -288,7 +289,7 @@ async def test_an_answer_is_said_again_until_its_kv_is_released() -> None:
         assert ages == sorted(set(ages)), "older each time"
         async with sim(Role.DECODE, "decode-0") as decode:
             await decode.reject(first.handle)
-            await scene.worker._held.empty()
+            await scene.worker._answers.empty()
         assert await scene.engine.all_blocks_free()
         said = len(scene.answers["r"])
         await asyncio.sleep(0.2)
@@ -303,7 +304,7 @@ async def test_an_answer_given_while_the_queue_is_away_comes_later() -> None:
         await until(lambda: scene.engine.usage.running == 1)
         await scene.broker.down()
         scene.engine.faults.going.set()
-        await until(lambda: not len(scene.worker._jobs))
+        await until(lambda: not len(scene.worker._running))
         await scene.broker.up()
         assert isinstance(await scene.answer("r"), PrefillDone)
         assert scene.stored == 0, "it need not be computed again"
@@ -320,7 +321,7 @@ async def test_a_prefill_that_was_cancelled_too_late_is_answered(monkeypatch: py
         await scene.ask("r")
         await until(lambda: scene.engine.usage.running == 1)
         await scene.queue.cancel(["r"])
-        await until(lambda: not len(scene.worker._jobs))
+        await until(lambda: not len(scene.worker._running))
         scene.engine.faults.going.set()
         assert isinstance(await scene.answer("r"), PrefillDone)
 

@@ -13,7 +13,7 @@ from pdserve.messages import Role
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import Memory
 from pdserve.plan.slots import Slot
-from pdserve.process.measured import compare, log_memory
+from pdserve.process.engine_checks import compare, log_memory
 
 FACTS = EngineFacts(16_384, 32, 4096, 32, 2048, 128.0, "0.32.0", ["generate"])
 """of the demo model with 1 GiB for KV on the CPU"""
@@ -64,7 +64,7 @@ def test_a_simulated_engine_has_no_plan(caplog: pytest.LogCaptureFixture, tmp_pa
 )
 def test_what_is_worth_a_warning(facts: dict[str, int], off: list[str]) -> None:
     found = list(compare(PLANNED, replace(FACTS, **({"kv_blocks": 1000} | facts))))  # type: ignore[arg-type]
-    assert [each.what for each in found if each.off] == off
+    assert [part.part for part in found if part.off] == off
 
 
 def test_each_part_has_its_factor() -> None:

@@ -14,7 +14,7 @@ import pytest
 from pdserve import registry, stream
 from pdserve.messages import Failed, Instance, Outputs, Role, Submit
 from pdserve.ports import free_port
-from pdserve.process.run import SAME
+from pdserve.process.life import SAME_SIGNAL
 from pdserve.registry.view import RegistryView
 from tests.conditions import until
 from tests.engine.sims import body, decode_outputs
@@ -83,7 +83,7 @@ async def test_the_second_ctrl_c_ends_it_at_once(alone: Alone) -> None:
             await begun.wait()
             terminal.type("\x03")
             await asyncio.to_thread(terminal.until, "draining: 1 requests to finish", 30)
-            await asyncio.sleep(SAME)  # no finger is quicker
+            await asyncio.sleep(SAME_SIGNAL)  # no finger is quicker
             terminal.type("\x03")
             await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
         assert "told again" in terminal.text
@@ -111,7 +111,7 @@ async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
             assert b" 100 " in await reader.readline()  # it waits for the body
             terminal.type("\x03")
             await asyncio.to_thread(terminal.until, "running requests may finish", 30)
-            await asyncio.sleep(SAME)
+            await asyncio.sleep(SAME_SIGNAL)
             started = time.monotonic()
             terminal.type("\x03")
             await asyncio.to_thread(terminal.until, "the exit code is 0", 30)

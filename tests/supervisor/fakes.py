@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pdserve.graph import ProcessSpec
 from pdserve.messages import Instance, Role, SlotState, decode_instance, decode_slot_state, encode_record
-from pdserve.process.identity import instance_id
+from pdserve.process.presence import instance_id
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView

@@ -1,8 +1,8 @@
 """How old the KV of an answer is at most, by this host's own clock and nothing else. Pure: times come from outside.
 
-KV that is read after its lease may be another prompt's: wrong tokens, and nobody notices. What the prefill worker says
-of its age is true when it says so, but an answer may have been on its way for long: in the buffer of a connection that
-hung, or in that of this process while it hung itself. Two bounds hold whatever happened on the way:
+KV that is read after its lease may be another prompt's: wrong tokens, and nothing shows it. What the prefill worker
+says of its age is true when it says so, but an answer may have been on its way for long: in the buffer of a connection
+that hung, or in that of this process while it hung itself. Two bounds hold whatever happened on the way:
 
 - The KV was computed after it was asked for.
 - An answer that carries the token of a `PrefillConfirm` was said after that was sent: it has been on its way for no
@@ -21,14 +21,14 @@ ASK_AGAIN = 1.0
 
 
 @dataclass
-class Freshness:
+class KvAge:
     asked: float
     """when the KV was asked for"""
     token: str = ""
     confirm_asked: float = 0.0
 
-    def age(self, answer: PrefillDone, now: float) -> float:
-        """Seconds since its KV was computed, at most."""
+    def seconds(self, answer: PrefillDone, now: float) -> float:
+        """Since its KV was computed, at most."""
         bound = now - self.asked
         if self.token and answer.token == self.token:
             bound = min(bound, now - self.confirm_asked + max(0.0, answer.age))
@@ -38,7 +38,7 @@ class Freshness:
         """Whether a confirmation might show that it is younger."""
         if self.token:
             return answer.token != self.token
-        return self.age(answer, now) > DOUBT * answer.handle.lease
+        return self.seconds(answer, now) > DOUBT * answer.handle.lease
 
     def confirm(self, now: float) -> str | None:
         """The token to ask for a confirmation with; None where that was done just now."""

@@ -9,7 +9,7 @@ import pytest
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
 from pdserve.messages import Role
-from pdserve.process import liveness
+from pdserve.process import engine_checks
 from tests.decode.graph import Graph
 from tests.engine.sims import body, sim
 
@@ -18,8 +18,8 @@ PROMPT = list(range(3, 203))
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"EVERY": 0.02, "SILENCE": 0.2, "TICK": 0.02}.items():
-        monkeypatch.setattr(liveness, name, seconds)
+    for name, seconds in {"PROBE_INTERVAL": 0.02, "HANGS_AFTER": 0.2, "TICK": 0.02}.items():
+        monkeypatch.setattr(engine_checks, name, seconds)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ async def engine() -> AsyncIterator[SimEngine]:
 
 async def watched(engine: SimEngine, seconds: float) -> bool:
     """Whether it counts as alive for so long."""
-    watching = asyncio.create_task(liveness.watch_engine(engine))
+    watching = asyncio.create_task(engine_checks.watch_engine(engine))
     await asyncio.wait([watching], timeout=seconds)
     alive = watching.cancel()
     with suppress(asyncio.CancelledError, EngineDead):
@@ -77,7 +77,7 @@ async def test_a_worker_whose_engine_hangs_ends_and_leaves_the_registry() -> Non
 
 
 async def test_a_prefill_worker_whose_kv_cannot_be_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "REACH_EVERY", 0.02)
+    monkeypatch.setattr(engine_checks, "REACH_INTERVAL", 0.02)
     async with Graph() as graph:
         prefill = await graph.prefill()
         prefill.engine.faults.deaf = True
@@ -86,9 +86,9 @@ async def test_a_prefill_worker_whose_kv_cannot_be_read_ends(monkeypatch: pytest
 
 
 async def test_a_side_channel_that_misses_a_question_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "REACH_EVERY", 0.02)
+    monkeypatch.setattr(engine_checks, "REACH_INTERVAL", 0.02)
     async with sim(Role.PREFILL, "prefill-0") as engine:
-        watching = asyncio.create_task(liveness.watch_side_channel(engine))
+        watching = asyncio.create_task(engine_checks.watch_side_channel(engine))
         for _ in range(5):
             engine.faults.deaf = True
             await asyncio.sleep(0.03)

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from pdserve.decode.requests import Request
-from pdserve.decode.trials import Trials
+from pdserve.decode.quarantine import Quarantine
+from pdserve.decode.requests import DecodeRequest
 from pdserve.messages import Submit
 
 
@@ -11,32 +11,32 @@ class Engine:
     """What is in it, by name; a suspect's name is in capitals."""
 
     def __init__(self) -> None:
-        self.trials = Trials()
+        self.quarantine = Quarantine()
         self.inside: list[str] = []
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, DecodeRequest] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def bring(self, *names: str) -> None:
         for name in names:
             submit = Submit(name, [1], 0.0, [])
-            request = Request("f", submit, engines_died=int(name.isupper()))
+            request = DecodeRequest("f", submit, engines_died=int(name.isupper()))
             self._requests[name] = request
             self._tasks.append(asyncio.create_task(self._enter(request)))
         await self._settle()
 
-    async def _enter(self, request: Request) -> None:
-        await self.trials.enter(request)
+    async def _enter(self, request: DecodeRequest) -> None:
+        await self.quarantine.enter(request)
         if not request.cancelled:
             self.inside.append(request.id)
 
     async def prove(self, *names: str) -> None:
         for name in names:
-            self.trials.leave(self._requests[name])
+            self.quarantine.leave(self._requests[name])
         await self._settle()
 
     async def cancel(self, name: str) -> None:
         self._requests[name].cancelled = True
-        self.trials.leave(self._requests[name])
+        self.quarantine.leave(self._requests[name])
         await self._settle()
 
     async def _settle(self) -> None:
@@ -64,7 +64,7 @@ async def test_a_suspect_waits_for_the_unproven_and_others_for_it() -> None:
     assert engine.inside[4:] == ["c", "d"]
 
 
-async def test_one_that_is_cancelled_in_line_or_on_trial_holds_up_nobody() -> None:
+async def test_one_that_is_cancelled_in_the_queue_or_in_quarantine_holds_up_no_other() -> None:
     engine = Engine()
     await engine.bring("X", "Y", "Z", "a")
     await engine.cancel("Y")

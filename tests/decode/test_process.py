@@ -1,9 +1,8 @@
-"""The processes' main functions, on a real etcd, a real NATS and TCP streams, with simulated engines."""
+"""The workers' processes, on a real etcd, a real NATS and TCP streams, with simulated engines."""
 
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import httpx
@@ -11,11 +10,10 @@ import pytest
 
 from pdserve import registry, stream
 from pdserve.config.schema import Config, DecodeConfig, PrefillConfig
-from pdserve.decode.worker import main as decode_main
 from pdserve.engine.sim.wire import read_request
 from pdserve.messages import Failed, Instance, Outputs, Placed, Role, Submit
 from pdserve.plan.slots import Slot
-from pdserve.prefill.worker import main as prefill_main
+from pdserve.process.life import live
 from pdserve.registry.view import RegistryView
 from tests.conditions import until
 from tests.decode.graph import config
@@ -38,13 +36,11 @@ def graph(nats_url: str, etcd_url: str, namespace: str) -> Config:
     )
 
 
-@pytest.mark.parametrize(("role", "main"), [(Role.DECODE, decode_main), (Role.PREFILL, prefill_main)])
-async def test_sigterm_ends_a_worker_and_its_records(
-    graph: Config, role: Role, main: Callable[[Config, Slot], Awaitable[None]]
-) -> None:
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
+async def test_sigterm_ends_a_worker_and_its_records(graph: Config, role: Role) -> None:
     assert graph.etcd is not None
     async with registry.connect(graph.etcd, graph.namespace) as connection, RegistryView(connection) as view:
-        life = asyncio.ensure_future(main(graph, Slot(role, 0)))
+        life = asyncio.ensure_future(live(graph, Slot(role, 0)))
         await until(lambda: bool(view.instances(role)) or life.done())
         (instance,) = view.instances(role)
         assert instance.id.startswith(f"{role.value}-0-")
@@ -58,8 +54,8 @@ async def test_sigterm_ends_a_worker_and_its_records(
 async def test_a_request_through_all_the_real_seams(graph: Config) -> None:
     assert graph.etcd is not None
     lives = [
-        asyncio.ensure_future(prefill_main(graph, Slot(Role.PREFILL, 0))),
-        asyncio.ensure_future(decode_main(graph, Slot(Role.DECODE, 0))),
+        asyncio.ensure_future(live(graph, Slot(Role.PREFILL, 0))),
+        asyncio.ensure_future(live(graph, Slot(Role.DECODE, 0))),
     ]
     try:
         async with (

@@ -2,50 +2,51 @@
 
 Every request that was being computed when an engine died may be what killed it. Such a *suspect* is put into the next
 engine while nothing else there is unproven: when that engine dies too, it was the suspect. Its next token proves a
-request innocent. Requests that nothing is held against go in together, as long as no suspect is before them in line.
+request innocent. Requests that nothing is held against go in together, as long as no suspect is before them in the
+queue.
 """
 
 import asyncio
 from collections import deque
 
-from pdserve.decode.requests import Request
+from pdserve.decode.requests import DecodeRequest
 
 
-class Trials:
+class Quarantine:
     """Turns in order of arrival, so that neither kind waits for the other for ever."""
 
     def __init__(self) -> None:
-        self._unproven: set[Request] = set()
+        self._unproven: set[DecodeRequest] = set()
         """in the engine, or about to be, without a token so far"""
-        self._line: deque[tuple[Request, asyncio.Future[None]]] = deque()
+        self._queue: deque[tuple[DecodeRequest, asyncio.Future[None]]] = deque()
 
-    async def enter(self, request: Request) -> None:
+    async def enter(self, request: DecodeRequest) -> None:
         """Wait until the request may go into the engine, or until it has left."""
-        if not self._line and self._may_enter(request):
+        if not self._queue and self._may_enter(request):
             self._unproven.add(request)
             return
         turn = asyncio.get_running_loop().create_future()
-        self._line.append((request, turn))
+        self._queue.append((request, turn))
         await turn
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: DecodeRequest) -> None:
         """The request has its first token, or is wanted no more. May be called at any time, and again."""
         if request in self._unproven:
             self._unproven.remove(request)
             self._advance()
-        elif self._line:
-            for entry in [entry for entry in self._line if entry[0] is request]:
-                self._line.remove(entry)
+        elif self._queue:
+            for entry in [entry for entry in self._queue if entry[0] is request]:
+                self._queue.remove(entry)
                 _let_go(entry[1])
             self._advance()
 
     def _advance(self) -> None:
-        while self._line and self._may_enter(self._line[0][0]):
-            request, turn = self._line.popleft()
+        while self._queue and self._may_enter(self._queue[0][0]):
+            request, turn = self._queue.popleft()
             self._unproven.add(request)
             _let_go(turn)
 
-    def _may_enter(self, request: Request) -> bool:
+    def _may_enter(self, request: DecodeRequest) -> bool:
         if request.engines_died:
             return not self._unproven
         return not any(other.engines_died for other in self._unproven)

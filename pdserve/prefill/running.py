@@ -5,20 +5,15 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from pdserve.messages import PrefillRequest
 from pdserve.queue.base import Delivery
 
 _REMEMBERED = 1000
 
 
-class Asker(NamedTuple):
-    decode: str
-    request_id: str
-
-
 @dataclass(eq=False)
-class Job:
+class RunningPrefill:
     engine_id: str
     """Fresh for each delivery: an engine must never see one id twice, and a request may be delivered twice.
     Without the request's own id, which a client may have chosen: NIXL's notifications are text with commas
@@ -26,46 +21,48 @@ class Job:
     delivery: Delivery
     started: float = field(default_factory=time.monotonic)
 
+    @property
+    def request(self) -> PrefillRequest:
+        return self.delivery.request
 
-class Jobs:
+
+class RunningPrefills:
     def __init__(self) -> None:
-        self._by_engine: dict[str, Job] = {}
-        self._by_request: dict[str, Job] = {}
-        self._cancelled: dict[str, Asker] = {}
+        self._by_engine: dict[str, RunningPrefill] = {}
+        self._by_request: dict[str, RunningPrefill] = {}
+        self._cancelled: dict[str, PrefillRequest] = {}
         self._numbers = itertools.count()
         self._change = asyncio.Event()
 
-    def add(self, delivery: Delivery) -> Job:
-        request_id = delivery.request.request_id
-        job = Job(f"prefill-{next(self._numbers)}", delivery)
-        self._by_engine[job.engine_id] = self._by_request[request_id] = job
-        return job
+    def add(self, delivery: Delivery) -> RunningPrefill:
+        running = RunningPrefill(f"prefill-{next(self._numbers)}", delivery)
+        self._by_engine[running.engine_id] = self._by_request[running.request.request_id] = running
+        return running
 
-    def drop(self, job: Job) -> None:
-        del self._by_engine[job.engine_id]
-        del self._by_request[job.delivery.request.request_id]
+    def drop(self, running: RunningPrefill) -> None:
+        del self._by_engine[running.engine_id]
+        del self._by_request[running.request.request_id]
         self.changed()
 
-    def cancel(self, job: Job) -> None:
-        """Drop it, but keep in mind for a while who had asked: its prompt may be done already."""
-        self.drop(job)
-        request = job.delivery.request
-        self._cancelled[job.engine_id] = Asker(request.decode, request.request_id)
+    def cancel(self, running: RunningPrefill) -> None:
+        """Drop it, but keep its request in mind for a while: its prompt may be done already."""
+        self.drop(running)
+        self._cancelled[running.engine_id] = running.request
         if len(self._cancelled) > _REMEMBERED:
             del self._cancelled[next(iter(self._cancelled))]
 
-    def asker_of_cancelled(self, engine_id: str) -> Asker | None:
+    def pop_cancelled(self, engine_id: str) -> PrefillRequest | None:
         return self._cancelled.pop(engine_id, None)
 
-    def of_engine(self, engine_id: str) -> Job | None:
+    def of_engine(self, engine_id: str) -> RunningPrefill | None:
         return self._by_engine.get(engine_id)
 
-    def of_request(self, request_id: str) -> Job | None:
+    def of_request(self, request_id: str) -> RunningPrefill | None:
         return self._by_request.get(request_id)
 
     @property
     def tokens(self) -> int:
-        return sum(len(job.delivery.request.prompt) for job in self)
+        return sum(len(running.request.prompt) for running in self)
 
     def changed(self) -> None:
         """Something happened on which a condition of `until` may depend."""
@@ -76,7 +73,7 @@ class Jobs:
             self._change.clear()
             await self._change.wait()
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[RunningPrefill]:
         return iter(list(self._by_engine.values()))
 
     def __len__(self) -> int:

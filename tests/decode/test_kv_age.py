@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve.decode.freshness import ASK_AGAIN, Freshness
+from pdserve.decode.kv_age import ASK_AGAIN, KvAge
 from pdserve.messages import Placed, PrefillConfirm, PrefillDone, PrefillFailed, ToPrefill
 from tests.conditions import until
 from tests.decode.graph import Graph
@@ -17,38 +17,38 @@ def done(age: float, token: str = "", request_id: str = "r") -> PrefillDone:
 
 
 def test_kv_is_no_older_than_the_question_for_it() -> None:
-    fresh = Freshness(asked=100.0)
-    assert not fresh.doubtful(done(age=0.0), now=104.0)
-    assert fresh.age(done(age=0.0), now=104.0) == 4.0, "what the other side says is not believed"
-    assert fresh.age(done(age=3600.0), now=104.0) == 4.0
+    age = KvAge(asked=100.0)
+    assert not age.doubtful(done(age=0.0), now=104.0)
+    assert age.seconds(done(age=0.0), now=104.0) == 4.0, "what the other side says is not believed"
+    assert age.seconds(done(age=3600.0), now=104.0) == 4.0
 
 
 def test_a_confirmed_answer_is_as_old_as_it_says_and_its_way_was_long() -> None:
-    fresh = Freshness(asked=100.0)
-    assert fresh.doubtful(done(age=1.0), now=160.0)
-    token = fresh.confirm(160.0)
+    age = KvAge(asked=100.0)
+    assert age.doubtful(done(age=1.0), now=160.0)
+    token = age.confirm(160.0)
     assert token
-    assert fresh.doubtful(done(age=1.0), now=160.5), "the answer of before, said again or held back"
-    assert not fresh.doubtful(done(age=1.5, token=token), now=160.5)
-    assert fresh.age(done(age=1.5, token=token), now=160.5) == 2.0
-    assert fresh.age(done(age=-40.0, token=token), now=160.5) == 0.5
-    assert fresh.age(done(age=1.5, token="of another"), now=160.5) == 60.5
+    assert age.doubtful(done(age=1.0), now=160.5), "the answer of before, said again or held back"
+    assert not age.doubtful(done(age=1.5, token=token), now=160.5)
+    assert age.seconds(done(age=1.5, token=token), now=160.5) == 2.0
+    assert age.seconds(done(age=-40.0, token=token), now=160.5) == 0.5
+    assert age.seconds(done(age=1.5, token="of another"), now=160.5) == 60.5
 
 
 def test_a_lost_confirmation_is_asked_for_again_but_not_at_once() -> None:
-    fresh = Freshness(asked=100.0)
-    first = fresh.confirm(160.0)
-    assert fresh.confirm(160.0 + ASK_AGAIN / 2) is None
-    second = fresh.confirm(160.0 + ASK_AGAIN)
+    age = KvAge(asked=100.0)
+    first = age.confirm(160.0)
+    assert age.confirm(160.0 + ASK_AGAIN / 2) is None
+    second = age.confirm(160.0 + ASK_AGAIN)
     assert second
     assert second != first
-    assert fresh.doubtful(done(age=0.0, token=str(first)), now=162.0)
+    assert age.doubtful(done(age=0.0, token=str(first)), now=162.0)
 
 
 @pytest.fixture
 def in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer was on its way for too long."""
-    monkeypatch.setattr("pdserve.decode.freshness.DOUBT", 0.0)
+    monkeypatch.setattr("pdserve.decode.kv_age.DOUBT", 0.0)
 
 
 async def confirm(notices: AsyncIterator[ToPrefill]) -> PrefillConfirm:
@@ -63,8 +63,8 @@ def a_minute_passes(graph: Graph, request_id: str) -> None:
     """While an answer is on its way, or this worker hangs."""
     request = graph.decode.requests.get(request_id)
     assert request is not None
-    assert request.freshness is not None
-    request.freshness.asked -= 60.0
+    assert request.kv_age is not None
+    request.kv_age.asked -= 60.0
 
 
 @pytest.mark.parametrize(("age", "mode"), [(1.0, "remote"), (29.0, "local")])

@@ -1,0 +1,98 @@
+"""The prefill workers' answers, as they arrive: in time, late, twice, from a worker that is gone, or with KV that may
+be too old (docs/decisions/0007-lost-answers.md, 0013-time-between-hosts.md)."""
+
+import logging
+import time
+from contextlib import suppress
+
+import msgspec
+
+from pdserve.decode.prefill_workers import UNKNOWN, UNREACHABLE, PrefillWorkers
+from pdserve.decode.requests import DecodeRequest, DecodeRequests
+from pdserve.engine.base import Engine
+from pdserve.errors import QueueUnavailable
+from pdserve.messages import PrefillConfirm, PrefillDone, PrefillFailed, PrefillStarted
+from pdserve.queue.base import PrefillQueue
+
+log = logging.getLogger(__name__)
+
+
+class AnswerReader:
+    def __init__(
+        self,
+        instance: str,
+        engine: Engine,
+        queue: PrefillQueue,
+        workers: PrefillWorkers,
+        requests: DecodeRequests,
+    ) -> None:
+        self._instance = instance
+        self._engine = engine
+        self._queue = queue
+        self._workers = workers
+        self._requests = requests
+
+    async def read(self) -> None:
+        """Hand each answer to the request that waits for it, for ever."""
+        async for answer in self._queue.answers(self._instance):
+            request = self._requests.get(answer.request_id)
+            match answer:
+                case PrefillStarted(worker=worker):
+                    self._started(request, worker)
+                case PrefillDone():
+                    await self._done(request, answer)
+                case PrefillFailed() if request is not None:
+                    request.resolve(answer)
+
+    def _started(self, request: DecodeRequest | None, worker: str) -> None:
+        if request is None:
+            return
+        request.prefiller = worker
+        if not self._workers.known(worker):
+            request.resolve(UNKNOWN)
+        elif self._workers.avoided(worker):
+            request.resolve(UNREACHABLE)
+
+    async def _done(self, request: DecodeRequest | None, answer: PrefillDone) -> None:
+        """KV that no request takes is rejected, so that its blocks are free at once and not at the end of their
+        lease. Never KV that a live request took, since that may be being read while the answer is said again;
+        and not that of an unknown worker, which says it again until it is known or the lease is over."""
+        worker = answer.handle.engine_id
+        if not self._workers.known(worker):
+            log.info("request %s: %s is not a live prefill worker", answer.request_id, worker)
+            if request is not None:
+                request.resolve(UNKNOWN)
+            return
+        if request is not None and self._workers.avoided(worker):
+            request.resolve(UNREACHABLE)
+        if request is not None and request.awaits:
+            if await self._doubts(request, answer):
+                log.info("request %s: asked %s how old the KV of its answer is", request.id, worker)
+            else:
+                request.resolve(_dated(request, answer))
+        elif request is None or not request.took(answer.handle):
+            log.info("request %s: late answer of %s rejected", answer.request_id, worker)
+            await self._engine.reject(answer.handle)
+
+    async def _doubts(self, request: DecodeRequest, answer: PrefillDone) -> bool:
+        """Whether the answer may have been on its way for so long that it has to be confirmed first. Where the
+        confirmation is lost, the answer is said again sooner or later, and a confirmation asked for again."""
+        now, handle = time.monotonic(), answer.handle
+        assert request.kv_age is not None
+        if not request.kv_age.doubtful(answer, now):
+            return False
+        if token := request.kv_age.confirm(now):
+            confirm = PrefillConfirm(request.id, self._instance, handle.engine_id, handle.request_id, token)
+            with suppress(QueueUnavailable):
+                await self._queue.confirm(confirm)
+        return True
+
+
+def _dated(request: DecodeRequest, answer: PrefillDone) -> PrefillDone:
+    """The answer with its KV's age by this host's clock."""
+    assert request.kv_age is not None
+    now = time.monotonic()
+    computed_at = now - request.kv_age.seconds(answer, now)
+    return msgspec.structs.replace(
+        answer, handle=msgspec.structs.replace(answer.handle, computed_at=computed_at)
+    )

@@ -1,0 +1,117 @@
+"""The prefill workers of a decode worker: which of them may be asked, and which requests can expect nothing of them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Iterator
+
+from pdserve.decode.requests import DecodeRequest, DecodeRequests
+from pdserve.engine.base import Engine
+from pdserve.messages import Instance, Role
+from pdserve.queue.base import PrefillQueue
+from pdserve.registry.view import RegistryView
+
+log = logging.getLogger(__name__)
+
+LAST_WORDS = 0.2
+"""seconds that a prefill worker's answers may still take when the registry has told that it is gone: they come by
+another connection"""
+AVOID_FOR = 30.0
+"""seconds for which nothing is asked of a prefill worker whose KV could not be read; then it is tried again"""
+GONE, ALONE, UNKNOWN = "prefill-worker-gone", "no-prefill-worker", "unknown-engine"
+UNREACHABLE, LOST = "unreachable", "queue-lost"
+"""why a request's wait came to nothing, as the metric has it"""
+
+
+class PrefillWorkers:
+    """Only workers of the same model and fingerprint: all others share nothing but the registry."""
+
+    def __init__(
+        self, model: str, engine: Engine, queue: PrefillQueue, view: RegistryView, requests: DecodeRequests
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._queue = queue
+        self._view = view
+        self._requests = requests
+        self._avoided: dict[str, float] = {}
+        """prefill worker -> monotonic time until which it is avoided"""
+
+    # which may be asked
+
+    def available(self) -> list[Instance]:
+        """Those that take requests from this decode worker's queue, and whose KV can be read."""
+        return [
+            worker for worker in self._registered() if not worker.draining and not self.avoided(worker.id)
+        ]
+
+    def to_warm_up(self) -> set[str]:
+        """The ids of those that will serve: also those that are not ready yet, and no draining ones."""
+        return {peer.id for peer in self._peers() if not peer.draining}
+
+    def known(self, worker: str) -> bool:
+        """Whether it is registered, be it draining or not ready yet: no other worker is believed, or asked for KV."""
+        return any(peer.id == worker for peer in self._peers())
+
+    def _registered(self) -> list[Instance]:
+        """Also draining workers."""
+        return self._same(self._view.instances(Role.PREFILL, self._model))
+
+    def _peers(self) -> list[Instance]:
+        """Also those that are not ready yet."""
+        return self._registered() + self._same(self._view.newcomers(Role.PREFILL, self._model))
+
+    def _same(self, workers: list[Instance]) -> list[Instance]:
+        return [worker for worker in workers if worker.fingerprint == self._engine.facts.fingerprint]
+
+    # those whose KV cannot be read
+
+    def avoid(self, workers: list[str]) -> None:
+        """Their KV cannot be read here. Requests that one of them has, or pulls in spite of it (the queue is shared),
+        are prefilled locally at once."""
+        for worker in workers:
+            if not self.avoided(worker):
+                log.error("KV of %s cannot be read: avoiding it for %g s", worker, AVOID_FOR)
+            self._avoided[worker] = time.monotonic() + AVOID_FOR
+            for request in self._requests:
+                if request.prefiller == worker:
+                    request.resolve(UNREACHABLE)
+
+    def avoided(self, worker: str) -> bool:
+        if (until := self._avoided.get(worker)) is None:
+            return False
+        if time.monotonic() >= until:
+            del self._avoided[worker]
+        return worker in self._avoided
+
+    # requests that no prefill worker will answer
+
+    def give_up_lost(self) -> None:
+        """What was queued when the server lost its queue, and no prefill worker had pulled, is done here."""
+        for request in self._requests:
+            if request.awaits and not request.prefiller and request.losses != self._queue.losses:
+                request.resolve(LOST)
+
+    def give_up_gone(self) -> None:
+        """What a prefill worker had in its hands that is registered no longer is done here, and everything where none
+        is left: after `LAST_WORDS`, since the worker may have said that its engine died of a request."""
+        if lost := [request for request, _ in self._gone(self._requests)]:
+            asyncio.get_running_loop().call_later(LAST_WORDS, self._give_up, lost)
+
+    def _give_up(self, requests: list[DecodeRequest]) -> None:
+        for request, reason in self._gone(requests):
+            request.resolve(reason)
+
+    def _gone(self, requests: Iterable[DecodeRequest]) -> Iterator[tuple[DecodeRequest, str]]:
+        """Those that no prefill worker will answer, with the reason. A worker that drains finishes what it has, and
+        pulls no more."""
+        registered, peers = self._registered(), {peer.id for peer in self._peers()}
+        there = {worker.id for worker in registered}
+        pulled = any(not worker.draining for worker in registered)
+        for request in requests:
+            if not request.awaits:
+                continue
+            if not request.warms and not pulled and request.prefiller not in there:
+                yield request, ALONE
+            elif request.prefiller and request.prefiller not in peers:
+                yield request, GONE

@@ -1,0 +1,103 @@
+"""What a prefill worker tells decode workers, until the KV that it tells of is read or rejected.
+
+Answers get lost, with NATS, with a link, with a decode worker that was away. The KV of an answer that no decode worker
+takes up would stay until the end of its lease, and only the decode worker knows that it does not read it: told again,
+it takes the KV or rejects it (docs/decisions/0007-lost-answers.md)."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pdserve.errors import QueueUnavailable
+from pdserve.messages import PrefillAnswer, PrefillConfirm, PrefillDone, PrefillFailed
+from pdserve.queue.base import PrefillQueue
+
+log = logging.getLogger(__name__)
+
+LOOK_INTERVAL = 0.5
+"""seconds between two looks at what was not read"""
+TELL_AGAIN = 2.0
+"""seconds after which an answer whose KV was not read is said again; a read takes milliseconds"""
+FORGET = 2.0
+"""leases after which KV is taken for freed though the engine never said so"""
+
+
+@dataclass
+class _Kept:
+    decode: str
+    answer: PrefillDone
+    since: float = field(default_factory=time.monotonic)
+    told: float = field(default_factory=time.monotonic)
+
+
+class AnswerSender:
+    """Knows the answers whose KV this worker still keeps, by the `request_id` of their handles."""
+
+    def __init__(self, queue: PrefillQueue) -> None:
+        self._queue = queue
+        self._kept: dict[str, _Kept] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    async def send(self, decode: str, answer: PrefillAnswer) -> None:
+        if isinstance(answer, PrefillDone):
+            self._kept[answer.handle.request_id] = _Kept(decode, answer)
+            self._empty.clear()
+            answer = aged(answer)
+        await unless_away(self._queue.answer(decode, answer))
+
+    async def confirm(self, confirm: PrefillConfirm) -> None:
+        """Say again what a decode worker wants to be sure of."""
+        kept = self._kept.get(confirm.held)
+        answer: PrefillAnswer = PrefillFailed(confirm.request_id, "expired", "its KV is kept no longer")
+        if kept is not None:
+            answer = aged(kept.answer, confirm.token)
+        await unless_away(self._queue.answer(confirm.decode, answer))
+
+    async def repeat(self) -> None:
+        """Say again what was not taken up, for ever."""
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL)
+            for decode, answer in self.untaken():
+                log.info("request %s: its KV was not read yet, telling %s again", answer.request_id, decode)
+                await unless_away(self._queue.answer(decode, aged(answer)))
+
+    def untaken(self) -> Iterator[tuple[str, PrefillDone]]:
+        """Decode worker and answer, where it is time to say it again; a caller says each that it is given."""
+        now = time.monotonic()
+        for request_id, kept in list(self._kept.items()):
+            if now > kept.since + FORGET * kept.answer.handle.lease:
+                self.released(request_id)
+            elif now >= kept.told + TELL_AGAIN:
+                kept.told = now
+                yield kept.decode, kept.answer
+
+    def released(self, request_id: str) -> None:
+        """The engine keeps this KV no longer; unknown ids are ignored."""
+        self._kept.pop(request_id, None)
+        if not self._kept:
+            self._empty.set()
+
+    async def empty(self) -> None:
+        """Wait until no KV is kept."""
+        await self._empty.wait()
+
+
+def aged(answer: PrefillDone, token: str = "") -> PrefillDone:
+    """As it is sent now: its time of computation, which means something on this host only, as an age."""
+    age = time.monotonic() - answer.handle.computed_at
+    unknown = msgspec.structs.replace(answer.handle, computed_at=-math.inf)
+    return msgspec.structs.replace(answer, handle=unknown, age=age, token=token)
+
+
+async def unless_away(message: Awaitable[None]) -> None:
+    """While the queue is away nothing needs to be said: what was not acked is delivered again, and an answer
+    whose KV was not read is said again."""
+    with suppress(QueueUnavailable):
+        await message

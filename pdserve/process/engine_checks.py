@@ -1,0 +1,218 @@
+"""What a worker checks of its engine: that its memory is as planned, that it does its first work before the worker is
+announced, and from then on that it lives.
+
+An engine that hangs (stopped, or deadlocked in a lock or a kernel) looks alive to all others: its process is there, and
+the worker's own heartbeats and lease go on."""
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pdserve.config.schema import Config
+from pdserve.engine.base import Engine, EngineFacts, Output
+from pdserve.errors import EngineDead
+from pdserve.messages import KvHandle, Role
+from pdserve.plan.machine import GIB
+from pdserve.plan.memory import Memory
+from pdserve.plan.plan import worker_memory
+from pdserve.plan.slots import Slot
+
+log = logging.getLogger(__name__)
+
+PROBE_INTERVAL = 5.0
+"""seconds between two questions"""
+HANGS_AFTER = 30.0
+"""seconds without an answer, and without CPU time to speak of, after which an engine hangs. Engines answer
+between two steps, and how long a step may take is not known: a long prompt on a CPU, a kernel that is compiled
+on its first use. But such a step uses CPU time. What spins without end is left to vLLM, which gives a step up
+after 300 s."""
+BUSY = 0.1
+"""share of a core that counts as work; an idle vLLM engine on the CPU takes 0.03"""
+TICK = 1.0
+REACH_INTERVAL, MAX_UNREACHED = 10.0, 3
+"""seconds between two looks at a prefill engine's side channel, and how many in a row may fail"""
+KILLS_WITHIN = 5.0
+"""seconds within which an engine that a request kills is dead, and known to be: a crash, and not a hang"""
+SLOWEST = 500.0
+"""prompt tokens per second: a prompt may need its time until it is where it kills"""
+TOLERANCE = 0.2
+"""of the planned memory; what is further off is worth a look"""
+STEPS = 3
+"""tokens that a decode worker generates in its self-test: the first by the prefill, the others by decode steps"""
+_IDS = range(16, 256)
+"""token ids that every vocabulary has"""
+
+
+# memory
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """A part of a worker's memory, in bytes or KV blocks."""
+
+    part: str
+    planned: int
+    measured: int
+    matters: bool = True
+    """false: small parts of the whole, whose error alone costs little"""
+
+    @property
+    def factor(self) -> float:
+        return self.measured / self.planned if self.planned else float("inf")
+
+    @property
+    def off(self) -> bool:
+        return self.matters and abs(self.factor - 1) > TOLERANCE
+
+    def __str__(self) -> str:
+        if self.part == "KV blocks":
+            return f"{self.part} {self.measured:,} / {self.planned:,} (x {self.factor:.2f})"
+        return f"{self.part} {self.measured / GIB:.2f} / {self.planned / GIB:.2f} GiB (x {self.factor:.2f})"
+
+
+def compare(planned: Memory, facts: EngineFacts) -> Iterator[MeasuredMemory]:
+    """What the engine does not tell is left out."""
+    yield MeasuredMemory("KV blocks", planned.blocks, facts.kv_blocks)
+    if facts.weight_bytes:
+        yield MeasuredMemory("weights", planned.weights, facts.weight_bytes)
+    if facts.consumed_bytes:
+        consumed = planned.weights + planned.runtime
+        yield MeasuredMemory("weights and runtime", consumed, facts.consumed_bytes)
+    if facts.peak_bytes:
+        peak = planned.activations + planned.graphs
+        yield MeasuredMemory("activations and CUDA graphs", peak, facts.peak_bytes, matters=False)
+
+
+def log_memory(config: Config, slot: Slot, facts: EngineFacts) -> None:
+    """Say nothing where there was no plan: a simulated engine, or a model whose sizes are not known."""
+    planned = worker_memory(config, slot)
+    if planned is None or planned.kv_space is None:
+        return
+    parts = list(compare(planned, facts))
+    text = ", ".join(map(str, parts))
+    if any(part.off for part in parts):
+        log.warning("memory is not as planned, measured / planned: %s; docs/memory.md has the terms", text)
+    else:
+        log.info("memory, measured / planned: %s", text)
+
+
+# first work
+
+
+async def self_test(engine: Engine, role: Role) -> None:
+    """Have the engine do what it will be asked for, so that what an engine only does at its first prefill, step or
+    hand-over of KV is done, or has failed, before a client comes. To be called before its steps are read by others.
+    Raises EngineDead where it dies, fails or hangs."""
+    began = time.monotonic()
+    work = asyncio.ensure_future(_first_prefill(engine) if role is Role.PREFILL else _first_tokens(engine))
+    watch = asyncio.ensure_future(watch_engine(engine))
+    try:
+        await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            watch.result()
+        work.result()
+    finally:
+        for task in (work, watch):
+            task.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
+    if not await engine.all_blocks_free():
+        log.warning("KV blocks are still held after the engine's self-test")
+    log.info("the engine did its first work in %.2f s", time.monotonic() - began)
+
+
+def unique_prompt(facts: EngineFacts) -> list[int]:
+    """A bit more than a KV block, and in no prefix cache."""
+    length = min(facts.block_size + 2, facts.max_model_len - STEPS - 1, facts.kv_tokens - STEPS - 1)
+    chance = random.SystemRandom()
+    return [chance.choice(_IDS) for _ in range(max(1, length))]
+
+
+async def _first_tokens(engine: Engine) -> None:
+    name = f"self-test-{secrets.token_hex(4)}"
+    await engine.generate(name, unique_prompt(engine.facts), engine.plain_body(STEPS), None)
+    await _last_output(engine, name)
+
+
+async def _first_prefill(engine: Engine) -> None:
+    name = f"self-test-{secrets.token_hex(4)}"
+    await engine.prefill(name, unique_prompt(engine.facts), engine.plain_body(1))
+    handle = (await _last_output(engine, name)).handle
+    if handle is None:
+        raise EngineDead("the engine's first prefill brought no KV")
+    await engine.release(handle)
+    await _released(engine, handle)
+
+
+async def _last_output(engine: Engine, request_id: str) -> Output:
+    while True:
+        step = await engine.step()
+        for output in step.outputs:
+            if output.request_id == request_id and output.failed:
+                raise EngineDead("the engine failed its first request")
+            if output.request_id == request_id and output.finished:
+                return output
+
+
+async def _released(engine: Engine, handle: KvHandle) -> None:
+    while handle.request_id not in (await engine.step()).released:
+        pass
+
+
+# liveness
+
+
+async def watch_engine(engine: Engine) -> None:
+    """For ever, or until EngineDead."""
+    while True:
+        await asyncio.sleep(PROBE_INTERVAL)
+        await _until_it_answers(engine)
+
+
+async def _until_it_answers(engine: Engine) -> None:
+    probe = asyncio.ensure_future(engine.probe())
+    try:
+        while not probe.done():
+            used = engine.cpu_seconds()
+            await _wait(probe)
+            if not probe.done() and engine.cpu_seconds() - used < BUSY * HANGS_AFTER:
+                raise EngineDead(f"it hangs: no answer for {HANGS_AFTER:g} s, in which it computed nothing")
+        probe.result()
+    finally:
+        probe.cancel()
+        await asyncio.gather(probe, return_exceptions=True)
+
+
+async def _wait(probe: "asyncio.Future[None]") -> None:
+    """For `HANGS_AFTER`, in ticks that are counted and not measured: a worker that was stopped together with its engine
+    must not blame the engine when both go on."""
+    silent = 0.0
+    while silent < HANGS_AFTER and not probe.done():
+        await asyncio.wait([probe], timeout=TICK)
+        silent += TICK
+
+
+async def watch_side_channel(engine: Engine) -> None:
+    """For ever, or until EngineDead. A prefill engine that no decode engine can ask for its KV computes for nothing,
+    and only a new process is sure to have a side channel."""
+    failures = 0
+    while True:
+        await asyncio.sleep(REACH_INTERVAL)
+        try:
+            await engine.reach()
+        except TimeoutError as error:
+            failures += 1
+            log.warning("%s (%d of %d)", error, failures, MAX_UNREACHED)
+            if failures >= MAX_UNREACHED:
+                raise EngineDead(f"its KV cannot be read: {error}") from error
+        else:
+            failures = 0
+
+
+def may_have_killed(prompt_tokens: int, since: float) -> bool:
+    """Whether an engine that is found dead now may have died of a request that it got, or gave the last token of, at
+    `since` (monotonic)."""
+    return time.monotonic() - since < KILLS_WITHIN + prompt_tokens / SLOWEST

@@ -1,0 +1,86 @@
+"""What decode and prefill workers have in common: an engine, the queue, the registry, and how they start."""
+
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from pdserve.config.schema import Config
+from pdserve.engine.base import Engine
+from pdserve.engine.spec import EngineSpec, make_engine
+from pdserve.messages import Load, ModelCard, Role
+from pdserve.plan.slots import Slot
+from pdserve.process.engine_checks import log_memory, self_test, watch_engine
+from pdserve.process.life import Service
+from pdserve.process.presence import Presence, worker_instance
+from pdserve.queue.base import PrefillQueue
+from pdserve.registry.base import Registry
+from pdserve.registry.view import RegistryView
+from pdserve.stream.base import StreamServer
+from pdserve.tasks import forever
+
+
+class EngineWorker(Service):
+    """`start` enters its parts in the order in which they need each other."""
+
+    def __init__(
+        self,
+        config: Config,
+        slot: Slot,
+        instance_id: str,
+        engine: Engine,
+        registry: Registry,
+        queue: PrefillQueue,
+        metrics_url: str = "",
+        stream: StreamServer | None = None,
+    ) -> None:
+        super().__init__(config, slot, instance_id, metrics_url)
+        self.view = RegistryView(registry)
+        self._engine = engine
+        self._registry = registry
+        self._queue = queue
+        self._stream = stream
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        await stack.enter_async_context(self._engine)
+        facts = self._engine.facts
+        self._queue.bind(facts.fingerprint)
+        if self._stream is not None:
+            await stack.enter_async_context(self._stream)
+        for seam in (self._queue, self._registry, self.view):
+            await stack.enter_async_context(seam)
+        log_memory(self._config, self._slot, facts)
+        await self_test(self._engine, self._slot.role)
+        address = self._stream.address if self._stream is not None else ""
+        instance = worker_instance(self._config, self._slot, self.id, facts, address, self._metrics_url)
+        self._presence = Presence(
+            self._registry, instance, await self.card(), self.load, lambda: self._queue.clock_skew
+        )
+
+    async def card(self) -> ModelCard | None:
+        """What frontends need to serve the model by this worker; None where they do not talk to it."""
+        return None
+
+    def load(self) -> Load:
+        """What the worker is at, for the registry."""
+        usage = self._engine.usage
+        return Load(usage.running, usage.waiting, round(usage.kv_usage, 6), self._queue.depth)
+
+    def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
+        return [forever(self._presence.keep_current, "load report"), watch_engine(self._engine)]
+
+
+def build_engine(config: Config, slot: Slot, instance_id: str) -> Engine:
+    section = config.decode if slot.role is Role.DECODE else config.prefill
+    assert section is not None, f"{config.path} has no section for a {slot.role.value} worker"
+    spec = EngineSpec(
+        role=slot.role,
+        instance=instance_id,
+        model=config.model,
+        served_model_name=config.served_model_name,
+        engine_args=section.engine_args,
+        disaggregated=slot.role is Role.PREFILL
+        or (config.decode is not None and config.decode.remote_prefill),
+        host=config.host,
+        kv_port=slot.kv_port,
+    )
+    return make_engine(section.engine, spec)

@@ -1,0 +1,147 @@
+"""The life of a service, and how signals end it."""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from pdserve.errors import EngineDead
+from pdserve.messages import Role
+from pdserve.plan.slots import Slot
+from pdserve.process import life
+from pdserve.process.life import Service
+from pdserve.tasks import Owner
+from tests.conditions import until
+from tests.decode.graph import config
+
+
+class Idle(Service):
+    """Notes what happens to it."""
+
+    def __init__(self, *work: Coroutine[Any, Any, None]) -> None:
+        super().__init__(config(), Slot(Role.PREFILL, 0), "idle-0", "")
+        self.told: list[str] = []
+        self._work = work
+        self._left_behind = Owner()
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        self.left_behind = self._left_behind.start(asyncio.sleep(60), "left behind")
+        stack.callback(self.told.append, "left")
+        self.told.append("start")
+
+    def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
+        return self._work
+
+    async def announce(self) -> None:
+        self.told.append("announce")
+
+    async def drain(self) -> None:
+        self.told.append("drain")
+
+    async def engine_died(self, death: EngineDead) -> None:
+        self.told.append(str(death))
+
+
+class Stuck(Idle):
+    """Never gets to serve, and cannot be cancelled."""
+
+    over = False
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        while not self.over:
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                self.told.append("cancelled")
+
+
+class Draining(Idle):
+    """Takes its time to drain."""
+
+    async def drain(self) -> None:
+        await super().drain()
+        await asyncio.sleep(60)
+        self.told.append("drained")
+
+
+async def test_a_life_in_its_order() -> None:
+    service = Idle()
+    running = asyncio.create_task(service.run())
+    await asyncio.wait_for(service.ready.wait(), 5)
+    assert service.told == ["start", "announce"]
+    service.stop()
+    await asyncio.wait_for(running, 5)
+    assert service.told == ["start", "announce", "drain", "left"]
+    assert service.draining
+    assert not service.ready.is_set()
+    assert service.left_behind.cancelled(), "no task outlives the service"
+
+
+async def test_permanent_work_that_ends_ends_the_service() -> None:
+    service = Idle(asyncio.sleep(0))
+    with pytest.raises(ExceptionGroup) as failures:
+        await asyncio.wait_for(service.run(), 5)
+    assert failures.group_contains(RuntimeError, match="ended by itself")
+    assert service.told[-1] == "left"
+
+
+async def test_a_dead_engine_is_told_of_before_the_seams_are_left() -> None:
+    async def die() -> None:
+        raise EngineDead("boom")
+
+    service = Idle(die())
+    with pytest.raises(EngineDead, match="boom"):
+        await asyncio.wait_for(service.run(), 5)
+    assert service.told[-2:] == ["boom", "left"]
+
+
+async def test_a_service_whose_supervisor_and_guardian_are_gone_stops_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(life, "LAST_RESORT", 0.3)
+    service = Idle()
+    living = asyncio.create_task(life.live_until_signalled(service, drain_timeout=0.1))
+    await service.ready.wait()
+    os.kill(os.getpid(), life.SUPERVISOR_DIED)
+    started = time.monotonic()
+    await asyncio.wait_for(living, 10)
+    assert time.monotonic() - started > 0.5, "the guardian gets its time"
+    assert "drain" in service.told
+
+
+async def test_what_cannot_be_cancelled_while_it_starts_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life, "AT_ONCE", 0.2)
+    service = Stuck()
+    living = asyncio.create_task(life.live_until_signalled(service, drain_timeout=60))
+    await asyncio.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(living, 10)
+    assert "cancelled" in service.told
+    service.over = True
+    service.stop()
+    await until(lambda: "drain" in service.told)
+
+
+async def test_a_signal_that_is_told_twice_at_once_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    """As uvloop tells it now and then; requests would break off."""
+    caplog.set_level(logging.INFO)
+    service = Draining()
+    living = asyncio.create_task(life.live_until_signalled(service, drain_timeout=60))
+    await service.ready.wait()
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.01)
+    await until(lambda: not service.ready.is_set())
+    assert "drain" in service.told
+    assert not living.done(), "it may drain"
+    await asyncio.sleep(life.SAME_SIGNAL)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(living, 10)
+    assert "drained" not in service.told, "the next one ended it at once"
+    assert "told again" in caplog.text
