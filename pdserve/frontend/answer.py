@@ -75,7 +75,7 @@ def with_one_type(body: bytes, status: int = 0) -> bytes:
 class ResponseWriter:
     """The `send` of the app that answers one request."""
 
-    def __init__(self, send: Send, trace: RequestTrace, path: str) -> None:
+    def __init__(self, send: Send, trace: RequestTrace) -> None:
         self.trace = trace
         """of the attempt that answers now"""
         self.status = 0
@@ -83,7 +83,6 @@ class ResponseWriter:
         self.ended = False
         """what still comes is dropped"""
         self._send = send
-        self._path = path
         self._held: Message | None = None
         """the start, until the first part of the body"""
         self._early: list[Message] = []
@@ -142,12 +141,12 @@ class ResponseWriter:
             return
         if not self.status:
             await self.reply(
-                error_response(self._path, failure.status, failure.message, None, failure.retry_after)
+                error_response(self.trace.path, failure.status, failure.message, None, failure.retry_after)
             )
         elif self._stream:
-            error = error_body(self._path, failure.status, failure.message)
+            error = error_body(self.trace.path, failure.status, failure.message)
             event = _EVENT + msgspec.json.encode(error) + b"\n\n"
-            if self._path.startswith(("/v1/messages", "/v1/responses")):  # their events have names
+            if self.trace.path.startswith(("/v1/messages", "/v1/responses")):  # their events have names
                 event = b"event: error\n" + event
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
         self.ended = True

@@ -11,7 +11,7 @@ import logging
 import re
 import time
 import uuid
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 from starlette.datastructures import MutableHeaders
@@ -29,7 +29,7 @@ from pdserve.frontend.body import BodyReader, ParsedBody, discard_rest, max_body
 from pdserve.frontend.models import PauseWhileUnread, ServedModel, ServedModels
 from pdserve.frontend.pages import FrontendPages, MetricsPage
 from pdserve.frontend.sockets import UNREAD
-from pdserve.frontend.trace import RequestFailure, RequestTrace, current_trace
+from pdserve.frontend.trace import RequestFailure, RequestTrace, current_trace, seconds_allowed
 from pdserve.observe.metrics import E2E, REQUESTS
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ GENERATING = frozenset(
 """POST, with a JSON body that may name its model; a decode worker has to work for them"""
 TOKENIZING = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
 """the same, but without a worker"""
-BY_MODEL = re.compile(r"/v1/responses/[^/]+(/cancel)?|/docs|/docs/oauth2-redirect|/redoc|/openapi\.json")
+BY_QUERY = re.compile(r"/v1/responses/[^/]+(/cancel)?|/docs|/docs/oauth2-redirect|/redoc|/openapi\.json")
 """without a body: answered by the model of the query parameter `model`, or by the only one"""
 
 LONG_TEXT = 64 << 10
@@ -75,7 +75,7 @@ class FrontendApp:
         self._pages = FrontendPages(models, metrics)
         self._keys = keys
         self._request_timeout = request_timeout
-        self._max_request_timeout = max(request_timeout, max_request_timeout)
+        self._max_request_timeout = max_request_timeout
         self._bodies = BodyReader()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,54 +85,39 @@ class FrontendApp:
         request = Request(scope, receive)
         given = request.headers.get("x-request-id", "")
         request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
-        trace = RequestTrace(request_id, time.monotonic() + self._request_timeout)
-        response = ResponseWriter(send, trace, scope["path"])
+        trace = RequestTrace(request_id, scope["path"], time.monotonic() + self._request_timeout)
+        response = ResponseWriter(send, trace)
         try:
             await self._answer(request, response)
         except ClientDisconnect:  # before the body was complete
             return
         except _ERRORS as error:
-            answer = error_response(scope["path"], error.status, str(error), error.param, error.retry_after)
+            answer = error_response(trace.path, error.status, str(error), error.param, error.retry_after)
             await response.reply(answer, before_end=partial(discard_rest, request))
-        if scope["path"] in GENERATING | TOKENIZING:
-            _log(scope["path"], response)
+        if trace.path in GENERATING | TOKENIZING:
+            _log(response)
 
     async def _answer(self, request: Request, response: ResponseWriter) -> None:
-        path = request.scope["path"]
-        response.trace.deadline = self._deadline(request.headers.get("x-request-timeout"))
+        trace, path = response.trace, response.trace.path
+        asked = request.headers.get("x-request-timeout")
+        trace.deadline = trace.started + seconds_allowed(
+            asked, self._request_timeout, self._max_request_timeout
+        )
         if not self._keys.allow(path, request.headers):
             raise HttpError(401, "a valid API key is needed: Authorization: Bearer KEY")
-        if path in GENERATING or path in TOKENIZING:
-            if request.method != "POST":
-                raise HttpError(405, f"{path} takes POST")
-            async with self._read_body(request, response.trace) as raw:
-                await self._forward(parse_body(raw), request, response)
-        elif BY_MODEL.fullmatch(path):
-            async with self._read_body(request, response.trace) as raw:
-                body = ParsedBody(raw, request.query_params.get("model") or None, RequestSize(0, None))
-                await self._forward(body, request, response)
-        else:
+        by_query = BY_QUERY.fullmatch(path) is not None
+        if path not in GENERATING | TOKENIZING and not by_query:
             await self._pages(request.scope, request.receive, response)
-
-    def _deadline(self, asked: str | None) -> float:
-        """Monotonic seconds, from the header `x-request-timeout` (seconds) or the configured default."""
-        if asked is None:
-            return time.monotonic() + self._request_timeout
-        try:
-            seconds = float(asked)
-        except ValueError:
-            seconds = 0.0
-        if not 0 < seconds <= self._max_request_timeout:  # also catches NaN
-            most = f"{self._max_request_timeout:g}"
-            message = f"x-request-timeout must be a number of seconds above 0 and up to {most}"
-            raise BadRequest(message, "x-request-timeout")
-        return time.monotonic() + seconds
-
-    def _read_body(self, request: Request, trace: RequestTrace) -> AbstractAsyncContextManager[bytes]:
-        """The model is known only when the body has been read: the bound is that of the longest context."""
+            return
+        if request.method != "POST" and not by_query:
+            raise HttpError(405, f"{path} takes POST")
+        # the model is known only when the body has been read: the bound is that of the longest context
         longest = max((card.max_model_len for card in self._models.known()), default=0)
-        most = max_body(longest, tokenizing=request.scope["path"] in TOKENIZING)
-        return self._bodies.read(request, trace.deadline, self._client(request), most)
+        most = max_body(longest, tokenizing=path in TOKENIZING)
+        async with self._bodies.read(request, trace.deadline, self._client(request), most) as raw:
+            named = request.query_params.get("model") or None
+            body = ParsedBody(raw, named, RequestSize(0, None)) if by_query else parse_body(raw)
+            await self._forward(body, request, response)
 
     def _client(self, request: Request) -> str:
         return self._keys.client(request.headers, request.client.host if request.client else "")
@@ -160,12 +145,12 @@ class FrontendApp:
         self, model: ServedModel, body: ParsedBody, request: Request, response: ResponseWriter
     ) -> None:
         """Raises ModelReplaced."""
-        path, trace = request.scope["path"], response.trace
-        most = max_body(model.card.max_model_len, tokenizing=path in TOKENIZING)
+        trace = response.trace
+        most = max_body(model.card.max_model_len, tokenizing=trace.path in TOKENIZING)
         if len(body.raw) > most:
             raise HttpError(413, f"the request body is larger than {most} bytes")
         client = self._client(request)
-        if path in GENERATING:
+        if trace.path in GENERATING:
             trace.admission = admission = model.admission.enter(client, body.size, trace.deadline)
         else:
             admission = model.admission.bypass(client)
@@ -182,11 +167,19 @@ async def _run(
     request: Request,
     response: ResponseWriter,
 ) -> None:
-    """Until the model's app has answered, the client is gone or the deadline has passed."""
-    gone, trace = asyncio.Event(), response.trace
+    """Until the model's app has answered, the client is gone or the deadline has passed. Raises ModelReplaced."""
+    trace, gone = response.trace, asyncio.Event()
     current_trace.set(trace)
     request.scope.setdefault("extensions", {})[UNREAD] = PauseWhileUnread(model, admission, trace)
-    app = asyncio.create_task(_call(model, admission, body, gone, request, response))
+
+    async def answer() -> None:
+        await admission.wait()
+        is_long = trace.path in TOKENIZING and len(body.raw) > LONG_TEXT
+        async with model.admission.long_text(admission.client) if is_long else nullcontext():
+            processor = await model.ready()
+            await processor.app(_inner_scope(request, trace), replay(body.raw, gone), response)
+
+    app = asyncio.create_task(answer())
     watch = asyncio.create_task(_disconnected(request))
     left = trace.deadline + GRACE - time.monotonic()
     try:
@@ -203,22 +196,6 @@ async def _run(
         if admission.waiting:
             app.cancel()
         await _finish(app, response)
-
-
-async def _call(
-    model: ServedModel,
-    admission: Admission,
-    body: ParsedBody,
-    gone: asyncio.Event,
-    request: Request,
-    response: ResponseWriter,
-) -> None:
-    """Let the model's app answer when the request is admitted. Raises ModelReplaced."""
-    await admission.wait()
-    is_long = request.scope["path"] in TOKENIZING and len(body.raw) > LONG_TEXT
-    async with model.admission.long_text(admission.client) if is_long else nullcontext():
-        processor = await model.ready()
-        await processor.app(_inner_scope(request, response.trace), replay(body.raw, gone), response)
 
 
 def _inner_scope(request: Request, trace: RequestTrace) -> Scope:
@@ -251,7 +228,7 @@ async def _finish(app: "asyncio.Task[None]", response: ResponseWriter) -> None:
             await response.fail(trace.failure)
 
 
-def _log(path: str, response: ResponseWriter) -> None:
+def _log(response: ResponseWriter) -> None:
     trace, total = response.trace, time.monotonic() - response.trace.started
     code = response.status or 499  # the client left before an answer
     REQUESTS.labels(trace.model, str(code)).inc()
@@ -260,7 +237,7 @@ def _log(path: str, response: ResponseWriter) -> None:
     logger.info(
         "%s %s model=%s code=%d tokens=%d+%d ttft=%s total=%.3f prefill=%s instance=%s",
         trace.request_id,
-        path,
+        trace.path,
         trace.model or "-",
         code,
         trace.prompt_tokens,

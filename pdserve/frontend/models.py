@@ -40,8 +40,6 @@ class ServedModel:
 
     def __init__(self, card: ModelCard, limits: AdmissionLimits) -> None:
         self.card = card
-        self.present = True
-        """its card is in the registry"""
         self.processor: Processor | None = None
         self.problem = ""
         """why there is no processor; empty while it is being built"""
@@ -50,6 +48,7 @@ class ServedModel:
         self.retired = asyncio.Event()
         """another model has its name, or none"""
         self.removal: asyncio.TimerHandle | None = None
+        """set while its card is not in the registry"""
         self.admission = AdmissionControl(limits, self._capacity, self._estimate)
 
     async def ready(self) -> "Processor":
@@ -174,7 +173,7 @@ class ServedModels:
     def known(self) -> list[ModelCard]:
         """Those and the ones whose processors are being built, or whose workers are being connected: requests for them
         wait."""
-        known = [model for model in self._models.values() if model.present and not model.problem]
+        known = [model for model in self._models.values() if model.removal is None and not model.problem]
         return sorted((model.card for model in known), key=lambda card: card.name)
 
     async def settled(self) -> None:
@@ -249,7 +248,6 @@ class ServedModels:
     def _add(self, name: str, card: ModelCard) -> None:
         model = self._models.get(name)
         if model is not None and model.card.alike(card):
-            model.present = True
             if model.removal is not None:
                 model.removal.cancel()
                 model.removal = None
@@ -264,8 +262,7 @@ class ServedModels:
 
     def _miss(self, name: str) -> None:
         model = self._models[name]
-        if model.present:
-            model.present = False
+        if model.removal is None:
             grace = self._context.request_timeout
             logger.warning("%s: no decode worker is left; requests wait for one for %g s", name, grace)
             model.removal = asyncio.get_running_loop().call_later(grace, self._remove, name)

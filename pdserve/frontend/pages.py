@@ -102,9 +102,10 @@ class FrontendPages:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._router({**scope, "app": self}, receive, send)  # with an app a wrong method raises
+            await self._router({**scope, "app": self}, receive, send)  # with an app, a wrong method raises
         except HTTPException as error:
-            raise HttpError(error.status_code, f"{scope['path']}: {error.detail}") from None
+            takes = (error.headers or {}).get("Allow")
+            raise HttpError(error.status_code, f"{scope['path']} takes {takes}") from None
 
     async def _health(self, _: Request) -> Response:
         missing, degraded = self._models.missing(), self._models.degraded()

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Self
 
+from pdserve.errors import BadRequest
 from pdserve.frontend.admission.control import Admission
 
 RETRY_AFTER = 5.0
@@ -43,6 +44,7 @@ class RequestFailure:
 @dataclass
 class RequestTrace:
     request_id: str
+    path: str
     deadline: float
     """monotonic, as `started`"""
     model: str = ""
@@ -59,7 +61,7 @@ class RequestTrace:
 
     def restarted(self) -> "RequestTrace":
         """The same request, as if nothing had been done for it."""
-        return RequestTrace(self.request_id, self.deadline, self.model, self.started)
+        return RequestTrace(self.request_id, self.path, self.deadline, self.model, self.started)
 
     def add_prompt(self, key: str, tokens: int) -> None:
         """A prompt of this request; the several outputs of n > 1 share one key and are counted once."""
@@ -96,3 +98,19 @@ class RequestTrace:
 
 
 current_trace: ContextVar[RequestTrace | None] = ContextVar("pdserve_trace", default=None)
+
+
+def seconds_allowed(asked: str | None, default: float, most: float) -> float:
+    """How long a request may take: as its header `x-request-timeout` has it, or the configured default. Raises
+    BadRequest for what is no number of seconds, or more than the configured maximum."""
+    if asked is None:
+        return default
+    try:
+        seconds = float(asked)
+    except ValueError:
+        seconds = 0.0
+    most = max(most, default)
+    if not 0 < seconds <= most:  # also catches NaN
+        message = f"x-request-timeout must be a number of seconds above 0 and up to {most:g}"
+        raise BadRequest(message, "x-request-timeout")
+    return seconds

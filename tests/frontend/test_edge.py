@@ -136,6 +136,8 @@ async def test_null_transfer_params_are_nothing(graph: Graph) -> None:
     ("method", "path", "status"),
     [
         ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/health", 405),
+        ("POST", "/v1/models", 405),
         ("POST", "/sleep", 404),
         ("POST", "/start_profile", 404),
         ("POST", "/v1/load_lora_adapter", 404),

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from pdserve.config.schema import AdmissionLimits
@@ -43,7 +44,7 @@ class Admission(QueueEntry):
         """the permit that let the request in, until its first sequence begins"""
         self.requested: deque[SequencePermit] = deque()
         """permits that the engine core waits for"""
-        self._control = control
+        self.control = control
         self._decided = asyncio.Event()
         self._refusal: Exception | None = None
 
@@ -64,35 +65,28 @@ class Admission(QueueEntry):
 
     def permit(self, begin: Callable[[], None], drop: Callable[[], None]) -> "SequencePermit":
         """For one sequence; `begin` is called when it is granted, `drop` when the request ended before."""
-        return SequencePermit(self._control, self, begin, drop)
+        return SequencePermit(self, begin, drop)
 
 
+@dataclass(eq=False)
 class SequencePermit:
     """To run one sequence at a decode worker. It must be released."""
 
-    def __init__(
-        self,
-        control: "AdmissionControl",
-        admission: Admission,
-        begin: Callable[[], None],
-        drop: Callable[[], None],
-    ) -> None:
-        self.admission = admission
-        self.begin = begin
-        self.drop = drop
-        self.granted = False
-        self.requested = False
-        self._control = control
+    admission: Admission
+    begin: Callable[[], None]
+    drop: Callable[[], None]
+    granted: bool = False
+    requested: bool = False
 
     def request(self) -> None:
         """May begin the sequence at once."""
         self.requested = True
-        self._control.request(self)
+        self.admission.control.request(self)
 
     def release(self) -> None:
         """The sequence is over or paused, begun or not. May be called twice; the permit may be requested again."""
         self.requested = False
-        self._control.release(self)
+        self.admission.control.release(self)
 
 
 class AdmissionControl:

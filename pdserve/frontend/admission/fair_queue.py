@@ -12,6 +12,7 @@ sequences may last much longer than was estimated. A client alone may have every
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 _REMEMBERED = 1000
@@ -79,7 +80,7 @@ class FairQueue(Generic[E]):
             self._prune()
 
     def push(self, entry: E) -> None:
-        insort(self._entries, entry, key=_tag)
+        insort(self._entries, entry, key=attrgetter("tag"))
         self._client(entry.client).waiting += 1
 
     def remove(self, entry: E) -> None:
@@ -98,7 +99,7 @@ class FairQueue(Generic[E]):
             if other.client == entry.client and other.tag > entry.tag:
                 other.tag -= tokens
         self._client(entry.client).last_tag -= tokens
-        self._entries.sort(key=_tag)
+        self._entries.sort(key=attrgetter("tag"))
 
     def next(self, places: int) -> E:
         """The first entry of a client that runs less than its share of the places; where each client runs its share,
@@ -136,10 +137,6 @@ class FairQueue(Generic[E]):
             if client.last_tag > self._virtual_time or client.waiting or client.running
         }
         self._prune_at = _REMEMBERED + len(self._clients)
-
-
-def _tag(entry: QueueEntry) -> float:
-    return entry.tag
 
 
 def _turns_before(entry: QueueEntry, other: QueueEntry) -> int:
