@@ -23,7 +23,7 @@ from pdserve.supervisor import state
 from pdserve.supervisor.child import Child
 from pdserve.supervisor.guardian import SERVERS, SERVERS_PATIENCE, Guardian
 from pdserve.supervisor.readiness import until_unhealthy
-from pdserve.supervisor.restarts import ProcessState, RestartLoop, RestartPolicy, Service
+from pdserve.supervisor.restarts import ProcessState, RestartLoop, RestartPolicy, SupervisedProcess
 from pdserve.tasks import Owner, forever
 
 log = logging.getLogger(__name__)
@@ -60,10 +60,10 @@ async def embedded_servers(
 
 def _log_return(loop: RestartLoop["EmbeddedServer"]) -> None:
     if loop.state is ProcessState.READY and loop.restarts:
-        log.info("%s is back at %s", loop.service.name, loop.service.url)
+        log.info("%s is back at %s", loop.process.name, loop.process.url)
 
 
-class EmbeddedServer(Service):
+class EmbeddedServer(SupervisedProcess):
     """One server on loopback. `async with` starts and stops it.
 
     With port 0 a free port is chosen and kept. With a guardian the server outlives a killed supervisor until the

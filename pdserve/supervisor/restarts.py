@@ -128,7 +128,7 @@ class CannotStart(PdserveError):
         self.exit_code = exit_code
 
 
-class Service(ABC):
+class SupervisedProcess(ABC):
     """What the restart loop has to know of the process that it keeps running."""
 
     @property
@@ -153,21 +153,21 @@ class Service(ABC):
         """The child has ended, and nothing of it is left."""
 
 
-AnyService = TypeVar("AnyService", bound=Service)
+AnyProcess = TypeVar("AnyProcess", bound=SupervisedProcess)
 
 
-class RestartLoop(Generic[AnyService]):
-    """Keeps one service running. The owner awaits `run`; `stop` may be called at any time."""
+class RestartLoop(Generic[AnyProcess]):
+    """Keeps one process running. The owner awaits `run`; `stop` may be called at any time."""
 
     def __init__(
         self,
-        service: AnyService,
+        process: AnyProcess,
         policy: RestartPolicy,
-        on_change: Callable[["RestartLoop[AnyService]"], None],
+        on_change: Callable[["RestartLoop[AnyProcess]"], None],
         child: Child | None = None,
     ) -> None:
         """`on_change` gets each change of `state`, and must not wait. `child` is running and ready already."""
-        self.service = service
+        self.process = process
         self.state = ProcessState.STARTING
         self.restarts = 0
         self.history: deque[PastRun] = deque(maxlen=_HISTORY)
@@ -212,7 +212,7 @@ class RestartLoop(Generic[AnyService]):
         started = time.monotonic()
         self._become(ProcessState.STARTING)
         try:
-            child = self._child = self._child or self.service.spawn()
+            child = self._child = self._child or self.process.spawn()
         except (OSError, ConfigError) as error:
             # no memory for another process, too many of them, a full disk
             exit_ = Exit(1, (f"it could not be started: {error}",))
@@ -229,7 +229,7 @@ class RestartLoop(Generic[AnyService]):
             self._child = None
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-        await self.service.ended(exit_)
+        await self.process.ended(exit_)
         ready = self.state is ProcessState.READY
         return PastRun(started, time.monotonic(), ready, self._failed_start or exit_)
 
@@ -242,16 +242,16 @@ class RestartLoop(Generic[AnyService]):
             self.settled.set()
             self._become(ProcessState.READY)
 
-        problem = await self.service.watch(child, ready)
+        problem = await self.process.watch(child, ready)
         if child.running and not self._stopping.is_set():
             was_ready = self.state is ProcessState.READY
             what = "hangs" if was_ready else "does not become ready"
-            log.error("%s %s: %s; killing it", self.service.name, what, problem)
+            log.error("%s %s: %s; killing it", self.process.name, what, problem)
             self._failed_start = None if was_ready else Exit(1, (problem,))
             child.kill()
 
     async def _back_off(self, exit_: Exit) -> None:
-        name, kind_was_ready = self.service.name, self.service.kind_was_ready
+        name, kind_was_ready = self.process.name, self.process.kind_was_ready
         decision = decide(
             self.history, self._policy, was_ready=self._was_ready, kind_was_ready=kind_was_ready
         )

@@ -21,7 +21,7 @@ from pdserve.supervisor.restarts import (
     ProcessState,
     RestartLoop,
     RestartPolicy,
-    Service,
+    SupervisedProcess,
     failed_starts,
 )
 from pdserve.tasks import forever
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class RoleService(Service):
+class SupervisedRole(SupervisedProcess):
     """A role, as the restart loop sees it."""
 
     spec: ProcessSpec
     instances: RegisteredInstances
     guardian: Guardian
     ready_roles: set[Role]
-    """roles of which a process has been ready; shared by all services"""
+    """roles of which a process has been ready; one set for all"""
     on_line: Callable[[str], None]
     instance: Instance | None = None
     _instance_id: str = ""
@@ -96,7 +96,7 @@ class RoleSupervisor:
         self._output = output
         self._loops = [
             RestartLoop(
-                RoleService(spec, instances, guardian, ready_roles, partial(self._show, spec.name)),
+                SupervisedRole(spec, instances, guardian, ready_roles, partial(self._show, spec.name)),
                 policy,
                 self._on_change,
             )
@@ -141,7 +141,7 @@ class RoleSupervisor:
     async def _start(
         self, missing: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
     ) -> None:
-        with StartProgress(self._output, [loop.service.name for loop in self._loops]) as progress:
+        with StartProgress(self._output, [loop.process.name for loop in self._loops]) as progress:
             self._progress = progress
             try:
                 async with asyncio.TaskGroup() as group:
@@ -152,12 +152,12 @@ class RoleSupervisor:
                     reminding.cancel()
             finally:
                 self._progress = None
-        services = [loop.service for loop in self._loops]
-        if absent := [service.name for service in services if not service.instance]:
+        roles = [loop.process for loop in self._loops]
+        if absent := [role.name for role in roles if not role.instance]:
             log.warning("ready, but without %s", ", ".join(absent))
-        on_ready([service.instance for service in services if service.instance], progress.elapsed)
+        on_ready([role.instance for role in roles if role.instance], progress.elapsed)
 
-    async def _run(self, loop: RestartLoop[RoleService]) -> None:
+    async def _run(self, loop: RestartLoop[SupervisedRole]) -> None:
         try:
             await loop.run()
         except CannotStart as cause:
@@ -171,8 +171,8 @@ class RoleSupervisor:
         loading = [loop for loop in self._loops if loop not in ready]
 
         async def stop_ready() -> None:
-            for wave in sorted({loop.service.wave for loop in ready}):
-                await asyncio.gather(*(loop.stop(patience) for loop in ready if loop.service.wave == wave))
+            for wave in sorted({loop.process.wave for loop in ready}):
+                await asyncio.gather(*(loop.stop(patience) for loop in ready if loop.process.wave == wave))
 
         await asyncio.gather(stop_ready(), *(loop.stop(LOADING_PATIENCE) for loop in loading))
 
@@ -181,12 +181,12 @@ class RoleSupervisor:
         if self._progress:
             self._progress.line(name, line.message)
 
-    def _on_change(self, loop: RestartLoop[RoleService]) -> None:
+    def _on_change(self, loop: RestartLoop[SupervisedRole]) -> None:
         self._changed.set()
         if self._progress:
-            self._progress.changed(loop.service.name, loop.state)
+            self._progress.changed(loop.process.name, loop.state)
         elif loop.state is ProcessState.READY:
-            log.info("%s is ready again", loop.service.name)
+            log.info("%s is ready again", loop.process.name)
 
     async def _report(self) -> None:
         """Tell the registry what has changed, for ever."""
@@ -199,11 +199,11 @@ class RoleSupervisor:
             await self._changed.wait()
 
 
-def _slot_state(loop: RestartLoop[RoleService]) -> SlotState:
+def _slot_state(loop: RestartLoop[SupervisedRole]) -> SlotState:
     last = loop.history[-1].exit if loop.history else None
     return SlotState(
-        loop.service.name,
-        loop.service.spec.role,
+        loop.process.name,
+        loop.process.spec.role,
         state=loop.state,
         restarts=loop.restarts,
         failed_starts=0 if loop.state is ProcessState.READY else failed_starts(loop.history),
