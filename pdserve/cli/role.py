@@ -21,13 +21,11 @@ from pdserve.process import life
 from pdserve.supervisor import state
 from pdserve.supervisor.checks import busy_kv_port
 
-Index = Annotated[int, typer.Option(metavar="N", help="which of its kind on this host")]
-
 
 def role(
     context: typer.Context,
     file: File,
-    index: Index = 0,
+    index: Annotated[int, typer.Option(metavar="N", help="which of its kind on this host")] = 0,
     log_format: LogFormat = "text",
     verbose: Verbose = False,
 ) -> int:
@@ -39,16 +37,12 @@ def role(
       pdserve {command} -f configs/disagg.yaml
       PDSERVE_ETCD=10.0.0.5:2379 PDSERVE_NATS=nats://10.0.0.5:4222 pdserve {command} -f configs/disagg.yaml --index 1
     """
-    return run(Role(context.info_name or ""), file, index, log_format, verbose)
-
-
-def run(role: Role, file: Path, index: int, log_format: str, verbose: bool) -> int:
-    life.prepare(role.value)
+    name = Role(context.info_name or "")
+    life.prepare(name.value)
     level = os.environ.get("PDSERVE_LOG_LEVEL", "INFO")
     vllm_level = "INFO" if verbose else os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
-    logs.setup(f"{role.value}-{index}", level, log_format, vllm_level)
-    config, slot = _place(role, file, index)
-    return life.run(config, slot)
+    logs.setup(f"{name.value}-{index}", level, log_format, vllm_level)
+    return life.run(*_place(name, file, index))
 
 
 def _place(role: Role, file: Path, index: int) -> tuple[Config, Slot]:
