@@ -9,8 +9,8 @@ import zmq
 
 from pdserve.messages import Hello, Instance, PrefillCancel, PrefillFailed, Role, encode, encode_record
 from pdserve.queue.jetstream import connect_blobs
-from pdserve.queue.jetstream.names import Names
 from pdserve.queue.jetstream.queue import JetStreamQueue
+from pdserve.queue.jetstream.stream import QueueNames
 from pdserve.registry.etcd import EtcdRegistry
 from pdserve.registry.view import RegistryView
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
@@ -55,7 +55,7 @@ async def _put_raw(registry: EtcdRegistry, key: bytes, value: bytes) -> None:
 
 
 async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pytest.LogCaptureFixture) -> None:
-    names = Names(namespace, "m")
+    names = QueueNames(namespace, "m")
     client = await nats.connect(nats_url)
     async with (
         JetStreamQueue(nats_url, namespace, "m") as decode,
@@ -64,7 +64,7 @@ async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pyte
         answers, cancels = decode.answers("decode-0"), prefill.notices()
         reading = [asyncio.ensure_future(anext(answers)), asyncio.ensure_future(anext(cancels))]
         for queue in (decode, prefill):
-            await queue._connection.settle()
+            await queue._connection.subscribe()
             await queue._connection.client().flush()
             await queue._connection.client().flush()  # now the server knows what is listened to
         for garbage in GARBAGE:

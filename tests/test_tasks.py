@@ -13,7 +13,7 @@ from pdserve.messages import Instance, Role, encode_record
 from pdserve.observe.metrics import TASK_FAILURES
 from pdserve.queue.jetstream import connection
 from pdserve.queue.jetstream.queue import JetStreamQueue
-from pdserve.queue.jetstream.setup import Limits
+from pdserve.queue.jetstream.stream import StreamLimits
 from pdserve.registry.etcd import EtcdRegistry, EtcdSession
 from pdserve.registry.view import RegistryView
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
@@ -188,7 +188,7 @@ async def test_nats_is_connected_again(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = failures("nats connection")
-    monkeypatch.setattr(connection, "_until_silent", failing_once(connection._until_silent))
+    monkeypatch.setattr(connection, "_until_lost", failing_once(connection._until_lost))
     async with JetStreamQueue(nats_url, namespace, "m") as queue:
         await until(lambda: failures("nats connection") == before + 1)
         await until(lambda: queue.connected)
@@ -200,7 +200,7 @@ async def test_the_queues_depth_stays_true(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = failures("queue depth")
-    limits = Limits(max_age=1.0, resync=0.1)
+    limits = StreamLimits(max_age=1.0, resync=0.1)
     async with JetStreamQueue(nats_url, namespace, "m", limits) as queue:
         monkeypatch.setattr(queue, "_withdraw_unsure", failing_once(queue._withdraw_unsure))
         await until(lambda: failures("queue depth") == before + 1)
@@ -217,7 +217,7 @@ async def test_errors_in_handlers_of_nats_messages_are_seen(
     async def handler(_: Any) -> None:
         raise KeyError("nobody expects this")
 
-    async with connection.Connection(nats_url, prepare) as connected:
+    async with connection.NatsConnection(nats_url, prepare) as connected:
         connected.listen("pdserve.test.handler", handler)
         await connected.publish("pdserve.test.handler", b"x")
         await until(lambda: "could not be handled" in caplog.text)

@@ -30,7 +30,7 @@ from pdserve.prefill.warm_up import WarmDecodeWorkers
 from pdserve.process.engine_checks import may_have_killed, watch_side_channel
 from pdserve.process.presence import new_instance_id
 from pdserve.process.worker import EngineWorker, build_engine
-from pdserve.queue.base import Delivery, PrefillQueue, Unqueued
+from pdserve.queue.base import Delivery, DirectDelivery, PrefillQueue
 from pdserve.registry.base import Registry
 from pdserve.tasks import forever
 
@@ -152,7 +152,7 @@ class PrefillWorker(EngineWorker):
 
     async def _read_warm_ups(self) -> None:
         async for request in self._queue.warm_ups(self.id):
-            await self._take(Unqueued(request))
+            await self._take(DirectDelivery(request))
 
     async def _take(self, delivery: Delivery) -> None:
         request = delivery.request

@@ -8,10 +8,9 @@ cancellations are at most once and reach only those that listen: to wait for one
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
-from types import TracebackType
-from typing import Self
 
 from pdserve.messages import PrefillAnswer, PrefillConfirm, PrefillRequest, ToPrefill
+from pdserve.tasks import Lifetime
 
 
 class Delivery(ABC):
@@ -36,10 +35,10 @@ class Delivery(ABC):
 
     @abstractmethod
     async def give_back(self) -> None:
-        """Deliver to somebody else at once."""
+        """Deliver to another worker at once."""
 
 
-class Unqueued(Delivery):
+class DirectDelivery(Delivery):
     """A request that came beside the queue, which knows nothing of it."""
 
     def __init__(self, request: PrefillRequest) -> None:
@@ -58,24 +57,16 @@ class Unqueued(Delivery):
         return
 
 
-class PrefillQueue(ABC):
+class PrefillQueue(Lifetime):
     """One process's side of one model's queue, or of that of its workers that have loaded the same (`bind`). Every
     method raises QueueUnavailable while the server is away;
-    iterators stay open and go on when it is back. Reconnecting is the queue's own business."""
+    iterators stay open and go on when it is back. Reconnecting is the queue's own business: entering does not fail
+    when the server is away, it goes on trying in the background."""
 
     @abstractmethod
     def bind(self, fingerprint: str) -> None:
         """Before entering: from here on it is the queue of the workers of this fingerprint. Others never see what is
         in it."""
-
-    @abstractmethod
-    async def __aenter__(self) -> Self:
-        """Does not fail when the server is away: it goes on trying in the background."""
-
-    @abstractmethod
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
     @property
     @abstractmethod

@@ -12,7 +12,7 @@ from pdserve.messages import QueueState
 
 
 @dataclass(frozen=True)
-class Depth:
+class QueueDepth:
     delivered: int = 0
     """highest sequence known to have been delivered to a prefill worker"""
     last: int = 0
@@ -24,11 +24,11 @@ class Depth:
     def value(self) -> int:
         return max(0, self.last - self.delivered - self.missing)
 
-    def published(self, sequence: int) -> "Depth":
+    def published(self, sequence: int) -> "QueueDepth":
         """The server stored a request of this process. Confirmations may come out of order."""
         return replace(self, last=max(self.last, sequence))
 
-    def told(self, state: QueueState) -> "Depth":
+    def told(self, state: QueueState) -> "QueueDepth":
         """A prefill worker pulled. A lower sequence than known is a redelivery or came late: it says
         nothing new.
 
@@ -39,13 +39,13 @@ class Depth:
             return self
         last = max(self.last, state.delivered_seq + state.pending)
         gone = self.missing if state.delivered_seq == self.delivered else 0
-        return Depth(state.delivered_seq, last, min(gone, last - state.delivered_seq - state.pending))
+        return QueueDepth(state.delivered_seq, last, min(gone, last - state.delivered_seq - state.pending))
 
-    def synced(self, stored: int, state: QueueState, asked: "Depth") -> "Depth":
+    def synced(self, stored: int, state: QueueState, asked: "QueueDepth") -> "QueueDepth":
         """The server itself answered: `stored` is the stream's last sequence, read before `state`; `asked` is
         what was known before both. What was stored and is neither delivered nor pending is missing."""
         end = state.delivered_seq + state.pending
-        truth = Depth(state.delivered_seq, max(stored, end), max(0, stored - end))
+        truth = QueueDepth(state.delivered_seq, max(stored, end), max(0, stored - end))
         if truth.last < asked.last or truth.delivered < asked.delivered:
             return truth  # the stream is a new one: NATS lost its data
         if truth.delivered < self.delivered:

@@ -5,21 +5,21 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from weakref import WeakValueDictionary
 
 from pdserve.errors import QueueFull, QueueUnavailable
 from pdserve.messages import PrefillAnswer, PrefillCancel, PrefillConfirm, PrefillRequest, ToPrefill
 from pdserve.queue.base import BlobStore, Delivery, PrefillQueue
-from pdserve.queue.cancelled import Cancelled
+from pdserve.recent import RecentKeys
 
 _named: "WeakValueDictionary[str, MemoryBroker]" = WeakValueDictionary()
 
 
 def connect(nats: str, namespace: str, model: str) -> "MemoryQueue":
-    """All who name the same address share a broker, for as long as one of them keeps it."""
+    """Queues of one address share a broker, for as long as one of them keeps it."""
     return MemoryQueue(_broker(nats), namespace, model)
 
 
@@ -49,7 +49,7 @@ class _Entry:
 
 
 @dataclass
-class _Line:
+class _ModelQueue:
     """One model's queue."""
 
     entries: list[_Entry] = field(default_factory=list)
@@ -73,10 +73,10 @@ class MemoryBroker:
         self.losses = 0
         self.blobs: dict[tuple[str, str], bytes] = {}
         self.changed = asyncio.Condition()
-        self._lines: dict[tuple[str, str], _Line] = defaultdict(_Line)
+        self._queues: dict[tuple[str, str], _ModelQueue] = defaultdict(_ModelQueue)
 
-    def line(self, namespace: str, model: str) -> _Line:
-        return self._lines[namespace, model]
+    def queue(self, namespace: str, model: str) -> _ModelQueue:
+        return self._queues[namespace, model]
 
     def check(self) -> None:
         if not self.alive:
@@ -91,9 +91,9 @@ class MemoryBroker:
         if lose_data:
             self.losses += 1
             self.blobs.clear()
-            for line in self._lines.values():
-                line.entries.clear()
-                line.ids.clear()
+            for queue in self._queues.values():
+                queue.entries.clear()
+                queue.ids.clear()
         await self.tell()
 
     async def tell(self) -> None:
@@ -102,9 +102,9 @@ class MemoryBroker:
 
 
 class MemoryDelivery(Delivery):
-    def __init__(self, broker: MemoryBroker, line: _Line, entry: _Entry) -> None:
+    def __init__(self, broker: MemoryBroker, requests: _ModelQueue, entry: _Entry) -> None:
         self._broker = broker
-        self._line = line
+        self._requests = requests
         self._entry = entry
         self.request = entry.request
         self.redelivered = entry.deliveries > 1
@@ -112,8 +112,8 @@ class MemoryDelivery(Delivery):
         self.deadline = entry.stored + entry.request.timeout
 
     async def ack(self) -> None:
-        if self._entry in self._line.entries:
-            self._line.entries.remove(self._entry)
+        if self._entry in self._requests.entries:
+            self._requests.entries.remove(self._entry)
 
     async def in_progress(self) -> None:
         self._broker.check()
@@ -129,25 +129,24 @@ class MemoryQueue(PrefillQueue):
     def __init__(self, broker: MemoryBroker, namespace: str = "pdserve", model: str = "model") -> None:
         self._broker = broker
         self._namespace, self._model = namespace, model
-        self._line = broker.line(namespace, model)
-        self._cancelled = Cancelled()
+        self._requests = broker.queue(namespace, model)
+        self._cancelled: RecentKeys[None] = RecentKeys(20_000)
         self._cancels: asyncio.Queue[Any] | None = None
         self._listening: list[tuple[str, asyncio.Queue[Any]]] = []
         self._warm_ups: dict[str, asyncio.Queue[Any]] = {}
 
     def bind(self, fingerprint: str) -> None:
-        self._line = self._broker.line(self._namespace, f"{self._model}+{fingerprint}")
+        self._requests = self._broker.queue(self._namespace, f"{self._model}+{fingerprint}")
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for subject, queue in self._listening:
-            self._line.listeners[subject].remove(queue)
-        self._listening.clear()
-        self._warm_ups.clear()
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            for subject, queue in self._listening:
+                self._requests.listeners[subject].remove(queue)
+            self._listening.clear()
+            self._warm_ups.clear()
 
     @property
     def connected(self) -> bool:
@@ -168,15 +167,15 @@ class MemoryQueue(PrefillQueue):
 
     @property
     def depth(self) -> int:
-        return sum(1 for entry in self._line.entries if not entry.deliveries)
+        return sum(1 for entry in self._requests.entries if not entry.deliveries)
 
     async def publish(self, request: PrefillRequest) -> None:
         self._broker.check()
-        if len(self._line.entries) >= self._broker.bound:
+        if len(self._requests.entries) >= self._broker.bound:
             raise QueueFull("the prefill queue is full")
-        if request.request_id not in self._line.ids:
-            self._line.ids.add(request.request_id)
-            self._line.entries.append(_Entry(request, time.monotonic()))
+        if request.request_id not in self._requests.ids:
+            self._requests.ids.add(request.request_id)
+            self._requests.entries.append(_Entry(request, time.monotonic()))
         await self._broker.tell()
 
     def answers(self, instance: str) -> AsyncIterator[PrefillAnswer]:
@@ -184,15 +183,15 @@ class MemoryQueue(PrefillQueue):
 
     async def cancel(self, request_ids: list[str]) -> None:
         self._broker.check()
-        self._line.tell("notices", PrefillCancel(request_ids))
+        self._requests.tell("notices", PrefillCancel(request_ids))
 
     async def confirm(self, confirm: PrefillConfirm) -> None:
         self._broker.check()
-        self._line.tell("notices", confirm)
+        self._requests.tell("notices", confirm)
 
     async def warm_up(self, worker: str, request: PrefillRequest) -> None:
         self._broker.check()
-        self._line.tell(f"warm-ups/{worker}", request)
+        self._requests.tell(f"warm-ups/{worker}", request)
 
     async def expect_warm_ups(self, instance: str) -> None:
         self._warm_ups_of(instance)
@@ -214,7 +213,7 @@ class MemoryQueue(PrefillQueue):
             now = time.monotonic()
             if now >= ends:
                 return []
-            waiting = [one.again_at for one in self._line.entries if one.again_at > now]
+            waiting = [entry.again_at for entry in self._requests.entries if entry.again_at > now]
             async with self._broker.changed:
                 try:
                     async with asyncio.timeout(min([ends, *waiting]) - now):
@@ -225,14 +224,14 @@ class MemoryQueue(PrefillQueue):
     async def _take(self, limit: int) -> list[Delivery]:
         self._read_cancels()
         found: list[Delivery] = []
-        for entry in list(self._line.entries):
+        for entry in list(self._requests.entries):
             if len(found) == limit:
                 break
             if entry.again_at > time.monotonic():
                 continue
             entry.deliveries += 1
             entry.again_at = time.monotonic() + self._broker.ack_wait
-            delivery = MemoryDelivery(self._broker, self._line, entry)
+            delivery = MemoryDelivery(self._broker, self._requests, entry)
             if self._wanted(entry):
                 found.append(delivery)
             else:
@@ -252,11 +251,11 @@ class MemoryQueue(PrefillQueue):
         while not self._cancels.empty():
             notice = self._cancels.get_nowait()
             if isinstance(notice, PrefillCancel):
-                self._cancelled.add(notice.request_ids)
+                self._cancelled.update(dict.fromkeys(notice.request_ids))
 
     async def answer(self, instance: str, answer: PrefillAnswer) -> None:
         self._broker.check()
-        self._line.tell(f"answers/{instance}", answer)
+        self._requests.tell(f"answers/{instance}", answer)
 
     def notices(self) -> AsyncIterator[ToPrefill]:
         self._read_cancels()
@@ -264,7 +263,7 @@ class MemoryQueue(PrefillQueue):
 
     def _listen(self, subject: str) -> asyncio.Queue[Any]:
         queue: asyncio.Queue[Any] = asyncio.Queue()
-        self._line.listeners[subject].append(queue)
+        self._requests.listeners[subject].append(queue)
         self._listening.append((subject, queue))
         return queue
 

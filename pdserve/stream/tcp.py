@@ -10,7 +10,7 @@ import logging
 import socket
 import ssl
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
@@ -25,6 +25,7 @@ from pdserve.messages import (
     encode,
     encode_to_decode,
 )
+from pdserve.recent import RecentKeys
 from pdserve.stream.base import StreamClient, StreamServer
 from pdserve.stream.framing import FramedConnection, keep_beating
 from pdserve.tasks import Owner
@@ -113,7 +114,7 @@ class TcpStreamServer(StreamServer):
         self._ungreeted: dict[FramedConnection, None] = {}
         self._frontends: dict[str, FramedConnection] = {}
         self._unread: UnreadMessages[tuple[str, ToDecode | None]] = UnreadMessages()
-        self._refused: OrderedDict[str, int] = OrderedDict()
+        self._refused: RecentKeys[int] = RecentKeys(_ADDRESSES)
         """address -> how many of its connections were no frontend's"""
 
     @asynccontextmanager
@@ -201,10 +202,7 @@ class TcpStreamServer(StreamServer):
 
     def _complain(self, connection: FramedConnection) -> None:
         """Once for each address: a port scan, or a flood, must not fill the disk."""
-        count = self._refused.pop(connection.host, 0) + 1
-        self._refused[connection.host] = count
-        if len(self._refused) > _ADDRESSES:
-            self._refused.popitem(last=False)
+        count = self._refused[connection.host] = self._refused.get(connection.host, 0) + 1
         log.log(
             logging.DEBUG if count > 1 else logging.WARNING,
             "connection %d from %s that is no frontend's %s (said once for each address)",

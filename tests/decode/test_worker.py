@@ -465,7 +465,7 @@ async def test_a_request_that_was_stored_though_it_seemed_not_leaves_nothing(
         before = failures("queue-down")
         assert (await (await graph.frontend()).ask(LONG)).tokens == expected(LONG, 4)
         assert failures("queue-down") == before + 1
-        await until(lambda: not graph.broker.line("pdserve", "model").entries)
+        await until(lambda: not graph.broker.queue("pdserve", "model").entries)
         await until(prefill.engine.all_blocks_free)
 
 

@@ -82,7 +82,7 @@ class Scene:
     @property
     def stored(self) -> int:
         """Requests that nobody has acked."""
-        return len(self.queue._line.entries)
+        return len(self.queue._requests.entries)
 
 
 async def test_an_answer_says_where_the_kv_lies() -> None:
@@ -135,7 +135,7 @@ async def test_a_long_prefill_is_not_delivered_again(monkeypatch: pytest.MonkeyP
         await scene.answer("r")
         await asyncio.sleep(0.4)
         assert len(scene.answers["r"]) == 1
-        assert scene.queue._line.entries == []
+        assert scene.queue._requests.entries == []
 
 
 async def test_a_request_delivered_again_while_it_runs_is_computed_once(
@@ -145,7 +145,7 @@ async def test_a_request_delivered_again_while_it_runs_is_computed_once(
     async with Scene().open() as scene:
         scene.engine.faults.going.clear()
         await scene.ask("r")
-        await until(lambda: scene.queue._line.entries[0].deliveries >= 2)
+        await until(lambda: scene.queue._requests.entries[0].deliveries >= 2)
         scene.engine.faults.going.set()
         await scene.answer("r")
         await until(lambda: scene.stored == 0)
@@ -159,7 +159,7 @@ async def test_a_request_may_come_back_after_it_was_answered() -> None:
         await scene.ask("r")
         await scene.answer("r")
         await until(lambda: scene.stored == 0)
-        scene.queue._line.ids.clear()
+        scene.queue._requests.ids.clear()
         await scene.ask("r")
         await until(lambda: len(scene.answers["r"]) == 2)
         assert all(isinstance(answer, PrefillDone) for answer in scene.answers["r"])

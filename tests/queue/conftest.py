@@ -9,7 +9,7 @@ import pytest
 from pdserve.queue.base import BlobStore, PrefillQueue
 from pdserve.queue.jetstream.blobs import NatsBlobs
 from pdserve.queue.jetstream.queue import JetStreamQueue
-from pdserve.queue.jetstream.setup import Limits
+from pdserve.queue.jetstream.stream import StreamLimits
 from pdserve.queue.memory import MemoryBlobs, MemoryBroker, MemoryQueue
 from tests.servers import kill, nats_server
 
@@ -52,7 +52,7 @@ def _memory_queues(broker: MemoryBroker) -> Queues:
 
 
 def nats_queues(url: str, namespace: str) -> Queues:
-    limits = Limits(ack_wait=ACK_WAIT, bound=BOUND, max_deliver=MAX_DELIVER, resync=0.3)
+    limits = StreamLimits(ack_wait=ACK_WAIT, bound=BOUND, max_deliver=MAX_DELIVER, resync=0.3)
     return Queues(lambda model: JetStreamQueue(url, namespace, model, limits), NatsBlobs(url, namespace))
 
 

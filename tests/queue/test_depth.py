@@ -1,11 +1,11 @@
 import pytest
 
 from pdserve.messages import QueueState
-from pdserve.queue.depth import Depth
+from pdserve.queue.depth import QueueDepth
 
 
-def published(*sequences: int) -> Depth:
-    depth = Depth()
+def published(*sequences: int) -> QueueDepth:
+    depth = QueueDepth()
     for sequence in sequences:
         depth = depth.published(sequence)
     return depth
@@ -14,7 +14,7 @@ def published(*sequences: int) -> Depth:
 @pytest.mark.parametrize(
     ("depth", "value"),
     [
-        (Depth(), 0),
+        (QueueDepth(), 0),
         (published(1, 2, 3), 3),
         (published(3, 1, 2), 3),  # confirmations out of order
         (published(1, 2, 3).told(QueueState(1, 2)), 2),
@@ -30,25 +30,25 @@ def published(*sequences: int) -> Depth:
         (published(9), 9),  # what was before is not known: the worst case
     ],
 )
-def test_without_asking(depth: Depth, value: int) -> None:
+def test_without_asking(depth: QueueDepth, value: int) -> None:
     assert depth.value == value
 
 
 @pytest.mark.parametrize(
     ("before", "stored", "state", "value"),
     [
-        (Depth(), 0, QueueState(0, 0), 0),
-        (Depth(), 7, QueueState(4, 3), 3),
-        (Depth(), 50, QueueState(0, 0), 0),  # a new consumer on a stream with a past
-        (Depth(), 50, QueueState(0, 2), 2),
+        (QueueDepth(), 0, QueueState(0, 0), 0),
+        (QueueDepth(), 7, QueueState(4, 3), 3),
+        (QueueDepth(), 50, QueueState(0, 0), 0),  # a new consumer on a stream with a past
+        (QueueDepth(), 50, QueueState(0, 2), 2),
         (published(1, 2, 3), 3, QueueState(0, 0), 0),  # all past their age, or purged
         (published(1, 2, 3), 3, QueueState(0, 1), 1),
-        (Depth(4, 9), 9, QueueState(4, 5), 5),
-        (Depth(40, 49), 2, QueueState(1, 1), 1),  # NATS lost its data: a new stream
-        (Depth(0, 49), 2, QueueState(0, 2), 2),
+        (QueueDepth(4, 9), 9, QueueState(4, 5), 5),
+        (QueueDepth(40, 49), 2, QueueState(1, 1), 1),  # NATS lost its data: a new stream
+        (QueueDepth(0, 49), 2, QueueState(0, 2), 2),
     ],
 )
-def test_synced(before: Depth, stored: int, state: QueueState, value: int) -> None:
+def test_synced(before: QueueDepth, stored: int, state: QueueState, value: int) -> None:
     assert before.synced(stored, state, before).value == value
 
 

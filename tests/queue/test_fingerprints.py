@@ -5,9 +5,8 @@ import asyncio
 import nats
 import pytest
 
-from pdserve.queue.jetstream.names import Names
 from pdserve.queue.jetstream.queue import JetStreamQueue
-from pdserve.queue.jetstream.setup import Limits
+from pdserve.queue.jetstream.stream import QueueNames, StreamLimits
 from tests.queue.conftest import Queues
 from tests.queue.requests import ids, publish
 
@@ -28,7 +27,7 @@ async def test_streams_that_nobody_uses_any_more_go(
     nats_url: str, namespace: str, after: float, fate: str
 ) -> None:
     def queue(loaded: str, model: str = "m") -> JetStreamQueue:
-        made = JetStreamQueue(nats_url, namespace, model, Limits(abandoned=after))
+        made = JetStreamQueue(nats_url, namespace, model, StreamLimits(abandoned=after))
         made.bind(loaded)
         return made
 
@@ -50,7 +49,7 @@ async def test_streams_that_nobody_uses_any_more_go(
     await client.close()
 
     def there(loaded: str, model: str = "m") -> bool:
-        return Names(namespace, model, loaded).stream in names
+        return QueueNames(namespace, model, loaded).stream in names
 
     assert there("gone") == (fate == "kept")
     assert all(map(there, ("with requests", "pulled from", "new")))
@@ -58,10 +57,12 @@ async def test_streams_that_nobody_uses_any_more_go(
 
 
 async def test_a_stream_that_was_removed_too_early_is_made_again(nats_url: str, namespace: str) -> None:
-    decode, prefill = (JetStreamQueue(nats_url, namespace, "m", Limits(abandoned=0.0)) for _ in range(2))
+    decode, prefill = (
+        JetStreamQueue(nats_url, namespace, "m", StreamLimits(abandoned=0.0)) for _ in range(2)
+    )
     for side in (decode, prefill):
         side.bind("old")
-    new = JetStreamQueue(nats_url, namespace, "m", Limits(abandoned=0.0))
+    new = JetStreamQueue(nats_url, namespace, "m", StreamLimits(abandoned=0.0))
     new.bind("new")
     async with decode, prefill:
         async with new:

@@ -5,7 +5,7 @@ import pytest
 from pdserve.errors import QueueFull
 from pdserve.messages import PrefillRequest, encode
 from pdserve.queue.jetstream.queue import JetStreamQueue
-from pdserve.queue.jetstream.setup import Limits
+from pdserve.queue.jetstream.stream import StreamLimits
 from pdserve.supervisor.embedded import MAX_PAYLOAD
 from tests.queue.requests import publish, request
 
@@ -27,7 +27,7 @@ async def test_a_prompt_of_more_than_a_megabyte(nats_url: str, namespace: str) -
 
 async def test_large_prompts_are_bounded_together(nats_url: str, namespace: str) -> None:
     """They lie in the server's memory."""
-    async with JetStreamQueue(nats_url, namespace, "m", Limits(max_bytes=1 << 20)) as queue:
+    async with JetStreamQueue(nats_url, namespace, "m", StreamLimits(max_bytes=1 << 20)) as queue:
         for number in range(2):
             await queue.publish(request(f"large-{number}", prompt=100_000))
         with pytest.raises(QueueFull):
@@ -39,6 +39,6 @@ async def test_large_prompts_are_bounded_together(nats_url: str, namespace: str)
 
 
 async def test_a_server_with_less_memory_than_the_bound(nats_url: str, namespace: str) -> None:
-    async with JetStreamQueue(nats_url, namespace, "m", Limits(max_bytes=1 << 50)) as queue:
+    async with JetStreamQueue(nats_url, namespace, "m", StreamLimits(max_bytes=1 << 50)) as queue:
         await publish(queue, "a")
         assert len(await queue.pull(1, 1.0)) == 1

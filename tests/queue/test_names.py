@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nats.js.object_store import VALID_BUCKET_RE
 
-from pdserve.queue.jetstream.names import Names, bucket, token
+from pdserve.queue.jetstream.stream import QueueNames, bucket, token
 
 TEXT = st.text(st.sampled_from("aZ09_-./=+ 2Fé*>"), max_size=8)
 
 
 @given(TEXT, TEXT, TEXT, TEXT)
 def test_different_models_never_share_a_name(a: str, b: str, c: str, d: str) -> None:
-    one, other = Names(a, b), Names(c, d)
+    one, other = QueueNames(a, b), QueueNames(c, d)
     assert (one == other) == (one.stream == other.stream) == (one.requests == other.requests)
     assert (a == c) == (bucket(a) == bucket(c))
 
@@ -25,7 +25,7 @@ def test_tokens_are_legal(text: str) -> None:
 
 
 def test_subjects_of_a_model_are_apart() -> None:
-    names = Names("ns", "deepseek-ai/DeepSeek R1.5")
+    names = QueueNames("ns", "deepseek-ai/DeepSeek R1.5")
     subjects = [
         names.requests,
         names.state,

@@ -13,7 +13,7 @@ import psutil
 
 from pdserve.messages import Cancel, Hello, Role, encode
 from pdserve.queue.jetstream.connection import publish_once
-from pdserve.queue.jetstream.names import Names
+from pdserve.queue.jetstream.stream import QueueNames
 from pdserve.registry import keys
 from pdserve.stream.tcp import GREETING
 from pdserve_bench.chaos.scene import Fault, Scene
@@ -157,7 +157,7 @@ def _connects(host: str, port: int) -> bool:
 
 
 async def _subjects(scene: Scene) -> list[str]:
-    names = Names(scene.running.graph.namespace, scene.running.graph.model)
+    names = QueueNames(scene.running.graph.namespace, scene.running.graph.model)
     workers = await scene.watch.instances(Role.DECODE)
     return [names.requests, names.state, names.notices, *(names.answers(each.id) for each in workers)]
 

@@ -1,8 +1,10 @@
-"""Model archives in NATS' object store. Each operation has a connection of its own: they are rare."""
+"""Rare operations, each on a connection of its own: model archives in NATS' object store, and how far the clocks are
+apart."""
 
 import asyncio
 import base64
 import hashlib
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,13 +12,12 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import ObjectInfo
+from nats.js.api import ObjectInfo, StorageType, StreamConfig
 
 from pdserve.errors import ProtocolError, QueueUnavailable
 from pdserve.queue.base import BlobStore
-from pdserve.queue.jetstream.clock import measure
-from pdserve.queue.jetstream.connection import discard, open_client
-from pdserve.queue.jetstream.names import bucket
+from pdserve.queue.jetstream.connection import short_connection
+from pdserve.queue.jetstream.stream import API_TIMEOUT, bucket, measure
 
 CALL_TIMEOUT = 5.0
 PUT_WITHIN = 60.0
@@ -30,7 +31,7 @@ class NatsBlobs(BlobStore):
         self._bucket = bucket(namespace)
 
     async def put(self, name: str, data: bytes) -> None:
-        """Putting again what is there does nothing, so that nobody who reads it just then is disturbed."""
+        """Putting again what is there does nothing, so that a reader is not disturbed just then."""
         async with self._jetstream() as js, asyncio.timeout(PUT_WITHIN):
             store = await js.create_object_store(self._bucket)
             try:
@@ -69,16 +70,33 @@ class NatsBlobs(BlobStore):
 
     @asynccontextmanager
     async def _jetstream(self) -> AsyncIterator[JetStreamContext]:
-        client = Client()
-        try:
-            await open_client(client, self._url)
+        async with _available(self._url) as client:
             yield client.jetstream(timeout=CALL_TIMEOUT)
-        except nats.js.errors.NotFoundError:
-            raise
-        except (nats.errors.Error, OSError, TimeoutError) as error:
-            raise QueueUnavailable(f"NATS at {self._url}: {error}") from error
+
+
+async def clock_skew(url: str) -> float | None:
+    """Of this process against the server, with a stream that is there for a moment only. Raises QueueUnavailable."""
+    stream = f"pdserve-clock-{secrets.token_hex(4)}"
+    async with _available(url) as client:
+        js = client.jetstream(timeout=API_TIMEOUT)
+        await js.add_stream(StreamConfig(name=stream, subjects=[stream], storage=StorageType.MEMORY))
+        try:
+            found = await measure(client, stream)
         finally:
-            await discard(client)
+            await js.delete_stream(stream)
+    return found.skew if found else None
+
+
+@asynccontextmanager
+async def _available(url: str) -> AsyncIterator[Client]:
+    """Raises QueueUnavailable for what nats-py raises, but for what is not found."""
+    try:
+        async with short_connection(url) as client:
+            yield client
+    except nats.js.errors.NotFoundError:
+        raise
+    except (nats.errors.Error, OSError, TimeoutError) as error:
+        raise QueueUnavailable(f"NATS at {url}: {error}") from error
 
 
 def _digest(data: bytes | bytearray) -> str:

@@ -1,4 +1,4 @@
-"""One connection to NATS that comes back by itself.
+"""One connection to NATS that comes back by itself, and pulling over it.
 
 nats-py can reconnect too, but then it sends what it buffered while the server was away, may wait for ever
 for the socket of a server that hangs, and on some errors gives up for good. So here each of its clients
@@ -6,18 +6,20 @@ lives for one TCP connection, and a new one is made when the server is gone or d
 """
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import suppress
-from types import TracebackType
-from typing import Self, TypeVar
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
 
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from pdserve.errors import ConfigError, QueueUnavailable
-from pdserve.tasks import Owner
+from pdserve.tasks import Lifetime, Owner
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +30,15 @@ PING_TIMEOUT = 3
 RETRY = 0.3
 _INBOX_BOUND = 100_000
 _PASSING = (nats.errors.Error, OSError, TimeoutError)
+ANSWER_WITHIN = 2.0
+LEAVE_WITHIN = 1.0
+_NO_MESSAGES, _TIMED_OUT, _HEARTBEAT = "404", "408", "100"
 
 T = TypeVar("T")
 Handler = Callable[[Msg], Awaitable[None]]
 
 
-async def heed(call: Awaitable[T]) -> T:
+async def cancellable(call: Awaitable[T]) -> T:
     """Await something of nats-py, which at times swallows a cancellation (its own doing, and wait_for's
     before Python 3.12): a task that was cancelled meanwhile stops here nevertheless."""
     task = asyncio.current_task()
@@ -44,8 +49,8 @@ async def heed(call: Awaitable[T]) -> T:
     return result
 
 
-class Inbox:
-    """Messages on one subject, from the moment it is listened to. What comes while nobody reads waits here;
+class SubjectMessages:
+    """Messages on one subject, from the moment it is listened to. What comes before it is read waits here;
     beyond a bound it is dropped, as at-most-once allows."""
 
     def __init__(self, subject: str) -> None:
@@ -56,7 +61,7 @@ class Inbox:
         try:
             self._waiting.put_nowait(message)
         except asyncio.QueueFull:
-            log.warning("nobody reads %s: message dropped", self.subject)
+            log.warning("%s is not read: message dropped", self.subject)
 
     def __aiter__(self) -> AsyncIterator[Msg]:
         return self
@@ -65,7 +70,7 @@ class Inbox:
         return await self._waiting.get()
 
 
-class Connection:
+class NatsConnection(Lifetime):
     """`prepare` gets each new client before it counts as connected; when it fails, the connection does.
 
     Entering returns after the first try, whatever came of it, but raises a ConfigError of `prepare`.
@@ -79,25 +84,21 @@ class Connection:
         self._client: Client | None = None
         self._handlers: dict[str, Handler] = {}
         self._unsent: set[str] = set()
-        self._tasks = Owner()
-        self._parting: asyncio.Task[None] | None = None
+        self._complaint = ""
+        """logged last; the same is said once"""
+        self._closing: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Self:
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
         tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tasks.forever(lambda: self._keep(tried), "nats connection")
         try:
-            await tried
-        except BaseException:
-            await self.__aexit__(None, None, None)
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._tasks.stop()
-        if self._parting is not None:
-            await self._parting
+            async with Owner() as tasks:
+                tasks.forever(lambda: self._keep_client(tried), "nats connection", again_after=RETRY)
+                await tried
+                yield
+        finally:
+            if self._closing is not None:
+                await self._closing
 
     @property
     def connected(self) -> bool:
@@ -115,17 +116,17 @@ class Connection:
         self._handlers[subject] = handler
         self._unsent.add(subject)
 
-    async def settle(self) -> None:
+    async def subscribe(self) -> None:
         """Tell the server what is listened to. Each operation does."""
         client = self.client()
         while self._unsent:
             subject = self._unsent.pop()
             await client.subscribe(subject, cb=self._handlers[subject])
 
-    async def settled(self) -> None:
+    async def flush_subscriptions(self) -> None:
         """Return when the server knows what is listened to. Raises QueueUnavailable."""
         try:
-            await self.settle()
+            await self.subscribe()
             for _ in range(2):  # a ping of nats-py overtakes what it has not written yet
                 await self.client().flush(PING_TIMEOUT)
         except (nats.errors.Error, TimeoutError) as error:
@@ -134,38 +135,35 @@ class Connection:
     async def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
         """At most once: returns before the server has it. Raises QueueUnavailable."""
         try:
-            await self.settle()
+            await self.subscribe()
             await self.client().publish(subject, payload, reply)
         except nats.errors.Error as error:
             raise QueueUnavailable(str(error)) from error
 
-    async def _keep(self, tried: "asyncio.Future[None]") -> None:
-        """Owns the client: makes it, watches it, replaces it."""
-        complaint = ""
-        while True:
-            client, leaving = Client(), False
-            try:
-                await self._use(client, tried)
-                complaint = ""
-                log.warning("NATS at %s is away; prompts are prefilled locally until it is back", self.url)
-            except ConfigError as error:
-                if not tried.done():
-                    tried.set_exception(error)
-                if str(error) != complaint:
-                    log.error("%s", error)
-                complaint = str(error)
-            except _PASSING as error:
-                log.debug("NATS at %s: %s", self.url, error)
-            except asyncio.CancelledError:
-                leaving = True
-                raise
-            finally:
-                # leaving in just this moment must not leave the socket open
-                self._parting = asyncio.create_task(self._part_with(client, leaving), name="nats close")
-                await asyncio.shield(self._parting)
-                if not tried.done():
-                    tried.set_result(None)
-            await asyncio.sleep(RETRY)
+    async def _keep_client(self, tried: "asyncio.Future[None]") -> None:
+        """The life of one client: make it, watch it, and part with it when it is lost."""
+        client, leaving = Client(), False
+        try:
+            await self._use(client, tried)
+            self._complaint = ""
+            log.warning("NATS at %s is away; prompts are prefilled locally until it is back", self.url)
+        except ConfigError as error:
+            if not tried.done():
+                tried.set_exception(error)
+            if str(error) != self._complaint:
+                log.error("%s", error)
+            self._complaint = str(error)
+        except _PASSING as error:
+            log.debug("NATS at %s: %s", self.url, error)
+        except asyncio.CancelledError:
+            leaving = True
+            raise
+        finally:
+            # leaving in just this moment must not leave the socket open
+            self._closing = asyncio.create_task(self._close_client(client, leaving), name="nats close")
+            await asyncio.shield(self._closing)
+            if not tried.done():
+                tried.set_result(None)
 
     async def _use(self, client: Client, tried: "asyncio.Future[None]") -> None:
         """Returns when a connection that worked is lost; raises when there never was one."""
@@ -175,17 +173,17 @@ class Connection:
             if not lost.done():
                 lost.set_result(None)
 
-        await heed(open_client(client, self.url, on_closed))
+        await cancellable(open_client(client, self.url, on_closed))
         self._unsent = set(self._handlers)
-        await heed(self._prepare(client))
+        await cancellable(self._prepare(client))
         self._client = client
-        await heed(self.settle())
+        await cancellable(self.subscribe())
         log.info("NATS at %s answers", self.url)
         if not tried.done():
             tried.set_result(None)
-        await _until_silent(client, lost)
+        await _until_lost(client, lost)
 
-    async def _part_with(self, client: Client, leaving: bool) -> None:
+    async def _close_client(self, client: Client, leaving: bool) -> None:
         self._client = None
         if leaving and client.is_connected:
             with suppress(*_PASSING):
@@ -195,12 +193,109 @@ class Connection:
             self.lost.set_result(None)
 
 
+class ConsumerMissing(Exception):
+    """The server has no such stream or consumer (any more)."""
+
+
+class PullConsumer:
+    """Pull requests to a JetStream consumer, one at a time.
+
+    nats-py's own `fetch` waits for a full batch, raises plain timeouts, and lets a request that was given up go
+    on catching messages. This is the protocol itself, which is small: publish a request with a reply subject,
+    read messages and status headers there.
+    """
+
+    def __init__(self, connection: NatsConnection, stream: str, consumer: str) -> None:
+        self._connection = connection
+        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+
+    async def fetch(self, limit: int, wait: float) -> list[Msg]:
+        """What is there at once, up to `limit`; where nothing is, the first that comes within `wait` seconds.
+        Raises QueueUnavailable and ConsumerMissing."""
+        messages = await self._ask(limit, {"batch": limit, "no_wait": True}, ANSWER_WITHIN)
+        if not messages and wait > 0:
+            request = {"batch": 1, "expires": int(wait * 1e9)}
+            messages = await self._ask(1, request, wait + ANSWER_WITHIN)
+        return messages
+
+    async def _ask(self, batch: int, request: Mapping[str, object], within: float) -> list[Msg]:
+        """A reply subject for this request alone: when we leave early, nobody listens there, and the server
+        gives the message to another worker."""
+        client, lost = self._connection.client(), self._connection.lost
+        assert lost is not None
+        reply = f"_INBOX.{secrets.token_hex(12)}"
+        replies: asyncio.Queue[Msg | None] = asyncio.Queue()
+        messages: list[Msg] = []
+        lost.add_done_callback(wake := lambda _: replies.put_nowait(None))
+        subscription = await client.subscribe(reply, cb=replies.put)
+        try:
+            await self._connection.publish(self._subject, json.dumps(request).encode(), reply)
+            await self._collect(replies, batch, within, messages)
+        except BaseException:
+            if client.is_connected:
+                await self._leave(client, subscription, replies, messages)
+            raise
+        finally:
+            lost.remove_done_callback(wake)
+        if client.is_connected:
+            await subscription.unsubscribe()
+        return messages
+
+    async def _collect(
+        self, replies: "asyncio.Queue[Msg | None]", batch: int, within: float, messages: list[Msg]
+    ) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                while len(messages) < batch:
+                    message = await replies.get()
+                    if message is None and messages:
+                        return
+                    if message is None:
+                        raise QueueUnavailable(f"NATS at {self._connection.url} went away")
+                    status = (message.headers or {}).get("Status")
+                    if status is None:
+                        messages.append(message)
+                    elif status != _HEARTBEAT:
+                        _check(status, message)
+                        return
+
+    async def _leave(
+        self,
+        client: Client,
+        subscription: Subscription,
+        replies: "asyncio.Queue[Msg | None]",
+        messages: list[Msg],
+    ) -> None:
+        """Given up: what was delivered, or still is until the server hears of it, goes to another worker at
+        once. A ping of nats-py overtakes what it has not written yet, so the one within drain() would not
+        prove that the server knows; it does when an earlier one was answered first."""
+        with suppress(nats.errors.Error, QueueUnavailable, TimeoutError):
+            async with asyncio.timeout(LEAVE_WITHIN):
+                await client._send_unsubscribe(subscription._id)
+                await client.flush()
+                await subscription.drain()  # type: ignore[no-untyped-call]
+            while not replies.empty():
+                messages += [late] if (late := replies.get_nowait()) else []
+            for message in messages:
+                if message.reply:
+                    await self._connection.publish(message.reply, b"-NAK")
+
+
+def _check(status: str, message: Msg) -> None:
+    if status in (_NO_MESSAGES, _TIMED_OUT):
+        return
+    what = (message.headers or {}).get("Description", "")
+    if status == "503" or "Deleted" in what:
+        raise ConsumerMissing
+    raise QueueUnavailable(f"pull refused: {status} {what}")
+
+
 async def open_client(
     client: Client, url: str, on_closed: Callable[[], Awaitable[None]] | None = None
 ) -> None:
     """For one TCP connection: without pings and reconnections of its own."""
     await client.connect(
-        [one.strip() for one in url.split(",")],
+        [server.strip() for server in url.split(",")],
         allow_reconnect=False,
         max_reconnect_attempts=1,
         reconnect_time_wait=0,
@@ -225,12 +320,12 @@ async def discard(client: Client) -> None:
         await client.close()
 
 
-async def _until_silent(client: Client, lost: "asyncio.Future[None]") -> None:
+async def _until_lost(client: Client, lost: "asyncio.Future[None]") -> None:
     while not lost.done():
         await asyncio.wait({lost}, timeout=PING_INTERVAL)
         if not lost.done():
             try:
-                await heed(client.flush(PING_TIMEOUT))
+                await cancellable(client.flush(PING_TIMEOUT))
             except _PASSING:
                 return
 
@@ -243,13 +338,20 @@ async def _on_error(error: Exception) -> None:
         log.error("a message of NATS could not be handled", exc_info=error)
 
 
+@asynccontextmanager
+async def short_connection(url: str) -> AsyncIterator[Client]:
+    """For a few operations. Raises what nats-py does."""
+    client = Client()
+    try:
+        await open_client(client, url)
+        yield client
+    finally:
+        await discard(client)
+
+
 async def publish_once(url: str, subject: str, payloads: Iterable[bytes]) -> None:
     """On a connection of its own, whatever the payloads are. Raises what nats-py does."""
-    client = Client()
-    await open_client(client, url)
-    try:
+    async with short_connection(url) as client:
         for payload in payloads:
             await client.publish(subject, payload)
         await client.flush()
-    finally:
-        await discard(client)

@@ -4,11 +4,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -30,67 +29,70 @@ from pdserve.messages import (
     encode,
 )
 from pdserve.queue.base import Delivery, PrefillQueue
-from pdserve.queue.cancelled import Cancelled
-from pdserve.queue.depth import Depth
-from pdserve.queue.jetstream.clock import MEASURE_EVERY, ServerClock, measure
-from pdserve.queue.jetstream.connection import Connection, Inbox, heed
-from pdserve.queue.jetstream.delivery import JetStreamDelivery
-from pdserve.queue.jetstream.names import CONSUMER, Names
-from pdserve.queue.jetstream.pull import ConsumerMissing, Puller
-from pdserve.queue.jetstream.setup import (
+from pdserve.queue.depth import QueueDepth
+from pdserve.queue.jetstream.connection import (
+    ConsumerMissing,
+    NatsConnection,
+    PullConsumer,
+    SubjectMessages,
+    cancellable,
+)
+from pdserve.queue.jetstream.stream import (
+    CONSUMER,
+    MEASURE_EVERY,
     TOO_MANY,
-    Limits,
+    QueueNames,
+    ServerClock,
+    StreamLimits,
     ensure,
+    measure,
     read_state,
     remove_abandoned,
     require_jetstream,
 )
+from pdserve.recent import RecentKeys
 from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WITHDRAW_FOR = 30.0
+_CANCELLED = 20_000
+"""ids that are kept in mind"""
 
 
 class JetStreamQueue(PrefillQueue):
-    def __init__(self, nats: str, namespace: str, model: str, limits: Limits | None = None) -> None:
-        self._names = Names(namespace, model)
-        self._limits = limits or Limits()
-        self._connection = Connection(nats, self._prepare)
-        self._puller = Puller(self._connection, self._names.stream, CONSUMER)
-        self._depth = Depth()
+    def __init__(self, nats: str, namespace: str, model: str, limits: StreamLimits | None = None) -> None:
+        self._names = QueueNames(namespace, model)
+        self._limits = limits or StreamLimits()
+        self._connection = NatsConnection(nats, self._prepare)
+        self._puller = PullConsumer(self._connection, self._names.stream, CONSUMER)
+        self._depth = QueueDepth()
         self._made: datetime | None = None
         """when the stream was, by the server's clock"""
         self._losses = 0
         self._news = 0.0
-        """when somebody last said how far the queue is"""
-        self._cancelled = Cancelled()
-        self._notices: Inbox | None = None
-        self._inboxes: dict[str, Inbox] = {}
+        """when the depth was last told or asked for"""
+        self._cancelled: RecentKeys[None] = RecentKeys(_CANCELLED)
+        self._notices: SubjectMessages | None = None
+        self._inboxes: dict[str, SubjectMessages] = {}
         self._owed_acks: set[str] = set()
         self._unsure: dict[str, float] = {}
         """requests whose storing was not confirmed, and until when they are withdrawn"""
         self._clock: ServerClock | None = None
         self._max_payload = 1 << 20
         """NATS' default, until the server says"""
-        self._tasks = Owner()
 
     def bind(self, fingerprint: str) -> None:
         self._names = replace(self._names, fingerprint=fingerprint)
-        self._puller = Puller(self._connection, self._names.stream, CONSUMER)
+        self._puller = PullConsumer(self._connection, self._names.stream, CONSUMER)
 
-    async def __aenter__(self) -> Self:
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
         self._connection.listen(self._names.state, self._on_state)
-        await self._connection.__aenter__()
-        self._tasks.forever(self._keep_depth_true, "queue depth")
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._tasks.stop()
-        await self._connection.__aexit__(kind, error, trace)
+        async with self._connection, Owner() as tasks:
+            tasks.forever(self._keep_depth_true, "queue depth")
+            yield
 
     @property
     def connected(self) -> bool:
@@ -126,10 +128,10 @@ class JetStreamQueue(PrefillQueue):
         await self._withdraw_unsure(client)
 
     async def _withdraw_unsure(self, client: Client) -> None:
-        """What could not be confirmed counts as failed here, so nobody needs to work on it. Said more than
+        """What could not be confirmed counts as failed here, so no worker needs to work on it. Said more than
         once, because after an outage the prefill workers may be back later than we are."""
         now = time.monotonic()
-        self._unsure = {one: until for one, until in self._unsure.items() if until > now}
+        self._unsure = {request: until for request, until in self._unsure.items() if until > now}
         if self._unsure:
             await client.publish(self._names.notices, encode(PrefillCancel(list(self._unsure))))
 
@@ -153,8 +155,8 @@ class JetStreamQueue(PrefillQueue):
         self._news = time.monotonic()
 
     async def _keep_depth_true(self) -> None:
-        """Without a prefill worker nobody reports, and what runs out of its age is reported by nobody: ask
-        when the queue seems to stand still."""
+        """Without a prefill worker nothing reports it, and of what runs out of its age no worker learns: ask when the
+        queue seems to stand still."""
         while True:
             await asyncio.sleep(self._limits.resync)
             if not self.connected:
@@ -163,9 +165,9 @@ class JetStreamQueue(PrefillQueue):
                 client = self._connection.client()
                 await self._withdraw_unsure(client)
                 if not self._clock or time.monotonic() - self._clock.measured >= MEASURE_EVERY:
-                    self._clock = await heed(measure(client, self._names.stream)) or self._clock
+                    self._clock = await cancellable(measure(client, self._names.stream)) or self._clock
                 if self.depth and time.monotonic() - self._news >= self._limits.resync:
-                    await heed(self._sync(client))
+                    await cancellable(self._sync(client))
             except (nats.errors.Error, QueueUnavailable, TimeoutError) as error:
                 log.debug("queue depth: %s", error)
 
@@ -177,7 +179,7 @@ class JetStreamQueue(PrefillQueue):
             try:
                 await self._store(request, payload)
             except nats.js.errors.NoStreamResponseError:
-                await heed(ensure(self._connection.client(), self._names, self._limits))
+                await cancellable(ensure(self._connection.client(), self._names, self._limits))
                 await self._store(request, payload)
         except nats.errors.TimeoutError as error:
             self._unsure[request.request_id] = time.monotonic() + min(request.timeout, _WITHDRAW_FOR)
@@ -187,10 +189,10 @@ class JetStreamQueue(PrefillQueue):
             raise kind(getattr(error, "description", None) or str(error)) from error
 
     async def _store(self, request: PrefillRequest, payload: bytes) -> None:
-        await self._connection.settle()
+        await self._connection.subscribe()
         js = self._connection.client().jetstream()
         headers = {"Nats-Msg-Id": request.request_id}
-        stored = await heed(
+        stored = await cancellable(
             js.publish(self._names.requests, payload, timeout=self._limits.publish_timeout, headers=headers)
         )
         self._depth = self._depth.published(stored.seq)
@@ -212,7 +214,7 @@ class JetStreamQueue(PrefillQueue):
     async def expect_warm_ups(self, instance: str) -> None:
         self._inbox(self._names.warm_ups(instance))
         with suppress(QueueUnavailable):
-            await self._connection.settled()
+            await self._connection.flush_subscriptions()
 
     def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
         return self._decoded(self._inbox(self._names.warm_ups(instance)), decode_prefill_request)
@@ -223,7 +225,8 @@ class JetStreamQueue(PrefillQueue):
         while True:
             messages = await self._fetch(limit, ends - time.monotonic())
             await self._broadcast(messages)
-            deliveries = [one for message in messages if (one := await self._accept(message))]
+            accepted = [await self._accept(message) for message in messages]
+            deliveries = [delivery for delivery in accepted if delivery]
             if deliveries or time.monotonic() >= ends:
                 return deliveries
 
@@ -233,19 +236,19 @@ class JetStreamQueue(PrefillQueue):
         except ConsumerMissing:
             log.warning("the queue of %s is gone from NATS; making it anew", self._names.model)
         try:
-            await heed(ensure(self._connection.client(), self._names, self._limits))
+            await cancellable(ensure(self._connection.client(), self._names, self._limits))
             return await self._puller.fetch(limit, wait)
         except (ConsumerMissing, nats.errors.Error) as error:
             raise QueueUnavailable(f"the queue's stream cannot be made: {error}") from error
 
     async def _broadcast(self, messages: list[Msg]) -> None:
         seen = [message.metadata for message in messages]
-        if newest := max(seen, key=lambda one: one.sequence.stream, default=None):
+        if newest := max(seen, key=lambda metadata: metadata.sequence.stream, default=None):
             state = QueueState(newest.sequence.stream, newest.num_pending)
             await self._connection.publish(self._names.state, encode(state))
 
     async def _accept(self, message: Msg) -> Delivery | None:
-        """None where nobody needs to work on it any more."""
+        """None where it needs no work any more."""
         try:
             request = decode_prefill_request(message.data)
         except ProtocolError as error:
@@ -277,16 +280,16 @@ class JetStreamQueue(PrefillQueue):
     def notices(self) -> AsyncIterator[ToPrefill]:
         return self._decoded(self._listen_to_notices(), decode_to_prefill)
 
-    def _listen_to_notices(self) -> Inbox:
+    def _listen_to_notices(self) -> SubjectMessages:
         """Listen once, both to skip what is cancelled while it is queued and to tell the worker."""
         if self._notices is None:
-            inbox = self._notices = Inbox(self._names.notices)
+            inbox = self._notices = SubjectMessages(self._names.notices)
 
             async def note(message: Msg) -> None:
                 with suppress(ProtocolError):
                     notice = decode_to_prefill(message.data)
                     if isinstance(notice, PrefillCancel):
-                        self._cancelled.add(notice.request_ids)
+                        self._cancelled.update(dict.fromkeys(notice.request_ids))
                 await inbox.take(message)
 
             self._connection.listen(self._names.notices, note)
@@ -294,18 +297,58 @@ class JetStreamQueue(PrefillQueue):
 
     # listening
 
-    def _inbox(self, subject: str) -> Inbox:
-        """The same one for a reader that starts again: what came meanwhile is in it."""
+    def _inbox(self, subject: str) -> SubjectMessages:
+        """The same for a reader that starts again: what came meanwhile is in it."""
         if subject not in self._inboxes:
-            inbox = self._inboxes[subject] = Inbox(subject)
+            inbox = self._inboxes[subject] = SubjectMessages(subject)
             self._connection.listen(subject, inbox.take)
         return self._inboxes[subject]
 
-    async def _decoded(self, inbox: Inbox, decode: Callable[[bytes], T]) -> AsyncIterator[T]:
+    async def _decoded(self, inbox: SubjectMessages, decode: Callable[[bytes], T]) -> AsyncIterator[T]:
         with suppress(QueueUnavailable):
-            await self._connection.settle()
+            await self._connection.subscribe()
         async for message in inbox:
             try:
                 yield decode(message.data)
             except ProtocolError as error:
                 log.warning("message on %s skipped: %s", inbox.subject, error)
+
+
+class JetStreamDelivery(Delivery):
+    """`losses` counts how often the server lost its stream. What is said of a message names it by its number, which in
+    a later stream is another request's: nothing is said then."""
+
+    def __init__(
+        self,
+        connection: NatsConnection,
+        owed: set[str],
+        message: Msg,
+        request: PrefillRequest,
+        clock: ServerClock | None,
+        losses: Callable[[], int],
+    ) -> None:
+        self._connection = connection
+        self._owed = owed
+        self._reply = message.reply
+        self._losses, self._lost_before = losses, losses()
+        self.request = request
+        self.redelivered = message.metadata.num_delivered > 1
+        self.queued = clock.age(message.metadata.timestamp.timestamp()) if clock else 0.0
+        self.deadline = time.monotonic() + request.timeout - self.queued
+
+    async def ack(self) -> None:
+        """During an outage it is remembered, and said when the server is back: nothing is raised."""
+        try:
+            await self._say(b"+ACK")
+        except QueueUnavailable:
+            self._owed.add(self._reply)
+
+    async def in_progress(self) -> None:
+        await self._say(b"+WPI")
+
+    async def give_back(self) -> None:
+        await self._say(b"-NAK")
+
+    async def _say(self, word: bytes) -> None:
+        if self._losses() == self._lost_before:
+            await self._connection.publish(self._reply, word)

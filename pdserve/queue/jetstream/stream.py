@@ -1,7 +1,14 @@
-"""What a model's queue needs on the server, made where it is missing, again and again without harm."""
+"""What a model's queue has on the NATS server: the names, the stream and its consumer, made where they are missing,
+again and again without harm, and the server's clock.
 
+All ages of queued requests are told by that clock: the stamp that the server puts on a message is compared with the
+server's own time, never with this host's.
+"""
+
+import hashlib
 import json
 import logging
+import time
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -11,9 +18,9 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 
+from pdserve import clock
 from pdserve.errors import ConfigError
 from pdserve.messages import QueueState
-from pdserve.queue.jetstream.names import CONSUMER, Names
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +31,82 @@ TOO_MANY = 10077
 _NO_SPACE = (10028, 10047)
 """error codes of a server that has not so many bytes, of memory or in files, left to set aside"""
 _NOT_ENABLED = (None, 10039, 10076)
-"""error codes of a server or account without JetStream; None: nobody answers on its subjects at all"""
+"""error codes of a server or account without JetStream; None: nothing answers on its subjects at all"""
+SAMPLES = 3
+MEASURE_EVERY = 30.0
+"""seconds; clocks of servers are set, too"""
+_PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
+_LONGEST = 120
+"""stream names become folder names"""
+
+
+# names
+
+
+def token(text: str) -> str:
+    """`text` as one token of a subject, reversible in principle: all but letters, digits, `_` and `-` is
+    written as `=` and two hex digits. What gets too long ends in a digest instead."""
+    plain = "".join(
+        char if char in _PLAIN else "".join(f"={byte:02X}" for byte in char.encode()) for char in text
+    )
+    if len(plain) <= _LONGEST:
+        return plain or "="
+    return f"{plain[: _LONGEST - 34]}=={hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 @dataclass(frozen=True)
-class Limits:
+class QueueNames:
+    namespace: str
+    model: str
+    fingerprint: str = ""
+    """of what the workers have loaded; those of different ones share nothing"""
+
+    @property
+    def root(self) -> str:
+        return ".".join(["pdserve", token(self.namespace), token(self.model), token(self.fingerprint)])
+
+    @property
+    def stream(self) -> str:
+        return f"{self.streams}{token(self.fingerprint)}"
+
+    @property
+    def streams(self) -> str:
+        """How the names of all streams of the model begin."""
+        return f"pdserve+{token(self.namespace)}+{token(self.model)}+"
+
+    @property
+    def requests(self) -> str:
+        return f"{self.root}.prefill"
+
+    @property
+    def state(self) -> str:
+        return f"{self.root}.state"
+
+    @property
+    def notices(self) -> str:
+        return f"{self.root}.notices"
+
+    def answers(self, instance: str) -> str:
+        return f"{self.root}.answers.{token(instance)}"
+
+    def warm_ups(self, instance: str) -> str:
+        return f"{self.root}.warm-ups.{token(instance)}"
+
+
+CONSUMER = "prefill"
+"""the durable consumer of a stream, shared by all prefill workers"""
+
+
+def bucket(namespace: str) -> str:
+    """Buckets may hold only letters, digits, `_` and `-`."""
+    return "pdserve-" + token(namespace).replace("_", "__").replace("=", "_x")
+
+
+# the stream
+
+
+@dataclass(frozen=True)
+class StreamLimits:
     ack_wait: float = 15.0
     """seconds without a word after which a request is delivered to another worker"""
     max_deliver: int = 5
@@ -60,7 +138,7 @@ async def require_jetstream(client: Client, url: str) -> None:
         ) from error
 
 
-async def ensure(client: Client, names: Names, limits: Limits) -> None:
+async def ensure(client: Client, names: QueueNames, limits: StreamLimits) -> None:
     """Stream and consumer are there, with these limits; in the server's memory, because a full disk stops a stream in
     files for as long as the server runs (docs/decisions/0011-queue-in-memory.md)."""
     js = client.jetstream(timeout=API_TIMEOUT)
@@ -81,7 +159,9 @@ async def ensure(client: Client, names: Names, limits: Limits) -> None:
     await js.add_consumer(names.stream, consumer)
 
 
-async def _make_stream(js: JetStreamContext, names: Names, limits: Limits, more: dict[str, Any]) -> None:
+async def _make_stream(
+    js: JetStreamContext, names: QueueNames, limits: StreamLimits, more: dict[str, Any]
+) -> None:
     ours = more | {
         "subjects": [names.requests],
         "retention": RetentionPolicy.WORK_QUEUE,
@@ -99,7 +179,7 @@ async def _make_stream(js: JetStreamContext, names: Names, limits: Limits, more:
         await js.update_stream((await js.stream_info(names.stream)).config, **ours)
 
 
-async def remove_abandoned(client: Client, names: Names, limits: Limits) -> None:
+async def remove_abandoned(client: Client, names: QueueNames, limits: StreamLimits) -> None:
     """The model's other streams that were left behind by workers of another fingerprint: empty, without a prefill
     worker that pulls, and not used for long. Where they are in use after all, they are made anew at their next use."""
     js = client.jetstream(timeout=API_TIMEOUT)
@@ -114,7 +194,7 @@ async def remove_abandoned(client: Client, names: Names, limits: Limits) -> None
 
 async def _remove_if_idle(client: Client, stream: str, after: float) -> None:
     js = client.jetstream(timeout=API_TIMEOUT)
-    reply = json.loads((await client.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=API_TIMEOUT)).data)
+    reply = await _stream_info(client, stream)
     used = max(_seconds(reply.get("created")), _seconds(reply.get("state", {}).get("last_ts")))
     if "ts" not in reply or _seconds(reply["ts"]) - used < after:
         return
@@ -124,14 +204,56 @@ async def _remove_if_idle(client: Client, stream: str, after: float) -> None:
     log.info("removed the stream %s: no worker has used it for %g s", stream, after)
 
 
+async def _stream_info(client: Client, stream: str) -> dict[str, Any]:
+    """With the server's own time as `ts`, which nats-py leaves out."""
+    reply = await client.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=API_TIMEOUT)
+    info: dict[str, Any] = json.loads(reply.data)
+    return info
+
+
 def _seconds(stamp: str | None) -> float:
     return datetime.fromisoformat(stamp).timestamp() if stamp and not stamp.startswith("0001") else 0.0
 
 
-async def read_state(client: Client, names: Names) -> tuple[datetime | None, int, QueueState]:
+async def read_state(client: Client, names: QueueNames) -> tuple[datetime | None, int, QueueState]:
     """When the stream was made, the last stored sequence, and then how far the consumer is."""
     js = client.jetstream(timeout=API_TIMEOUT)
     stream = await js.stream_info(names.stream)
     info = await js.consumer_info(names.stream, CONSUMER)
     delivered = info.delivered.stream_seq if info.delivered else 0
     return stream.created, stream.state.last_seq, QueueState(delivered, info.num_pending or 0)
+
+
+# the clock
+
+
+@dataclass(frozen=True)
+class ServerClock:
+    ahead: float
+    """seconds that the server's Unix time is ahead of this host's monotonic time"""
+    skew: float
+    """seconds that this process's time of day is ahead of the server's"""
+    measured: float
+    """monotonic"""
+
+    def age(self, stamp: float) -> float:
+        """Seconds since the server stamped a message with these Unix seconds."""
+        return max(0.0, time.monotonic() + self.ahead - stamp)
+
+
+async def measure(client: Client, stream: str) -> ServerClock | None:
+    """The quickest of a few questions tells the most. None where the server (before 2.10) does not tell its time, or
+    there is no such stream. Raises nats' errors and TimeoutError."""
+    best: tuple[float, ServerClock] | None = None
+    for _ in range(SAMPLES):
+        sent = time.monotonic()
+        stamp = (await _stream_info(client, stream)).get("ts")
+        now = time.monotonic()
+        if stamp is None:
+            return None
+        server, trip = datetime.fromisoformat(stamp).timestamp(), now - sent
+        if best is None or trip < best[0]:
+            middle = sent + trip / 2
+            here = clock.unix() - (time.monotonic() - middle)
+            best = trip, ServerClock(server - middle, here - server, now)
+    return best[1] if best else None
