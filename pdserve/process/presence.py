@@ -111,6 +111,7 @@ class Presence:
         """`skew` is how wrong this process's clock is, as far as that is known now."""
         self.instance = instance
         self._skew = skew
+        self._newcomer = False
         self._announced = asyncio.Event()
         self._left = False
         self._writing = asyncio.Lock()
@@ -123,6 +124,7 @@ class Presence:
         at most, since any of them may hang.
 
         Of two that start at the same time at least one sees the other, because each looks after it has seen itself."""
+        self._newcomer = True
         await self._registry.put(keys.newcomer(self.instance), encode_record(self.instance))
         try:
             async with asyncio.timeout(WARM_UP_WITHIN):
@@ -144,7 +146,8 @@ class Presence:
             await self._registry.put(key, encode_record(self._card))
         self._look()
         await self._write()
-        await self._registry.delete(keys.newcomer(self.instance))
+        if self._newcomer:  # any other key cannot be deleted while the registry is away
+            await self._registry.delete(keys.newcomer(self.instance))
         self._announced.set()
 
     async def drain(self) -> None:

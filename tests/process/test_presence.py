@@ -1,7 +1,8 @@
-"""Which model card is the newest, whatever the workers' clocks say."""
+"""What a process says of itself: which model card is the newest, and its instance."""
 
-from pdserve.messages import ModelCard
-from pdserve.process.presence import generation
+from pdserve.messages import Instance, Load, ModelCard, Role
+from pdserve.process.presence import Presence, generation
+from pdserve.registry.memory import MemoryRegistry, MemoryServer
 
 
 def card(fingerprint: str, generation: int = 0, created: int = 0) -> ModelCard:
@@ -21,3 +22,16 @@ def test_what_is_there_already_is_no_newer() -> None:
 def test_a_change_is_newer_than_all_that_is_there() -> None:
     assert generation(card("c"), [card("a", 3, created=10**12), card("b", 4)]) == 5
     assert generation(card("a"), [card("b", 4)]) == 5, "and so is going back"
+
+
+async def test_a_frontend_announces_itself_also_while_the_registry_is_away() -> None:
+    """It was never a newcomer: there is nothing to delete."""
+    server = MemoryServer()
+    async with MemoryRegistry(server, "t") as registry, MemoryRegistry(server, "t") as other:
+        presence = Presence(registry, Instance("frontend-0", Role.FRONTEND), None, Load)
+        await server.down()
+        await presence.announce()
+        await server.up()
+        assert list(await other.read("instances/")) == ["instances/frontend/frontend-0"]
+        await presence.leave()
+        assert await other.read("") == {}
