@@ -1,8 +1,8 @@
-"""The graph as data: the roles, what each needs, and in which order they start and stop.
+"""The graph as data: the roles, how a process of each is run, and in which order they stop.
 
-Roles start together, once the servers are up: the frontend answers 503 on its port until a model's card
-appears, and engines spend their half minute of loading side by side. They stop in waves, each when the one
-before is gone, so that whoever still finishes a request keeps everything that it needs for it.
+Roles start together, once the servers are up: the frontend answers 503 on its port until a model's card appears, and
+engines spend their half minute of loading side by side. They stop in waves, each when the wave before is gone, so that
+a process that still finishes a request keeps everything that it needs for it.
 """
 
 import json
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -17,66 +18,36 @@ from pdserve.config.schema import Config
 from pdserve.messages import Role
 from pdserve.plan.slots import Slot
 
-
-@dataclass(frozen=True)
-class RoleSpec:
-    """A kind of process."""
-
-    role: Role
-    service: str
-    """import string of its `process.life.Service`, whose `connect(config, slot, metrics_url)` makes one"""
-    stops: int
-    """wave in which it is stopped, lowest first; the servers come after all of them"""
-    engine: bool = False
-    """true: it loads a model"""
-
-
-GRAPH = {
-    node.role: node
-    for node in (
-        RoleSpec(Role.FRONTEND, "pdserve.frontend.server:Frontend", stops=0),
-        RoleSpec(Role.DECODE, "pdserve.decode.worker:DecodeWorker", stops=1, engine=True),
-        RoleSpec(Role.PREFILL, "pdserve.prefill.worker:PrefillWorker", stops=2, engine=True),
-    )
-}
-
-
-SLOT_VARIABLE = "PDSERVE_SLOT"
-"""environment variable by which the supervisor hands a process its slot: planned alone, it would get other
-GPUs"""
-
+T = TypeVar("T")
 
 CONFIG_VARIABLE = "PDSERVE_CONFIG"
 """environment variable with the configuration that the supervisor started with: the file may have been edited since,
 and a role that is started again must fit those that run"""
-
-
+SLOT_VARIABLE = "PDSERVE_SLOT"
+"""environment variable with the slot that the supervisor gives a process: planned alone, it would get other GPUs"""
 BOOT_VARIABLE = "PDSERVE_BOOT"
 """environment variable by which the supervisor knows the instance that a process registers from all others: its pid is
 only unique inside a container, and until a restart of that"""
 
 
-def encode_config(config: Config) -> str:
-    return json.dumps(msgspec.to_builtins(config, enc_hook=str))
+@dataclass(frozen=True)
+class RoleSpec:
+    service: str
+    """import string of its `process.life.Service`, whose `connect(config, slot, metrics_url)` makes one"""
+    stops: int
+    """wave in which it is stopped, lowest first; the servers come after all of them"""
 
 
-def decode_config(text: str) -> Config:
-    return msgspec.convert(
-        json.loads(text), Config, dec_hook=lambda kind, value: Path(value) if kind is Path else value
-    )
-
-
-def encode_slot(slot: Slot) -> str:
-    return msgspec.json.encode(slot).decode()
-
-
-def decode_slot(text: str) -> Slot:
-    return msgspec.json.decode(text, type=Slot)
+GRAPH = {
+    Role.FRONTEND: RoleSpec("pdserve.frontend.server:Frontend", stops=0),
+    Role.DECODE: RoleSpec("pdserve.decode.worker:DecodeWorker", stops=1),
+    Role.PREFILL: RoleSpec("pdserve.prefill.worker:PrefillWorker", stops=2),
+}
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process that the supervisor keeps alive."""
+    """A process that the supervisor keeps alive."""
 
     name: str
     """`decode-0`"""
@@ -85,22 +56,32 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     """beside the supervisor's own environment"""
 
-    @property
-    def node(self) -> RoleSpec:
-        return GRAPH[self.role]
-
 
 def process_spec(slot: Slot, config_file: Path, env: Mapping[str, str]) -> ProcessSpec:
-    """How `serve` runs a slot: exactly as a user would on another host, `pdserve decode -f FILE --index
-    0`."""
-    command = (
-        sys.executable,
-        "-m",
-        "pdserve",
-        slot.role.value,
-        "-f",
-        str(config_file),
-        "--index",
-        str(slot.index),
-    )
+    """How `serve` runs a slot: exactly as a user would on another host, `pdserve decode -f FILE --index 0`."""
+    pdserve = (sys.executable, "-m", "pdserve")
+    command = (*pdserve, slot.role.value, "-f", str(config_file), "--index", str(slot.index))
     return ProcessSpec(slot.name, slot.role, command, env)
+
+
+def to_environment(config: Config, slot: Slot) -> dict[str, str]:
+    """What `from_environment` reads in the process of this slot."""
+    return {CONFIG_VARIABLE: _encode(config), SLOT_VARIABLE: _encode(slot)}
+
+
+def from_environment(env: Mapping[str, str]) -> tuple[Config, Slot] | None:
+    """The configuration and the slot of a process that the supervisor started; None in any other."""
+    if CONFIG_VARIABLE not in env or SLOT_VARIABLE not in env:
+        return None
+    return _decode(env[CONFIG_VARIABLE], Config), _decode(env[SLOT_VARIABLE], Slot)
+
+
+def _encode(value: object) -> str:
+    """By way of json, which has integers of any size, and infinity."""
+    return json.dumps(msgspec.to_builtins(value, enc_hook=str))
+
+
+def _decode(text: str, kind: type[T]) -> T:
+    return msgspec.convert(
+        json.loads(text), kind, dec_hook=lambda kind, value: Path(value) if kind is Path else value
+    )

@@ -1,4 +1,4 @@
-"""The configuration that `serve` hands to its roles."""
+"""The configuration and the slot that `serve` hands to its roles."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,15 +6,23 @@ from pathlib import Path
 import pytest
 
 from pdserve.config.load import load
-from pdserve.graph import decode_config, encode_config
+from pdserve.graph import from_environment, to_environment
+from pdserve.messages import Role
+from pdserve.plan.slots import Slot
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+SLOT = Slot(Role.DECODE, 1, (2, 3), 5600, {"CUDA_VISIBLE_DEVICES": "2,3"})
+
+
+def test_a_process_that_was_started_by_hand_has_neither() -> None:
+    assert from_environment({}) is None
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_a_configuration_survives_encoding(file: Path) -> None:
     config = replace(load(file, {}), nats="nats://127.0.0.1:4222", etcd="127.0.0.1:2379")
-    assert decode_config(encode_config(config)) == config
+    assert from_environment(to_environment(config, SLOT)) == (config, SLOT)
 
 
 def test_numbers_of_any_size_survive_encoding() -> None:
@@ -26,4 +34,4 @@ def test_numbers_of_any_size_survive_encoding() -> None:
         "deep": {"list": [1, None, True, "x", 1.5, float("inf")]},
     }
     config = replace(config, decode=replace(config.decode, engine_args=arguments))
-    assert decode_config(encode_config(config)) == config
+    assert from_environment(to_environment(config, SLOT)) == (config, SLOT)

@@ -11,7 +11,7 @@ from pdserve.cli.options import File, LogFormat, Verbose
 from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
-from pdserve.graph import CONFIG_VARIABLE, SLOT_VARIABLE, decode_config, decode_slot
+from pdserve.graph import from_environment
 from pdserve.messages import Role
 from pdserve.observe import logs
 from pdserve.plan.machine import Machine
@@ -48,10 +48,7 @@ def role(
 def _place(role: Role, file: Path, index: int) -> tuple[Config, Slot]:
     """The configuration with addresses, and the slot: the supervisor's, or those of the file, planned for this process
     alone. Raises ConfigError."""
-    if CONFIG_VARIABLE in os.environ and SLOT_VARIABLE in os.environ:
-        config, slot = decode_config(os.environ[CONFIG_VARIABLE]), decode_slot(os.environ[SLOT_VARIABLE])
-    else:
-        config, slot = _planned(role, file, index)
+    config, slot = from_environment(os.environ) or _planned(role, file, index)
     if problem := busy_kv_port(config, slot):
         raise ConfigError([problem])
     return config, slot

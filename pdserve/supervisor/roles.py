@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from pdserve.graph import BOOT_VARIABLE, ProcessSpec
+from pdserve.graph import BOOT_VARIABLE, GRAPH, ProcessSpec
 from pdserve.messages import Instance, Role, SlotState
 from pdserve.process.life import SUPERVISOR_DIED
 from pdserve.process.presence import instance_id, new_boot
@@ -48,7 +48,7 @@ class SupervisedRole(SupervisedProcess):
 
     @property
     def wave(self) -> int:
-        return self.spec.node.stops
+        return GRAPH[self.spec.role].stops
 
     @property
     def kind_was_ready(self) -> bool:

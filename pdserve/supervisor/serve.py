@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError, RegistryUnavailable
-from pdserve.graph import CONFIG_VARIABLE, SLOT_VARIABLE, encode_config, encode_slot, process_spec
+from pdserve.graph import process_spec, to_environment
 from pdserve.messages import Instance
 from pdserve.plan.plan import Plan
 from pdserve.plan.slots import Slot
@@ -125,8 +125,7 @@ def _environment(slot: Slot, config: Config, graph: state.GraphRecord, sockets: 
     return {
         "PDSERVE_ETCD": graph.etcd,
         "PDSERVE_NATS": graph.nats,
-        SLOT_VARIABLE: encode_slot(slot),
-        CONFIG_VARIABLE: encode_config(replace(config, nats=graph.nats, etcd=graph.etcd)),
+        **to_environment(replace(config, nats=graph.nats, etcd=graph.etcd), slot),
         # One record per line, tracebacks included; the supervisor shows them as the user wants them.
         "PDSERVE_LOG_FORMAT": "json",
         "PDSERVE_LOG_LEVEL": os.environ.get("PDSERVE_LOG_LEVEL", "INFO"),

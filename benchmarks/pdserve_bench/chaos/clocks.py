@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pdserve.clock import VARIABLE
-from pdserve.graph import CONFIG_VARIABLE, SLOT_VARIABLE, encode_config, encode_slot
+from pdserve.graph import to_environment
 from pdserve.messages import Instance, Role
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import make_plan
@@ -124,8 +124,7 @@ def _process(scene: Scene, slot: Slot, offset: float) -> ServerRun:
     variables = {
         **CUTTABLE,
         "PDSERVE_STATE_DIR": str(running.state_dir),
-        CONFIG_VARIABLE: encode_config(config),
-        SLOT_VARIABLE: encode_slot(slot),
+        **to_environment(config, slot),
         VARIABLE: f"{offset:g}",
     }
     command = [*PDSERVE, slot.role.value, "-f", graph.config, "--index", str(slot.index)]
