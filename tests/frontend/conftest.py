@@ -128,7 +128,7 @@ async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph
     async with AsyncExitStack() as stack:
         registry = await stack.enter_async_context(MemoryRegistry(server))
         view = await stack.enter_async_context(RegistryView(registry))
-        around = ModelContext(
+        context = ModelContext(
             lambda address: connect(address, f"frontend-{next(serial)}"),
             NoBlobs(),
             tmp_path_factory.mktemp("state"),
@@ -136,7 +136,7 @@ async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph
             20.0,
         )
         graph = Graph(server)
-        graph.models = await stack.enter_async_context(serve_models(view, around, "demo", AdmissionLimits()))
+        graph.models = await stack.enter_async_context(serve_models(view, context, "demo", AdmissionLimits()))
         client = await stack.enter_async_context(httpx.AsyncClient())
         graph.app = FrontendApp(graph.models, MetricsPage(view, "frontend-0-test", client), ApiKeys(), 20.0)
         graph.url = await serve(cross_origin(graph.app), stack)

@@ -82,7 +82,7 @@ def test_the_rate_falls_while_nothing_is_admitted() -> None:
         (4, 10, 2, 30, 0),  # half of the 8 s to spare
         (5, 10, 2, 30, 1),
         (1, 10, 20, 30, 1),  # hopeless but for luck ...
-        (0, 10, 20, 30, 0),  # ... which whoever is next may try
+        (0, 10, 20, 30, 0),  # ... which the request that is next may try
         (0, -1, 0, 30, 0),
         (1, -1, 0, 30, 1),
     ],

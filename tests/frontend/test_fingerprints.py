@@ -71,7 +71,7 @@ def post(graph: Graph, path: str = "/v1/completions", **changes: Any) -> "asynci
 async def test_what_is_not_begun_goes_to_the_newest_when_no_old_one_is_left(
     graph: Graph, path: str, stream: bool
 ) -> None:
-    """Two at the old worker without a token, two in its line."""
+    """Two at the old worker without a token, two in its queue."""
     async with AsyncExitStack() as stack:
         old = await stack.enter_async_context(
             graph.worker("rolled", pace=None, at_once=1, loaded="old", generation=11)

@@ -19,13 +19,13 @@ _HOLD = (
 
 
 def test_processes_share_a_port() -> None:
-    with bind("127.0.0.1", 0) as one:
-        port = one.getsockname()[1]
-        with bind("127.0.0.1", port) as other:
-            assert other.getsockname()[1] == port
+    with bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        with bind("127.0.0.1", port) as second:
+            assert second.getsockname()[1] == port
 
 
-def test_a_stranger_on_the_port_is_named() -> None:
+def test_another_process_on_the_port_is_named() -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

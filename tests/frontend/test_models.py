@@ -32,7 +32,7 @@ async def names(graph: Graph) -> list[str]:
 
 
 async def test_two_models_at_once(graph: Graph) -> None:
-    async with graph.worker("demo") as one, graph.worker("org/other") as other:
+    async with graph.worker("demo") as demo, graph.worker("org/other") as other:
         listed = await names(graph)
         first = await graph.http.post("/v1/completions", json=completion(model="demo"))
         second = await graph.http.post("/v1/completions", json=completion(model="org/other"))
@@ -42,7 +42,7 @@ async def test_two_models_at_once(graph: Graph) -> None:
         chosen = await graph.http.get("/openapi.json?model=demo")
     assert listed == ["demo", "org/other"]
     assert (first.json()["model"], second.json()["model"]) == ("demo", "org/other")
-    assert (len(one.seen), len(other.seen)) == (1, 1)
+    assert (len(demo.seen), len(other.seen)) == (1, 1)
     assert unnamed.status_code == 400
     assert "demo, org/other" in unnamed.json()["error"]["message"]
     assert single.json()["max_model_len"] == 4096
@@ -52,7 +52,7 @@ async def test_two_models_at_once(graph: Graph) -> None:
 async def test_models_vanish_with_their_cards(graph: Graph) -> None:
     async with graph.worker("passing"):
         assert "passing" in await names(graph)
-    await until(lambda: "passing" not in [one.name for one in graph.models.listed()])
+    await until(lambda: "passing" not in [card.name for card in graph.models.listed()])
     assert "passing" not in await names(graph)
 
 
@@ -162,10 +162,10 @@ async def test_version(graph: Graph) -> None:
 
 
 async def test_routing_is_in_turn_and_can_be_changed(graph: Graph) -> None:
-    async with graph.worker() as one, graph.worker() as other, MemoryRegistry(graph.registry) as registry:
+    async with graph.worker() as first, graph.worker() as second, MemoryRegistry(graph.registry) as registry:
         for _ in range(6):
             await graph.http.post("/v1/completions", json=completion(max_tokens=1))
-        assert (len(one.seen), len(other.seen)) == (3, 3)
+        assert (len(first.seen), len(second.seen)) == (3, 3)
         await registry.put(keys.setting("router"), b"least-loaded", leased=False)
         try:
             await graph.http.post("/v1/completions", json=completion(max_tokens=1))

@@ -1,5 +1,5 @@
 """A flood on a real decode worker with a simulated engine: the engine gets what it can run, a polite client its
-turn, and the rest is told at once when to come again."""
+turn, and the other requests are refused at once with the time to come again."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ from tests.conditions import until
 from tests.decode.graph import config, living
 from tests.engine.sims import spec
 from tests.frontend.conftest import MODEL, Graph
-from tests.frontend.test_edge import finish
+from tests.frontend.test_app import finish
 from tests.frontend.test_generate import completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -99,15 +99,17 @@ async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
             assert answer.text.endswith("data: [DONE]\n\n")
 
 
-async def test_the_worker_with_room_is_chosen(graph: Graph) -> None:
-    async with graph.worker(pace=None, at_once=1) as one, graph.worker(pace=None, at_once=1) as other:
+async def test_the_worker_with_capacity_is_chosen(graph: Graph) -> None:
+    async with graph.worker(pace=None, at_once=1) as first, graph.worker(pace=None, at_once=1) as second:
         await until(lambda: graph.models.live().get("demo") == 2)
         admission = graph.models.find("demo").admission
         answers = [
             asyncio.create_task(graph.http.post("/v1/completions", json=completion())) for _ in range(5)
         ]
-        await until(lambda: (len(one.jobs), len(other.jobs), len(admission)) == (2, 2, 1))
-        full, free = (one, other) if one.id < other.id else (other, one)  # it would be the turn of the first
+        await until(lambda: (len(first.jobs), len(second.jobs), len(admission)) == (2, 2, 1))
+        full, free = (
+            (first, second) if first.id < second.id else (second, first)
+        )  # it would be the turn of the first
         await finish(free)
         await free.until(lambda: len(free.seen) == 3)
         await finish(free)
@@ -116,7 +118,7 @@ async def test_the_worker_with_room_is_chosen(graph: Graph) -> None:
     assert (len(full.seen), len(free.seen)) == (2, 3)
 
 
-async def test_what_waits_in_vain_reaches_no_engine(graph: Graph) -> None:
+async def test_a_request_that_waits_in_vain_reaches_no_engine(graph: Graph) -> None:
     async with worker(graph) as engine:
         tested = len(engine._seen)  # itself, by its worker
         engine.faults.going.clear()
@@ -142,7 +144,7 @@ async def test_one_request_with_many_outputs_leaves_others_their_turns(
         crowd = asyncio.create_task(graph.http.post("/v1/completions", json=body))
         await until(lambda: engine.usage.running + engine.usage.waiting == PLACES, within=10)
         assert len(admission) == 1
-        for _ in range(3):  # of the same client: the line lets them pass
+        for _ in range(3):  # of the same client: they pass it in the queue
             answer = await graph.http.post("/v1/completions", json=completion(model=NAME, max_tokens=2))
             assert answer.status_code == 200
             assert engine.usage.running + engine.usage.waiting <= PLACES

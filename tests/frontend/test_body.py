@@ -1,7 +1,6 @@
 import pytest
 
 from pdserve.errors import BadRequest
-from pdserve.frontend.answer import with_one_type
 from pdserve.frontend.body import max_body, parse_body
 
 
@@ -38,32 +37,9 @@ def test_max_body(tokens: int, tokenizing: bool, expected: int) -> None:
         (b'{"messages": [{}, {}]}', None, 1),
     ],
 )
-def test_what_a_body_asks_for(body: bytes, max_tokens: int | None, sequences: int) -> None:
+def test_the_size_of_a_request(body: bytes, max_tokens: int | None, sequences: int) -> None:
     size = parse_body(body).size
     assert (size.prompt_tokens, size.max_tokens, size.sequences) == (len(body) // 4, max_tokens, sequences)
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "expected"),
-    [
-        (
-            b'{"error":{"type":"Gateway Timeout","code":504}}',
-            504,
-            b'{"error":{"type":"TimeoutError","code":504}}',
-        ),
-        (
-            b'data: {"error":{"type":"Bad Request","code":400}}\n\n',
-            0,
-            b'data: {"error":{"type":"BadRequestError","code":400}}\n\n',
-        ),
-        (b'{"error":{"type":"Strange","code":418}}', 418, b'{"error":{"type":"Strange","code":418}}'),
-        (b'{"error":"text"}', 400, b'{"error":"text"}'),
-        (b'data: {"error" is no JSON', 0, b'data: {"error" is no JSON'),
-        (b"[1]", 500, b"[1]"),
-    ],
-)
-def test_types_of_errors(body: bytes, status: int, expected: bytes) -> None:
-    assert with_one_type(body, status) == expected
 
 
 def test_structured_outputs_that_are_no_object_are_refused() -> None:

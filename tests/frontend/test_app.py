@@ -20,7 +20,7 @@ from tests.frontend.test_generate import chat, completion
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_headers_say_where_it_went(graph: Graph) -> None:
+async def test_headers_name_the_worker_and_the_mode(graph: Graph) -> None:
     async with graph.worker(prefill="remote") as worker:
         for stream in (False, True):
             answer = await graph.http.post(
@@ -34,10 +34,10 @@ async def test_headers_say_where_it_went(graph: Graph) -> None:
 
 
 async def test_headers_of_a_request_in_parts(graph: Graph) -> None:
-    async with graph.worker(prefill="remote") as one, graph.worker(prefill="local") as other:
+    async with graph.worker(prefill="remote") as first, graph.worker(prefill="local") as second:
         answer = await graph.http.post("/v1/completions", json=completion(n=2, temperature=1.0))
     assert answer.headers["x-pdserve-prefill"] == "local,remote"
-    assert set(answer.headers["x-pdserve-instance"].split(",")) == {one.id, other.id}
+    assert set(answer.headers["x-pdserve-instance"].split(",")) == {first.id, second.id}
 
 
 @pytest.mark.parametrize("given", ["", "with space", "x" * 200, "a/b"])
@@ -103,10 +103,10 @@ async def test_long_texts_to_tokenize_leave_the_prompts_of_others_their_turn(gra
         long = [asyncio.create_task(graph.http.post("/tokenize", json=body)) for _ in range(6)]
         await until(lambda: graph.models.find("demo").admission.tokenizing.locked())
         answer = await graph.http.post("/v1/completions", json=completion(prompt="a b c"))
-        waiting = sum(not one.done() for one in long)
+        waiting = sum(not request.done() for request in long)
         assert answer.status_code == 200
         assert waiting >= 3
-        assert {one.status_code for one in await asyncio.gather(*long)} == {200}
+        assert {answer.status_code for answer in await asyncio.gather(*long)} == {200}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
@@ -126,7 +126,7 @@ async def test_transfer_params_are_refused(graph: Graph, path: str, extra: dict[
     assert not worker.seen
 
 
-async def test_null_transfer_params_are_nothing(graph: Graph) -> None:
+async def test_null_transfer_params_are_ignored(graph: Graph) -> None:
     async with graph.worker():
         answer = await graph.http.post("/v1/completions", json=completion(kv_transfer_params=None))
     assert answer.status_code == 200
@@ -238,7 +238,7 @@ async def test_a_strange_timeout_is_refused(graph: Graph, value: str) -> None:
 async def full(
     graph: Graph, limits: AdmissionLimits
 ) -> AsyncIterator[tuple[EchoWorker, "asyncio.Task[httpx.Response]"]]:
-    """A worker with two places, both taken; what it is at can be finished by `finish`."""
+    """A worker with two places, both taken; `finish` ends what it runs."""
     async with graph.worker(pace=None, at_once=1) as worker:
         await until(lambda: bool(graph.models.live().get("demo")))
         running = asyncio.create_task(
@@ -278,7 +278,7 @@ async def test_too_much_is_429_before_anything_is_answered(graph: Graph) -> None
     assert counted.status_code == 200  # needs no engine
 
 
-async def test_who_waits_and_leaves_costs_nothing(graph: Graph) -> None:
+async def test_a_request_that_waits_and_leaves_costs_nothing(graph: Graph) -> None:
     async with full(graph, AdmissionLimits()) as (worker, running):
         admission = graph.models.find("demo").admission
         waiting = asyncio.create_task(graph.http.post("/v1/completions", json=completion()))
@@ -321,7 +321,7 @@ async def test_bodies_are_bounded_together_until_they_are_answered(
         second = asyncio.create_task(neighbour.post("/v1/completions", json=completion(prompt="a " * 500)))
         await worker.until(lambda: len(worker.jobs) == 2)
         await finish(worker)
-        assert [(await one).status_code for one in (first, second)] == [200, 200]
+        assert [(await request).status_code for request in (first, second)] == [200, 200]
         third = asyncio.create_task(graph.http.post("/v1/completions", json=body))
         await worker.until(lambda: worker.jobs)
         await finish(worker)
@@ -331,7 +331,7 @@ async def test_bodies_are_bounded_together_until_they_are_answered(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_worker_refuses_is_said(graph: Graph, stream: bool) -> None:
+async def test_a_worker_that_refuses_a_request_is_quoted(graph: Graph, stream: bool) -> None:
     async with graph.worker() as worker:
         worker.fail = Failed("", "this prompt does not fit the KV cache")
         answer = await graph.http.post("/v1/completions", json=completion(stream=stream))
@@ -342,7 +342,7 @@ async def test_what_the_worker_refuses_is_said(graph: Graph, stream: bool) -> No
     assert fine.status_code == 200
 
 
-async def test_one_line_per_request(graph: Graph, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_log_line_for_each_request(graph: Graph, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pdserve.frontend.app")
     async with graph.worker() as worker:
         await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "line-1"})

@@ -50,7 +50,7 @@ async def ask(sock: socket.socket, **changes: object) -> None:
     await asyncio.get_running_loop().sock_sendall(sock, HEAD % len(body) + body)
 
 
-async def test_streams_that_nobody_reads_end_and_free_everything(graph: Graph) -> None:
+async def test_unread_streams_end_and_free_everything(graph: Graph) -> None:
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(worker(graph))
         address = await stack.enter_async_context(server(graph, ClientConnections(30.0, 0.4)))
@@ -71,8 +71,8 @@ async def test_streams_that_nobody_reads_end_and_free_everything(graph: Graph) -
         await until(lambda: not admission.queue.running)
 
 
-async def test_streams_that_nobody_reads_make_way_and_go_on(graph: Graph) -> None:
-    """Long before their end: others get their places, and who reads again gets everything."""
+async def test_unread_streams_make_way_and_go_on(graph: Graph) -> None:
+    """Long before their end: others get their places, and a client that reads again gets everything."""
     async with AsyncExitStack() as stack:
         decode = await stack.enter_async_context(graph.worker(at_once=4, pace=0.001))
         address = await stack.enter_async_context(

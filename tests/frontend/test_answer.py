@@ -1,0 +1,26 @@
+import pytest
+
+from pdserve.frontend.answer import with_one_type
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "expected"),
+    [
+        (
+            b'{"error":{"type":"Gateway Timeout","code":504}}',
+            504,
+            b'{"error":{"type":"TimeoutError","code":504}}',
+        ),
+        (
+            b'data: {"error":{"type":"Bad Request","code":400}}\n\n',
+            0,
+            b'data: {"error":{"type":"BadRequestError","code":400}}\n\n',
+        ),
+        (b'{"error":{"type":"Strange","code":418}}', 418, b'{"error":{"type":"Strange","code":418}}'),
+        (b'{"error":"text"}', 400, b'{"error":"text"}'),
+        (b'data: {"error" is no JSON', 0, b'data: {"error" is no JSON'),
+        (b"[1]", 500, b"[1]"),
+    ],
+)
+def test_an_error_has_the_type_of_its_status(body: bytes, status: int, expected: bytes) -> None:
+    assert with_one_type(body, status) == expected
