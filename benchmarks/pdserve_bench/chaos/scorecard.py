@@ -4,15 +4,13 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
 
+from rich.table import Table
+
+from pdserve.observe.tables import table
 from pdserve_bench.chaos.judge import Judgement, RequestTrace, Seen
 from pdserve_bench.figures import percentile
 from pdserve_bench.watch import Leftovers
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 COLUMNS = (
     "fault",
@@ -118,18 +116,12 @@ def as_json(rows: Sequence[Row], complete: bool) -> str:
 # how it looks
 
 
-def scorecard(rows: Sequence[Row]) -> "Table":
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in COLUMNS:
-        table.add_column(column, no_wrap=True, justify="left" if column in ("fault", "") else "right")
+def scorecard(rows: Sequence[Row]) -> Table:
+    shown = table(*COLUMNS, numbers=COLUMNS[1:-1], collapse_padding=True)
     for row in rows:
-        table.add_row(
-            *cells(row), style=None if row.good and not row.skipped else "yellow" if row.good else "red"
-        )
-    return table
+        style = None if row.good and not row.skipped else "yellow" if row.good else "red"
+        shown.add_row(*cells(row), style=style)
+    return shown
 
 
 def cells(row: Row) -> tuple[str, ...]:
