@@ -1,4 +1,4 @@
-# pdserve: one command each. PLATFORM=cpu|gpu chooses the build, PYTHON=python3.12 the interpreter.
+# One command per task. PLATFORM=cpu|gpu chooses the build, PYTHON=python3.12 the interpreter.
 .DEFAULT_GOAL := help
 .PHONY: help install dev serve chaos test lint format lock clean
 SHELL := /bin/bash
@@ -9,14 +9,14 @@ TESTS ?= tests
 # Most tests wait, for timeouts and for processes to start: they run beside those with real engines (tests/conftest.py).
 PARALLEL ?= -n 2 --dist loadgroup --no-loadscope-reorder
 
-help:  ## show this
+help:  ## show this list
 	@echo "pdserve: prefill/decode-disaggregated LLM serving on vLLM"
 	@echo
 	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 	@echo
 	@echo "Options: CONFIG=configs/disagg.yaml (serve)  TESTS=tests/queue PARALLEL= (test)  PLATFORM=cpu|gpu  PYTHON=python3.12"
 
-install:  ## make .venv with everything to serve, for this machine's GPU or CPU
+install:  ## install everything to serve into .venv, for this machine's GPU or CPU
 	@deploy/install.sh
 
 dev:
@@ -25,7 +25,7 @@ dev:
 serve: install  ## install what is missing, then run the graph of CONFIG until Ctrl-C
 	@exec $(BIN)/pdserve serve -f $(CONFIG)
 
-chaos: install  ## break the graph of CONFIG in every way, under load, and print a scorecard (some 20 minutes)
+chaos: install  ## inject every fault into the graph of CONFIG under load, print a scorecard (some 20 minutes)
 	@exec $(BIN)/pdserve chaos -f $(CONFIG) --dtype float32
 
 test: lint  ## install what is missing, lint, type-check, and run the tests (what CI runs)
@@ -36,11 +36,11 @@ lint: dev  ## ruff and mypy, strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: dev  ## let ruff put the code in order
+format: dev  ## format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-lock: dev  ## resolve requirements/*.txt anew
+lock: dev  ## resolve requirements/*.txt again
 	requirements/lock.sh
 
 clean:  ## remove .venv, caches and build products

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Make .venv with the pinned packages of this machine's platform and pdserve itself. `make install` runs it.
+# Install the pinned packages of this machine's platform and pdserve itself into .venv. `make install` runs it.
 #
 #   deploy/install.sh [dev]
 #
 # PLATFORM=cpu|gpu  the build (default: gpu where an NVIDIA GPU is found)
 # PYTHON=python3.12 the interpreter, 3.11 to 3.13 (default: python3)
-# VENV=.venv        where to
+# VENV=.venv        the virtual environment
 #
 # pip's own settings (index-url, extra-index-url, find-links, from its files or PIP_*) are honoured.
 set -euo pipefail
@@ -29,7 +29,7 @@ find_platform() {
     fi
 }
 
-# What the environment is made from; unchanged means there is nothing to do.
+# A digest of what the environment is made from: while it is unchanged, there is nothing to install.
 fingerprint() { { echo "$platform $uv_version $PWD"; cat pyproject.toml "$@"; } | sha256sum | cut -d' ' -f1; }
 
 make_venv() {
@@ -39,7 +39,7 @@ make_venv() {
     "$python" -m venv "$venv" || die "could not make $venv (on Debian and Ubuntu: apt install python3-venv)"
 }
 
-# uv installs ten times faster than pip. It does not read pip's settings, so they are handed over.
+# uv installs ten times faster than pip, but does not read pip's settings: pass them on.
 pip_settings() {
     "$venv/bin/python" -m pip config list | sed -n "s/\\\\n/ /g; s/^[^=]*\.\(find-links\|index-url\|extra-index-url\)='\(.*\)'$/\1 \2/p" |
         while read -r option values; do
@@ -47,7 +47,7 @@ pip_settings() {
         done | sort -u
 }
 
-# uv's own lines, less one per package.
+# Drop uv's lines per package from its output.
 install() { "$venv/bin/uv" pip install --python "$venv/bin/python" "$@" 2> >(grep --line-buffered -v '^ [+~-] ' >&2); }
 
 install_packages() {
@@ -55,14 +55,14 @@ install_packages() {
     mapfile -t sources < <(pip_settings)
     sources+=(--index-strategy unsafe-best-match) # as pip does: the best of all sources
     if [ "$platform" = gpu ]; then
-        # A wheel folder may hold torch 2.13.0+cpu, and that would satisfy the GPU lock's torch==2.13.0.
+        # A wheel folder may hold torch 2.13.0+cpu, which would satisfy the GPU lock's torch==2.13.0.
         mapfile -t sources < <(printf '%s\n' "${sources[@]}" | grep -v '^--find-links=')
     elif ! install --quiet --dry-run --no-deps "${sources[@]}" "$(grep '^torch==' "${locks[0]}")" 2>/dev/null; then
         say "torch's CPU build is in no configured source: adding $torch_index"
         sources+=("--extra-index-url=$torch_index")
     fi
-    # --no-deps: the locks are complete, and on CPU four packages are left out on purpose (requirements/leave-out-cpu.txt)
-    # Bytecode now, on all cores: else nine processes compile the same thousands of files at the first start, and at
+    # --no-deps: the locks are complete, and the CPU lock leaves out four packages (requirements/leave-out-cpu.txt).
+    # --compile-bytecode: otherwise nine processes compile the same thousands of files at the first start, and at
     # every start where PYTHONDONTWRITEBYTECODE is set, as in many containers.
     install --no-deps --compile-bytecode "${sources[@]}" "${locks[@]/#/--requirements=}"
     install --no-deps --no-build-isolation --quiet --editable .

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Resolve the three locks anew: `make lock`. Linux x86-64, Python 3.11 (the same pins serve 3.12 and 3.13).
+# Resolve the three lock files again: `make lock`. Linux x86-64, Python 3.11 (the pins fit 3.12 and 3.13 too).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv=${UV:-.venv/bin/uv}
@@ -7,13 +7,13 @@ export UV_CUSTOM_COMPILE_COMMAND="make lock"
 compile() { "$uv" pip compile --quiet --no-annotate --python-version 3.11 \
     --python-platform x86_64-manylinux_2_28 "$@"; }
 
-# torch 2.13.0+cpu is not on PyPI: a wheel folder or PyTorch's index must have it. The GPU build must not see either,
-# for its `torch==2.13.0` would take the CPU wheel.
+# torch 2.13.0+cpu is not on PyPI: a wheel folder or PyTorch's index must have it. The GPU build must use neither:
+# its `torch==2.13.0` would resolve to the CPU wheel.
 torch=(--index https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match)
 [ -n "${PIP_FIND_LINKS:-}" ] && torch=(--find-links "$PIP_FIND_LINKS")
 compile pyproject.toml requirements/cpu.in --override requirements/leave-out-cpu.txt "${torch[@]}" -o requirements/cpu.txt
 
-# The GPU build takes the CPU build's versions wherever it can, so that both behave alike and dev.txt fits both.
+# The GPU build uses the CPU build's versions where possible, so that both behave alike and dev.txt fits both.
 shared=$(mktemp)
 trap 'rm -f "$shared"' EXIT
 grep -vE '^(torch|triton|apache-tvm-ffi)==' requirements/cpu.txt > "$shared"
