@@ -135,7 +135,7 @@ class PrefillQueue(Lifetime):
 
     @abstractmethod
     def notices(self) -> AsyncIterator[ToPrefill]:
-        """Cancellations and requests to confirm, as they are said to all prefill workers of the model."""
+        """Cancellations and requests to confirm, as they are sent to all prefill workers of the model."""
 
 
 class BlobStore(ABC):

@@ -28,7 +28,7 @@ class QueueDepth:
         """The server stored a request of this process. Confirmations may come out of order."""
         return replace(self, last=max(self.last, sequence))
 
-    def told(self, state: QueueState) -> "QueueDepth":
+    def reported(self, state: QueueState) -> "QueueDepth":
         """A prefill worker pulled. A lower sequence than known is a redelivery or came late: it says
         nothing new.
 
@@ -49,5 +49,5 @@ class QueueDepth:
         if truth.last < asked.last or truth.delivered < asked.delivered:
             return truth  # the stream is a new one: NATS lost its data
         if truth.delivered < self.delivered:
-            return self  # a prefill worker told of a later pull meanwhile
+            return self  # a prefill worker reported a later pull meanwhile
         return replace(truth, last=max(truth.last, self.last))

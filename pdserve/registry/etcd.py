@@ -138,7 +138,7 @@ class EtcdSession:
         except (aetcd.ClientError, rpc.AioRpcError, rpc.BaseError, asyncio.InvalidStateError) as error:
             raise self._fail(_say(error)) from error
         except asyncio.CancelledError:
-            # grpc.aio also says so when the channel is closed under a call; then nobody cancelled this task
+            # grpc.aio also says so when the channel is closed under a call; then this task was not cancelled
             if self.lost.is_set() and not asked_to_stop():
                 raise self._fail("the session was closed") from None
             raise

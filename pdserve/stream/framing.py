@@ -46,7 +46,7 @@ class FramedConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._partial = bytearray()
         """a frame that has begun"""
-        self._told = 0.0
+        self._sent_at = 0.0
         self._reading_paused = False
         self._writable = asyncio.Event()
         self._closed = asyncio.Event()
@@ -73,7 +73,7 @@ class FramedConnection(asyncio.Protocol):
         if self.ended or self._transport is None or self._transport.is_closing():
             return False
         self._transport.write(len(body).to_bytes(4, "big") + body)
-        self._told = time.monotonic()
+        self._sent_at = time.monotonic()
         return True
 
     def beat(self, silence: float, *, stalled: bool) -> None:
@@ -84,7 +84,7 @@ class FramedConnection(asyncio.Protocol):
             self.heard = now
         if now - self.heard > silence:
             self.cut(f"was silent for {silence:g} s")
-        elif now - self._told >= BEAT_EVERY / 2 and self._writable.is_set():
+        elif now - self._sent_at >= BEAT_EVERY / 2 and self._writable.is_set():
             self.write(b"")
 
     def pause_reading(self) -> None:

@@ -31,7 +31,7 @@ class MemoryStreamServer(StreamServer):
                 self.cut(frontend)
 
     def cut(self, frontend: str) -> None:
-        """Break the network between this frontend and the worker; both sides hear of it."""
+        """Break the network between this frontend and the worker; both sides learn of it."""
         if client := self._clients.pop(frontend, None):
             self._inbox.put_nowait((frontend, None))
             client.inbox.put_nowait(None)

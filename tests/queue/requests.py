@@ -12,7 +12,7 @@ def request(name: str, deadline: float = 60.0, prompt: int = 4) -> PrefillReques
 
 
 def ids(deliveries: list[Delivery]) -> list[str]:
-    return [one.request.request_id for one in deliveries]
+    return [delivery.request.request_id for delivery in deliveries]
 
 
 async def until(condition: Callable[[], bool], within: float = 10.0) -> None:

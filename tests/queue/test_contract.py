@@ -16,18 +16,18 @@ from tests.queue.requests import ids, publish, request, until
 async def test_requests_come_in_order_and_whole(queues: Queues) -> None:
     decode, prefill = await queues(), await queues()
     sent = [request(f"r{number}", prompt=3000) for number in range(10)]
-    for one in sent:
-        await decode.publish(one)
+    for prompt in sent:
+        await decode.publish(prompt)
     first = await prefill.pull(4, 1)
     rest = await prefill.pull(20, 1)
-    assert [one.request for one in first + rest] == sent
-    assert not any(one.redelivered for one in first + rest)
-    assert all(0 <= one.queued < 5 for one in first)
+    assert [delivery.request for delivery in first + rest] == sent
+    assert not any(delivery.redelivered for delivery in first + rest)
+    assert all(0 <= delivery.queued < 5 for delivery in first)
 
 
 async def test_a_warm_up_goes_to_one_worker_beside_the_queue(queues: Queues) -> None:
-    decode, one, other = await queues(), await queues(), await queues("another model")
-    mine, theirs = one.warm_ups("prefill-0"), other.warm_ups("prefill-0")
+    decode, first, other = await queues(), await queues(), await queues("another model")
+    mine, theirs = first.warm_ups("prefill-0"), other.warm_ups("prefill-0")
     coming = asyncio.ensure_future(anext(mine))
     not_coming = asyncio.ensure_future(anext(theirs))
     sent = msgspec.structs.replace(request("w"), warm_up=True)
@@ -38,13 +38,13 @@ async def test_a_warm_up_goes_to_one_worker_beside_the_queue(queues: Queues) -> 
             await asyncio.wait({coming}, timeout=0.05)
     assert coming.result() == sent
     assert decode.depth == 0
-    assert await one.pull(1, 0.1) == []
+    assert await first.pull(1, 0.1) == []
     assert not not_coming.done()
     not_coming.cancel()
 
 
 async def test_a_warm_up_reaches_a_worker_that_expects_it(queues: Queues) -> None:
-    """Though nobody reads it yet: of two that start at the same time, one asks the other at once."""
+    """Though it is not read yet: of two that start at the same time, one asks the other at once."""
     decode, prefill = await queues(), await queues()
     sent = msgspec.structs.replace(request("w"), warm_up=True)
     for worker in (f"prefill-{number}" for number in range(20)):
@@ -80,9 +80,9 @@ async def test_pull_of_an_empty_queue_takes_as_long_as_it_may(queues: Queues) ->
 
 
 async def test_each_request_goes_to_one_worker(queues: Queues) -> None:
-    decode, one, other = await queues(), await queues(), await queues()
+    decode, first, other = await queues(), await queues(), await queues()
     await publish(decode, *(f"r{number}" for number in range(12)))
-    got = await one.pull(5, 1) + await other.pull(5, 1) + await one.pull(5, 1)
+    got = await first.pull(5, 1) + await other.pull(5, 1) + await first.pull(5, 1)
     assert sorted(ids(got)) == sorted(f"r{number}" for number in range(12))
 
 
@@ -165,14 +165,14 @@ async def test_cancelled_while_queued_and_while_running(queues: Queues) -> None:
 
 
 async def test_answers_reach_the_worker_that_asked(queues: Queues) -> None:
-    one, other, prefill = await queues(), await queues(), await queues()
+    first, other, prefill = await queues(), await queues(), await queues()
     handle = KvHandle("prefill-0-x", "r-1", "127.0.0.1", 5600, [[1, 2]], 20, 16, extra={"remote": True})
-    to_one, to_other = one.answers("decode-0-a"), other.answers("decode-0.b")
-    await publish(one, "first")
+    to_first, to_other = first.answers("decode-0-a"), other.answers("decode-0.b")
+    await publish(first, "first")
     await publish(other, "second")
     await prefill.answer("decode-0.b", PrefillFailed("second", "engine"))
     await prefill.answer("decode-0-a", PrefillDone("first", handle, 0.5))
-    assert await anext(to_one) == PrefillDone("first", handle, 0.5)
+    assert await anext(to_first) == PrefillDone("first", handle, 0.5)
     assert await anext(to_other) == PrefillFailed("second", "engine")
 
 

@@ -17,14 +17,17 @@ def published(*sequences: int) -> QueueDepth:
         (QueueDepth(), 0),
         (published(1, 2, 3), 3),
         (published(3, 1, 2), 3),  # confirmations out of order
-        (published(1, 2, 3).told(QueueState(1, 2)), 2),
-        (published(1, 2, 3).told(QueueState(3, 0)), 0),
-        (published(1).told(QueueState(5, 7)), 7),  # others publish too
-        (published(1, 2).told(QueueState(1, 0)), 1),  # the second was stored after the pull
-        (published(1, 2, 3).told(QueueState(3, 0)).told(QueueState(1, 2)), 0),  # a redelivery, or late
-        (published(1, 2, 3).told(QueueState(3, 0)).published(4), 1),
+        (published(1, 2, 3).reported(QueueState(1, 2)), 2),
+        (published(1, 2, 3).reported(QueueState(3, 0)), 0),
+        (published(1).reported(QueueState(5, 7)), 7),  # others publish too
+        (published(1, 2).reported(QueueState(1, 0)), 1),  # the second was stored after the pull
         (
-            published(1, 2, 3).told(QueueState(2, 1)).told(QueueState(2, 4)),
+            published(1, 2, 3).reported(QueueState(3, 0)).reported(QueueState(1, 2)),
+            0,
+        ),  # a redelivery, or late
+        (published(1, 2, 3).reported(QueueState(3, 0)).published(4), 1),
+        (
+            published(1, 2, 3).reported(QueueState(2, 1)).reported(QueueState(2, 4)),
             4,
         ),  # redelivered, with newer pending
         (published(9), 9),  # what was before is not known: the worst case
@@ -55,8 +58,8 @@ def test_synced(before: QueueDepth, stored: int, state: QueueState, value: int) 
 def test_what_is_missing_stays_missing_until_the_queue_moves_past_it() -> None:
     depth = published(1, 2, 3).synced(3, QueueState(0, 0), published(1, 2, 3))
     assert depth.published(4).value == 1
-    assert depth.published(4).told(QueueState(4, 0)).value == 0
-    assert depth.published(4).told(QueueState(4, 0)).published(5).value == 1
+    assert depth.published(4).reported(QueueState(4, 0)).value == 0
+    assert depth.published(4).reported(QueueState(4, 0)).published(5).value == 1
 
 
 def test_what_was_published_while_the_server_was_asked_is_not_missing() -> None:
@@ -66,4 +69,4 @@ def test_what_was_published_while_the_server_was_asked_is_not_missing() -> None:
 
 def test_a_pull_told_while_the_server_was_asked_is_newer() -> None:
     asked = published(1, 2, 3)
-    assert asked.told(QueueState(3, 0)).synced(3, QueueState(0, 3), asked).value == 0
+    assert asked.reported(QueueState(3, 0)).synced(3, QueueState(0, 3), asked).value == 0

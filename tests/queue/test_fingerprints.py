@@ -23,7 +23,7 @@ async def test_they_share_nothing(queues: Queues) -> None:
 @pytest.mark.parametrize(
     ("after", "fate"), [(0.0, "removed"), (3600.0, "kept")], ids=["for long", "a moment ago"]
 )
-async def test_streams_that_nobody_uses_any_more_go(
+async def test_streams_that_are_not_used_any_more_are_removed(
     nats_url: str, namespace: str, after: float, fate: str
 ) -> None:
     def queue(loaded: str, model: str = "m") -> JetStreamQueue:

@@ -11,8 +11,8 @@ TEXT = st.text(st.sampled_from("aZ09_-./=+ 2Fé*>"), max_size=8)
 
 @given(TEXT, TEXT, TEXT, TEXT)
 def test_different_models_never_share_a_name(a: str, b: str, c: str, d: str) -> None:
-    one, other = QueueNames(a, b), QueueNames(c, d)
-    assert (one == other) == (one.stream == other.stream) == (one.requests == other.requests)
+    names, others = QueueNames(a, b), QueueNames(c, d)
+    assert (names == others) == (names.stream == others.stream) == (names.requests == others.requests)
     assert (a == c) == (bucket(a) == bucket(c))
 
 
@@ -34,7 +34,7 @@ def test_subjects_of_a_model_are_apart() -> None:
         names.answers("state"),
     ]
     assert len(set(subjects)) == len(subjects)
-    assert all(one.startswith("pdserve.ns.deepseek-ai=2FDeepSeek=20R1=2E5.") for one in subjects)
+    assert all(subject.startswith("pdserve.ns.deepseek-ai=2FDeepSeek=20R1=2E5.") for subject in subjects)
 
 
 def test_long_names_stay_apart() -> None:

@@ -54,20 +54,20 @@ async def test_everything_goes_on_when_the_server_is_back(outage: Outage, lose_d
 
 async def test_an_ack_of_before_a_restart_takes_no_request_of_after_it(nats_outage: NatsOutage) -> None:
     """Both have the same number in the server's stream, which is a new one."""
-    decode, one, other = [await nats_outage.queues() for _ in range(3)]
+    decode, first, other = [await nats_outage.queues() for _ in range(3)]
     await publish(decode, "old")
-    (held,) = await one.pull(1, 1)
+    (held,) = await first.pull(1, 1)
     await nats_outage.down()
-    await until(lambda: not one.connected)
+    await until(lambda: not first.connected)
     await nats_outage.up(lose_data=False)
-    await until(lambda: decode.connected and one.connected and other.connected)
+    await until(lambda: decode.connected and first.connected and other.connected)
     await publish(decode, "new")
     (given,) = await other.pull(1, 1)
     await held.give_back()
     await held.in_progress()
     await held.ack()
     await given.give_back()
-    assert ids(await one.pull(1, 2)) == ["new"]
+    assert ids(await first.pull(1, 2)) == ["new"]
 
 
 async def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ async def _delete_streams(url: str) -> None:
     await client.close()
 
 
-async def test_depth_is_asked_for_when_nobody_reports(nats_outage: NatsOutage) -> None:
+async def test_depth_is_asked_for_when_no_worker_reports(nats_outage: NatsOutage) -> None:
     decode = await nats_outage.queues()
     await publish(decode, "a", "b")
     assert decode.depth == 2
@@ -195,7 +195,7 @@ async def test_a_server_that_comes_late(tmp_path: Path) -> None:
 
 class _Plain(EmbeddedNats):
     def command(self) -> list[str]:
-        return [one for one in super().command() if one != "--jetstream"]
+        return [argument for argument in super().command() if argument != "--jetstream"]
 
     async def answers(self) -> bool:
         return not await super().answers()

@@ -11,46 +11,46 @@ from tests.registry.following import following
 
 
 async def test_put_read_delete(stage: Stage) -> None:
-    async with stage.registry() as one, stage.registry() as other:
-        await one.put("instances/decode/a", b"1")
-        await one.put("instances/decode/b", b"2")
-        await one.put("settings/x", b"3", leased=False)
+    async with stage.registry() as first, stage.registry() as other:
+        await first.put("instances/decode/a", b"1")
+        await first.put("instances/decode/b", b"2")
+        await first.put("settings/x", b"3", leased=False)
         assert await other.read("instances/") == {"instances/decode/a": b"1", "instances/decode/b": b"2"}
         await other.put("settings/x", b"4", leased=False)
-        await one.delete("instances/decode/a")
-        await one.delete("instances/decode/absent")
+        await first.delete("instances/decode/a")
+        await first.delete("instances/decode/absent")
         assert await other.read("") == {"instances/decode/b": b"2", "settings/x": b"4"}
         await other.delete("settings/x")
-        assert await one.read("settings/") == {}
+        assert await first.read("settings/") == {}
 
 
 async def test_what_is_leased_vanishes_with_its_process(stage: Stage) -> None:
     async with stage.registry() as other, following(other) as seen:
-        async with stage.registry() as one:
-            await one.put("a", b"1")
-            await one.put("b", b"2", leased=False)
+        async with stage.registry() as first:
+            await first.put("a", b"1")
+            await first.put("b", b"2", leased=False)
             await seen.until({"a": b"1", "b": b"2"})
         await seen.until({"b": b"2"}, 1)
         await other.delete("b")
 
 
 async def test_a_watch_starts_with_what_is_there(stage: Stage) -> None:
-    async with stage.registry() as one:
-        await one.put("in/a", b"1")
-        await one.put("out/b", b"2")
-        watch = one.watch("in/")
+    async with stage.registry() as first:
+        await first.put("in/a", b"1")
+        await first.put("out/b", b"2")
+        watch = first.watch("in/")
         assert await anext(watch) == [Change("in/a", b"1")]
-        assert await anext(one.watch("none/")) == []
+        assert await anext(first.watch("none/")) == []
 
 
 async def test_a_watch_sees_every_key_change_in_order(stage: Stage) -> None:
-    async with stage.registry() as one, stage.registry() as other, following(other, "in/") as seen:
+    async with stage.registry() as first, stage.registry() as other, following(other, "in/") as seen:
         for number in range(50):
-            await one.put("in/a", b"%d" % number)
-            await one.put("out/a", b"x")
-        await one.put("in/b", b"1")
-        await one.delete("in/b")
-        await one.put("in/c", b"1")
+            await first.put("in/a", b"%d" % number)
+            await first.put("out/a", b"x")
+        await first.put("in/b", b"1")
+        await first.delete("in/b")
+        await first.put("in/c", b"1")
         await seen.until({"in/a": b"49", "in/c": b"1"})
         values = [int(change.value) for change in seen.changes if change.key == "in/a" and change.value]
         assert values == sorted(values)
@@ -58,15 +58,15 @@ async def test_a_watch_sees_every_key_change_in_order(stage: Stage) -> None:
 
 
 async def test_the_last_put_wins(stage: Stage) -> None:
-    async with stage.registry() as one:
-        await asyncio.gather(*(one.put("a", b"%d" % number) for number in range(20)))
-        assert await one.read("a") == {"a": b"19"}
+    async with stage.registry() as first:
+        await asyncio.gather(*(first.put("a", b"%d" % number) for number in range(20)))
+        assert await first.read("a") == {"a": b"19"}
 
 
 async def test_large_values_and_many_keys(stage: Stage) -> None:
-    async with stage.registry() as one, stage.registry() as other:
+    async with stage.registry() as first, stage.registry() as other:
         for number in range(8):
-            await one.put(f"k/{number}", b"x" * 1_000_000)
+            await first.put(f"k/{number}", b"x" * 1_000_000)
         assert len(await other.read("k/")) == 8
         assert len(await anext(other.watch("k/"))) == 8
 
@@ -74,10 +74,10 @@ async def test_large_values_and_many_keys(stage: Stage) -> None:
 @pytest.mark.parametrize("address", ["memory://shared"])
 async def test_the_address_chooses_the_implementation(address: str) -> None:
     async with (
-        connect(address, "ns") as one,
+        connect(address, "ns") as first,
         connect(address, "ns") as other,
         connect(address, "else") as third,
     ):
-        await one.put("a", b"1")
+        await first.put("a", b"1")
         assert await other.read("") == {"a": b"1"}
         assert await third.read("") == {}

@@ -20,21 +20,25 @@ from tests.servers import hung
 
 @pytest.mark.parametrize("lose_data", [False, True])
 async def test_an_outage(outage: Stage, lose_data: bool) -> None:
-    async with outage.registry() as one, outage.registry() as other, following(other) as seen:
-        await one.put("kept", b"1")
-        await one.put("changed", b"1")
-        await one.put("deleted", b"1")
+    async with outage.registry() as first, outage.registry() as other, following(other) as seen:
+        await first.put("kept", b"1")
+        await first.put("changed", b"1")
+        await first.put("deleted", b"1")
         await seen.until({"kept": b"1", "changed": b"1", "deleted": b"1"})
 
         await outage.down()
-        await until(lambda: not one.connected and not other.connected)
-        await one.put("changed", b"2")
-        await one.put("changed", b"3")
-        await one.put("new", b"1")
-        await one.put("gone again", b"1")
-        await one.delete("gone again")
-        await one.delete("deleted")
-        for attempt in (one.put("settings/x", b"", leased=False), one.delete("settings/x"), one.read("")):
+        await until(lambda: not first.connected and not other.connected)
+        await first.put("changed", b"2")
+        await first.put("changed", b"3")
+        await first.put("new", b"1")
+        await first.put("gone again", b"1")
+        await first.delete("gone again")
+        await first.delete("deleted")
+        for attempt in (
+            first.put("settings/x", b"", leased=False),
+            first.delete("settings/x"),
+            first.read(""),
+        ):
             with pytest.raises(RegistryUnavailable):
                 await attempt
         assert seen.state == {"kept": b"1", "changed": b"1", "deleted": b"1"}
@@ -43,7 +47,7 @@ async def test_an_outage(outage: Stage, lose_data: bool) -> None:
         await outage.up(lose_data=lose_data)
         expected = {"kept": b"1", "changed": b"3", "new": b"1"}
         await seen.until(expected)
-        assert one.connected
+        assert first.connected
         assert await other.read("") == expected
         assert Change("kept", None) not in seen.changes  # nobody who lived was ever seen to vanish
 
@@ -57,22 +61,22 @@ async def test_entering_without_a_server(outage: Stage) -> None:
 
 async def test_a_lease_that_ran_out_is_taken_anew() -> None:
     stage = MemoryStage()
-    async with stage.registry() as one, stage.registry() as other, following(other) as seen:
-        await one.put("a", b"1")
+    async with stage.registry() as first, stage.registry() as other, following(other) as seen:
+        await first.put("a", b"1")
         await seen.until({"a": b"1"})
         seen.changes.clear()
-        await stage.server.expire(one)  # type: ignore[arg-type]
+        await stage.server.expire(first)  # type: ignore[arg-type]
         await seen.until({"a": b"1"})
         await until(lambda: seen.changes == [Change("a", None), Change("a", b"1")])
 
 
 async def test_a_revoked_lease_is_taken_anew(etcd_stage: EtcdStage) -> None:
-    async with etcd_stage.registry() as one, etcd_stage.registry() as other, following(other) as seen:
-        await one.put("a", b"1")
+    async with etcd_stage.registry() as first, etcd_stage.registry() as other, following(other) as seen:
+        await first.put("a", b"1")
         await seen.until({"a": b"1"})
-        assert isinstance(one, EtcdRegistry)
-        assert one._session
-        await one._session.revoke()
+        assert isinstance(first, EtcdRegistry)
+        assert first._session
+        await first._session.revoke()
         await seen.until({})
         await seen.until({"a": b"1"})
 
@@ -98,13 +102,13 @@ async def test_a_killed_process_vanishes_with_its_lease(etcd_stage: EtcdStage) -
 
 
 async def test_a_hung_server(etcd_stage: EtcdStage) -> None:
-    async with etcd_stage.registry() as one, etcd_stage.registry() as other, following(other) as seen:
-        await one.put("a", b"1")
+    async with etcd_stage.registry() as first, etcd_stage.registry() as other, following(other) as seen:
+        await first.put("a", b"1")
         await seen.until({"a": b"1"})
         async with hung(etcd_stage.server):
-            await until(lambda: not one.connected and not other.connected, 5)
+            await until(lambda: not first.connected and not other.connected, 5)
             started = time.monotonic()
-            await one.put("b", b"1")
+            await first.put("b", b"1")
             assert time.monotonic() - started < 0.5
             await asyncio.sleep(TTL)  # let the leases run out on the server
         await seen.until({"a": b"1", "b": b"1"})
@@ -112,23 +116,27 @@ async def test_a_hung_server(etcd_stage: EtcdStage) -> None:
 
 
 async def test_a_watch_survives_compaction(etcd_stage: EtcdStage) -> None:
-    async with etcd_stage.registry() as one, etcd_stage.registry() as other, following(other, "in/") as seen:
-        await one.put("in/a", b"0")
+    async with (
+        etcd_stage.registry() as first,
+        etcd_stage.registry() as other,
+        following(other, "in/") as seen,
+    ):
+        await first.put("in/a", b"0")
         await etcd_stage.down()
         await until(lambda: not other.connected)
         await etcd_stage.up()
-        await until(lambda: one.connected and other.connected)
+        await until(lambda: first.connected and other.connected)
         for number in range(30):
-            await one.put("in/a", b"%d" % number)
-        assert isinstance(one, EtcdRegistry)
-        session = one._session
+            await first.put("in/a", b"%d" % number)
+        assert isinstance(first, EtcdRegistry)
+        session = first._session
         assert session
         revision = (await session.read("/ns/", ""))[1]
         await session._client.compact(revision, physical=True)
         with pytest.raises(SessionLost, match="compacted"):
             await anext(session.watch("/ns/", "", 2))  # as when the watch starts too long after the reading
-        assert one.connected
-        await one.put("in/a", b"last")
+        assert first.connected
+        await first.put("in/a", b"last")
         await seen.until({"in/a": b"last"})
 
 

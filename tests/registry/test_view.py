@@ -23,8 +23,8 @@ async def test_the_picture_is_live(stage: Stage) -> None:
         await registry.put(keys.instance(DECODE), encode_record(DECODE))
         async with RegistryView(registry) as view, stage.registry() as other:
             assert view.instances() == [DECODE]
-            for one in (PREFILL, FRONTEND):
-                await other.put(keys.instance(one), encode_record(one))
+            for instance in (PREFILL, FRONTEND):
+                await other.put(keys.instance(instance), encode_record(instance))
             await other.put(keys.card(CARD.name, PREFILL.id), encode_record(CARD))
             await other.put(keys.setting("router"), b"kv", leased=False)
             await until(lambda: len(view.instances()) == 3 and "router" in view.settings())

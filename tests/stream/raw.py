@@ -14,7 +14,7 @@ def frame(body: bytes) -> bytes:
 
 
 class Raw:
-    """A connection of a stranger, or of a frontend whose bytes the test chooses."""
+    """What the other end of the connection would be, byte by byte."""
 
     def __init__(self, reader: StreamReader, writer: StreamWriter) -> None:
         self.reader, self.writer = reader, writer

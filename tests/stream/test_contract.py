@@ -14,9 +14,9 @@ Received = AsyncIterator[tuple[str, ToDecode | None]]
 
 
 async def _until_gone(received: Received, frontend: str) -> None:
-    async for who, message in received:
+    async for name, message in received:
         if message is None:
-            assert who == frontend
+            assert name == frontend
             return
 
 
@@ -53,17 +53,17 @@ async def test_frontends_are_kept_apart(streams: Streams) -> None:
             assert await anext(b.received()) == Failed("r", "for b")
 
 
-async def test_nobody_there(streams: Streams) -> None:
+async def test_a_peer_that_is_not_there(streams: Streams) -> None:
     async with streams.listen() as server:
         address = server.address
         with pytest.raises(PeerGone):
-            await server.send("stranger", Failed("r", ""))
+            await server.send("unknown", Failed("r", ""))
     with pytest.raises(PeerGone):
         async with streams.connect(address, "f"):
             pass
 
 
-async def test_the_server_hears_of_a_frontend_that_leaves(streams: Streams) -> None:
+async def test_the_server_learns_that_a_frontend_left(streams: Streams) -> None:
     async with streams.listen() as server:
         received = server.received()
         async with streams.connect(server.address, "f") as client:
@@ -75,7 +75,7 @@ async def test_the_server_hears_of_a_frontend_that_leaves(streams: Streams) -> N
             await server.send("f", Failed("r", ""))
 
 
-async def test_the_client_hears_of_a_server_that_leaves_after_its_last_words(streams: Streams) -> None:
+async def test_the_client_learns_that_a_server_left_after_its_last_message(streams: Streams) -> None:
     server = streams.listen()
     await server.__aenter__()
     async with streams.connect(server.address, "f") as client:
@@ -92,7 +92,7 @@ async def test_the_client_hears_of_a_server_that_leaves_after_its_last_words(str
             await client.send(Hello("2"))
 
 
-async def test_a_frontend_that_connects_anew_is_gone_first(streams: Streams) -> None:
+async def test_a_second_connection_of_a_name_replaces_the_first(streams: Streams) -> None:
     async with streams.listen() as server:
         received = server.received()
         async with streams.connect(server.address, "f") as first:

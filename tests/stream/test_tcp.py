@@ -1,4 +1,4 @@
-"""What only the real thing can show: processes that die or hang, cut networks, slow readers, strangers."""
+"""What only the real thing can show: processes that die or hang, cut networks, slow readers, bad greetings."""
 
 import asyncio
 import os
@@ -162,7 +162,7 @@ async def test_an_idle_connection_stays(caplog: pytest.LogCaptureFixture) -> Non
     assert "silent" not in caplog.text
 
 
-async def test_a_process_that_stalls_gives_nobody_up() -> None:
+async def test_a_process_that_stalls_cuts_no_connection() -> None:
     async with TcpStreamServer("127.0.0.1", silence=1.2) as server, _peer(server.address):
         received = server.received()
         assert await anext(received) == ("other", Hello("1"))
@@ -284,7 +284,7 @@ async def test_small_messages_are_not_held_back() -> None:
             assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-# messages and greetings that nobody can read
+# messages and greetings that cannot be read
 
 
 async def test_a_worker_whose_message_cannot_be_decoded_is_gone_and_told_so(
@@ -332,7 +332,7 @@ async def test_a_message_over_the_bound_is_refused_before_it_is_sent(monkeypatch
         assert await anext(server.received()) == ("f", Cancel(["a"]))
 
 
-STRANGERS = [
+BAD_GREETINGS = [
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     b"\xff" * 5000,
     b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32),  # ZeroMQ
@@ -348,14 +348,16 @@ STRANGERS = [
 ]
 
 
-async def test_strangers_are_closed_at_the_cost_of_one_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_connections_without_a_good_greeting_are_closed_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "f") as client:
-        for greeting in STRANGERS:
+        for greeting in BAD_GREETINGS:
             async with raw(server.address) as stranger:
                 stranger.send(greeting)
                 assert await stranger.closed(), greeting
         assert not server._ungreeted
-        assert server._refused == {"127.0.0.1": len(STRANGERS)}
+        assert server._refused == {"127.0.0.1": len(BAD_GREETINGS)}
         await client.send(Hello("1"))
         assert await anext(server.received()) == ("f", Hello("1"))
     assert caplog.text.count("no frontend's") == 1
@@ -435,7 +437,7 @@ async def _serve(answer: bytes) -> tuple[asyncio.Server, str]:
 @pytest.mark.parametrize(
     "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"\xff" * 64, frame(GREETING + b" f"), bytes(8)]
 )
-async def test_what_does_not_answer_like_a_worker_is_none(
+async def test_a_server_that_does_not_answer_with_the_greeting_is_no_worker(
     answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer with a name is a client's greeting: it has connected to itself."""
@@ -450,7 +452,7 @@ async def test_what_does_not_answer_like_a_worker_is_none(
 @pytest.mark.parametrize(
     "address", ["", "garbage", "tcp://", "tcp://h", "tcp://h:x", "tcp://h:99999", "http://h:1"]
 )
-async def test_an_address_that_is_none_is_nobodys(address: str) -> None:
+async def test_an_address_that_cannot_be_read_is_a_peer_that_is_gone(address: str) -> None:
     with pytest.raises(PeerGone):
         async with TcpStreamClient(address, "f"):
             pass

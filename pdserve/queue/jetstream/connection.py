@@ -219,7 +219,7 @@ class PullConsumer:
         return messages
 
     async def _ask(self, batch: int, request: Mapping[str, object], within: float) -> list[Msg]:
-        """A reply subject for this request alone: when we leave early, nobody listens there, and the server
+        """A reply subject for this request alone: when we leave early, nothing listens there, and the server
         gives the message to another worker."""
         client, lost = self._connection.client(), self._connection.lost
         assert lost is not None

@@ -139,7 +139,7 @@ class JetStreamQueue(PrefillQueue):
 
     async def _on_state(self, message: Msg) -> None:
         try:
-            self._depth = self._depth.told(decode_queue_state(message.data))
+            self._depth = self._depth.reported(decode_queue_state(message.data))
         except ProtocolError as error:
             log.warning("queue state skipped: %s", error)
         self._news = time.monotonic()
@@ -315,8 +315,8 @@ class JetStreamQueue(PrefillQueue):
 
 
 class JetStreamDelivery(Delivery):
-    """`losses` counts how often the server lost its stream. What is said of a message names it by its number, which in
-    a later stream is another request's: nothing is said then."""
+    """`losses` counts how often the server lost its stream. Acks name a message by its number, which in a later stream
+    is another request's: none is sent then."""
 
     def __init__(
         self,
@@ -337,18 +337,18 @@ class JetStreamDelivery(Delivery):
         self.deadline = time.monotonic() + request.timeout - self.queued
 
     async def ack(self) -> None:
-        """During an outage it is remembered, and said when the server is back: nothing is raised."""
+        """During an outage it is remembered, and sent when the server is back: nothing is raised."""
         try:
-            await self._say(b"+ACK")
+            await self._send(b"+ACK")
         except QueueUnavailable:
             self._owed.add(self._reply)
 
     async def in_progress(self) -> None:
-        await self._say(b"+WPI")
+        await self._send(b"+WPI")
 
     async def give_back(self) -> None:
-        await self._say(b"-NAK")
+        await self._send(b"-NAK")
 
-    async def _say(self, word: bytes) -> None:
+    async def _send(self, word: bytes) -> None:
         if self._losses() == self._lost_before:
             await self._connection.publish(self._reply, word)

@@ -1,7 +1,7 @@
 """What a model's queue has on the NATS server: the names, the stream and its consumer, made where they are missing,
 again and again without harm, and the server's clock.
 
-All ages of queued requests are told by that clock: the stamp that the server puts on a message is compared with the
+All ages of queued requests are measured by that clock: the stamp that the server puts on a message is compared with the
 server's own time, never with this host's.
 """
 
