@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,6 +9,7 @@ from enum import Enum
 from pdserve.decode.kv_age import KvAge
 from pdserve.decode.policy import Decision
 from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, Submit
+from pdserve.recent import RecentKeys
 
 _REMEMBERED = 50_000
 
@@ -94,7 +94,7 @@ class DecodeRequests:
 
     def __init__(self) -> None:
         self._live: dict[str, DecodeRequest] = {}
-        self._recent: OrderedDict[str, None] = OrderedDict()
+        self._recent: RecentKeys[None] = RecentKeys(_REMEMBERED)
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -103,8 +103,6 @@ class DecodeRequests:
         if submit.request_id in self._recent:
             return None
         self._recent[submit.request_id] = None
-        if len(self._recent) > _REMEMBERED:
-            self._recent.popitem(last=False)
         request = DecodeRequest(
             frontend, submit, prefiller=warms, warms=warms, engines_died=submit.engines_died
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pdserve.messages import PrefillRequest
 from pdserve.queue.base import Delivery
+from pdserve.recent import RecentKeys
 
 _REMEMBERED = 1000
 
@@ -30,7 +31,7 @@ class RunningPrefills:
     def __init__(self) -> None:
         self._by_engine: dict[str, RunningPrefill] = {}
         self._by_request: dict[str, RunningPrefill] = {}
-        self._cancelled: dict[str, PrefillRequest] = {}
+        self._cancelled: RecentKeys[PrefillRequest] = RecentKeys(_REMEMBERED)
         self._numbers = itertools.count()
         self._change = asyncio.Event()
 
@@ -48,8 +49,6 @@ class RunningPrefills:
         """Drop it, but keep its request in mind for a while: its prompt may be done already."""
         self.drop(running)
         self._cancelled[running.engine_id] = running.request
-        if len(self._cancelled) > _REMEMBERED:
-            del self._cancelled[next(iter(self._cancelled))]
 
     def pop_cancelled(self, engine_id: str) -> PrefillRequest | None:
         return self._cancelled.pop(engine_id, None)

@@ -1,7 +1,6 @@
 """The requests of a vLLM engine: which run in it, and what it is given and gives back for request bodies and KV
 handles."""
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from pdserve.engine.vllm import api
 from pdserve.errors import ProtocolError
 from pdserve.kv.handles import safe_until
 from pdserve.messages import KvHandle
+from pdserve.recent import RecentKeys
 
 _KV = "kv_transfer_params"
 _KNOWN = {
@@ -50,7 +50,7 @@ class RunningRequests:
     def __init__(self) -> None:
         self._by_engine_id: dict[str, RunningRequest] = {}
         self._by_request_id: dict[str, RunningRequest] = {}
-        self._used: OrderedDict[str, None] = OrderedDict()
+        self._used: RecentKeys[None] = RecentKeys(_REMEMBERED)
 
     def add(self, request: RunningRequest) -> None:
         """Raises ProtocolError for an id that was used before: vLLM dies of an id that it still has. The memory of
@@ -58,8 +58,6 @@ class RunningRequests:
         if request.request_id in self._used:
             raise ProtocolError(f"request {request.request_id} was given to this engine before")
         self._used[request.request_id] = None
-        if len(self._used) > _REMEMBERED:
-            self._used.popitem(last=False)
         request.engine_id = request.request_id
         self._by_engine_id[request.engine_id] = self._by_request_id[request.request_id] = request
 
