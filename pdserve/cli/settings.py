@@ -9,7 +9,7 @@ import typer
 from pdserve.cli.options import Etcd, GraphAddress, GraphFile, Namespace, find_graph
 from pdserve.config.schema import POLICIES
 from pdserve.config.tree import or_nearest
-from pdserve.decode.settings import MAX_THRESHOLD, is_threshold
+from pdserve.decode.policy import MAX_THRESHOLD, is_threshold
 from pdserve.errors import ConfigError
 from pdserve.registry import connect, keys
 

@@ -2,8 +2,10 @@
 be too old (docs/decisions/0007-lost-answers.md, 0013-time-between-hosts.md)."""
 
 import logging
+import secrets
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 
@@ -16,26 +18,24 @@ from pdserve.queue.base import PrefillQueue
 
 log = logging.getLogger(__name__)
 
+DOUBT = 1 / 6
+"""share of a lease that is given away rather than asking for confirmation: 5 s"""
+ASK_AGAIN = 1.0
+"""seconds after which a confirmation is asked for anew, when the answer is said again"""
 
+
+@dataclass(eq=False)
 class AnswerReader:
-    def __init__(
-        self,
-        instance: str,
-        engine: Engine,
-        queue: PrefillQueue,
-        workers: PrefillWorkers,
-        requests: DecodeRequests,
-    ) -> None:
-        self._instance = instance
-        self._engine = engine
-        self._queue = queue
-        self._workers = workers
-        self._requests = requests
+    instance: str
+    engine: Engine
+    queue: PrefillQueue
+    workers: PrefillWorkers
+    requests: DecodeRequests
 
     async def read(self) -> None:
         """Hand each answer to the request that waits for it, for ever."""
-        async for answer in self._queue.answers(self._instance):
-            request = self._requests.get(answer.request_id)
+        async for answer in self.queue.answers(self.instance):
+            request = self.requests.get(answer.request_id)
             match answer:
                 case PrefillStarted(worker=worker):
                     self._started(request, worker)
@@ -48,9 +48,9 @@ class AnswerReader:
         if request is None:
             return
         request.prefiller = worker
-        if not self._workers.known(worker):
+        if not self.workers.known(worker):
             request.resolve(UNKNOWN)
-        elif self._workers.avoided(worker):
+        elif self.workers.avoided(worker):
             request.resolve(UNREACHABLE)
 
     async def _done(self, request: DecodeRequest | None, answer: PrefillDone) -> None:
@@ -58,12 +58,12 @@ class AnswerReader:
         lease. Never KV that a live request took, since that may be being read while the answer is said again;
         and not that of an unknown worker, which says it again until it is known or the lease is over."""
         worker = answer.handle.engine_id
-        if not self._workers.known(worker):
+        if not self.workers.known(worker):
             log.info("request %s: %s is not a live prefill worker", answer.request_id, worker)
             if request is not None:
                 request.resolve(UNKNOWN)
             return
-        if request is not None and self._workers.avoided(worker):
+        if request is not None and self.workers.avoided(worker):
             request.resolve(UNREACHABLE)
         if request is not None and request.awaits:
             if await self._doubts(request, answer):
@@ -72,7 +72,7 @@ class AnswerReader:
                 request.resolve(_dated(request, answer))
         elif request is None or not request.took(answer.handle):
             log.info("request %s: late answer of %s rejected", answer.request_id, worker)
-            await self._engine.reject(answer.handle)
+            await self.engine.reject(answer.handle)
 
     async def _doubts(self, request: DecodeRequest, answer: PrefillDone) -> bool:
         """Whether the answer may have been on its way for so long that it has to be confirmed first. Where the
@@ -82,9 +82,9 @@ class AnswerReader:
         if not request.kv_age.doubtful(answer, now):
             return False
         if token := request.kv_age.confirm(now):
-            confirm = PrefillConfirm(request.id, self._instance, handle.engine_id, handle.request_id, token)
+            confirm = PrefillConfirm(request.id, self.instance, handle.engine_id, handle.request_id, token)
             with suppress(QueueUnavailable):
-                await self._queue.confirm(confirm)
+                await self.queue.confirm(confirm)
         return True
 
 
@@ -96,3 +96,42 @@ def _dated(request: DecodeRequest, answer: PrefillDone) -> PrefillDone:
     return msgspec.structs.replace(
         answer, handle=msgspec.structs.replace(answer.handle, computed_at=computed_at)
     )
+
+
+@dataclass
+class KvAge:
+    """How old the KV of an answer is at most, by this host's own clock and nothing else. Pure: times come from outside.
+
+    KV that is read after its lease may be another prompt's: wrong tokens, and nothing shows it. What the prefill worker
+    says of its age is true when it says so, but an answer may have been on its way for long: in the buffer of a
+    connection that hung, or in that of this process while it hung itself. Two bounds hold whatever happened on the way:
+
+    - The KV was computed after it was asked for.
+    - An answer that carries the token of a `PrefillConfirm` was said after that was sent: it has been on its way for no
+      longer than that was ago.
+    """
+
+    asked: float
+    """when the KV was asked for"""
+    token: str = ""
+    confirm_asked: float = 0.0
+
+    def seconds(self, answer: PrefillDone, now: float) -> float:
+        """Since its KV was computed, at most."""
+        bound = now - self.asked
+        if self.token and answer.token == self.token:
+            bound = min(bound, now - self.confirm_asked + max(0.0, answer.age))
+        return bound
+
+    def doubtful(self, answer: PrefillDone, now: float) -> bool:
+        """Whether a confirmation might show that it is younger."""
+        if self.token:
+            return answer.token != self.token
+        return self.seconds(answer, now) > DOUBT * answer.handle.lease
+
+    def confirm(self, now: float) -> str | None:
+        """The token to ask for a confirmation with; None where that was done just now."""
+        if self.token and now < self.confirm_asked + ASK_AGAIN:
+            return None
+        self.token, self.confirm_asked = secrets.token_hex(4), now
+        return self.token

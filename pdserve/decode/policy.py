@@ -1,8 +1,14 @@
 """Local or remote prefill, and how long a remote prefill may take: pure decisions over what the decode worker knows at
-that moment."""
+that moment, and the thresholds in force."""
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from pdserve.config.schema import DecodeConfig
+
+log = logging.getLogger(__name__)
 
 Mode = Literal["local", "remote"]
 
@@ -13,6 +19,12 @@ SLACK = 4.0
 FIRST_GUESS = 500.0
 """tokens per second, until a prefill was seen; low, so that a slow machine's first request is not done twice"""
 _WEIGHT = 0.2
+MAX_THRESHOLD = 2**31 - 1
+"""tokens or requests"""
+_LIVE = {
+    "max-local-prefill-length": "max_local_prefill_length",
+    "max-prefill-queue-size": "max_prefill_queue_size",
+}
 
 
 @dataclass(frozen=True)
@@ -96,3 +108,42 @@ class PrefillTimeout:
         """From the enqueueing to the answer."""
         ahead = queue_depth * (self._tokens or tokens) / max(workers, 1)
         return FLOOR + SLACK * (tokens + ahead) / self._rate
+
+
+def is_threshold(text: str) -> bool:
+    return text.isdecimal() and len(text) <= len(str(MAX_THRESHOLD)) and int(text) <= MAX_THRESHOLD
+
+
+class LiveSettings:
+    """The YAML's settings, unless the registry has newer thresholds."""
+
+    def __init__(self, config: DecodeConfig) -> None:
+        self._configured = self.current = PolicySettings(
+            remote_prefill=config.remote_prefill,
+            conditional_disagg=config.conditional_disagg,
+            max_local_prefill_length=config.max_local_prefill_length,
+            max_prefill_queue_size=config.max_prefill_queue_size,
+        )
+        self._seen: dict[str, str] = {}
+
+    def read(self, values: Mapping[str, str]) -> None:
+        """Take over what `pdserve set` wrote. A key that is gone falls back to the YAML; a value that is
+        not a whole number from 0 is logged once and changes nothing."""
+        relevant = {key: values[key] for key in _LIVE if key in values}
+        if relevant == self._seen:
+            return
+        self._seen = relevant
+        numbers: dict[str, int] = {}
+        for key, text in relevant.items():
+            if is_threshold(text.strip()):
+                numbers[_LIVE[key]] = int(text)
+            else:
+                log.warning(
+                    "setting %s=%.40s ignored: it takes a whole number from 0 to %d", key, text, MAX_THRESHOLD
+                )
+        self.current = replace(self._configured, **numbers)  # type: ignore[arg-type]
+        log.info(
+            "thresholds now: max-local-prefill-length %d, max-prefill-queue-size %d",
+            self.current.max_local_prefill_length,
+            self.current.max_prefill_queue_size,
+        )

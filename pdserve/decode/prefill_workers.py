@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.engine.base import Engine
@@ -23,19 +24,17 @@ UNREACHABLE, LOST = "unreachable", "queue-lost"
 """why a request's wait came to nothing, as the metric has it"""
 
 
+@dataclass(eq=False)
 class PrefillWorkers:
     """Only workers of the same model and fingerprint: all others share nothing but the registry."""
 
-    def __init__(
-        self, model: str, engine: Engine, queue: PrefillQueue, view: RegistryView, requests: DecodeRequests
-    ) -> None:
-        self._model = model
-        self._engine = engine
-        self._queue = queue
-        self._view = view
-        self._requests = requests
-        self._avoided: dict[str, float] = {}
-        """prefill worker -> monotonic time until which it is avoided"""
+    model: str
+    engine: Engine
+    queue: PrefillQueue
+    view: RegistryView
+    requests: DecodeRequests
+    _avoided: dict[str, float] = field(default_factory=dict)
+    """prefill worker -> monotonic time until which it is avoided"""
 
     # which may be asked
 
@@ -55,14 +54,14 @@ class PrefillWorkers:
 
     def _registered(self) -> list[Instance]:
         """Also draining workers."""
-        return self._same(self._view.instances(Role.PREFILL, self._model))
+        return self._same(self.view.instances(Role.PREFILL, self.model))
 
     def _peers(self) -> list[Instance]:
         """Also those that are not ready yet."""
-        return self._registered() + self._same(self._view.newcomers(Role.PREFILL, self._model))
+        return self._registered() + self._same(self.view.newcomers(Role.PREFILL, self.model))
 
     def _same(self, workers: list[Instance]) -> list[Instance]:
-        return [worker for worker in workers if worker.fingerprint == self._engine.facts.fingerprint]
+        return [worker for worker in workers if worker.fingerprint == self.engine.facts.fingerprint]
 
     # those whose KV cannot be read
 
@@ -73,7 +72,7 @@ class PrefillWorkers:
             if not self.avoided(worker):
                 log.error("KV of %s cannot be read: avoiding it for %g s", worker, AVOID_FOR)
             self._avoided[worker] = time.monotonic() + AVOID_FOR
-            for request in self._requests:
+            for request in self.requests:
                 if request.prefiller == worker:
                     request.resolve(UNREACHABLE)
 
@@ -88,14 +87,14 @@ class PrefillWorkers:
 
     def give_up_lost(self) -> None:
         """What was queued when the server lost its queue, and no prefill worker had pulled, is done here."""
-        for request in self._requests:
-            if request.awaits and not request.prefiller and request.losses != self._queue.losses:
+        for request in self.requests:
+            if request.awaits and not request.prefiller and request.losses != self.queue.losses:
                 request.resolve(LOST)
 
     def give_up_gone(self) -> None:
         """What a prefill worker had in its hands that is registered no longer is done here, and everything where none
         is left: after `LAST_WORDS`, since the worker may have said that its engine died of a request."""
-        if lost := [request for request, _ in self._gone(self._requests)]:
+        if lost := [request for request, _ in self._gone(self.requests)]:
             asyncio.get_running_loop().call_later(LAST_WORDS, self._give_up, lost)
 
     def _give_up(self, requests: list[DecodeRequest]) -> None:

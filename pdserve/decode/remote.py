@@ -6,8 +6,9 @@ cannot be read from in `prefill_workers.py`."""
 import asyncio
 import logging
 import time
+from dataclasses import dataclass, field
 
-from pdserve.decode.kv_age import KvAge
+from pdserve.decode.answers import KvAge
 from pdserve.decode.policy import PrefillTimeout
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.requests import CANCELLED, DecodeRequest
@@ -36,17 +37,17 @@ class NoHandle(Exception):
         self.reason = reason
 
 
+@dataclass(eq=False)
 class RemotePrefill:
-    def __init__(self, instance: str, engine: Engine, queue: PrefillQueue, workers: PrefillWorkers) -> None:
-        self._instance = instance
-        self._engine = engine
-        self._queue = queue
-        self._workers = workers
-        self._timeout = PrefillTimeout()
+    instance: str
+    engine: Engine
+    queue: PrefillQueue
+    workers: PrefillWorkers
+    timeout: PrefillTimeout = field(default_factory=PrefillTimeout)
 
     def fits(self, submit: Submit) -> bool:
         """Whether the queue takes a message that is as large as this request's. A token id takes 5 bytes at most."""
-        left = self._queue.max_payload - OVERHEAD - sum(map(len, submit.body))
+        left = self.queue.max_payload - OVERHEAD - sum(map(len, submit.body))
         return 5 * len(submit.prompt) <= left or len(encode(submit.prompt)) <= left
 
     async def handle(self, request: DecodeRequest) -> KvHandle | None:
@@ -73,7 +74,7 @@ class RemotePrefill:
         match request.answer.result():
             case PrefillDone(handle=handle, compute_seconds=seconds):
                 if not request.warms:  # too short to tell how fast a worker is
-                    self._timeout.learn(tokens, seconds)
+                    self.timeout.learn(tokens, seconds)
                 return await self._check(handle, tokens)
             case PrefillFailed(reason=reason, message=text, engine_died=died):
                 request.engines_died += died
@@ -85,41 +86,41 @@ class RemotePrefill:
                 raise NoHandle(reason, f"{reason}; {pulled}, bound {bound:.1f} s")
 
     def _bound(self, request: DecodeRequest) -> float:
-        tokens, workers = len(request.submit.prompt), len(self._workers.available())
-        bound = WARM_UP if request.warms else self._timeout.seconds(tokens, self._queue.depth, workers)
+        tokens, workers = len(request.submit.prompt), len(self.workers.available())
+        bound = WARM_UP if request.warms else self.timeout.seconds(tokens, self.queue.depth, workers)
         return min(bound, request.deadline - time.monotonic())
 
     async def _publish(self, request: DecodeRequest, timeout: float) -> None:
         submit = request.submit
         message = PrefillRequest(
             submit.request_id,
-            self._instance,
+            self.instance,
             submit.prompt,
             timeout,
-            self._engine.facts.block_size,
+            self.engine.facts.block_size,
             submit.body,
             warm_up=bool(request.warms),
         )
-        request.losses = self._queue.losses
+        request.losses = self.queue.losses
         try:
             if request.warms:
-                await self._queue.warm_up(request.warms, message)
+                await self.queue.warm_up(request.warms, message)
             else:
-                await self._queue.publish(message)
+                await self.queue.publish(message)
         except QueueUnavailable as error:  # but it may have come through, and be answered already
             request.resolve(FULL if isinstance(error, QueueFull) else DOWN)
 
     async def _check(self, handle: KvHandle, prompt_tokens: int) -> KvHandle:
         try:
-            facts = self._engine.facts
+            facts = self.engine.facts
             check_handle(handle, prompt_tokens, facts.block_size, facts.fingerprint)
         except ProtocolError as error:
-            await self._engine.reject(handle)
+            await self.engine.reject(handle)
             raise NoHandle("expired" if expired(handle) else "invalid", str(error)) from error
         return handle
 
     async def _withdraw(self, request_id: str) -> None:
         try:
-            await self._queue.cancel([request_id])
+            await self.queue.cancel([request_id])
         except QueueUnavailable:
             log.info("request %s: could not be taken back from the queue; its deadline will", request_id)

@@ -5,11 +5,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from pdserve.decode.kv_age import KvAge
 from pdserve.decode.policy import Decision
 from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, Submit
 from pdserve.recent import RecentKeys
+
+if TYPE_CHECKING:
+    from pdserve.decode.answers import KvAge
 
 _REMEMBERED = 50_000
 
@@ -36,7 +39,7 @@ class DecodeRequest:
     """while WAITING: the task that works on it stops at its next step, and answers nothing"""
     answer: asyncio.Future[Outcome] | None = None
     """there from when it was sent out for remote prefill"""
-    kv_age: KvAge | None = None
+    kv_age: "KvAge | None" = None
     """of the KV that it waits for; there from when it was sent out"""
     prefiller: str = ""
     """instance id of the prefill worker that has it in its hands"""

@@ -7,14 +7,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.decode.policy import Decision, decide
+from pdserve.decode.policy import Decision, LiveSettings, decide
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.quarantine import Quarantine
 from pdserve.decode.remote import RemotePrefill
 from pdserve.decode.requests import CANCELLED, DecodeRequest, DecodeRequests, Phase
-from pdserve.decode.settings import LiveSettings
 from pdserve.engine.base import Engine, Output, Transfers
 from pdserve.errors import EngineDead, PeerGone, ProtocolError
 from pdserve.kv.handles import expired, prefix_hit
@@ -27,40 +27,30 @@ from pdserve.stream.base import StreamServer
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class RequestRunner:
     """Every request that enters leaves by its last output, a `Failed`, or a cancellation, and in each case
     nothing of it stays in the queue or in an engine."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        stream: StreamServer,
-        queue: PrefillQueue,
-        workers: PrefillWorkers,
-        remote: RemotePrefill,
-        requests: DecodeRequests,
-        settings: LiveSettings,
-        start: Callable[[Coroutine[Any, Any, None]], object],
-    ) -> None:
-        """`start` runs a task of the worker, which ends with it and whose failure ends it."""
-        self._engine = engine
-        self._stream = stream
-        self._queue = queue
-        self._workers = workers
-        self._remote = remote
-        self._requests = requests
-        self._settings = settings
-        self._start = start
-        self._quarantine = Quarantine()
+    engine: Engine
+    stream: StreamServer
+    queue: PrefillQueue
+    workers: PrefillWorkers
+    remote: RemotePrefill
+    requests: DecodeRequests
+    settings: LiveSettings
+    start: Callable[[Coroutine[Any, Any, None]], object]
+    """runs a task of the worker, which ends with it and whose failure ends it"""
+    quarantine: Quarantine = field(default_factory=Quarantine)
 
     # from a frontend to the engine
 
     async def submit(self, frontend: str, submit: Submit) -> None:
-        request = self._requests.add(frontend, submit)
+        request = self.requests.add(frontend, submit)
         if request is None:
             await self.send(frontend, Failed(submit.request_id, "this request id was used before"))
         else:
-            self._start(self._run(request))
+            self.start(self._run(request))
 
     async def _run(self, request: DecodeRequest) -> None:
         try:
@@ -76,7 +66,7 @@ class RequestRunner:
 
     async def _place(self, request: DecodeRequest) -> None:
         if request.cancelled:  # before this task had its first turn
-            self._requests.drop(request)
+            self.requests.drop(request)
             return
         if time.monotonic() >= request.deadline:
             await self._fail(request, "the deadline passed before the request was started", retry=False)
@@ -84,13 +74,13 @@ class RequestRunner:
         decision = self._decide(request)
         handle = None
         if decision.mode == "remote":
-            handle = await self._remote.handle(request)
+            handle = await self.remote.handle(request)
             if handle is None:
                 decision = Decision("local", "fallback")
         if not request.cancelled:
-            await self._quarantine.enter(request)
+            await self.quarantine.enter(request)
         if handle is not None and not request.cancelled and expired(handle):
-            await self._engine.reject(handle)
+            await self.engine.reject(handle)
             decision, handle = Decision("local", "fallback"), None
         if not request.cancelled:
             request.decision = decision
@@ -99,25 +89,25 @@ class RequestRunner:
         if not request.cancelled:
             await self._generate(request, handle)
         elif handle is not None:
-            await self._engine.reject(handle)
+            await self.engine.reject(handle)
         if request.cancelled:
-            self._requests.drop(request)
+            self.requests.drop(request)
 
     def _decide(self, request: DecodeRequest) -> Decision:
-        submit, settings = request.submit, self._settings.current
-        prompt, depth = len(submit.prompt), self._queue.depth
-        hit = self._engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0
-        workers = len(self._workers.available())
+        submit, settings = request.submit, self.settings.current
+        prompt, depth = len(submit.prompt), self.queue.depth
+        hit = self.engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0
+        workers = len(self.workers.available())
         decision = decide(
             prompt,
             hit,
             depth,
             workers,
-            self._queue.connected,
+            self.queue.connected,
             settings,
-            supported=self._engine.remote_ok(submit.body),
+            supported=self.engine.remote_ok(submit.body),
             migrated=submit.migrated,
-            fits=self._remote.fits(submit),
+            fits=self.remote.fits(submit),
         )
         log.info(
             "request %s: prefill %s (%s), prompt %d, hit %d, to compute %d of %d, queue %d of %d, workers %d",
@@ -140,37 +130,37 @@ class RequestRunner:
         request.phase, request.since = Phase.RUNNING, time.monotonic()
         submit = request.submit
         try:
-            await self._engine.generate(request.id, submit.prompt, submit.body, handle)
+            await self.engine.generate(request.id, submit.prompt, submit.body, handle)
         except ProtocolError as error:
             if handle is None:
                 raise
             # the lease of its KV ran out since it was looked at: a frontend may take a second to be told
             log.warning("request %s: its KV is refused (%s), prefilling locally", request.id, error)
-            await self._engine.reject(handle)
+            await self.engine.reject(handle)
             request.decision = Decision("local", "fallback")
             await self.send(request.frontend, Placed(request.id, "local", "fallback"))
-            await self._engine.generate(request.id, submit.prompt, submit.body, None)
+            await self.engine.generate(request.id, submit.prompt, submit.body, None)
         if request.cancelled:
-            await self._engine.cancel([request.id])
+            await self.engine.cancel([request.id])
 
     # from the engine to the frontends
 
     async def read_engine(self) -> None:
         """For ever, or until EngineDead."""
         while True:
-            step = await self._engine.step()
+            step = await self.engine.step()
             if step.transfers is not None:
                 _count(step.transfers)
-            self._workers.avoid(step.unreachable)
+            self.workers.avoid(step.unreachable)
             self._note_unread(step.unread)
             for frontend, outputs in (await self._by_frontend(step.outputs)).items():
-                await self.send(frontend, Outputs(self._engine.pack(outputs)))
+                await self.send(frontend, Outputs(self.engine.pack(outputs)))
 
     async def _by_frontend(self, outputs: list[Output]) -> dict[str, list[Output]]:
         found: defaultdict[str, list[Output]] = defaultdict(list)
         now = time.monotonic()
         for output in outputs:
-            request = self._requests.get(output.request_id)
+            request = self.requests.get(output.request_id)
             if request is None:
                 continue  # cancelled
             if output.failed:
@@ -181,15 +171,15 @@ class RequestRunner:
             request.since = now
             if not request.proven:
                 request.proven, request.engines_died = True, 0
-                self._quarantine.leave(request)
+                self.quarantine.leave(request)
                 await self._account(request, output.recomputed)
             if output.finished:
-                self._requests.drop(request)
+                self.requests.drop(request)
         return found
 
     def _note_unread(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            request = self._requests.get(request_id)
+            request = self.requests.get(request_id)
             if request is not None:
                 request.unread = True
             if request is None or not request.warms:
@@ -209,7 +199,7 @@ class RequestRunner:
         if not frontend:
             return
         try:
-            await self._stream.send(frontend, message)
+            await self.stream.send(frontend, message)
         except PeerGone:
             await self.forget(frontend)
 
@@ -218,16 +208,16 @@ class RequestRunner:
     async def cancel(self, request: DecodeRequest) -> None:
         """While the request is not in the engine yet, `_place` sees `cancelled` and drops it."""
         request.cancelled = True
-        self._quarantine.leave(request)
+        self.quarantine.leave(request)
         if request.phase is Phase.RUNNING:
-            self._requests.drop(request)
-            await self._engine.cancel([request.id])
+            self.requests.drop(request)
+            await self.engine.cancel([request.id])
         else:
             request.resolve(CANCELLED)
 
     async def forget(self, frontend: str) -> None:
         """This frontend is gone."""
-        gone = [request for request in self._requests.of(frontend) if not request.cancelled]
+        gone = [request for request in self.requests.of(frontend) if not request.cancelled]
         if gone:
             log.warning("frontend %s is gone: cancelling its %d requests", frontend, len(gone))
         for request in gone:
@@ -243,8 +233,8 @@ class RequestRunner:
     ) -> None:
         """Fail a request that the engine does not have (any more)."""
         request.failed = True
-        self._requests.drop(request)
-        self._quarantine.leave(request)
+        self.requests.drop(request)
+        self.quarantine.leave(request)
         if not request.cancelled:
             await self.send(request.frontend, Failed(request.id, message, retry, invalid))
 
@@ -252,20 +242,20 @@ class RequestRunner:
         """For ever."""
         while True:
             await asyncio.sleep(1.0)
-            self._workers.give_up_lost()
-            for request in self._requests:
+            self.workers.give_up_lost()
+            for request in self.requests:
                 if time.monotonic() >= request.deadline:
                     await self.end(request, "the request's deadline passed", retry=False)
 
     async def engine_died(self, death: EngineDead) -> None:
         """Tell every frontend what it loses, and which requests the engine was computing: the last messages of this
         worker."""
-        for request in self._requests.clients():
+        for request in self.requests.clients():
             running = request.phase is Phase.RUNNING
             blamed = running and may_have_killed(len(request.submit.prompt), request.since)
             text, died = f"the engine died: {death}", request.engines_died + blamed
             with suppress(PeerGone):
-                await self._stream.send(
+                await self.stream.send(
                     request.frontend, Failed(request.id, text, retry=True, engines_died=died)
                 )
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
+from dataclasses import dataclass, field
 from functools import partial
 
 from pdserve.decode.prefill_workers import PrefillWorkers
@@ -31,29 +32,22 @@ FIRST_RETRY, LAST_RETRY = 1.0, 60.0
 """seconds until the next try, doubled with each"""
 
 
+@dataclass(eq=False)
 class WarmUp:
-    def __init__(
-        self,
-        engine: Engine,
-        view: RegistryView,
-        workers: PrefillWorkers,
-        remote: RemotePrefill,
-        requests: DecodeRequests,
-    ) -> None:
-        self._engine = engine
-        self._view = view
-        self._workers = workers
-        self._remote = remote
-        self._requests = requests
-        self._tried: set[str] = set()
-        self._change = asyncio.Event()
+    engine: Engine
+    view: RegistryView
+    workers: PrefillWorkers
+    remote: RemotePrefill
+    requests: DecodeRequests
+    _tried: set[str] = field(default_factory=set)
+    _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
         """For ever, or until EngineDead: with each prefill worker once, and again where that failed."""
         tasks: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
-            async for _ in self._view.changes():
-                peers = self._workers.to_warm_up()
+            async for _ in self.view.changes():
+                peers = self.workers.to_warm_up()
                 for gone in tasks.keys() - peers:
                     tasks.pop(gone).cancel()
                     self._tried.discard(gone)
@@ -63,7 +57,7 @@ class WarmUp:
 
     async def tried(self) -> None:
         """Wait until every prefill worker that is there has been tried at least once."""
-        while not self._workers.to_warm_up() <= self._tried:
+        while not self.workers.to_warm_up() <= self._tried:
             self._change.clear()
             await self._change.wait()
 
@@ -75,9 +69,9 @@ class WarmUp:
 
     async def _try(self, peer: str) -> bool:
         began = time.monotonic()
-        name, prompt = f"warm-up-{secrets.token_hex(8)}", unique_prompt(self._engine.facts)
-        submit = Submit(name, prompt, WITHIN, self._engine.plain_body(1))
-        request = self._requests.add("", submit, warms=peer)
+        name, prompt = f"warm-up-{secrets.token_hex(8)}", unique_prompt(self.engine.facts)
+        submit = Submit(name, prompt, WITHIN, self.engine.plain_body(1))
+        request = self.requests.add("", submit, warms=peer)
         assert request is not None
         try:
             async with asyncio.timeout(WITHIN):
@@ -87,8 +81,8 @@ class WarmUp:
             warm = False
         finally:
             if not request.over.is_set():
-                self._requests.drop(request)
-                await self._engine.cancel([request.id])
+                self.requests.drop(request)
+                await self.engine.cancel([request.id])
         WARM_UPS.labels("ok" if warm else "failed").inc()
         log.info("%s with %s after %.2f s", "warm" if warm else "not warm", peer, time.monotonic() - began)
         self._tried.add(peer)
@@ -96,14 +90,14 @@ class WarmUp:
         return warm
 
     async def _read(self, request: DecodeRequest) -> bool:
-        handle = await self._remote.handle(request)
+        handle = await self.remote.handle(request)
         if handle is None:
             return False
         if request.cancelled:
-            await self._engine.reject(handle)
+            await self.engine.reject(handle)
             return False
         request.phase = Phase.RUNNING
         submit = request.submit
-        await self._engine.generate(request.id, submit.prompt, submit.body, handle)
+        await self.engine.generate(request.id, submit.prompt, submit.body, handle)
         await request.over.wait()
         return not (request.unread or request.failed or request.cancelled)

@@ -3,82 +3,47 @@
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from typing import Any, Self
+from typing import Any
 
-from pdserve import queue, registry, stream
-from pdserve.config.schema import Config
 from pdserve.decode.answers import AnswerReader
 from pdserve.decode.archive import Archive
+from pdserve.decode.policy import LiveSettings
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.remote import RemotePrefill
 from pdserve.decode.requests import DecodeRequests
 from pdserve.decode.serving import RequestRunner
-from pdserve.decode.settings import LiveSettings
 from pdserve.decode.warm_up import WarmUp
-from pdserve.engine.base import Engine
 from pdserve.errors import EngineDead
 from pdserve.messages import Cancel, Failed, Hello, Load, ModelCard, Refused, Submit, ToDecode
 from pdserve.observe.metrics import QUEUE_DEPTH
-from pdserve.plan.slots import Slot
-from pdserve.process.presence import model_card, new_instance_id
-from pdserve.process.worker import EngineWorker, build_engine
-from pdserve.queue.base import BlobStore, PrefillQueue
-from pdserve.registry.base import Registry
-from pdserve.stream.base import StreamServer
+from pdserve.process.presence import model_card
+from pdserve.process.worker import EngineWorker
 from pdserve.tasks import forever
 
 log = logging.getLogger(__name__)
 
 
 class DecodeWorker(EngineWorker):
-    def __init__(
-        self,
-        config: Config,
-        slot: Slot,
-        instance_id: str,
-        engine: Engine,
-        registry: Registry,
-        queue: PrefillQueue,
-        stream: StreamServer,
-        metrics_url: str = "",
-        blobs: BlobStore | None = None,
-    ) -> None:
-        super().__init__(config, slot, instance_id, engine, registry, queue, metrics_url, stream)
+    def _assemble(self) -> None:
+        config, engine, queue = self._config, self._engine, self._queue
         assert config.decode is not None
-        model = config.served_model_name
+        assert self._stream is not None
         self.requests = DecodeRequests()
         self.settings = LiveSettings(config.decode)
-        self._archive = Archive(config.model, blobs)
-        self._workers = PrefillWorkers(model, engine, queue, self.view, self.requests)
-        self._remote = RemotePrefill(instance_id, engine, queue, self._workers)
-        self._answers = AnswerReader(instance_id, engine, queue, self._workers, self.requests)
+        self._archive = Archive(config.model, self._blobs)
+        self._workers = PrefillWorkers(config.served_model_name, engine, queue, self.view, self.requests)
+        self._remote = RemotePrefill(self.id, engine, queue, self._workers)
+        self._answers = AnswerReader(self.id, engine, queue, self._workers, self.requests)
         self._warm_up = WarmUp(engine, self.view, self._workers, self._remote, self.requests)
         self._runner = RequestRunner(
             engine,
-            stream,
+            self._stream,
             queue,
             self._workers,
             self._remote,
             self.requests,
             self.settings,
-            lambda work: self.tasks.create_task(work),
-        )
-
-    @classmethod
-    def connect(cls, config: Config, slot: Slot, metrics_url: str) -> Self:
-        assert config.etcd is not None
-        assert config.nats is not None
-        instance_id = new_instance_id(slot)
-        return cls(
-            config,
-            slot,
-            instance_id,
-            build_engine(config, slot, instance_id),
-            registry.connect(config.etcd, config.namespace, patient=True),
-            queue.connect(config.nats, config.namespace, config.served_model_name),
-            stream.listen(config.host),
-            metrics_url,
-            queue.connect_blobs(config.nats, config.namespace),
+            start=lambda work: self.tasks.create_task(work),
         )
 
     # its life

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -32,6 +32,7 @@ FORGET = 2.0
 class _Kept:
     decode: str
     answer: PrefillDone
+    warm_up: bool
     since: float = field(default_factory=time.monotonic)
     told: float = field(default_factory=time.monotonic)
 
@@ -42,14 +43,17 @@ class AnswerSender:
     def __init__(self, queue: PrefillQueue) -> None:
         self._queue = queue
         self._kept: dict[str, _Kept] = {}
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._warm: set[str] = set()
+        """decode workers that have read KV of this worker, or rejected it, or were told that there is none"""
+        self._change = asyncio.Event()
 
-    async def send(self, decode: str, answer: PrefillAnswer) -> None:
+    async def send(self, decode: str, answer: PrefillAnswer, *, warm_up: bool = False) -> None:
         if isinstance(answer, PrefillDone):
-            self._kept[answer.handle.request_id] = _Kept(decode, answer)
-            self._empty.clear()
+            self._kept[answer.handle.request_id] = _Kept(decode, answer, warm_up)
             answer = aged(answer)
+        elif warm_up:
+            self._warm.add(decode)
+            self._change.set()
         await unless_away(self._queue.answer(decode, answer))
 
     async def confirm(self, confirm: PrefillConfirm) -> None:
@@ -80,13 +84,24 @@ class AnswerSender:
 
     def released(self, request_id: str) -> None:
         """The engine keeps this KV no longer; unknown ids are ignored."""
-        self._kept.pop(request_id, None)
-        if not self._kept:
-            self._empty.set()
+        kept = self._kept.pop(request_id, None)
+        if kept is not None and kept.warm_up:
+            self._warm.add(kept.decode)
+        self._change.set()
 
     async def empty(self) -> None:
         """Wait until no KV is kept."""
-        await self._empty.wait()
+        await self._until(lambda: not self._kept)
+
+    async def warm(self, decode_workers: Callable[[], set[str]]) -> None:
+        """Wait until each of these has read the KV of a warm-up, or tried to in vain
+        (docs/decisions/0008-warm-up.md)."""
+        await self._until(lambda: decode_workers() <= self._warm)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._change.clear()
+            await self._change.wait()
 
 
 def aged(answer: PrefillDone, token: str = "") -> PrefillDone:

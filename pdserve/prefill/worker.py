@@ -7,11 +7,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any, Self
+from typing import Any
 
-from pdserve import queue, registry
-from pdserve.config.schema import Config
-from pdserve.engine.base import Engine, Output
+from pdserve.engine.base import Output
 from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable
 from pdserve.messages import (
     PrefillAnswer,
@@ -23,15 +21,11 @@ from pdserve.messages import (
     Role,
 )
 from pdserve.observe.metrics import QUEUE_WAIT
-from pdserve.plan.slots import Slot
 from pdserve.prefill.answers import AnswerSender, unless_away
 from pdserve.prefill.running import RunningPrefill, RunningPrefills
-from pdserve.prefill.warm_up import WarmDecodeWorkers
 from pdserve.process.engine_checks import may_have_killed, watch_side_channel
-from pdserve.process.presence import new_instance_id
-from pdserve.process.worker import EngineWorker, build_engine
-from pdserve.queue.base import Delivery, DirectDelivery, PrefillQueue
-from pdserve.registry.base import Registry
+from pdserve.process.worker import EngineWorker
+from pdserve.queue.base import Delivery, DirectDelivery
 from pdserve.tasks import forever
 
 log = logging.getLogger(__name__)
@@ -46,35 +40,9 @@ is queued stays where another worker can take it"""
 
 
 class PrefillWorker(EngineWorker):
-    def __init__(
-        self,
-        config: Config,
-        slot: Slot,
-        instance_id: str,
-        engine: Engine,
-        registry: Registry,
-        queue: PrefillQueue,
-        metrics_url: str = "",
-    ) -> None:
-        super().__init__(config, slot, instance_id, engine, registry, queue, metrics_url)
+    def _assemble(self) -> None:
         self._running = RunningPrefills()
-        self._answers = AnswerSender(queue)
-        self._warm = WarmDecodeWorkers()
-
-    @classmethod
-    def connect(cls, config: Config, slot: Slot, metrics_url: str) -> Self:
-        assert config.etcd is not None
-        assert config.nats is not None
-        instance_id = new_instance_id(slot)
-        return cls(
-            config,
-            slot,
-            instance_id,
-            build_engine(config, slot, instance_id),
-            registry.connect(config.etcd, config.namespace, patient=True),
-            queue.connect(config.nats, config.namespace, config.served_model_name),
-            metrics_url,
-        )
+        self._answers = AnswerSender(self._queue)
 
     # its life
 
@@ -92,7 +60,7 @@ class PrefillWorker(EngineWorker):
 
     async def announce(self) -> None:
         await self._queue.expect_warm_ups(self.id)
-        await self._presence.warm_up(self.view, lambda: self._warm.until(self._decode_workers))
+        await self._presence.warm_up(self.view, lambda: self._answers.warm(self._decode_workers))
         await self._presence.announce()
 
     def _decode_workers(self) -> set[str]:
@@ -201,7 +169,6 @@ class PrefillWorker(EngineWorker):
                     await self._finished(output)
             for request_id in step.released:
                 self._answers.released(request_id)
-                self._warm.released(request_id)
             self._running.changed()
 
     async def _finished(self, output: Output) -> None:
@@ -219,9 +186,7 @@ class PrefillWorker(EngineWorker):
         request = delivery.request
         if isinstance(answer, PrefillFailed):
             log.warning("request %s not prefilled: %s %s", request.request_id, answer.reason, answer.message)
-        if request.warm_up:
-            self._warm.answered(request.decode, answer)
-        await self._answers.send(request.decode, answer)
+        await self._answers.send(request.decode, answer, warm_up=request.warm_up)
         await delivery.ack()
 
     # beside the path

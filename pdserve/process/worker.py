@@ -1,9 +1,11 @@
 """What decode and prefill workers have in common: an engine, the queue, the registry, and how they start."""
 
+from abc import abstractmethod
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Self
 
+from pdserve import queue, registry, stream
 from pdserve.config.schema import Config
 from pdserve.engine.base import Engine
 from pdserve.engine.spec import EngineSpec, make_engine
@@ -11,8 +13,8 @@ from pdserve.messages import Load, ModelCard, Role
 from pdserve.plan.slots import Slot
 from pdserve.process.engine_checks import log_memory, self_test, watch_engine
 from pdserve.process.life import Service
-from pdserve.process.presence import Presence, worker_instance
-from pdserve.queue.base import PrefillQueue
+from pdserve.process.presence import Presence, new_instance_id, worker_instance
+from pdserve.queue.base import BlobStore, PrefillQueue
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.stream.base import StreamServer
@@ -20,8 +22,6 @@ from pdserve.tasks import forever
 
 
 class EngineWorker(Service):
-    """`start` enters its parts in the order in which they need each other."""
-
     def __init__(
         self,
         config: Config,
@@ -30,17 +30,43 @@ class EngineWorker(Service):
         engine: Engine,
         registry: Registry,
         queue: PrefillQueue,
-        metrics_url: str = "",
         stream: StreamServer | None = None,
+        blobs: BlobStore | None = None,
+        metrics_url: str = "",
     ) -> None:
+        """`stream` and `blobs` are for decode workers: frontends, and the model archive for them."""
         super().__init__(config, slot, instance_id, metrics_url)
         self.view = RegistryView(registry)
         self._engine = engine
         self._registry = registry
         self._queue = queue
         self._stream = stream
+        self._blobs = blobs
+        self._assemble()
+
+    @classmethod
+    def connect(cls, config: Config, slot: Slot, metrics_url: str) -> Self:
+        assert config.etcd is not None
+        assert config.nats is not None
+        instance_id, decodes = new_instance_id(slot), slot.role is Role.DECODE
+        return cls(
+            config,
+            slot,
+            instance_id,
+            _make_engine(config, slot, instance_id),
+            registry.connect(config.etcd, config.namespace, patient=True),
+            queue.connect(config.nats, config.namespace, config.served_model_name),
+            stream.listen(config.host) if decodes else None,
+            queue.connect_blobs(config.nats, config.namespace) if decodes else None,
+            metrics_url,
+        )
+
+    @abstractmethod
+    def _assemble(self) -> None:
+        """Make the parts of this role from the engine and the seams."""
 
     async def start(self, stack: AsyncExitStack) -> None:
+        """Enter engine and seams in the order in which they need each other."""
         await stack.enter_async_context(self._engine)
         facts = self._engine.facts
         self._queue.bind(facts.fingerprint)
@@ -69,7 +95,7 @@ class EngineWorker(Service):
         return [forever(self._presence.keep_current, "load report"), watch_engine(self._engine)]
 
 
-def build_engine(config: Config, slot: Slot, instance_id: str) -> Engine:
+def _make_engine(config: Config, slot: Slot, instance_id: str) -> Engine:
     section = config.decode if slot.role is Role.DECODE else config.prefill
     assert section is not None, f"{config.path} has no section for a {slot.role.value} worker"
     spec = EngineSpec(
