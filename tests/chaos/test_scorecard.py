@@ -5,7 +5,7 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
-from pdserve_bench.chaos.judge import Judgement, RequestTrace, Seen, trace
+from pdserve_bench.chaos.judge import AttemptTrace, Judgement, Seen, trace
 from pdserve_bench.chaos.questions import Attempt, Case
 from pdserve_bench.chaos.scorecard import Row, as_json, line, passed, score, scorecard, verdict
 from pdserve_bench.figures import percentile
@@ -28,7 +28,7 @@ def test_percentile(values: list[float], share: float, value: float) -> None:
     assert percentile(values, share) == value
 
 
-def _trace(result: Judgement, error: str = "") -> RequestTrace:
+def _trace(result: Judgement, error: str = "") -> AttemptTrace:
     attempt = Attempt(case=Case((1, 2), 3, True, (5, 6, 7)), tokens=[5, 9], error=error)
     return trace(attempt, result, "decode-kill", 0.0)
 

@@ -21,7 +21,7 @@ class Judgement(StrEnum):
 
 
 @dataclass(frozen=True)
-class RequestTrace:
+class AttemptTrace:
     """Times are seconds after the fault began, negative before it; in a row without a fault, after the load did."""
 
     fault: str
@@ -66,15 +66,15 @@ class Seen:
     result: Judgement
     pause: float | None = None
     """seconds of the longest wait for a token, the first one included; None where it was not streamed"""
-    trace: RequestTrace | None = None
+    trace: AttemptTrace | None = None
     """of what was neither right nor the killed frontend's"""
     request_id: str = ""
 
 
-def trace(attempt: Attempt, result: Judgement, fault: str, began: float) -> RequestTrace:
+def trace(attempt: Attempt, result: Judgement, fault: str, began: float) -> AttemptTrace:
     at = first_difference(attempt.tokens, attempt.case.expected)
     seen = at is not None and at < len(attempt.arrivals)
-    return RequestTrace(
+    return AttemptTrace(
         fault=fault,
         result=result,
         request_id=attempt.request_id,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from rich.table import Table
 
 from pdserve.observe.tables import table
-from pdserve_bench.chaos.judge import Judgement, RequestTrace, Seen
+from pdserve_bench.chaos.judge import AttemptTrace, Judgement, Seen
 from pdserve_bench.figures import percentile
 from pdserve_bench.watch import Leftovers
 
@@ -57,7 +57,7 @@ class Row:
     """what failed requests said, the most frequent first"""
     held: Mapping[str, int] = field(default_factory=dict)
     """the leaked blocks by instance"""
-    traces: tuple[RequestTrace, ...] = ()
+    traces: tuple[AttemptTrace, ...] = ()
     """of every request that failed, hung or was answered wrongly"""
     amiss: tuple[str, ...] = ()
     """what went wrong besides, a sentence each"""
