@@ -289,7 +289,7 @@ class KvHandle(Struct, frozen=True):
     """seconds that the blocks are kept, counted from `computed_at`"""
     computed_at: float = -math.inf
     """When the blocks were computed at the earliest, on the monotonic clock of the host that holds this object. It
-    means nothing elsewhere: a receiver sets it from what it knows of the age (`decode/freshness.py`)"""
+    means nothing elsewhere: a receiver sets it from what it knows of the age (`decode/answers.py`)"""
     extra: dict[str, object] = {}
     """further fields of the connector's own handle, passed on as they are"""
 

@@ -106,7 +106,7 @@ AWAITED_TASKS = {
     "process/life.py": 1,
 }
 """file -> how many tasks it makes itself, each of them awaited, or cancelled and awaited, by the function or the
-`async with` that made it. Background tasks belong to `pdserve/tasks.py`, a TaskGroup or a worker's Lifecycle."""
+`async with` that made it. Background tasks belong to `pdserve/tasks.py`, a TaskGroup or a `Service`'s."""
 
 
 def test_no_background_task_ends_unseen() -> None:

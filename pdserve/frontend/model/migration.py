@@ -32,7 +32,7 @@ MAX_LOSSES = 4
 """workers that may lose a request after they took it up, for any reasons"""
 MAX_ENGINES = 2
 """engines that may die in a row while they compute a request's next token. After the first death each of the requests
-that were in that engine is tried again beside no other unproven request (`decode/trials.py`): the second one tells
+that were in that engine is tried again beside no other unproven request (`decode/quarantine.py`): the second one tells
 which of them kills."""
 PAUSE = 0.5
 """seconds before a worker that failed a request gets it again, where there is no other"""
