@@ -11,8 +11,8 @@ from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
 from pdserve.plan.plan import make_plan
 from pdserve.plan.render import plan_as_dict, render
-from tests.config.models import machine
 from tests.config.test_load import DYNAMO, GRAPH
+from tests.plan.models import machine
 
 LINES = (DYNAMO.replace("/mnt/DeepSeek-R1-Distill-Qwen-14B", "demo") + GRAPH).splitlines()
 VALUES = [

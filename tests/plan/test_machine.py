@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.plan.machine import GIB, MIB, Gpu, Machine, visible, what_if
-from tests.config.models import machine
+from tests.plan.models import machine
 
 
 @pytest.mark.parametrize(

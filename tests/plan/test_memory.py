@@ -10,7 +10,7 @@ from pdserve.errors import ConfigError
 from pdserve.plan.machine import GIB, MIB, Gpu, what_if
 from pdserve.plan.memory import GPU_RUNTIME_BYTES, kv_bytes_per_token, runtime_bytes, size, weight_bytes
 from pdserve.plan.model_folder import ModelFacts, read_model
-from tests.config.models import QWEN_14B_BYTES, machine, qwen_14b, write_safetensors
+from tests.plan.models import QWEN_14B_BYTES, machine, qwen_14b, write_safetensors
 
 A10 = Gpu(0, "A10", 24 * GIB)
 

@@ -13,8 +13,8 @@ from pdserve.messages import Role
 from pdserve.plan.machine import GIB, Machine, what_if
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.plan.render import plan_as_dict, render
-from tests.config.models import machine, qwen_14b
 from tests.config.test_load import DYNAMO
+from tests.plan.models import machine, qwen_14b
 
 FOUR_A10 = what_if("4xA10", machine())
 LOCAL = """\
