@@ -136,8 +136,9 @@ def test_the_locks_leave_out_what_breaks_the_cpu_build() -> None:
 
 
 def _blocks(markdown: Path) -> Iterator[str]:
-    for block in re.findall(r"^```(?:sh|bash|shell|console)?\n(.*?)^```", markdown.read_text(), re.M | re.S):
-        yield from (line.removeprefix("$ ") for line in block.splitlines())
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", markdown.read_text(), re.M | re.S):
+        if language in ("", "sh", "bash", "shell", "console"):
+            yield from (line.removeprefix("$ ") for line in block.splitlines())
 
 
 def _documents() -> list[Path]:
