@@ -15,8 +15,8 @@ from typing import TypeVar
 import msgspec
 
 from pdserve.config.schema import Config
-from pdserve.messages import Role
 from pdserve.plan.slots import Slot
+from pdserve.records import Role
 
 T = TypeVar("T")
 

@@ -1,4 +1,5 @@
-"""Every message that crosses a process boundary, one section for each receiver.
+"""Every message that crosses a process boundary on the way of a request, one section for each receiver. What processes
+say of themselves in the registry is in `records.py`.
 
 All are frozen msgspec structs. A new field gets a default, unknown fields are ignored, so that neighbouring versions
 understand each other. No message names a time: clocks of different hosts differ, and so do their monotonic ones. There
@@ -7,7 +8,6 @@ are only durations, in seconds, and ages at the moment of sending. Nothing is ev
 
 import math
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -16,125 +16,6 @@ from msgspec import Meta, Struct
 from pdserve.errors import ProtocolError
 
 T = TypeVar("T")
-
-
-class Role(StrEnum):
-    FRONTEND = "frontend"
-    DECODE = "decode"
-    PREFILL = "prefill"
-
-
-# ── the registry (etcd): what a process says of itself ────────────────────────────────────────────────────────────
-
-
-class Load(Struct, frozen=True):
-    """What an instance is doing; written again every second or so while it changes."""
-
-    running: int = 0
-    """requests inside the engine's batch; of a frontend: sequences that are being generated"""
-    waiting: int = 0
-    """requests admitted but not yet running, those out for remote prefill included; of a frontend: requests in line"""
-    kv_usage: float = 0.0
-    """share of the KV blocks in use, 0 to 1"""
-    queue_depth: int = 0
-    """prefill requests not yet pulled, as this instance sees the queue"""
-    unreachable: list[str] = []
-    """of a frontend: decode workers that are registered and that it has no connection to"""
-
-
-class Instance(Struct, frozen=True):
-    """A live process. It exists in the registry exactly as long as its lease."""
-
-    id: str
-    """`<role>-<index>-<boot id>`: a restarted process is a new instance"""
-    role: Role
-    model: str = ""
-    """served model name; empty for a frontend, which serves every model that has a card"""
-    address: str = ""
-    """where its stream listens, `tcp://host:port` (decode), or its URL (frontend)"""
-    metrics: str = ""
-    """URL of its own Prometheus page"""
-    host: str = ""
-    pid: int = 0
-    gpus: list[int] = []
-    kv_blocks: int = 0
-    block_size: int = 0
-    """tokens in a KV block"""
-    kv_tokens: int = 0
-    max_model_len: int = 0
-    max_num_seqs: int = 0
-    """requests that its engine runs at once; 0: it does not say"""
-    max_concurrency: float = 0.0
-    """how many requests of max_model_len tokens fit the KV cache at once"""
-    vllm_version: str = ""
-    fingerprint: str = ""
-    """of its model's files and of the arguments that change KV; workers of different ones never meet"""
-    clock_skew: float | None = None
-    """seconds that its clock is ahead of the NATS server's; None where it could not be measured. Nothing depends on
-    it, but logs of different hosts can be compared only where it is small"""
-    draining: bool = False
-    """true: finishes what it has and takes nothing new"""
-    load: Load = Load()
-
-
-class SlotState(Struct, frozen=True):
-    """A process that a supervisor keeps alive, as the supervisor sees it, under the supervisor's lease: where the
-    process itself is not there to tell."""
-
-    name: str
-    """`decode-0`"""
-    role: Role
-    host: str = ""
-    state: str = "starting"
-    """`starting`, `ready`, `waiting to restart` or `stopped`"""
-    restarts: int = 0
-    """since its supervisor started"""
-    failed_starts: int = 0
-    """since it was last ready"""
-    end: str = ""
-    """how it ended last, `exit code 1`; empty: it never did"""
-    cause: str = ""
-    """the last thing that it said before"""
-
-    @property
-    def ready(self) -> bool:
-        return self.state == "ready"
-
-    def __str__(self) -> str:
-        """Without the cause, which may name what is nobody else's business."""
-        parts = [self.state]
-        if self.failed_starts:
-            parts.append(f"failed to start {self.failed_starts} times")
-        if self.end:
-            parts.append(f"last end: {self.end}")
-        return ", ".join(parts)
-
-
-class ModelCard(Struct, frozen=True):
-    """What a frontend needs to serve a model; each decode worker writes one under its own lease."""
-
-    name: str
-    """the served model name"""
-    model: str
-    """path or hub id, as the worker loaded it"""
-    engine_args: dict[str, object] = {}
-    """the vLLM arguments (kebab-case) that tokenizing, templates, parsers and limits depend on"""
-    max_model_len: int = 0
-    vllm_version: str = ""
-    blob: str = ""
-    """name of the archive with config, tokenizer and chat template in NATS' object store; empty: not uploaded"""
-    supported_tasks: list[str] = msgspec.field(default_factory=lambda: ["generate"])
-    created: int = 0
-    """Unix seconds, for people"""
-    fingerprint: str = ""
-    """as in the worker's Instance"""
-    generation: int = 0
-    """Counts up with each change of what is served under this name: the highest is the newest, whatever the clocks of
-    the workers say"""
-
-    def alike(self, other: "ModelCard") -> bool:
-        """Whether a frontend that serves this one serves the other as well."""
-        return msgspec.structs.replace(self, created=other.created, generation=other.generation) == other
 
 
 # ── decode worker, from a frontend ────────────────────────────────────────────────────────────────────────────────
@@ -328,7 +209,7 @@ class PrefillFailed(Struct, frozen=True, tag=True):
 PrefillAnswer = PrefillStarted | PrefillDone | PrefillFailed
 
 
-def _reader(decode: Callable[[bytes | memoryview], T]) -> Callable[[bytes | memoryview], T]:
+def reader(decode: Callable[[bytes | memoryview], T]) -> Callable[[bytes | memoryview], T]:
     """`decode`, raising ProtocolError for whatever cannot be read: msgspec lets errors of Python through for text that
     is not UTF-8 and for what is nested too deep."""
 
@@ -342,12 +223,12 @@ def _reader(decode: Callable[[bytes | memoryview], T]) -> Callable[[bytes | memo
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_to_decode = _reader(msgspec.msgpack.Decoder(ToDecode).decode)
-decode_to_frontend = _reader(msgspec.msgpack.Decoder(ToFrontend).decode)
-decode_prefill_request = _reader(msgspec.msgpack.Decoder(PrefillRequest).decode)
-decode_to_prefill = _reader(msgspec.msgpack.Decoder(ToPrefill).decode)
-decode_prefill_answer = _reader(msgspec.msgpack.Decoder(PrefillAnswer).decode)
-decode_queue_state = _reader(msgspec.msgpack.Decoder(QueueState).decode)
+decode_to_decode = reader(msgspec.msgpack.Decoder(ToDecode).decode)
+decode_to_frontend = reader(msgspec.msgpack.Decoder(ToFrontend).decode)
+decode_prefill_request = reader(msgspec.msgpack.Decoder(PrefillRequest).decode)
+decode_to_prefill = reader(msgspec.msgpack.Decoder(ToPrefill).decode)
+decode_prefill_answer = reader(msgspec.msgpack.Decoder(PrefillAnswer).decode)
+decode_queue_state = reader(msgspec.msgpack.Decoder(QueueState).decode)
 
 
 def encode_to_decode(message: ToDecode) -> bytes:
@@ -356,10 +237,3 @@ def encode_to_decode(message: ToDecode) -> bytes:
         return encode(message)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from error
-
-
-encode_record = msgspec.json.Encoder().encode
-"""registry values are JSON, so that `etcdctl get --prefix` can be read"""
-decode_instance = _reader(msgspec.json.Decoder(Instance).decode)
-decode_card = _reader(msgspec.json.Decoder(ModelCard).decode)
-decode_slot_state = _reader(msgspec.json.Decoder(SlotState).decode)

@@ -7,8 +7,8 @@ import pytest
 
 from pdserve.config.load import load
 from pdserve.graph import from_environment, to_environment
-from pdserve.messages import Role
 from pdserve.plan.slots import Slot
+from pdserve.records import Role
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 

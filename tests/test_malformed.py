@@ -7,10 +7,11 @@ import nats
 import pytest
 import zmq
 
-from pdserve.messages import Hello, Instance, PrefillCancel, PrefillFailed, Role, encode, encode_record
+from pdserve.messages import Hello, PrefillCancel, PrefillFailed, encode
 from pdserve.queue.jetstream import connect_blobs
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import QueueNames
+from pdserve.records import Instance, Role, encode_record
 from pdserve.registry.etcd import EtcdRegistry
 from pdserve.registry.view import RegistryView
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer

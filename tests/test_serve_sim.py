@@ -13,8 +13,8 @@ import httpx
 import psutil
 import pytest
 
-from pdserve.messages import Role
 from pdserve.ports import free_port, port_holder
+from pdserve.records import Role
 from tests.serving import FRONTEND, WORKERS, Serve, kv_ports, until
 from tests.terminal import Terminal
 

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from pdserve.cli.options import GraphAddress
 from pdserve.cli.status import render
-from pdserve.messages import Instance, Role, encode_record
+from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView

@@ -9,11 +9,11 @@ import pytest
 
 from pdserve import tasks
 from pdserve.errors import EngineDead
-from pdserve.messages import Instance, Role, encode_record
 from pdserve.observe.metrics import TASK_FAILURES
 from pdserve.queue.jetstream import connection
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import StreamLimits
+from pdserve.records import Instance, Role, encode_record
 from pdserve.registry.etcd import EtcdRegistry, EtcdSession
 from pdserve.registry.view import RegistryView
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer

@@ -12,7 +12,7 @@ from typing import Self
 import httpx
 
 from pdserve.errors import RegistryUnavailable
-from pdserve.messages import Instance, Role, decode_instance
+from pdserve.records import Instance, Role, decode_instance
 from pdserve.registry import connect, keys
 from pdserve.registry.base import Registry
 from pdserve.supervisor.state import GraphRecord

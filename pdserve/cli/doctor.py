@@ -28,10 +28,10 @@ from pdserve.config.host import VLLM_VERSION, InstalledVllm, installed_vllm
 from pdserve.config.load import load
 from pdserve.config.schema import Config, FrontendConfig
 from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
-from pdserve.messages import Role
 from pdserve.plan.machine import GIB, Machine
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import Slot
+from pdserve.records import Role
 from pdserve.registry import connect
 from pdserve.supervisor.checks import busy_ports
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer

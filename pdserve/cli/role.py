@@ -12,12 +12,12 @@ from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
 from pdserve.graph import from_environment
-from pdserve.messages import Role
 from pdserve.observe import logs
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import Slot
 from pdserve.process import life
+from pdserve.records import Role
 from pdserve.supervisor import state
 from pdserve.supervisor.checks import busy_kv_port
 

@@ -20,8 +20,8 @@ from rich.text import Text
 from pdserve import clock
 from pdserve.cli.options import Etcd, GraphAddress, GraphFile, Namespace, NoGraph, find_graph
 from pdserve.errors import RegistryUnavailable
-from pdserve.messages import Instance
 from pdserve.observe.tables import show, table
+from pdserve.records import Instance
 from pdserve.registry import connect
 from pdserve.registry.view import RegistryView
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.engine.base import Engine
-from pdserve.messages import Instance, Role
 from pdserve.queue.base import PrefillQueue
+from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,11 @@ from pdserve.decode.requests import DecodeRequests
 from pdserve.decode.serving import RequestRunner
 from pdserve.decode.warm_up import WarmUp
 from pdserve.errors import EngineDead
-from pdserve.messages import Cancel, Failed, Hello, Load, ModelCard, Refused, Submit, ToDecode
+from pdserve.messages import Cancel, Failed, Hello, Refused, Submit, ToDecode
 from pdserve.observe.metrics import QUEUE_DEPTH
 from pdserve.process.presence import model_card
 from pdserve.process.worker import EngineWorker
+from pdserve.records import Load, ModelCard
 from pdserve.tasks import forever
 
 log = logging.getLogger(__name__)

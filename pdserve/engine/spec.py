@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdserve.engine.base import Engine
-from pdserve.messages import Role
+from pdserve.records import Role
 
 ENGINES = {
     "vllm": "pdserve.engine.vllm.engine:VllmEngine",

@@ -20,8 +20,8 @@ from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.answer import HttpError
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.trace import RETRY_AFTER, RequestTrace
-from pdserve.messages import Load, ModelCard, Role
 from pdserve.observe.metrics import INSTANCES, WAITING
+from pdserve.records import Load, ModelCard, Role
 from pdserve.registry.view import RegistryView
 from pdserve.tasks import Owner, forever
 

@@ -17,8 +17,8 @@ import pdserve
 from pdserve.config.host import installed_vllm
 from pdserve.frontend.answer import HttpError
 from pdserve.frontend.models import ServedModels
-from pdserve.messages import Instance, ModelCard
 from pdserve.observe.metrics import SlotMetrics, merge
+from pdserve.records import Instance, ModelCard
 from pdserve.registry.view import RegistryView
 
 FETCH_WITHIN = 0.5

@@ -25,10 +25,10 @@ from pdserve.frontend.model import ModelContext
 from pdserve.frontend.models import serve_models
 from pdserve.frontend.pages import MetricsPage
 from pdserve.frontend.sockets import ClientConnections, accept_all, bind
-from pdserve.messages import Instance, Role
 from pdserve.plan.slots import Slot
 from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id, registered_skew
+from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
 from pdserve.tasks import forever
 

@@ -9,7 +9,6 @@ from typing import TypeVar
 from pdserve.config.host import find_folder
 from pdserve.config.schema import Config, WorkerConfig
 from pdserve.errors import ConfigError
-from pdserve.messages import Role
 from pdserve.plan.machine import GIB, Machine
 from pdserve.plan.memory import (
     CPU_ENGINE_BYTES,
@@ -24,6 +23,7 @@ from pdserve.plan.memory import (
 )
 from pdserve.plan.model_folder import ModelFacts, read_model
 from pdserve.plan.slots import PlannedWorker, Selection, Slot, frontend_slots, gpus_needed, place_workers
+from pdserve.records import Role
 
 W = TypeVar("W", bound=WorkerConfig)
 

@@ -9,12 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.messages import Role
 from pdserve.observe.tables import table
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import Memory
 from pdserve.plan.plan import Plan
 from pdserve.plan.slots import PlannedWorker
+from pdserve.records import Role
 
 _SECRET = {"hf-token"}
 _TITLE = {"title_justify": "left", "title_style": "bold"}

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from pdserve.config.schema import Config, WorkerConfig
-from pdserve.messages import Role
 from pdserve.plan.machine import Machine
 from pdserve.plan.memory import CPU_KV_GIB, CPU_KV_VARIABLE, Memory
+from pdserve.records import Role
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from pdserve.messages import (
     PrefillDone,
     PrefillFailed,
     PrefillStarted,
-    Role,
 )
 from pdserve.observe.metrics import QUEUE_WAIT
 from pdserve.prefill.answers import AnswerSender, unless_away
@@ -26,6 +25,7 @@ from pdserve.prefill.running import RunningPrefill, RunningPrefills
 from pdserve.process.engine_checks import may_have_killed, watch_side_channel
 from pdserve.process.worker import EngineWorker
 from pdserve.queue.base import Delivery, DirectDelivery
+from pdserve.records import Role
 from pdserve.tasks import forever
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pdserve.config.schema import Config
 from pdserve.engine.base import Engine, EngineFacts, Output
 from pdserve.errors import EngineDead
-from pdserve.messages import KvHandle, Role
+from pdserve.messages import KvHandle
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import Memory
 from pdserve.plan.plan import worker_memory
 from pdserve.plan.slots import Slot
+from pdserve.records import Role
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from pdserve.config.schema import Config
 from pdserve.engine.base import EngineFacts
 from pdserve.errors import RegistryUnavailable
 from pdserve.graph import BOOT_VARIABLE
-from pdserve.messages import Instance, Load, ModelCard, encode_record
 from pdserve.plan.slots import Slot
+from pdserve.records import Instance, Load, ModelCard, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView

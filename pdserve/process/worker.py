@@ -9,12 +9,12 @@ from pdserve import queue, registry, stream
 from pdserve.config.schema import Config
 from pdserve.engine.base import Engine
 from pdserve.engine.spec import EngineSpec, make_engine
-from pdserve.messages import Load, ModelCard, Role
 from pdserve.plan.slots import Slot
 from pdserve.process.engine_checks import log_memory, self_test, watch_engine
 from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id, worker_instance
 from pdserve.queue.base import BlobStore, PrefillQueue
+from pdserve.records import Load, ModelCard, Role
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.stream.base import StreamServer

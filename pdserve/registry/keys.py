@@ -1,6 +1,6 @@
 """The key scheme of the registry, relative to the namespace. Instance ids hold no slash; model names may."""
 
-from pdserve.messages import Instance, SlotState
+from pdserve.records import Instance, SlotState
 
 INSTANCES = "instances/"
 CARDS = "models/"

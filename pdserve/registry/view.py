@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from pdserve.errors import ProtocolError, RegistryUnavailable
-from pdserve.messages import (
+from pdserve.records import (
     Instance,
     ModelCard,
     Role,

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.config.schema import Config
-from pdserve.messages import Instance
 from pdserve.observe.tables import table
+from pdserve.records import Instance
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.restarts import ProcessState
 

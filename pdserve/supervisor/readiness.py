@@ -8,7 +8,7 @@ import httpx
 import msgspec
 
 from pdserve.errors import RegistryUnavailable
-from pdserve.messages import Instance, SlotState, encode_record
+from pdserve.records import Instance, SlotState, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView

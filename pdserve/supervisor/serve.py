@@ -12,10 +12,10 @@ from pathlib import Path
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError, RegistryUnavailable
 from pdserve.graph import process_spec, to_environment
-from pdserve.messages import Instance
 from pdserve.plan.plan import Plan
 from pdserve.plan.slots import Slot
 from pdserve.process.life import STOPPERS
+from pdserve.records import Instance
 from pdserve.registry import connect
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor import state

@@ -12,7 +12,7 @@ from pdserve_bench.chaos.catalog import FAULTS, choose
 from pdserve_bench.chaos.faults import Harm, Target, Victim, find, injected
 
 from pdserve.errors import ConfigError
-from pdserve.messages import Instance, Role
+from pdserve.records import Instance, Role
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 from tests.conditions import until
 

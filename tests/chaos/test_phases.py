@@ -10,9 +10,10 @@ import pytest
 
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.model import SimModel
-from pdserve.messages import Instance, PrefillDone, PrefillStarted, Role, encode_record
+from pdserve.messages import PrefillDone, PrefillStarted
 from pdserve.queue.base import Delivery
 from pdserve.queue.memory import MemoryQueue
+from pdserve.records import Instance, Role, encode_record
 from tests.conditions import until
 from tests.decode.graph import Graph, shared_queue
 from tests.engine.sims import LOADED, body, collect, spec

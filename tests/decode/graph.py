@@ -13,10 +13,11 @@ from pdserve.config.schema import Config, DecodeConfig, PrefillConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.wire import CoreOutputs
-from pdserve.messages import Cancel, Failed, Outputs, Placed, Refused, Role, Submit, ToFrontend
+from pdserve.messages import Cancel, Failed, Outputs, Placed, Refused, Submit, ToFrontend
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.queue.memory import MemoryBroker, MemoryQueue
+from pdserve.records import Role
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.stream.memory import MemoryStreamClient, MemoryStreamServer
 from tests.conditions import until

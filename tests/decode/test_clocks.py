@@ -8,10 +8,10 @@ from pdserve import clock
 from pdserve.config.schema import DecodeConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.messages import Role
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.queue.jetstream.queue import JetStreamQueue
+from pdserve.records import Role
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.stream.memory import MemoryStreamServer
 from tests.conditions import until

@@ -11,9 +11,10 @@ import pytest
 from pdserve import registry, stream
 from pdserve.config.schema import Config, DecodeConfig, PrefillConfig
 from pdserve.engine.sim.wire import read_request
-from pdserve.messages import Failed, Instance, Outputs, Placed, Role, Submit
+from pdserve.messages import Failed, Outputs, Placed, Submit
 from pdserve.plan.slots import Slot
 from pdserve.process.life import live
+from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
 from tests.conditions import until
 from tests.decode.graph import config

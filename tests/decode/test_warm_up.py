@@ -11,12 +11,13 @@ from prometheus_client import REGISTRY
 from pdserve.decode import warm_up
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
-from pdserve.messages import Instance, PrefillDone, PrefillRequest, PrefillStarted, Role, encode_record
+from pdserve.messages import PrefillDone, PrefillRequest, PrefillStarted
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process import engine_checks, presence
 from pdserve.process.engine_checks import self_test
 from pdserve.queue.memory import MemoryQueue
+from pdserve.records import Instance, Role, encode_record
 from pdserve.registry.memory import MemoryRegistry
 from tests.conditions import until
 from tests.decode.graph import Graph, living, shared_queue

@@ -14,7 +14,6 @@ from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable
 from pdserve.kv.handles import LEASE_MARGIN
 from pdserve.messages import (
     Hello,
-    Instance,
     KvHandle,
     Placed,
     PrefillAnswer,
@@ -22,13 +21,10 @@ from pdserve.messages import (
     PrefillFailed,
     PrefillRequest,
     PrefillStarted,
-    Role,
     ToFrontend,
-    decode_card,
-    decode_instance,
-    encode_record,
 )
 from pdserve.queue.memory import MemoryQueue
+from pdserve.records import Instance, Role, decode_card, decode_instance, encode_record
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.stream.memory import MemoryStreamServer
 from tests.conditions import until

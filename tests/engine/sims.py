@@ -11,7 +11,7 @@ from pdserve.engine.fingerprint import fingerprint
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.wire import CoreOutputs, CoreRequest, Sampling
 from pdserve.engine.spec import EngineSpec
-from pdserve.messages import Role
+from pdserve.records import Role
 
 LOADED = fingerprint("demo", {"block-size": 16}, VLLM_VERSION)
 """the fingerprint of all engines of `spec`, unless their arguments say other things of the model"""

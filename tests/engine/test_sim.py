@@ -10,7 +10,8 @@ import pytest
 from pdserve.engine.base import Transfers
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import ConfigError, EngineDead, ProtocolError
-from pdserve.messages import KvHandle, Role
+from pdserve.messages import KvHandle
+from pdserve.records import Role
 from tests.conditions import until
 from tests.engine.sims import body, collect, sim, spec, tokens
 

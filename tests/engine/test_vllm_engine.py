@@ -39,11 +39,12 @@ from pdserve.engine.vllm.api import (
 from pdserve.engine.vllm.engine import VllmEngine
 from pdserve.engine.vllm.instruction_sets import describe, request_amx
 from pdserve.errors import EngineDead, ProtocolError
-from pdserve.messages import KvHandle, Role
+from pdserve.messages import KvHandle
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import size
 from pdserve.plan.model_folder import read_model
 from pdserve.process import engine_checks
+from pdserve.records import Role
 from tests.conditions import until
 
 pytestmark = [

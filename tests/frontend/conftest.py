@@ -19,8 +19,8 @@ from pdserve.frontend.models import ServedModels, serve_models
 from pdserve.frontend.pages import MetricsPage
 from pdserve.frontend.server import QuietServer, cross_origin
 from pdserve.frontend.sockets import ClientConnections
-from pdserve.messages import ModelCard, encode_record
 from pdserve.queue.base import BlobStore
+from pdserve.records import ModelCard, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import pytest
 
 from pdserve.frontend.admission.capacity import Capacity, total_capacity, worker_capacity
-from pdserve.messages import Instance, Load, Role
+from pdserve.records import Instance, Load, Role
 
 
 @dataclass

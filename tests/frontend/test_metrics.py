@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.frontend import pages
 from pdserve.frontend.pages import MetricsPage
-from pdserve.messages import Instance, Role, encode_record
+from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
 from tests.frontend.conftest import Graph

@@ -15,7 +15,7 @@ from pdserve.cli.options import GraphAddress
 from pdserve.cli.status import render
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.processor import Processor, serve_model
-from pdserve.messages import Instance, Load, ModelCard, Role, encode_record
+from pdserve.records import Instance, Load, ModelCard, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.view import RegistryView

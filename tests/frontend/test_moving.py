@@ -5,7 +5,8 @@ import asyncio
 import httpx
 import pytest
 
-from pdserve.messages import Failed, encode_record
+from pdserve.messages import Failed
+from pdserve.records import encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
 from tests.conditions import until

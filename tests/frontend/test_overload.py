@@ -15,9 +15,9 @@ from pdserve.config.schema import AdmissionLimits, Config, DecodeConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.frontend.admission.control import AdmissionControl
-from pdserve.messages import Role
 from pdserve.plan.slots import Slot
 from pdserve.queue.memory import MemoryBroker, MemoryQueue
+from pdserve.records import Role
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.stream.memory import MemoryStreamServer
 from tests.conditions import until

@@ -14,11 +14,11 @@ from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.model import SimModel
 from pdserve.engine.spec import EngineSpec
-from pdserve.messages import Role
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.presence import new_instance_id
 from pdserve.queue.memory import MemoryBroker, MemoryQueue
+from pdserve.records import Role
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.stream.memory import MemoryStreamServer
 from tests.conditions import until

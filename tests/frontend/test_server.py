@@ -18,10 +18,10 @@ from pdserve.config.schema import Config, DecodeConfig, FrontendConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.spec import EngineSpec, make_engine
 from pdserve.errors import ConfigError
-from pdserve.messages import Instance, Role, encode_record
 from pdserve.plan.slots import Slot
 from pdserve.process.life import live
 from pdserve.queue.memory import connect as connect_queue
+from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.etcd import connect as connect_registry
 from pdserve.registry.view import RegistryView

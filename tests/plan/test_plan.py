@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from pdserve.config.load import load
-from pdserve.messages import Role
 from pdserve.plan.machine import GIB, Machine, what_if
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.plan.render import plan_as_dict, render
+from pdserve.records import Role
 from tests.config.test_load import DYNAMO
 from tests.plan.models import machine, qwen_14b
 

@@ -3,10 +3,11 @@
 import asyncio
 
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.messages import PrefillDone, PrefillRequest, Role
+from pdserve.messages import PrefillDone, PrefillRequest
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.queue.base import PrefillQueue
+from pdserve.records import Role
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from tests.conditions import until
 from tests.decode.graph import config, living

@@ -11,19 +11,12 @@ import pytest
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
 from pdserve.kv.handles import check_handle
-from pdserve.messages import (
-    PrefillAnswer,
-    PrefillDone,
-    PrefillFailed,
-    PrefillRequest,
-    PrefillStarted,
-    Role,
-    decode_instance,
-)
+from pdserve.messages import PrefillAnswer, PrefillDone, PrefillFailed, PrefillRequest, PrefillStarted
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.presence import Presence
 from pdserve.queue.memory import MemoryBroker, MemoryQueue
+from pdserve.records import Role, decode_instance
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from tests.conditions import until
 from tests.decode.graph import config, living, shared_queue

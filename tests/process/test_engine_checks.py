@@ -8,8 +8,8 @@ import pytest
 
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
-from pdserve.messages import Role
 from pdserve.process import engine_checks
+from pdserve.records import Role
 from tests.decode.graph import Graph
 from tests.engine.sims import body, sim
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from pdserve.errors import EngineDead
-from pdserve.messages import Role
 from pdserve.plan.slots import Slot
 from pdserve.process import life
 from pdserve.process.life import Service
+from pdserve.records import Role
 from pdserve.tasks import Owner
 from tests.conditions import until
 from tests.decode.graph import config

@@ -9,11 +9,11 @@ import pytest
 from pdserve.config.load import load
 from pdserve.demo import MODEL_DIR
 from pdserve.engine.base import EngineFacts
-from pdserve.messages import Role
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import Memory
 from pdserve.plan.slots import Slot
 from pdserve.process.engine_checks import compare, log_memory
+from pdserve.records import Role
 
 FACTS = EngineFacts(16_384, 32, 4096, 32, 2048, 128.0, "0.32.0", ["generate"])
 """of the demo model with 1 GiB for KV on the CPU"""

@@ -1,7 +1,7 @@
 """What a process says of itself: which model card is the newest, and its instance."""
 
-from pdserve.messages import Instance, Load, ModelCard, Role
 from pdserve.process.presence import Presence, generation
+from pdserve.records import Instance, Load, ModelCard, Role
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 
 

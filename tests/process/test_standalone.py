@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from pdserve import registry, stream
-from pdserve.messages import Failed, Instance, Outputs, Role, Submit
+from pdserve.messages import Failed, Outputs, Submit
 from pdserve.ports import free_port
 from pdserve.process.life import SAME_SIGNAL
+from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
 from tests.conditions import until
 from tests.engine.sims import body, decode_outputs

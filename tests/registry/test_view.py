@@ -3,7 +3,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve.messages import Instance, Load, ModelCard, Role, SlotState, encode_record
+from pdserve.records import Instance, Load, ModelCard, Role, SlotState, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Change
 from pdserve.registry.memory import MemoryRegistry, MemoryServer

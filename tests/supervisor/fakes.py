@@ -9,8 +9,8 @@ from io import StringIO
 from pathlib import Path
 
 from pdserve.graph import ProcessSpec
-from pdserve.messages import Instance, Role, SlotState, decode_instance, decode_slot_state, encode_record
 from pdserve.process.presence import instance_id
+from pdserve.records import Instance, Role, SlotState, decode_instance, decode_slot_state, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView

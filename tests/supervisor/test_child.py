@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.graph import ProcessSpec
-from pdserve.messages import Role
+from pdserve.records import Role
 from pdserve.supervisor.child import Child, Exit
 from pdserve.supervisor.guardian import is_tracker, members
 from tests.conditions import until

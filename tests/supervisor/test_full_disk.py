@@ -8,9 +8,9 @@ import pytest
 
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import ConfigError, Unavailable
-from pdserve.messages import Role
 from pdserve.observe.logs import LogLine
 from pdserve.queue.archives import pack_model, unpack
+from pdserve.records import Role
 from pdserve.supervisor import state
 from pdserve.supervisor.child import Child
 from pdserve.supervisor.output import ProcessOutput

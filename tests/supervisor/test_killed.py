@@ -13,7 +13,7 @@ from tests.supervisor.fakes import alive
 SUPERVISOR = """
     import asyncio, sys
     from pathlib import Path
-    from pdserve.messages import Role
+    from pdserve.records import Role
     from tests.supervisor.fakes import Graph, fake
 
     ROLE = '''

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from pdserve.config.schema import Config, FrontendConfig
 from pdserve.demo import MODEL_DIR
-from pdserve.messages import Instance, Role
 from pdserve.observe import logs
+from pdserve.records import Instance, Role
 from pdserve.supervisor import output as module
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.progress import banner, curl, phase_of

@@ -3,7 +3,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve.messages import Instance, ModelCard, Role, encode_record
+from pdserve.records import Instance, ModelCard, Role, encode_record
 from pdserve.registry import connect, keys
 from pdserve.registry.base import Registry
 from pdserve.registry.memory import MemoryRegistry, MemoryServer

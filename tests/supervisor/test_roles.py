@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.messages import Role, SlotState
+from pdserve.records import Role, SlotState
 from pdserve.supervisor import readiness
 from pdserve.supervisor.restarts import LOADING_PATIENCE, CannotStart
 from tests.conditions import until

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
-from pdserve.messages import Role
+from pdserve.records import Role
 from pdserve_bench.chaos.questions import LONGEST, simulated
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.client import Exchange, LoadClient, post

@@ -10,11 +10,11 @@ from functools import partial
 
 from pdserve.clock import VARIABLE
 from pdserve.graph import to_environment
-from pdserve.messages import Instance, Role
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import Slot
 from pdserve.ports import free_port
+from pdserve.records import Instance, Role
 from pdserve.supervisor.exits import end_group, exit_of
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.launch import CUTTABLE, PDSERVE, ServerRun

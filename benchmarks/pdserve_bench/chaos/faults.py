@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from pdserve.messages import Instance, Role
+from pdserve.records import Instance, Role
 from pdserve_bench.chaos.cut import cut_off
 from pdserve_bench.chaos.scene import Fault, Scene
 

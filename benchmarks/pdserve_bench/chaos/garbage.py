@@ -11,9 +11,10 @@ from pathlib import Path
 
 import psutil
 
-from pdserve.messages import Cancel, Hello, Role, encode
+from pdserve.messages import Cancel, Hello, encode
 from pdserve.queue.jetstream.connection import publish_once
 from pdserve.queue.jetstream.stream import QueueNames
+from pdserve.records import Role
 from pdserve.registry import keys
 from pdserve.stream.tcp import GREETING
 from pdserve_bench.chaos.scene import Fault, Scene

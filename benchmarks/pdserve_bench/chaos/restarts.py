@@ -11,7 +11,7 @@ from contextlib import suppress
 import psutil
 
 from pdserve import clock
-from pdserve.messages import Role
+from pdserve.records import Role
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.launch import StartedGraph
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pdserve.config.load import load as load_config
 from pdserve.errors import Unavailable
-from pdserve.messages import Role
+from pdserve.records import Role
 from pdserve_bench.chaos import questions
 from pdserve_bench.chaos.cut import Cannot
 from pdserve_bench.chaos.load import JudgedLoad

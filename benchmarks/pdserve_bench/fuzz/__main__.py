@@ -27,7 +27,7 @@ from pathlib import Path
 import httpx
 from httptools import HttpParserError
 
-from pdserve.messages import Role
+from pdserve.records import Role
 from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.client import Exchange, HttpConnection, LoadClient
 from pdserve_bench.fuzz.bodies import FuzzBody, make

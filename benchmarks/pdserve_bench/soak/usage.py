@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import httpx
 import psutil
 
-from pdserve.messages import Instance
 from pdserve.queue.jetstream.connection import discard, open_client
+from pdserve.records import Instance
 from pdserve_bench.watch import series
 
 MARGINS = {"blocks": 0, "sockets": 2, "files": 2, "tasks": 2, "threads": 4, "MiB": 24, "kept": 0}

@@ -16,8 +16,8 @@ from pdserve.config.arguments import for_engine, to_argv
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api
 from pdserve.errors import ConfigError, EngineDead
-from pdserve.messages import Role
 from pdserve.ports import free_port, port_holder
+from pdserve.records import Role
 
 log = logging.getLogger(__name__)
 

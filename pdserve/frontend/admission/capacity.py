@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdserve.messages import Instance
+from pdserve.records import Instance
 
 DEFAULT_MAX_REQUESTS = 256
 """concurrent requests of a worker that does not publish how many it runs"""

@@ -32,8 +32,9 @@ from pdserve.frontend.model.vllm_api import (
 )
 from pdserve.frontend.model.workers import Link, WorkerPool
 from pdserve.frontend.trace import RETRY_AFTER, RequestFailure, RequestTrace, current_trace
-from pdserve.messages import Cancel, Failed, ModelCard, Outputs, Placed, ToFrontend
+from pdserve.messages import Cancel, Failed, Outputs, Placed, ToFrontend
 from pdserve.observe.metrics import ITL, TTFT
+from pdserve.records import ModelCard
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from pdserve.frontend.model.vllm_api import (
     restart_output_handler,
 )
 from pdserve.frontend.model.workers import WorkerPool
-from pdserve.messages import ModelCard
 from pdserve.queue.archives import archive_name, pack_model, unpack
 from pdserve.queue.base import BlobStore
+from pdserve.records import ModelCard
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pdserve.messages import Instance
+from pdserve.records import Instance
 
 
 @dataclass(frozen=True)

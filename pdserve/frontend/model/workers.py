@@ -12,8 +12,9 @@ from pdserve.errors import PeerGone, ProtocolError
 from pdserve.frontend.admission.capacity import Capacity, total_capacity, worker_capacity
 from pdserve.frontend.model import Connect
 from pdserve.frontend.model.router import RouterState, choose
-from pdserve.messages import Failed, Hello, Instance, Refused, Submit, ToDecode, ToFrontend
+from pdserve.messages import Failed, Hello, Refused, Submit, ToDecode, ToFrontend
 from pdserve.observe.metrics import ROUTER_DECISIONS
+from pdserve.records import Instance
 from pdserve.stream.base import StreamClient
 from pdserve.tasks import Owner
 

@@ -16,19 +16,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from pdserve.errors import PeerGone
 from pdserve.frontend.model.vllm_api import VERSION
-from pdserve.messages import (
-    Cancel,
-    Failed,
-    Hello,
-    Instance,
-    Outputs,
-    Placed,
-    Refused,
-    Role,
-    Submit,
-    ToDecode,
-    ToFrontend,
-)
+from pdserve.messages import Cancel, Failed, Hello, Outputs, Placed, Refused, Submit, ToDecode, ToFrontend
+from pdserve.records import Instance, Role
 from pdserve.stream.memory import MemoryStreamServer
 
 FIRST, MANY = 300, 600

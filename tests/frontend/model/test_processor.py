@@ -8,8 +8,8 @@ from pdserve.config.arguments import arguments
 from pdserve.errors import Unavailable
 from pdserve.frontend.model.processor import frontend_argv, model_folder
 from pdserve.frontend.model.vllm_api import parse_args
-from pdserve.messages import ModelCard
 from pdserve.queue.base import BlobStore
+from pdserve.records import ModelCard
 from tests.queue.test_archives import tar_of
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from pdserve.config.schema import POLICIES
 from pdserve.frontend.model.router import POLICY_FUNCTIONS, RouterState, choose, eligible
-from pdserve.messages import Instance, Load, Role
+from pdserve.records import Instance, Load, Role
 
 
 def worker(

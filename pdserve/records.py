@@ -1,0 +1,131 @@
+"""What each process says of itself in the registry (etcd). The rules of `messages.py` hold for these records, too."""
+
+from enum import StrEnum
+
+import msgspec
+from msgspec import Struct
+
+from pdserve.messages import reader
+
+
+class Role(StrEnum):
+    FRONTEND = "frontend"
+    DECODE = "decode"
+    PREFILL = "prefill"
+
+
+class Load(Struct, frozen=True):
+    """What an instance is doing; written again every second or so while it changes."""
+
+    running: int = 0
+    """requests inside the engine's batch; of a frontend: sequences that are being generated"""
+    waiting: int = 0
+    """requests admitted but not yet running, those out for remote prefill included; of a frontend: requests in line"""
+    kv_usage: float = 0.0
+    """share of the KV blocks in use, 0 to 1"""
+    queue_depth: int = 0
+    """prefill requests not yet pulled, as this instance sees the queue"""
+    unreachable: list[str] = []
+    """of a frontend: decode workers that are registered and that it has no connection to"""
+
+
+class Instance(Struct, frozen=True):
+    """A live process. It exists in the registry exactly as long as its lease."""
+
+    id: str
+    """`<role>-<index>-<boot id>`: a restarted process is a new instance"""
+    role: Role
+    model: str = ""
+    """served model name; empty for a frontend, which serves every model that has a card"""
+    address: str = ""
+    """where its stream listens, `tcp://host:port` (decode), or its URL (frontend)"""
+    metrics: str = ""
+    """URL of its own Prometheus page"""
+    host: str = ""
+    pid: int = 0
+    gpus: list[int] = []
+    kv_blocks: int = 0
+    block_size: int = 0
+    """tokens in a KV block"""
+    kv_tokens: int = 0
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    """requests that its engine runs at once; 0: it does not say"""
+    max_concurrency: float = 0.0
+    """how many requests of max_model_len tokens fit the KV cache at once"""
+    vllm_version: str = ""
+    fingerprint: str = ""
+    """of its model's files and of the arguments that change KV; workers of different ones never meet"""
+    clock_skew: float | None = None
+    """seconds that its clock is ahead of the NATS server's; None where it could not be measured. Nothing depends on
+    it, but logs of different hosts can be compared only where it is small"""
+    draining: bool = False
+    """true: finishes what it has and takes nothing new"""
+    load: Load = Load()
+
+
+class SlotState(Struct, frozen=True):
+    """A process that a supervisor keeps alive, as the supervisor sees it, under the supervisor's lease: where the
+    process itself is not there to tell."""
+
+    name: str
+    """`decode-0`"""
+    role: Role
+    host: str = ""
+    state: str = "starting"
+    """`starting`, `ready`, `waiting to restart` or `stopped`"""
+    restarts: int = 0
+    """since its supervisor started"""
+    failed_starts: int = 0
+    """since it was last ready"""
+    end: str = ""
+    """how it ended last, `exit code 1`; empty: it never did"""
+    cause: str = ""
+    """the last thing that it said before"""
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready"
+
+    def __str__(self) -> str:
+        """Without the cause, which may name what is nobody else's business."""
+        parts = [self.state]
+        if self.failed_starts:
+            parts.append(f"failed to start {self.failed_starts} times")
+        if self.end:
+            parts.append(f"last end: {self.end}")
+        return ", ".join(parts)
+
+
+class ModelCard(Struct, frozen=True):
+    """What a frontend needs to serve a model; each decode worker writes one under its own lease."""
+
+    name: str
+    """the served model name"""
+    model: str
+    """path or hub id, as the worker loaded it"""
+    engine_args: dict[str, object] = {}
+    """the vLLM arguments (kebab-case) that tokenizing, templates, parsers and limits depend on"""
+    max_model_len: int = 0
+    vllm_version: str = ""
+    blob: str = ""
+    """name of the archive with config, tokenizer and chat template in NATS' object store; empty: not uploaded"""
+    supported_tasks: list[str] = msgspec.field(default_factory=lambda: ["generate"])
+    created: int = 0
+    """Unix seconds, for people"""
+    fingerprint: str = ""
+    """as in the worker's Instance"""
+    generation: int = 0
+    """Counts up with each change of what is served under this name: the highest is the newest, whatever the clocks of
+    the workers say"""
+
+    def alike(self, other: "ModelCard") -> bool:
+        """Whether a frontend that serves this one serves the other as well."""
+        return msgspec.structs.replace(self, created=other.created, generation=other.generation) == other
+
+
+encode_record = msgspec.json.Encoder().encode
+"""registry values are JSON, so that `etcdctl get --prefix` can be read"""
+decode_instance = reader(msgspec.json.Decoder(Instance).decode)
+decode_card = reader(msgspec.json.Decoder(ModelCard).decode)
+decode_slot_state = reader(msgspec.json.Decoder(SlotState).decode)
