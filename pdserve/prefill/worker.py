@@ -24,7 +24,7 @@ from pdserve.prefill.answers import AnswerSender, unless_away
 from pdserve.prefill.running import RunningPrefill, RunningPrefills
 from pdserve.process.engine_checks import may_have_killed, watch_side_channel
 from pdserve.process.worker import EngineWorker
-from pdserve.queue.base import Delivery, DirectDelivery
+from pdserve.queue.base import Delivery
 from pdserve.records import Role
 from pdserve.tasks import forever
 
@@ -120,7 +120,7 @@ class PrefillWorker(EngineWorker):
 
     async def _read_warm_ups(self) -> None:
         async for request in self._queue.warm_ups(self.id):
-            await self._take(DirectDelivery(request))
+            await self._take(Delivery(request))
 
     async def _take(self, delivery: Delivery) -> None:
         request = delivery.request

@@ -13,48 +13,28 @@ from pdserve.messages import PrefillAnswer, PrefillConfirm, PrefillRequest, ToPr
 from pdserve.tasks import Lifetime
 
 
-class Delivery(ABC):
-    """A prefill request in this worker's hands, until `ack`."""
+class Delivery:
+    """A prefill request in this worker's hands, until `ack`. This class itself is of a request that came beside the
+    queue, which knows nothing of it."""
 
-    request: PrefillRequest
-    redelivered: bool
-    """true when a worker had it before and did not ack"""
-    queued: float
-    """seconds it waited in the queue, by the server's clock alone; 0 where the server does not tell its time"""
-    deadline: float
-    """its own, in monotonic seconds of this process"""
+    def __init__(self, request: PrefillRequest, queued: float = 0.0, *, redelivered: bool = False) -> None:
+        self.request = request
+        self.redelivered = redelivered
+        """true when a worker had it before and did not ack"""
+        self.queued = queued
+        """seconds it waited in the queue, by the server's clock alone; 0 where the server does not tell its time"""
+        self.deadline = time.monotonic() + request.timeout - queued
+        """its own, in monotonic seconds of this process"""
 
-    @abstractmethod
     async def ack(self) -> None:
-        """Done, whatever came of it: never deliver again. Raises nothing during an outage: the server hears
+        """Done, whatever came of it: never deliver again. Raises nothing during an outage: the server learns
         of it when it is back."""
 
-    @abstractmethod
     async def in_progress(self) -> None:
         """Still at it: starts `ack_wait` anew."""
 
-    @abstractmethod
     async def give_back(self) -> None:
         """Deliver to another worker at once."""
-
-
-class DirectDelivery(Delivery):
-    """A request that came beside the queue, which knows nothing of it."""
-
-    def __init__(self, request: PrefillRequest) -> None:
-        self.request = request
-        self.redelivered = False
-        self.queued = 0.0
-        self.deadline = time.monotonic() + request.timeout
-
-    async def ack(self) -> None:
-        return
-
-    async def in_progress(self) -> None:
-        return
-
-    async def give_back(self) -> None:
-        return
 
 
 class PrefillQueue(Lifetime):

@@ -54,6 +54,7 @@ class _ModelQueue:
 
     entries: list[_Entry] = field(default_factory=list)
     ids: set[str] = field(default_factory=set)
+    cancelled: RecentKeys[None] = field(default_factory=lambda: RecentKeys(20_000))
     listeners: dict[str, list[asyncio.Queue[Any]]] = field(default_factory=lambda: defaultdict(list))
 
     def tell(self, subject: str, message: object) -> None:
@@ -106,10 +107,7 @@ class MemoryDelivery(Delivery):
         self._broker = broker
         self._requests = requests
         self._entry = entry
-        self.request = entry.request
-        self.redelivered = entry.deliveries > 1
-        self.queued = time.monotonic() - entry.stored
-        self.deadline = entry.stored + entry.request.timeout
+        super().__init__(entry.request, time.monotonic() - entry.stored, redelivered=entry.deliveries > 1)
 
     async def ack(self) -> None:
         if self._entry in self._requests.entries:
@@ -130,10 +128,7 @@ class MemoryQueue(PrefillQueue):
         self._broker = broker
         self._namespace, self._model = namespace, model
         self._requests = broker.queue(namespace, model)
-        self._cancelled: RecentKeys[None] = RecentKeys(20_000)
-        self._cancels: asyncio.Queue[Any] | None = None
-        self._listening: list[tuple[str, asyncio.Queue[Any]]] = []
-        self._warm_ups: dict[str, asyncio.Queue[Any]] = {}
+        self._inboxes: dict[str, asyncio.Queue[Any]] = {}
 
     def bind(self, fingerprint: str) -> None:
         self._requests = self._broker.queue(self._namespace, f"{self._model}+{fingerprint}")
@@ -143,10 +138,9 @@ class MemoryQueue(PrefillQueue):
         try:
             yield
         finally:
-            for subject, queue in self._listening:
-                self._requests.listeners[subject].remove(queue)
-            self._listening.clear()
-            self._warm_ups.clear()
+            for subject, inbox in self._inboxes.items():
+                self._requests.listeners[subject].remove(inbox)
+            self._inboxes.clear()
 
     @property
     def connected(self) -> bool:
@@ -179,10 +173,11 @@ class MemoryQueue(PrefillQueue):
         await self._broker.tell()
 
     def answers(self, instance: str) -> AsyncIterator[PrefillAnswer]:
-        return self._messages(self._listen(f"answers/{instance}"))
+        return self._messages(f"answers/{instance}")
 
     async def cancel(self, request_ids: list[str]) -> None:
         self._broker.check()
+        self._requests.cancelled.update(dict.fromkeys(request_ids))
         self._requests.tell("notices", PrefillCancel(request_ids))
 
     async def confirm(self, confirm: PrefillConfirm) -> None:
@@ -194,15 +189,10 @@ class MemoryQueue(PrefillQueue):
         self._requests.tell(f"warm-ups/{worker}", request)
 
     async def expect_warm_ups(self, instance: str) -> None:
-        self._warm_ups_of(instance)
+        self._inbox(f"warm-ups/{instance}")
 
     def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
-        return self._messages(self._warm_ups_of(instance))
-
-    def _warm_ups_of(self, instance: str) -> asyncio.Queue[Any]:
-        if instance not in self._warm_ups:
-            self._warm_ups[instance] = self._listen(f"warm-ups/{instance}")
-        return self._warm_ups[instance]
+        return self._messages(f"warm-ups/{instance}")
 
     async def pull(self, limit: int, wait: float) -> list[Delivery]:
         ends = time.monotonic() + wait
@@ -222,7 +212,6 @@ class MemoryQueue(PrefillQueue):
                     pass
 
     async def _take(self, limit: int) -> list[Delivery]:
-        self._read_cancels()
         found: list[Delivery] = []
         for entry in list(self._requests.entries):
             if len(found) == limit:
@@ -242,34 +231,31 @@ class MemoryQueue(PrefillQueue):
         return (
             entry.deliveries <= self._broker.max_deliver
             and entry.stored + entry.request.timeout > time.monotonic()
-            and entry.request.request_id not in self._cancelled
+            and entry.request.request_id not in self._requests.cancelled
         )
-
-    def _read_cancels(self) -> None:
-        if self._cancels is None:
-            self._cancels = self._listen("notices")
-        while not self._cancels.empty():
-            notice = self._cancels.get_nowait()
-            if isinstance(notice, PrefillCancel):
-                self._cancelled.update(dict.fromkeys(notice.request_ids))
 
     async def answer(self, instance: str, answer: PrefillAnswer) -> None:
         self._broker.check()
         self._requests.tell(f"answers/{instance}", answer)
 
     def notices(self) -> AsyncIterator[ToPrefill]:
-        self._read_cancels()
-        return self._messages(self._listen("notices"))
+        return self._messages("notices")
 
-    def _listen(self, subject: str) -> asyncio.Queue[Any]:
-        queue: asyncio.Queue[Any] = asyncio.Queue()
-        self._requests.listeners[subject].append(queue)
-        self._listening.append((subject, queue))
-        return queue
+    def _inbox(self, subject: str) -> asyncio.Queue[Any]:
+        """The same for a reader that starts again: what came meanwhile is in it."""
+        if subject not in self._inboxes:
+            inbox = self._inboxes[subject] = asyncio.Queue()
+            self._requests.listeners[subject].append(inbox)
+        return self._inboxes[subject]
 
-    async def _messages(self, queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
-        while True:
-            yield await queue.get()
+    def _messages(self, subject: str) -> AsyncIterator[Any]:
+        inbox = self._inbox(subject)
+
+        async def read() -> AsyncIterator[Any]:
+            while True:
+                yield await inbox.get()
+
+        return read()
 
 
 class MemoryBlobs(BlobStore):

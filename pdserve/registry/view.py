@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pdserve.errors import ProtocolError, RegistryUnavailable
 from pdserve.records import (
@@ -37,11 +37,18 @@ class RegistryView(Lifetime):
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._instances: dict[str, Instance] = {}
-        self._cards: dict[str, ModelCard] = {}
-        self._newcomers: dict[str, Instance] = {}
-        self._settings: dict[str, str] = {}
-        self._slots: dict[str, SlotState] = {}
+        self._instances = _Records(keys.INSTANCES, decode_instance)
+        self._cards = _Records(keys.CARDS, decode_card)
+        self._newcomers = _Records(keys.NEWCOMERS, decode_instance)
+        self._settings = _Records(keys.SETTINGS, bytes.decode)
+        self._slots = _Records(keys.SLOTS, decode_slot_state)
+        self._all: tuple[_Records[Any], ...] = (
+            self._instances,
+            self._cards,
+            self._newcomers,
+            self._settings,
+            self._slots,
+        )
         self._version = 0
         self._changed = asyncio.Condition()
 
@@ -86,7 +93,7 @@ class RegistryView(Lifetime):
         return [state for _, state in sorted(self._slots.items())]
 
     async def changes(self) -> AsyncIterator[None]:
-        """Yields once what is there has been read, and then after every change; several may be told as one."""
+        """Yields once what is there has been read, and then after every change; several may be yielded as one."""
         seen = 0
         while True:
             seen = await self._newer_than(seen)
@@ -102,7 +109,8 @@ class RegistryView(Lifetime):
         anew = True
         async for changes in self._registry.watch(""):
             if anew:
-                self._forget_all()
+                for records in self._all:
+                    records.clear()
             anew = False
             for change in changes:
                 self._take(change)
@@ -110,31 +118,25 @@ class RegistryView(Lifetime):
                 self._version += 1
                 self._changed.notify_all()
 
-    def _forget_all(self) -> None:
-        self._instances.clear()
-        self._cards.clear()
-        self._newcomers.clear()
-        self._settings.clear()
-        self._slots.clear()
-
     def _take(self, change: Change) -> None:
-        if change.key.startswith(keys.INSTANCES):
-            _keep(self._instances, change, decode_instance)
-        elif change.key.startswith(keys.NEWCOMERS):
-            _keep(self._newcomers, change, decode_instance)
-        elif change.key.startswith(keys.CARDS):
-            _keep(self._cards, change, decode_card)
-        elif change.key.startswith(keys.SETTINGS):
-            _keep(self._settings, change, bytes.decode)
-        elif change.key.startswith(keys.SLOTS):
-            _keep(self._slots, change, decode_slot_state)
+        for records in self._all:
+            if change.key.startswith(records.prefix):
+                records.take(change)
 
 
-def _keep(records: MutableMapping[str, T], change: Change, decode: Callable[[bytes], T]) -> None:
-    records.pop(change.key, None)
-    if change.value is None:
-        return
-    try:
-        records[change.key] = decode(change.value)
-    except (ProtocolError, UnicodeDecodeError) as error:
-        log.warning("registry: %s is left out, its value cannot be read: %s", change.key, error)
+class _Records(dict[str, T]):
+    """What there is below `prefix`, by key."""
+
+    def __init__(self, prefix: str, decode: Callable[[bytes], T]) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self._decode = decode
+
+    def take(self, change: Change) -> None:
+        self.pop(change.key, None)
+        if change.value is None:
+            return
+        try:
+            self[change.key] = self._decode(change.value)
+        except (ProtocolError, UnicodeDecodeError) as error:
+            log.warning("registry: %s is left out, its value cannot be read: %s", change.key, error)

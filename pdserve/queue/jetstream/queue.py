@@ -331,10 +331,8 @@ class JetStreamDelivery(Delivery):
         self._owed = owed
         self._reply = message.reply
         self._losses, self._lost_before = losses, losses()
-        self.request = request
-        self.redelivered = message.metadata.num_delivered > 1
-        self.queued = clock.age(message.metadata.timestamp.timestamp()) if clock else 0.0
-        self.deadline = time.monotonic() + request.timeout - self.queued
+        queued = clock.age(message.metadata.timestamp.timestamp()) if clock else 0.0
+        super().__init__(request, queued, redelivered=message.metadata.num_delivered > 1)
 
     async def ack(self) -> None:
         """During an outage it is remembered, and sent when the server is back: nothing is raised."""
