@@ -80,9 +80,8 @@ def test_the_dockerfile_takes_only_what_exists_and_is_let_in() -> None:
         if line.startswith("!")
     ]
     root = FOLDER.parent
-    assert {"Makefile", "pyproject.toml", "pdserve", "requirements", "configs", "deploy/install.sh"} <= set(
-        let_in
-    )
+    needed = {"Makefile", "pyproject.toml", "requirements", "deploy/install.sh", "configs"}
+    assert needed | {"pdserve", "benchmarks"} <= set(let_in)
     assert all((root / name).exists() for name in let_in if name not in ("README.md", "LICENSE"))
     arguments = set(re.findall(r"^ARG (\w+)", (FOLDER / "Dockerfile").read_text(), re.MULTILINE))
     assert arguments == {"BASE", "PLATFORM"}
