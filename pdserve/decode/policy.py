@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pdserve.config.schema import DecodeConfig
+from pdserve.config.schema import DecodeSection
 
 log = logging.getLogger(__name__)
 
@@ -21,21 +21,8 @@ FIRST_GUESS = 500.0
 _WEIGHT = 0.2
 MAX_THRESHOLD = 2**31 - 1
 """tokens or requests"""
-_LIVE = {
-    "max-local-prefill-length": "max_local_prefill_length",
-    "max-prefill-queue-size": "max_prefill_queue_size",
-}
-
-
-@dataclass(frozen=True)
-class PolicySettings:
-    """The `VllmWorker` section's keys of the same names; the two thresholds can change while the worker
-    runs."""
-
-    remote_prefill: bool = True
-    conditional_disagg: bool = True
-    max_local_prefill_length: int = 512
-    max_prefill_queue_size: int = 10
+_LIVE = ("max-local-prefill-length", "max-prefill-queue-size")
+"""the keys that `pdserve set` can change"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +38,7 @@ def decide(
     queue_depth: int,
     prefill_workers: int,
     queue_connected: bool,
-    settings: PolicySettings,
+    settings: DecodeSection,
     *,
     supported: bool = True,
     migrated: bool = False,
@@ -117,13 +104,8 @@ def is_threshold(text: str) -> bool:
 class LiveSettings:
     """The YAML's settings, unless the registry has newer thresholds."""
 
-    def __init__(self, config: DecodeConfig) -> None:
-        self._configured = self.current = PolicySettings(
-            remote_prefill=config.remote_prefill,
-            conditional_disagg=config.conditional_disagg,
-            max_local_prefill_length=config.max_local_prefill_length,
-            max_prefill_queue_size=config.max_prefill_queue_size,
-        )
+    def __init__(self, config: DecodeSection) -> None:
+        self._configured = self.current = config
         self._seen: dict[str, str] = {}
 
     def read(self, values: Mapping[str, str]) -> None:
@@ -136,7 +118,7 @@ class LiveSettings:
         numbers: dict[str, int] = {}
         for key, text in relevant.items():
             if is_threshold(text.strip()):
-                numbers[_LIVE[key]] = int(text)
+                numbers[key.replace("-", "_")] = int(text)
             else:
                 log.warning(
                     "setting %s=%.40s ignored: it takes a whole number from 0 to %d", key, text, MAX_THRESHOLD

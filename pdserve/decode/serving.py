@@ -96,7 +96,8 @@ class RequestRunner:
     def _decide(self, request: DecodeRequest) -> Decision:
         submit, settings = request.submit, self.settings.current
         prompt, depth = len(submit.prompt), self.queue.depth
-        hit = self.engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0
+        found = self.engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0
+        hit = found or 0
         workers = len(self.workers.available())
         decision = decide(
             prompt,
@@ -105,7 +106,7 @@ class RequestRunner:
             workers,
             self.queue.connected,
             settings,
-            supported=self.engine.remote_ok(submit.body),
+            supported=found is not None,
             migrated=submit.migrated,
             fits=self.remote.fits(submit),
         )

@@ -148,15 +148,11 @@ class Engine(ABC):
         """The body of a request of this process's own: greedy, for exactly so many tokens."""
 
     @abstractmethod
-    def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int:
+    def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int | None:
         """How many leading tokens of the prompt have their KV in this engine's prefix cache. An estimate: it may be
-        stale, and 0 is always allowed."""
-
-    @abstractmethod
-    def remote_ok(self, body: list[bytes]) -> bool:
-        """Whether another engine may prefill this request's prompt: false where the KV of the token ids is not all that
-        it needs of its prompt (prompt logprobs, images, embeddings). Such a request is generated with `kv=None`.
-        Raises ProtocolError for a body that cannot be read."""
+        stale, and 0 is always allowed. None where no other engine may prefill this request's prompt, because the KV of
+        the token ids is not all that it needs of its prompt (prompt logprobs, images, embeddings): such a request is
+        generated with `kv=None`. Raises ProtocolError for a body that cannot be read."""
 
     @property
     @abstractmethod

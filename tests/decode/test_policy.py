@@ -1,18 +1,20 @@
 import pytest
 
+from pdserve.config.schema import DecodeSection
 from pdserve.decode.policy import (
     FIRST_GUESS,
     FLOOR,
     SLACK,
     Decision,
-    PolicySettings,
     PrefillTimeout,
     decide,
 )
 
-ON = PolicySettings(max_local_prefill_length=100, max_prefill_queue_size=4)
-ALWAYS = PolicySettings(conditional_disagg=False, max_local_prefill_length=100, max_prefill_queue_size=4)
-OFF = PolicySettings(remote_prefill=False)
+ON = DecodeSection(remote_prefill=True, max_local_prefill_length=100, max_prefill_queue_size=4)
+ALWAYS = DecodeSection(
+    remote_prefill=True, conditional_disagg=False, max_local_prefill_length=100, max_prefill_queue_size=4
+)
+OFF = DecodeSection(remote_prefill=False)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_decisions(
     depth: int,
     workers: int,
     connected: bool,
-    settings: PolicySettings,
+    settings: DecodeSection,
     mode: str,
     reason: str,
 ) -> None:
@@ -51,7 +53,7 @@ def test_decisions(
 
 
 @pytest.mark.parametrize("settings", [ON, ALWAYS])
-def test_what_needs_its_own_prompt_computed_stays_here(settings: PolicySettings) -> None:
+def test_what_needs_its_own_prompt_computed_stays_here(settings: DecodeSection) -> None:
     assert decide(5000, 0, 0, 1, True, settings, supported=False) == Decision("local", "unsupported")
 
 
@@ -60,7 +62,7 @@ def test_what_lost_a_worker_does_not_go_the_same_way_again() -> None:
 
 
 def test_a_queue_size_of_zero_means_never() -> None:
-    settings = PolicySettings(max_local_prefill_length=0, max_prefill_queue_size=0)
+    settings = DecodeSection(remote_prefill=True, max_local_prefill_length=0, max_prefill_queue_size=0)
     assert decide(5000, 0, 0, 9, True, settings) == Decision("local", "queue-full")
 
 

@@ -215,10 +215,10 @@ async def test_a_hung_engine_goes_on_afterwards() -> None:
 
 async def test_prompt_logprobs_need_a_local_prefill() -> None:
     async with sim(Role.DECODE, "d") as decode:
-        assert decode.remote_ok(body())
-        assert not decode.remote_ok(body(prompt_logprobs=1))
+        assert decode.prefix_hit(PROMPT, body()) is not None
+        assert decode.prefix_hit(PROMPT, body(prompt_logprobs=1)) is None
         with pytest.raises(ProtocolError):
-            decode.remote_ok([b"\xff"])
+            decode.prefix_hit(PROMPT, [b"\xff"])
 
 
 def test_bad_speeds_are_named() -> None:

@@ -125,13 +125,12 @@ class SimEngine(Engine):
     def plain_body(self, max_tokens: int) -> list[bytes]:
         return wire.write_request(wire.Sampling(max_tokens))
 
-    def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int:
-        return len(self._pool.hit(prompt)) * self._model.block_size
-
-    def remote_ok(self, body: list[bytes]) -> bool:
+    def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int | None:
         request = wire.read_request(body)
         sampling = request.sampling_params
-        return not request.mm_features and (sampling is None or sampling.prompt_logprobs is None)
+        if request.mm_features or (sampling is not None and sampling.prompt_logprobs is not None):
+            return None
+        return len(self._pool.hit(prompt)) * self._model.block_size
 
     @property
     def usage(self) -> EngineUsage:

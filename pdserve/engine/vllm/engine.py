@@ -138,13 +138,10 @@ class VllmEngine(Engine):
     def plain_body(self, max_tokens: int) -> list[bytes]:
         return requests.plain_body(max_tokens)
 
-    def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int:
+    def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int | None:
         request = requests.read_body(body)
         request.prompt_token_ids = prompt
-        return self._cache.hit(request) if requests.remote_ok(request) else 0
-
-    def remote_ok(self, body: list[bytes]) -> bool:
-        return requests.remote_ok(requests.read_body(body))
+        return self._cache.hit(request) if requests.remote_ok(request) else None
 
     @property
     def usage(self) -> EngineUsage:
