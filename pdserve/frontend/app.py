@@ -144,7 +144,7 @@ class FrontendApp:
     async def _admit(
         self, model: ServedModel, body: ParsedBody, request: Request, response: ResponseWriter
     ) -> None:
-        """Raises ModelReplaced."""
+        """Wait for the model's admission, and run the request. Raises ModelReplaced."""
         trace = response.trace
         most = max_body(model.card.max_model_len, tokenizing=trace.path in TOKENIZING)
         if len(body.raw) > most:
@@ -167,7 +167,7 @@ async def _run(
     request: Request,
     response: ResponseWriter,
 ) -> None:
-    """Until the model's app has answered, the client is gone or the deadline has passed. Raises ModelReplaced."""
+    """Let the model's app answer, unless the client leaves or the deadline passes before. Raises ModelReplaced."""
     trace, gone = response.trace, asyncio.Event()
     current_trace.set(trace)
     request.scope.setdefault("extensions", {})[UNREAD] = PauseWhileUnread(model, admission, trace)

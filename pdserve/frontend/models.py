@@ -62,7 +62,7 @@ class ServedModel:
         raise HttpError(503, message, retry_after=RETRY_AFTER)
 
     def replace(self, replaced: bool) -> None:
-        """Whether another model has its name, and no worker is left here: what is not begun goes there."""
+        """Tell whether another model has its name and no worker is left here: what has not begun goes there."""
         if replaced:
             self.admission.redirect()
         if self.processor is not None:

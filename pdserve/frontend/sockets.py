@@ -41,7 +41,7 @@ _TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bound with SO_REUSEPORT: the kernel spreads connections over the processes that listen, which this socket does
+    """Bind with SO_REUSEPORT: the kernel spreads connections over the processes that listen, which this socket does
     not yet: a frontend that still loads must not get any. Raises ConfigError, naming what holds the port, where it is
     not one of our siblings: with SO_REUSEPORT another program would otherwise get a part of our requests."""
     if others := _other_listeners(port):
@@ -60,7 +60,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def accept_all(listening: Iterable[socket.socket]) -> Iterator[socket.socket]:
-    """The connections that wait in the kernel to be accepted, non-blocking ones."""
+    """Accept the connections that wait in the kernel; yields them non-blocking."""
     for sock in listening:
         with suppress(OSError):  # BlockingIOError: there are no more
             while True:
@@ -126,7 +126,7 @@ class ClientConnection(HttpToolsProtocol):
             self.shutdown()
 
     def shutdown(self) -> None:
-        """The server drains. uvicorn would close a connection on which no request is at work, and reset the one that
+        """Drain. uvicorn would close a connection on which no request is at work, and reset the one that
         the client is just sending."""
         if not self._idle():
             super().shutdown()
@@ -163,11 +163,11 @@ class ClientConnection(HttpToolsProtocol):
             self._head_since = time.monotonic()
 
     def head_seconds(self, now: float) -> float:
-        """For which the next request's head has been waited for."""
+        """How long the next request's head has been waited for."""
         return now - self._head_since if self._head_since is not None and self._idle() else 0.0
 
     def unread_seconds(self, now: float) -> float:
-        """For which the client has taken nothing of what waits to be sent to it. To be asked regularly."""
+        """How long the client has taken nothing of what waits to be sent to it. To be called regularly."""
         since, self._looked = now - self._looked, now
         taken = self._bytes_taken() if self.transport.get_write_buffer_size() else -1
         if taken < 0 or taken != self._taken:
@@ -178,7 +178,7 @@ class ClientConnection(HttpToolsProtocol):
         return self._unread
 
     def tell_request(self, unread: bool) -> None:
-        """Whether its client has stopped to read: it may give its places to others meanwhile."""
+        """Tell the request whether its client has stopped to read: it may give its places to others meanwhile."""
         extensions: dict[str, Any] = {} if self._idle() else dict(self.cycle.scope.get("extensions") or {})
         if UNREAD in extensions:
             extensions[UNREAD](unread)
@@ -188,7 +188,7 @@ class ClientConnection(HttpToolsProtocol):
         self.transport.close()
 
     def abort(self) -> None:
-        """The request ends everywhere, as when its client disconnects."""
+        """End the request everywhere, as when its client disconnects."""
         self.transport.abort()
 
     def _idle(self) -> bool:
@@ -228,7 +228,7 @@ class ClientConnections:
         return ClientConnection(self, config, server_state, app_state, _loop)
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Look at all connections again and again, until cancelled."""
         while True:
             await asyncio.sleep(self.interval)
             self._sweep(time.monotonic())

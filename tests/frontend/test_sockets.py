@@ -1,8 +1,10 @@
-"""Clients that do not read, and clients that do not write, on real sockets."""
+"""The listening socket; clients that do not read, and clients that do not write. All on real sockets."""
 
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
@@ -10,19 +12,70 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 import httpx
 import pytest
 
+from pdserve.errors import ConfigError
 from pdserve.frontend.server import cross_origin
-from pdserve.frontend.sockets import ClientConnections
+from pdserve.frontend.sockets import ClientConnections, bind
 from tests.conditions import until
 from tests.frontend.conftest import Graph, serve
 from tests.frontend.test_generate import completion
 from tests.frontend.test_overload import NAME, PLACES, worker
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+in_session = pytest.mark.asyncio(loop_scope="session")
 
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: 100\r\n"
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
 )
+
+_HOLD = (
+    "import socket, os\n"
+    "if os.fork(): os._exit(0)\n"  # orphaned: not a child of our own parent
+    "s = socket.socket()\n"
+    "s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)\n"
+    "s.bind(('127.0.0.1', 0)); s.listen()\n"
+    "print(s.getsockname()[1], os.getpid(), flush=True)\n"
+    "input()\n"
+)
+
+
+def test_processes_share_a_port() -> None:
+    with bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        with bind("127.0.0.1", port) as second:
+            assert second.getsockname()[1] == port
+
+
+def test_another_process_on_the_port_is_named() -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdin is not None
+    port, pid = map(int, holder.stdout.readline().split())
+    try:
+        with pytest.raises(ConfigError, match=rf"{port} is in use by process {pid} .*python"):
+            bind("127.0.0.1", port)
+    finally:
+        holder.stdin.close()
+        holder.stdout.close()
+        holder.wait()
+
+
+def test_an_address_that_is_not_ours() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1"):
+        bind("203.0.113.1", 0)
+
+
+def test_ipv6() -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 on this machine")
+    with bind("::1", 0) as sock:
+        assert sock.family == socket.AF_INET6
+
+
+def test_a_bound_port_gets_no_connections_yet() -> None:
+    with bind("127.0.0.1", 0) as sock, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(sock.getsockname())
 
 
 @asynccontextmanager
@@ -50,6 +103,7 @@ async def ask(sock: socket.socket, **changes: object) -> None:
     await asyncio.get_running_loop().sock_sendall(sock, HEAD % len(body) + body)
 
 
+@in_session
 async def test_unread_streams_end_and_free_everything(graph: Graph) -> None:
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(worker(graph))
@@ -71,6 +125,7 @@ async def test_unread_streams_end_and_free_everything(graph: Graph) -> None:
         await until(lambda: not admission.queue.running)
 
 
+@in_session
 async def test_unread_streams_make_way_and_go_on(graph: Graph) -> None:
     """Long before their end: others get their places, and a client that reads again gets everything."""
     async with AsyncExitStack() as stack:
@@ -105,6 +160,7 @@ async def read(sock: socket.socket) -> bytes:
     return answer
 
 
+@in_session
 async def test_a_slow_reader_that_moves_is_served_to_the_end(graph: Graph) -> None:
     connections = ClientConnections(30.0, 0.5)
     async with graph.worker(), server(graph, connections) as address:
@@ -120,6 +176,7 @@ async def test_a_slow_reader_that_moves_is_served_to_the_end(graph: Graph) -> No
         assert len(answer) > 150_000
 
 
+@in_session
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("begin", [b"", b"GET /version HTTP/1.1\r\nhost", b"\r\n"])
 async def test_a_head_that_does_not_end_ends_the_connection(graph: Graph, begin: bytes, again: bool) -> None:
@@ -150,6 +207,7 @@ async def _dribble(writer: asyncio.StreamWriter) -> None:
         writer.write(b"a")
 
 
+@in_session
 async def test_a_slow_body_is_no_slow_head(graph: Graph) -> None:
     body = json.dumps(completion()).encode()
     async with graph.worker(), server(graph, ClientConnections(0.3, 30.0)) as (host, port):

@@ -128,7 +128,8 @@ class AdmissionControl:
     # requests
 
     def enter(self, client: str, size: RequestSize, deadline: float) -> Admission:
-        """Raises Overloaded, and BadRequest for what is too much even where nothing else waits."""
+        """Queue a request that needs a decode worker; it is admitted at once where there is capacity. Raises
+        Overloaded, and BadRequest for what is too much even where nothing else waits."""
         if size.sequences > self.limits.max_outputs:
             text = (
                 f"n and prompts make {size.sequences} outputs; one request may have {self.limits.max_outputs}"
@@ -149,7 +150,7 @@ class AdmissionControl:
         return admission
 
     def bypass(self, client: str) -> Admission:
-        """For what needs no decode worker. Raises Overloaded."""
+        """Admit a request that needs no decode worker. Raises Overloaded."""
         self._check_inside()
         admission = Admission(self, client, RequestSize(0, None, sequences=0), math.inf)
         self._inside.add(admission)
@@ -157,6 +158,7 @@ class AdmissionControl:
         return admission
 
     def leave(self, admission: Admission) -> None:
+        """The request is over, whatever became of it."""
         self._withdraw(admission)
         if admission.unused:
             admission.unused = False
