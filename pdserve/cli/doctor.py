@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 import typer
@@ -31,6 +30,7 @@ from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
 from pdserve.plan.machine import GIB, Machine
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import Slot
+from pdserve.queue import server_info
 from pdserve.records import Role
 from pdserve.registry import connect
 from pdserve.supervisor.checks import busy_ports
@@ -274,14 +274,10 @@ async def _embedded(
 
 
 async def _ask_nats(url: str) -> Finding:
-    """A NATS server introduces itself first, before any authentication."""
-    host, port = urlsplit(url).hostname or "", urlsplit(url).port or 4222
     try:
         async with asyncio.timeout(_SERVER_TIMEOUT):
-            reader, writer = await asyncio.open_connection(host, port)
-            info = json.loads((await reader.readline()).removeprefix(b"INFO "))
-            writer.close()
-    except (OSError, ValueError) as error:
+            info = await server_info(url)
+    except OSError as error:
         return fail("NATS", f"{url}: {error or 'no answer'}", "start it, or correct Graph: nats.")
     if not info.get("jetstream"):
         return fail("NATS", f"{url}: no JetStream", "start nats-server with --jetstream.")

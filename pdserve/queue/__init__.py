@@ -1,7 +1,11 @@
 """The prefill queue seam (see `base`). The address chooses the implementation."""
 
+import asyncio
+import json
 from importlib import import_module
 from types import ModuleType
+from typing import Any
+from urllib.parse import urlsplit
 
 from pdserve.queue.base import BlobStore, PrefillQueue
 
@@ -26,6 +30,22 @@ async def clock_skew(nats: str) -> float | None:
     nothing behind on the server. Raises QueueUnavailable."""
     skew: float | None = await _implementation(nats).clock_skew(nats)
     return skew
+
+
+async def server_info(nats: str) -> dict[str, Any]:
+    """What the NATS server at this URL says of itself to each client, before any authentication. Raises OSError, also
+    for what is no NATS server."""
+    try:
+        at = urlsplit(nats)
+        reader, writer = await asyncio.open_connection(at.hostname, at.port or 4222)
+        try:
+            info: dict[str, Any] = json.loads((await reader.readline()).removeprefix(b"INFO "))
+            return info
+        finally:
+            writer.close()
+            await writer.wait_closed()
+    except ValueError as error:
+        raise ConnectionError(f"no NATS server: {error}") from error
 
 
 def _implementation(nats: str) -> ModuleType:

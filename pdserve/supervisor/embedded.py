@@ -6,7 +6,6 @@ They listen on loopback, keep their data in `<state_dir>/{nats,etcd}` and log to
 import asyncio
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import signal
 import time
@@ -19,6 +18,7 @@ from typing import IO, Self
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
+from pdserve.queue import server_info
 from pdserve.supervisor import state
 from pdserve.supervisor.child import Child
 from pdserve.supervisor.guardian import SERVERS, SERVERS_PATIENCE, Guardian
@@ -216,8 +216,7 @@ class EmbeddedNats(EmbeddedServer):
         return [str(nats_binary()), "--config", str(_NATS_CONFIG), *address, *store]
 
     async def answers(self) -> bool:
-        reply = await _ask(self.host, self.port)
-        return reply.startswith(b"INFO ") and bool(json.loads(reply[5:]).get("jetstream"))
+        return bool((await server_info(self.url)).get("jetstream"))
 
 
 class EmbeddedEtcd(EmbeddedServer):
@@ -257,12 +256,12 @@ class EmbeddedEtcd(EmbeddedServer):
         return b'"health":"true"' in await _ask(self.host, self.port, b"GET /health HTTP/1.0\r\n\r\n")
 
 
-async def _ask(host: str, port: int, request: bytes = b"") -> bytes:
-    """Connect; the greeting's line, or all that answers a request."""
+async def _ask(host: str, port: int, request: bytes) -> bytes:
+    """All that answers a request."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(request)
-        return await (reader.read() if request else reader.readline())
+        return await reader.read()
     finally:
         writer.close()
         await writer.wait_closed()

@@ -9,7 +9,7 @@ import pytest
 from pdserve.errors import ConfigError, QueueUnavailable
 from pdserve.messages import PrefillCancel, PrefillFailed
 from pdserve.ports import free_port
-from pdserve.queue import connect, connect_blobs
+from pdserve.queue import connect, connect_blobs, server_info
 from pdserve.supervisor.embedded import EmbeddedNats
 from tests.full_disk import small_disk
 from tests.queue.conftest import NatsOutage, Outage
@@ -211,3 +211,19 @@ async def test_nats_without_jetstream_is_refused_by_name(tmp_path: Path) -> None
 async def test_blobs_of_a_server_that_is_away() -> None:
     with pytest.raises(QueueUnavailable):
         await connect_blobs(f"nats://127.0.0.1:{free_port('127.0.0.1')}", "ns").get("m")
+
+
+async def test_what_a_server_says_of_itself(nats_url: str) -> None:
+    assert (await server_info(nats_url))["jetstream"]
+
+    async def other(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400\r\n")
+        writer.close()
+
+    http = await asyncio.start_server(other, "127.0.0.1", 0)
+    port = http.sockets[0].getsockname()[1]
+    with pytest.raises(OSError, match="no NATS server"):
+        await server_info(f"nats://127.0.0.1:{port}")
+    http.close()
+    with pytest.raises(OSError, match="Connect call failed"):
+        await server_info(f"nats://127.0.0.1:{port}")
