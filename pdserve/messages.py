@@ -25,7 +25,7 @@ class Submit(Struct, frozen=True, tag=True):
     """Generate. Answered by `Placed`, then `Outputs` until one of them finishes the request, or by `Failed`."""
 
     request_id: str
-    """unique per attempt, for ever: a migrated or retried request comes with a new one"""
+    """unique per attempt, for ever: a migrated or retried request comes with a new id"""
     prompt: list[int]
     """token ids; never empty"""
     timeout: float
@@ -184,7 +184,7 @@ class PrefillStarted(Struct, frozen=True, tag=True):
 
 
 class PrefillDone(Struct, frozen=True, tag=True):
-    """Said again every few seconds while the KV is kept and nobody read it: the decode worker takes it once, and
+    """Said again every few seconds while the KV is kept and was not read: the decode worker takes it once, and
     rejects it where no request of its own needs it (any more)."""
 
     request_id: str

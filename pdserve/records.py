@@ -88,7 +88,7 @@ class SlotState(Struct, frozen=True):
         return self.state == "ready"
 
     def __str__(self) -> str:
-        """Without the cause, which may name what is nobody else's business."""
+        """Without the cause, which may name what should not be public."""
         parts = [self.state]
         if self.failed_starts:
             parts.append(f"failed to start {self.failed_starts} times")

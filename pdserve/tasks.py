@@ -1,6 +1,6 @@
 """Background tasks: each has an owner, and none ends unseen.
 
-A background task is one that nobody awaits while it runs: heartbeats, watches, connections that come back. When it
+A background task is a task that is not awaited while it runs: heartbeats, watches, connections that come back. When it
 ends by a mistake, its process goes on without a part of itself, and looks healthy. So such tasks are made here and
 nowhere else (`tests/test_house.py` holds it); a task that the next lines await may be made anywhere.
 
@@ -141,7 +141,7 @@ async def forever(
         except asyncio.CancelledError as error:
             if asked_to_stop():
                 raise
-            failure: BaseException = error  # a library's, and nobody cancelled this task
+            failure: BaseException = error  # a library's: this task was not asked to stop
         except EngineDead:
             raise
         except Exception as error:

@@ -23,14 +23,14 @@ from tests.stream.raw import raw
 
 
 def failing_once(work: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """`work`, but its first call raises what nobody expects."""
+    """`work`, but its first call raises what is not expected."""
     calls = 0
 
     async def wrapped(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 1:
-            raise KeyError("nobody expects this")
+            raise KeyError("not expected")
         return await work(*args)
 
     return wrapped
@@ -58,7 +58,7 @@ async def test_a_task_that_fails_runs_again_and_is_logged_once(caplog: pytest.Lo
         if runs == 5:
             raise ValueError("another")
         if runs == 8:
-            raise asyncio.CancelledError  # as some libraries do, though nobody cancelled the task
+            raise asyncio.CancelledError  # as some libraries do, though the task was not cancelled
         if runs == 9:
             return
         raise KeyError(runs)
@@ -103,6 +103,21 @@ async def test_a_single_run_that_fails_is_told(caplog: pytest.LogCaptureFixture)
     assert "work failed" in caplog.text
 
 
+async def test_a_single_run_that_a_library_cancels_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        raise asyncio.CancelledError
+
+    told: list[BaseException] = []
+    async with tasks.Owner() as owner:
+        owner.start(work(), "work", told.append)
+        await until(lambda: bool(told))
+        before = failures("work")
+        stopped = owner.start(asyncio.sleep(60), "work", told.append)
+    assert stopped.cancelled()
+    assert (len(told), failures("work")) == (1, before), "to be stopped is no failure"
+    assert "work failed" in caplog.text
+
+
 @pytest.mark.parametrize("end", [None, asyncio.CancelledError()])
 async def test_permanent_work_that_ends_in_silence_raises(end: BaseException | None) -> None:
     async def work() -> None:
@@ -125,7 +140,7 @@ async def test_a_frontend_that_is_silent_after_another_has_gone_is_noticed() -> 
         assert await asyncio.wait_for(anext(received), 3) == ("gone", None)
         async with raw(server.address) as there:
             await there.greet("there")
-            assert await asyncio.wait_for(anext(received), 3) == ("there", None), "nobody notices its silence"
+            assert await asyncio.wait_for(anext(received), 3) == ("there", None), "its silence is not noticed"
 
 
 @pytest.mark.parametrize("part", ["server", "client"])
@@ -138,7 +153,7 @@ async def test_heartbeats_go_on(part: str, monkeypatch: pytest.MonkeyPatch) -> N
         nonlocal calls
         calls += 1
         if calls == 1:
-            raise KeyError("nobody expects this")
+            raise KeyError("not expected")
         await beat(self)
 
     monkeypatch.setattr(kind, "_keep_beating", keep_beating)
@@ -181,7 +196,7 @@ async def test_a_view_follows_on_without_what_went_meanwhile(
         await until(lambda: failures("registry view") > before)
         monkeypatch.undo()
         await registry.delete("instances/decode/a")
-        await until(lambda: [one.id for one in view.instances()] == ["b"])
+        await until(lambda: [instance.id for instance in view.instances()] == ["b"])
 
 
 async def test_nats_is_connected_again(
@@ -193,7 +208,7 @@ async def test_nats_is_connected_again(
         await until(lambda: failures("nats connection") == before + 1)
         await until(lambda: queue.connected)
         await publish(queue, "a")
-        assert [one.request.request_id for one in await queue.pull(1, 1)] == ["a"]
+        assert [delivery.request.request_id for delivery in await queue.pull(1, 1)] == ["a"]
 
 
 async def test_the_queues_depth_stays_true(
@@ -206,7 +221,7 @@ async def test_the_queues_depth_stays_true(
         await until(lambda: failures("queue depth") == before + 1)
         await publish(queue, "a")
         assert queue.depth == 1
-        await until(lambda: queue.depth == 0, 4)  # nobody pulled it: its age ended it
+        await until(lambda: queue.depth == 0, 4)  # it was not pulled: its age ended it
 
 
 async def test_errors_in_handlers_of_nats_messages_are_seen(
@@ -215,7 +230,7 @@ async def test_errors_in_handlers_of_nats_messages_are_seen(
     async def prepare(_: Any) -> None: ...
 
     async def handler(_: Any) -> None:
-        raise KeyError("nobody expects this")
+        raise KeyError("not expected")
 
     async with connection.NatsConnection(nats_url, prepare) as connected:
         connected.listen("pdserve.test.handler", handler)

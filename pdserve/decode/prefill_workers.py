@@ -66,7 +66,7 @@ class PrefillWorkers:
     # those whose KV cannot be read
 
     def avoid(self, workers: list[str]) -> None:
-        """Their KV cannot be read here. Requests that one of them has, or pulls in spite of it (the queue is shared),
+        """Their KV cannot be read here. Requests that such a worker has, or pulls in spite of it (the queue is shared),
         are prefilled locally at once."""
         for worker in workers:
             if not self.avoided(worker):

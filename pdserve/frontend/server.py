@@ -99,8 +99,8 @@ class Frontend(Service):
     def _model_context(self, frontend: FrontendConfig, nats: str) -> ModelContext:
         config, serial = self._config, itertools.count(1)
         return ModelContext(
-            # a name of its own for each connection: a worker takes a second one of the same name for the first
-            # one's successor, and while a model's card changes there are two
+            # a name of its own for each connection: a worker takes a second connection of the same name for the
+            # successor of the first, and while a model's card changes there are two
             connect=lambda address: stream.connect(address, f"{self.id}.{next(serial)}"),
             blobs=queue.connect_blobs(nats, config.namespace),
             state_dir=config.state_dir,

@@ -123,7 +123,8 @@ class Presence:
         """Introduce the worker to those of the other role alone, and wait until it is warm with them: for some seconds
         at most, since any of them may hang.
 
-        Of two that start at the same time at least one sees the other, because each looks after it has seen itself."""
+        Of two workers that start at the same time at least one sees the other, because each looks after it has seen
+        itself."""
         self._newcomer = True
         await self._registry.put(keys.newcomer(self.instance), encode_record(self.instance))
         try:

@@ -174,7 +174,7 @@ class Graph:
             MemoryQueue(self.broker),
         )
         life = await self._stack.enter_async_context(living(worker))
-        await until(lambda: name in {one.id for one in self.decode.view.instances(role=Role.PREFILL)})
+        await until(lambda: name in {worker.id for worker in self.decode.view.instances(role=Role.PREFILL)})
         return Prefill(worker, engine, life)
 
     async def queue(self) -> MemoryQueue:

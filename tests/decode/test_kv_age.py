@@ -85,7 +85,7 @@ async def test_an_answer_that_was_held_back_is_confirmed_before_its_kv_is_read(a
         await queue.answer("decode-0", done(age, asked.token, request_id=request_id))
         answered = await frontend.end_of(request_id)
         placed = next(message for message in frontend.messages if isinstance(message, Placed))
-        assert placed.prefill == mode  # what comes later tells that nobody has that KV
+        assert placed.prefill == mode  # what comes later tells that this KV does not exist
         assert answered.tokens == expected(LONG, 4)
 
 

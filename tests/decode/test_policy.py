@@ -89,7 +89,7 @@ def test_the_bound_grows_with_the_prompt_and_the_queue(
     assert timeout.seconds(tokens, depth, workers) == pytest.approx(FLOOR + SLACK * seconds)
 
 
-def test_it_follows_the_workers_speed() -> None:
+def test_the_bound_follows_the_workers_speed() -> None:
     timeout = PrefillTimeout()
     timeout.learn(1000, 1.0)
     before = timeout.seconds(1000, 0, 1)

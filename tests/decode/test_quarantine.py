@@ -64,7 +64,7 @@ async def test_a_suspect_waits_for_the_unproven_and_others_for_it() -> None:
     assert engine.inside[4:] == ["c", "d"]
 
 
-async def test_one_that_is_cancelled_in_the_queue_or_in_quarantine_holds_up_no_other() -> None:
+async def test_a_cancelled_suspect_holds_up_no_other_request() -> None:
     engine = Engine()
     await engine.bring("X", "Y", "Z", "a")
     await engine.cancel("Y")

@@ -1,4 +1,4 @@
-"""Workers are tried, and warm with each other, before anybody can ask them for anything."""
+"""Workers are tested, and warm with each other, before they can be asked for anything."""
 
 import asyncio
 import time
@@ -130,7 +130,9 @@ async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(
         await asyncio.gather(life, return_exceptions=True)
 
 
-async def test_one_that_does_not_answer_keeps_nobody_away_and_is_asked_again(hasty: None) -> None:
+async def test_a_prefill_worker_that_does_not_answer_keeps_no_decode_worker_away_and_is_asked_again(
+    hasty: None,
+) -> None:
     graph, failed = Graph(), warm("failed")
     hung = Instance("prefill-x", Role.PREFILL, "demo", fingerprint=LOADED)
     async with MemoryRegistry(graph.registry, "t") as registry, shared_queue(graph.broker) as queue:
@@ -160,7 +162,7 @@ async def test_kv_that_cannot_be_read_is_tried_again_and_is_no_failure_of_a_requ
 
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
-async def test_an_engine_is_tried_and_left_as_it_was(role: Role) -> None:
+async def test_a_self_test_leaves_the_engine_as_it_was(role: Role) -> None:
     async with sim(role, f"{role.value}-0") as engine:
         await self_test(engine, role)
         assert engine.usage.kv_usage == 0

@@ -116,7 +116,7 @@ async def act_prefill(graph: Graph, name: str = "prefill-x", model: str = "demo"
     registry = await graph.registry_of_another()
     instance = Instance(name, Role.PREFILL, model, fingerprint=LOADED)
     await registry.put(f"instances/prefill/{name}", encode_record(instance))
-    await until(lambda: name in {one.id for one in graph.decode.view.instances(role=Role.PREFILL)})
+    await until(lambda: name in {worker.id for worker in graph.decode.view.instances(role=Role.PREFILL)})
     return registry
 
 
@@ -325,14 +325,14 @@ async def test_what_a_prefill_worker_had_in_its_hands_when_it_died_is_computed_h
         await queue.pull(2, 5.0)
         for request_id, worker in zip(ids, ["prefill-x", "prefill-y"], strict=True):
             await queue.answer("decode-0", PrefillStarted(request_id, worker))
-        await until(lambda: all(graph.decode.requests.get(one).prefiller for one in ids))  # type: ignore[union-attr]
+        await until(lambda: all(graph.decode.requests.get(name).prefiller for name in ids))  # type: ignore[union-attr]
         await registry.delete("instances/prefill/prefill-x")
         await until(lambda: frontend.answered[ids[0]].finished, within=1.5)
         assert frontend.answered[ids[0]].tokens == expected(LONG, 4)
         assert failures("prefill-worker-gone") == before + 1
         assert graph.decode.requests.waiting == 1, "the other worker lives"
         again = await queue.pull(2, 5.0)
-        assert [one.request.request_id for one in again] == ids[1:], "the other one was taken back"
+        assert [delivery.request.request_id for delivery in again] == ids[1:], "the other one was taken back"
 
 
 @pytest.mark.parametrize("last", [True, False], ids=["the last worker", "one of two"])
@@ -583,7 +583,7 @@ async def test_outputs_of_a_step_come_in_one_message() -> None:
         graph.decode_engine.faults.going.set()
         for request_id in ids:
             await frontend.end_of(request_id)
-        assert len([one for one in frontend.messages if type(one).__name__ == "Outputs"]) <= 8
+        assert len([sent for sent in frontend.messages if type(sent).__name__ == "Outputs"]) <= 8
 
 
 async def test_an_id_is_refused_the_second_time() -> None:

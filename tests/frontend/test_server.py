@@ -183,7 +183,7 @@ async def test_a_busy_port_is_an_error_at_once(config: Config) -> None:
 
 
 async def test_beside_another_frontend_it_takes_requests_only_when_it_can_serve_them(config: Config) -> None:
-    """They share a port: whoever came to it earlier would wait for its start, and not at the other one."""
+    """They share a port: a request that came to it earlier would wait for its start, and not be served by the other."""
     other = Instance("frontend-7-other", Role.FRONTEND)
     assert config.etcd is not None
     async with (
@@ -195,7 +195,7 @@ async def test_beside_another_frontend_it_takes_requests_only_when_it_can_serve_
         await until(lambda: bool(view.instances(Role.FRONTEND)))
         running = asyncio.create_task(live(config, Slot(Role.FRONTEND, 0)))
         await until(lambda: running.done() or len(view.instances(Role.FRONTEND)) == 2, 30)
-        (me,) = (one for one in view.instances(Role.FRONTEND) if one.id != other.id)
+        (me,) = (instance for instance in view.instances(Role.FRONTEND) if instance.id != other.id)
         async with httpx.AsyncClient(base_url=me.address, timeout=30) as client:
             assert "loaded" not in (await client.get("/health")).text
         os.kill(os.getpid(), signal.SIGTERM)

@@ -74,7 +74,7 @@ class Scene:
 
     @property
     def stored(self) -> int:
-        """Requests that nobody has acked."""
+        """Requests that were not acked."""
         return len(self.queue._requests.entries)
 
 
@@ -188,7 +188,7 @@ async def test_a_hung_engine_ends_the_worker_and_another_takes_over(monkeypatch:
         assert done.handle.engine_id == "prefill-1"
 
 
-async def test_it_takes_no_more_than_its_engine_has_room_for() -> None:
+async def test_a_worker_takes_no_more_than_its_engine_has_room_for() -> None:
     async with Scene(max_num_batched_tokens=256).open() as scene:
         scene.engine.faults.going.clear()
         for number in range(10):
@@ -319,7 +319,7 @@ async def test_a_prefill_that_was_cancelled_too_late_is_answered(monkeypatch: py
         assert isinstance(await scene.answer("r"), PrefillDone)
 
 
-async def test_it_says_what_it_has_in_its_hands() -> None:
+async def test_a_worker_says_which_requests_it_has() -> None:
     async with Scene().open() as scene:
         scene.engine.faults.going.clear()
         await scene.ask("r")
