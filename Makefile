@@ -7,7 +7,7 @@ CONFIG ?= configs/local.yaml
 BIN := $(or $(VENV),.venv)/bin
 TESTS ?= tests
 # Most tests wait, for timeouts and for processes to start: they run beside those with real engines (tests/conftest.py).
-PARALLEL ?= -n 2 --dist loadgroup --no-loadscope-reorder
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 help:  ## show this list
 	@echo "pdserve: prefill/decode-disaggregated LLM serving on vLLM"
