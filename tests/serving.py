@@ -1,20 +1,19 @@
 """A graph as a user runs it: `pdserve serve` with simulated engines in a folder of its own."""
 
 import json
-import os
+import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
+from pdserve_bench.launch import PDSERVE, ServeRun
 
 from pdserve.ports import free_port
 
-PDSERVE = [sys.executable, "-m", "pdserve"]
 WORKERS = """
 Common: {{model: demo, block-size: 32, max-model-len: 4096}}
 Graph: {{kv-port: {kv_port}, drain-timeout: 5}}
@@ -30,25 +29,19 @@ FRONTEND = "Frontend: {{served_model_name: demo, port: {port}}}\n"
 LONG = " ".join(f"The code of the red box is {code}." for code in range(1000, 1030))
 
 
-class Serve:
-    """One run of `pdserve serve`, its output in a file."""
+class Serve(ServeRun):
+    """One run of `pdserve serve`, whatever the environment of the tests says to it."""
 
     def __init__(self, folder: Path, yaml: str, *options: str, port: int = 0) -> None:
-        self.folder, self.port = folder, port
-        self.file, self.log = folder / "graph.yaml", folder / "log"
-        self.file.write_text(yaml)
-        self.command = [*PDSERVE, "serve", "-f", str(self.file), *options]
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
-        self.env = {**clean, "PDSERVE_STATE_DIR": str(folder / "state")}
-
-    def start(self) -> "subprocess.Popen[bytes]":
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                self.command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0
-            )
-        return self.process
+        file = folder / "graph.yaml"
+        file.write_text(yaml)
+        super().__init__(folder, file, *options)
+        self.port = port
+        kept = ("PDSERVE_STATE_DIR",)
+        self.env = {k: v for k, v in self.env.items() if not k.startswith("PDSERVE_") or k in kept}
 
     def pdserve(self, *args: str, **env: str) -> "subprocess.CompletedProcess[str]":
+        """Another command, for this graph."""
         return subprocess.run(
             [*PDSERVE, *args],
             env={**self.env, **env},
@@ -59,24 +52,8 @@ class Serve:
         )
 
     @property
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    def processes(self) -> list[psutil.Process]:
-        """Everything of this graph that lives: all of it has the state directory in its environment."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                mine = process.environ().get("PDSERVE_STATE_DIR") == self.env["PDSERVE_STATE_DIR"]
-                if mine and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
 
     def health(self) -> dict[str, Any]:
         """Of a graph that serves: raises where the answer is not 200."""
@@ -93,6 +70,20 @@ class Serve:
         assert events[-1] == "[DONE]"
         deltas = [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]
         return response, [delta["content"] for delta in deltas if delta.get("content")]
+
+
+@contextmanager
+def running(serve: Serve, within: float = 90) -> Iterator["subprocess.Popen[bytes]"]:
+    """From when it is ready until it is stopped as by Ctrl-C; its exit code must be 0."""
+    process = serve.start()
+    try:
+        until(lambda: serve.ready() or process.poll() is not None, serve, within)
+        assert process.poll() is None, serve.text[-5000:]
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        code = process.wait(90)
+    assert code == 0, serve.text[-5000:]
 
 
 def until(condition: Callable[[], object], serve: Serve, within: float = 90) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import random
-import signal
 import threading
 import time
 from collections import Counter
@@ -12,7 +11,7 @@ import httpx
 import psutil
 
 from pdserve.ports import free_port
-from tests.serving import FRONTEND, LONG, WORKERS, Serve, kv_ports, until
+from tests.serving import FRONTEND, LONG, WORKERS, Serve, kv_ports, running, until
 
 TOKENS = 25
 """half a second of a simulated engine"""
@@ -80,18 +79,11 @@ def test_two_of_each_under_random_kills(tmp_path: Path) -> None:
     yaml = (FRONTEND + WORKERS).replace("PrefillWorker: {{", "PrefillWorker: {{ServiceArgs: {{workers: 2}}, ")
     yaml = yaml.replace("engine: sim", "engine: sim\n  additional-config: {{sim: {{step-seconds: 0.02}}}}", 1)
     serve = Serve(tmp_path, yaml.format(port=port, kv_port=kv_ports(), workers=2), port=port)
-    process = serve.start()
-    try:
-        until(lambda: "Ready after" in serve.text or process.poll() is not None, serve)
-        assert process.poll() is None, serve.text[-5000:]
+    with running(serve) as process:
         answers = _under_kills(serve, random.Random(7))
         assert process.poll() is None, serve.text[-5000:]
         until(lambda: serve.health()["status"] == "ok", serve)
         slots = json.loads(serve.pdserve("status", "--json").stdout)["slots"]
-    finally:
-        process.send_signal(signal.SIGINT)
-        code = process.wait(60)
-    assert code == 0
     assert sum(slot["restarts"] for slot in slots) > SECONDS / EVERY / 2
     assert answers.total() > 20
     assert set(answers) == {(200, TOKENS)}, answers

@@ -15,7 +15,7 @@ import pytest
 
 from pdserve.ports import free_port, port_holder
 from pdserve.records import Role
-from tests.serving import FRONTEND, WORKERS, Serve, kv_ports, until
+from tests.serving import FRONTEND, WORKERS, Serve, kv_ports, running, until
 from tests.terminal import Terminal
 
 
@@ -27,14 +27,8 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     yaml = (FRONTEND + WORKERS).format(port=port, kv_port=kv_ports(), workers=2)
     serve = Serve(tmp_path_factory.mktemp("graph"), yaml, port=port)
     serve.env |= {"PDSERVE_CLOCK_OFFSET_PREFILL": "-40", "PDSERVE_CLOCK_OFFSET_DECODE": "5"}
-    process = serve.start()
-    try:
-        until(lambda: "Ready after" in serve.text or process.poll() is not None, serve)
+    with running(serve):
         yield serve
-    finally:
-        process.send_signal(signal.SIGINT)
-        code = process.wait(60)
-    assert code == 0, serve.text[-5000:]
     assert "nothing is left running" in serve.text
     assert serve.processes() == []
     assert port_holder("127.0.0.1", port) is None
