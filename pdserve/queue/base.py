@@ -127,7 +127,3 @@ class BlobStore(ABC):
     @abstractmethod
     async def get(self, name: str) -> bytes:
         """Raises KeyError where there is none."""
-
-    async def clock_skew(self) -> float | None:
-        """As of the queue, measured now. Raises QueueUnavailable."""
-        return None

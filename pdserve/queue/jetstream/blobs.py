@@ -49,12 +49,6 @@ class NatsBlobs(BlobStore):
             except nats.js.errors.NotFoundError:
                 raise KeyError(name) from None
 
-    async def clock_skew(self) -> float | None:
-        async with self._jetstream() as js:
-            await js.create_object_store(self._bucket)
-            found = await measure(js._nc, f"OBJ_{self._bucket}")
-        return found.skew if found else None
-
     async def _read(self, js: JetStreamContext, info: ObjectInfo) -> bytes:
         """Chunk by chunk: nats-py's own `get` waits for ever for a chunk that is not there."""
         data, sequence = bytearray(), 1
