@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from pdserve.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "pdserve").rglob("*.py"))
+BENCH = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 ALLOWED = {
     "aetcd": ("registry/etcd",),
@@ -51,6 +53,114 @@ def imports(path: Path) -> Iterator[str]:
 def test_an_outside_library_is_imported_in_one_place(library: str) -> None:
     importers = [name(path) for path in SOURCES if library in set(imports(path))]
     assert [each for each in importers if not each.startswith(ALLOWED[library])] == []
+
+
+LEAVES = ("__init__", "errors", "clock", "recent", "demo", "ports", "messages", "records")
+"""files (and the demo model) that every room may import from; of each other only from those before them"""
+
+ARROWS = {
+    "config": "",
+    "kv": "",
+    "observe": "",
+    "tasks": "observe",
+    "queue": "tasks",
+    "registry": "tasks",
+    "stream": "tasks",
+    "plan": "config observe",
+    "graph": "config plan",
+    "engine": "config kv tasks",
+    "process": "config plan graph engine queue registry stream observe tasks",
+    "decode": "process config engine kv queue registry stream observe tasks",
+    "prefill": "process engine queue observe tasks",
+    "frontend/admission": "config",
+    "frontend/trace": "frontend/admission",
+    "frontend/model": "frontend/admission frontend/trace config queue stream observe tasks",
+    "frontend": "frontend/model frontend/trace frontend/admission process config plan queue registry stream observe "
+    "tasks",
+    "supervisor": "process config plan graph queue registry observe tasks",
+    "cli": "supervisor decode process config plan graph engine kv queue registry observe",
+    "__main__": "cli",
+}
+"""room -> the rooms that it may import from, besides the leaves. What is absent is forbidden: a new arrow is a
+decision. Lazily loaded implementations and the roles' services, which are named by strings, are no arrows."""
+
+
+def room(path: Path) -> str:
+    """A folder of the package, a folder inside `frontend/`, or a file beside them. `frontend/trace.py` is for all of
+    the frontend, and above none of it."""
+    parts = path.relative_to(ROOT / "pdserve").with_suffix("").parts
+    if parts[0] == "frontend" and (len(parts) > 2 or parts[1] == "trace"):
+        return "/".join(parts[:2])
+    return parts[0]
+
+
+def imported_rooms(path: Path) -> Iterator[str]:
+    """The rooms that the file imports from, wherever in it, also for types alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for module in modules:
+            package, *parts = module.split(".")
+            if package == "pdserve":
+                yield room(_source(ROOT / "pdserve", parts))
+
+
+def _source(folder: Path, parts: list[str]) -> Path:
+    """The file that a dotted name stands for, which may name something in it."""
+    while parts and not folder.joinpath(*parts).with_suffix(".py").exists():
+        if folder.joinpath(*parts, "__init__.py").exists():
+            return folder.joinpath(*parts, "__init__.py")
+        parts = parts[:-1]
+    return folder.joinpath(*parts).with_suffix(".py") if parts else folder / "__init__.py"
+
+
+def arrows() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for path in SOURCES:
+        found.setdefault(room(path), set()).update(imported_rooms(path))
+    return {source: targets - {source} for source, targets in found.items()}
+
+
+def test_rooms_import_what_the_table_says() -> None:
+    found = {source: targets - set(LEAVES) for source, targets in arrows().items() if source not in LEAVES}
+    assert found == {source: set(targets.split()) for source, targets in ARROWS.items()}
+
+
+def test_leaves_import_only_leaves_before_them() -> None:
+    found = arrows()
+    assert {leaf: found[leaf] - set(LEAVES[:place]) for place, leaf in enumerate(LEAVES)} == {
+        leaf: set() for leaf in LEAVES
+    }
+
+
+def test_arrows_between_rooms_go_one_way() -> None:
+    """Raises CycleError, which names the cycle."""
+    assert set(TopologicalSorter(arrows()).static_order()) >= set(ARROWS)
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    found: dict[str, list[str]] = {}
+    for path in (*SOURCES, *BENCH):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_no_private_vocabulary() -> None:
+    """Requests, workers and processes are things: the field has words for them, and `one` is none."""
+    person = re.compile(r"(?<!\")\b(who|whoever|nobody|everybody)\b|\bfor one in\b", re.I)
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in (*SOURCES, *BENCH)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if person.search(line)
+    ]
+    assert found == []
 
 
 def test_nothing_is_pickled() -> None:
@@ -162,3 +272,33 @@ def test_every_target_of_the_makefile_is_explained() -> None:
     targets = set(re.findall(r"^([a-z]+):", makefile, re.M)) - {"dev"}
     assert targets == set(re.findall(r"^([a-z]+):.*##", makefile, re.M))
     assert {"install", "serve", "test", "lint", "format", "clean", "help"} <= targets
+
+
+READING = ROOT / "docs/reading.md"
+READING_LIMIT = 2400
+"""lines: what a reader takes in in an evening"""
+
+
+def _reading_list() -> dict[Path, int]:
+    rows = re.findall(r"^\| \d+ \| \[.*?\]\((.*?)\) \| (\d+) \|", READING.read_text(), re.M)
+    return {(READING.parent / target).resolve(): int(lines) for target, lines in rows}
+
+
+def test_the_reading_list_is_an_evening() -> None:
+    sizes = {path: len(path.read_text().splitlines()) for path in _reading_list()}
+    assert len(sizes) > 10
+    assert sum(sizes.values()) <= READING_LIMIT
+
+
+def test_the_reading_list_states_sizes() -> None:
+    """To within a tenth, so that not every commit has to touch it."""
+    found = {path: (stated, len(path.read_text().splitlines())) for path, stated in _reading_list().items()}
+    assert {
+        path.name: sizes for path, sizes in found.items() if abs(sizes[0] - sizes[1]) > sizes[1] / 10
+    } == {}
+
+
+@pytest.mark.parametrize("document", _documents(), ids=lambda path: path.name)
+def test_links_of_the_documents_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
+    assert [target for target in targets if not (document.parent / target).exists()] == []

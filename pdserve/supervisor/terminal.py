@@ -86,7 +86,7 @@ class NonBlockingStream(io.TextIOBase):
                 self._left_out += 1
                 return len(text)
             if self._left_out:
-                self._waiting += f"({self._left_out} lines were left out here: nobody read them)\n".encode()
+                self._waiting += f"({self._left_out} lines were left out here: they were not read)\n".encode()
                 self._left_out = 0
             self._waiting += data
             self._changed.notify_all()

@@ -35,7 +35,7 @@ async def read_nothing(scene: Scene) -> float | None:
     with ExitStack() as stack:
         for number in range(STREAMS):
             stack.enter_context(await asyncio.to_thread(_unread, scene, address.port or 80, number))
-        scene.say(f"{STREAMS} streams of {OUTPUT} tokens that nobody reads, from {GREEDY}")
+        scene.say(f"{STREAMS} streams of {OUTPUT} tokens that are not read, from {GREEDY}")
         end = time.monotonic() + max(most, scene.options.hold)
         while time.monotonic() < end:
             waits.append(await _wait_of_polite(scene))
@@ -43,7 +43,7 @@ async def read_nothing(scene: Scene) -> float | None:
     scene.say(f"a client from {POLITE} waited {max(waits):.1f} s at most, of {len(waits)} requests")
     if max(waits) > most:
         scene.amiss.append(
-            f"a client from {POLITE} waited {max(waits):.1f} s beside streams that nobody reads "
+            f"a client from {POLITE} waited {max(waits):.1f} s beside streams that are not read "
             f"({most:g} s at most)"
         )
     return await scene.recovery()
@@ -85,7 +85,7 @@ async def _wait_of_polite(scene: Scene) -> float:
 
 UNREAD_STREAMS = Fault(
     "unread-streams",
-    f"{STREAMS} streams from {GREEDY} that nobody reads; {POLITE} is served nevertheless",
+    f"{STREAMS} streams from {GREEDY} that are not read; {POLITE} is served nevertheless",
     read_nothing,
 )
 

@@ -148,11 +148,11 @@ def _ends(pid: int) -> Iterator[tuple[int, int, Address, Address | None]]:
         found = psutil.Process(pid).net_connections("tcp")
     except psutil.Error:
         return
-    for one in found:
-        if one.raddr:
-            yield pid, one.fd, (one.laddr.ip, one.laddr.port), (one.raddr.ip, one.raddr.port)
-        elif one.status == psutil.CONN_LISTEN:
-            yield pid, one.fd, (one.laddr.ip, one.laddr.port), None
+    for end in found:
+        if end.raddr:
+            yield pid, end.fd, (end.laddr.ip, end.laddr.port), (end.raddr.ip, end.raddr.port)
+        elif end.status == psutil.CONN_LISTEN:
+            yield pid, end.fd, (end.laddr.ip, end.laddr.port), None
 
 
 def _duplicate(pid: int, fd: int) -> socket.socket | None:

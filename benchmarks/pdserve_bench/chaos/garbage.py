@@ -164,7 +164,7 @@ async def _subjects(scene: Scene) -> list[str]:
 
 
 async def _to_etcd(scene: Scene, everything: Sequence[bytes]) -> list[str]:
-    """New keys beside the true ones: only who wrote those may write them. The keys."""
+    """New keys beside the true ones: only their writers may write those. Returns the keys."""
     model = scene.running.graph.model
     prefixes = [f"{keys.INSTANCES}{role}/garbage-" for role in (*Role, "nobody")]
     prefixes += [f"{keys.CARDS}{model}/garbage-", keys.CARDS + "garbage-", keys.INSTANCES + "garbage-"]
