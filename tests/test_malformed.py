@@ -1,4 +1,4 @@
-"""A message that nobody can read, on every port and subject: it is logged and skipped, and everything goes on."""
+"""Messages that cannot be read, on every port and subject: they are logged and skipped, and everything goes on."""
 
 import asyncio
 from pathlib import Path
@@ -43,10 +43,10 @@ async def test_keys_and_values_in_etcd(etcd_url: str, namespace: str) -> None:
                     await other.put(f"{kind}/garbage-{number}", garbage)
             await _put_raw(other, f"/{namespace}/settings/".encode() + b"\xff", b"x")
             await other.put("instances/decode/b", encode_record(Instance("b", Role.DECODE)))
-            await until(lambda: [one.id for one in view.instances()] == ["a", "b"])
+            await until(lambda: [instance.id for instance in view.instances()] == ["a", "b"])
             assert view.cards() == {}
         async with RegistryView(registry) as late:
-            assert [one.id for one in late.instances()] == ["a", "b"]
+            assert [instance.id for instance in late.instances()] == ["a", "b"]
 
 
 async def _put_raw(registry: EtcdRegistry, key: bytes, value: bytes) -> None:

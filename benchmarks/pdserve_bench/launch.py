@@ -36,8 +36,8 @@ CUTTABLE = {"UCX_TLS": os.environ.get("UCX_TLS", "tcp,cuda_copy,self"), "GODEBUG
 """variables of a graph that is to be cut: UCX over TCP, for shared memory cannot be cut, and neither can the multipath
 TCP on which servers written in Go listen"""
 SIM_SPEED = {"sim": {"step-seconds": 0.02, "prefill-rate": 5000, "lease": 12, "fatal-token": 1001}}
-"""of simulated engines whose file says nothing: requests last long enough to be caught in the middle, KV that is never
-read is free soon, and only poison has the fatal token in its prompt"""
+"""of simulated engines where the file says nothing: requests last long enough to be caught in the middle, KV that is
+never read is free soon, and only poison has the fatal token in its prompt"""
 _SECTIONS = {"Frontend": "frontend", "VllmWorker": "decode", "PrefillWorker": "prefill"}
 
 

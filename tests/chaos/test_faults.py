@@ -46,7 +46,7 @@ def test_choose(only: str, names: list[str]) -> None:
     assert [fault.name for fault in choose(only)] == names
 
 
-def test_somebody_elses_data_is_lost_only_on_demand() -> None:
+def test_another_owners_data_is_lost_only_on_demand() -> None:
     assert not any(fault.name.endswith("lose") for fault in choose("", ours=False))
     assert [fault.name for fault in choose("etcd-lose", ours=False)] == ["etcd-lose"]
 
@@ -132,7 +132,7 @@ async def test_they_hang_and_go_on(victims: list[Victim], tmp_path: Path) -> Non
     await until(lambda: _all(victims, psutil.STATUS_SLEEPING))
 
 
-async def test_one_that_has_ended_cannot_be_harmed(tmp_path: Path) -> None:
+async def test_a_victim_that_has_ended_cannot_be_harmed(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""], process_group=0)  # noqa: ASYNC220
     process.wait()
     with pytest.raises(LookupError, match="decode-0 has ended by itself"):

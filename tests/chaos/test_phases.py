@@ -126,7 +126,7 @@ async def test_the_client_sees_nothing_but_a_pause(phase: Phase, fault: Fault) -
         again = await frontend.ask([7, *PROMPT], 4)
         assert again.placed is not None
         assert again.placed.prefill == "remote", (
-            "the other worker is asked, and nobody waits for the lost one"
+            "the other worker is asked, and no request waits for the lost one"
         )
 
 
@@ -143,7 +143,7 @@ async def test_a_full_queue_is_left_alone() -> None:
             assert placed is not None
             assert (placed.prefill, placed.reason) == ("local", "queue-full")
         assert time.monotonic() - asked < 2.0
-        assert not any(frontend.answered[one].over for one in queued)
+        assert not any(frontend.answered[request_id].over for request_id in queued)
         await graph.prefill(SPARE)
         for request_id in queued:
             assert len((await frontend.end_of(request_id)).tokens) == 4

@@ -2,7 +2,7 @@
 
 `python -m tests.e2e.reference IN OUT [--dtype float32]` reads a JSON list of `{"prompt": [ids], "max_tokens": n}`
 and writes `{"alone": [greedy token ids of each], "together": [the same with all prompts in shared batches]}`. Where the
-two differ, batching alone changes the numbers, and nobody can ask the graph for identity in that dtype.
+two differ, batching alone changes the numbers, and identity cannot be asked of the graph in that dtype.
 """
 
 import argparse

@@ -99,7 +99,9 @@ def test_nothing_listens_outside_of_loopback(graph: Graph) -> None:
         if connection.status == psutil.CONN_LISTEN
     ]
     assert {"VLLM::Worker", "nats-server", "etcd"} <= {name for name, _ in listening}
-    outside = [each for each in listening if not ip_address(each[1].removeprefix("::ffff:")).is_loopback]
+    outside = [
+        (name, host) for name, host in listening if not ip_address(host.removeprefix("::ffff:")).is_loopback
+    ]
     assert outside == []
 
 

@@ -1,6 +1,6 @@
 """A cut network for one process group, without rules in the kernel's firewall.
 
-Every TCP connection of the group to somebody outside of it gets a socket filter that drops what arrives, at both
+Every TCP connection of the group to a process outside of it gets a socket filter that drops what arrives, at both
 ends: data, acknowledgements and resets all vanish, as on a cable that was pulled. Its listening sockets drop
 connection attempts. Connections that the group itself opens meanwhile are found within some ten milliseconds.
 Connections inside the group stay whole, as on a host whose network is gone, and so does what is no TCP:
@@ -94,7 +94,7 @@ class Cut:
             if remote not in own and self._attach(pid, fd, (local, remote)) and remote:
                 fresh.add(local)
         if fresh:
-            for pid, fd, local, remote in (end for each in self._others for end in _ends(each)):
+            for pid, fd, local, remote in (end for other in self._others for end in _ends(other)):
                 if remote in fresh:
                     self._attach(pid, fd, (local, remote))
 
@@ -116,10 +116,10 @@ class Cut:
     def heal(self) -> None:
         with self._lock:  # a thread may still be at it
             self._healed = True
-            for each in self._sockets.values():
+            for end in self._sockets.values():
                 with contextlib.suppress(OSError):
-                    each.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-                each.close()
+                    end.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+                end.close()
             self._sockets.clear()
 
 

@@ -56,7 +56,7 @@ def _fill(write: Callable[[bytes], object]) -> None:
 
 
 async def _silent(folder: Path) -> list[str]:
-    """Decode workers write a line for each request: whose log does not grow under load?"""
+    """The decode workers whose log does not grow: under load they write a line for each request."""
     before = _sizes(folder)
     silent = set(before)
     deadline = time.monotonic() + LOGS_WITHIN

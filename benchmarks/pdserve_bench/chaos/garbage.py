@@ -55,7 +55,7 @@ async def spread(scene: Scene) -> float | None:
     before, began = _lines(logs), time.monotonic()
     ports = list(_listening(scene.running.family()))
     everything = payloads(scene.options.seed)
-    await asyncio.gather(*(asyncio.to_thread(_to_port, *each[:2], everything) for each in ports))
+    await asyncio.gather(*(asyncio.to_thread(_to_port, host, port, everything) for host, port, _ in ports))
     subjects = await _subjects(scene)
     for subject in subjects:
         await publish_once(scene.running.graph.nats, subject, everything)
@@ -79,13 +79,13 @@ def _listening(processes: Sequence[psutil.Process]) -> Iterator[tuple[str, int, 
     seen: set[tuple[str, int]] = set()
     for process in processes:
         with suppress(psutil.Error):
-            for each in process.net_connections("tcp"):
-                host = "127.0.0.1" if each.laddr.ip in EVERYWHERE else each.laddr.ip
-                if each.status != psutil.CONN_LISTEN or not host.startswith(LOOPBACK):
+            for listener in process.net_connections("tcp"):
+                host = "127.0.0.1" if listener.laddr.ip in EVERYWHERE else listener.laddr.ip
+                if listener.status != psutil.CONN_LISTEN or not host.startswith(LOOPBACK):
                     continue
-                if (host, each.laddr.port) not in seen:
-                    seen.add((host, each.laddr.port))
-                    yield host, each.laddr.port, f"process {process.pid} ({process.name()})"
+                if (host, listener.laddr.port) not in seen:
+                    seen.add((host, listener.laddr.port))
+                    yield host, listener.laddr.port, f"process {process.pid} ({process.name()})"
 
 
 def _to_port(host: str, port: int, everything: Sequence[bytes]) -> None:
@@ -93,9 +93,11 @@ def _to_port(host: str, port: int, everything: Sequence[bytes]) -> None:
     message of a frontend."""
     for payload in everything:
         _send(host, port, lambda end, raw=payload: end.sendall(raw))  # type: ignore[misc]
-    _send(host, port, lambda end: _as_zeromq(end, [[each] for each in everything]))
-    _send(host, port, lambda end: _as_zeromq(end, [[b"", each] for each in everything]))
-    _send(host, port, lambda end: _as_zeromq(end, [[each, each, b"", each] for each in everything]))
+    _send(host, port, lambda end: _as_zeromq(end, [[payload] for payload in everything]))
+    _send(host, port, lambda end: _as_zeromq(end, [[b"", payload] for payload in everything]))
+    _send(
+        host, port, lambda end: _as_zeromq(end, [[payload, payload, b"", payload] for payload in everything])
+    )
     _send(
         host, port, lambda end: _as_zeromq(end, [], b"\x02" + b"\x7f" + b"\xff" * 7)
     )  # a frame of 2^63 bytes
@@ -160,7 +162,7 @@ def _connects(host: str, port: int) -> bool:
 async def _subjects(scene: Scene) -> list[str]:
     names = QueueNames(scene.running.graph.namespace, scene.running.graph.model)
     workers = await scene.watch.instances(Role.DECODE)
-    return [names.requests, names.state, names.notices, *(names.answers(each.id) for each in workers)]
+    return [names.requests, names.state, names.notices, *(names.answers(worker.id) for worker in workers)]
 
 
 async def _to_etcd(scene: Scene, everything: Sequence[bytes]) -> list[str]:

@@ -127,9 +127,9 @@ class Chaos:
         """All clients have had an answer, and KV crosses."""
         try:
             async with asyncio.timeout(WARM_WITHIN):
-                await load.until(lambda one: not one.error, self._options.concurrency)
+                await load.until(lambda answer: not answer.error, self._options.concurrency)
                 if self._remote:
-                    await load.until(lambda one: one.prefill == "remote")
+                    await load.until(lambda answer: answer.prefill == "remote")
         except TimeoutError:
             errors = {attempt.error for attempt in load.done if attempt.error}
             why = ", ".join(errors) or f"no remote prefill in {WARM_WITHIN:g} s"

@@ -77,7 +77,9 @@ class Scene:
             async with asyncio.timeout(within):
                 await self.watch.until_whole(self.gone, self.say)
                 if self.remote:
-                    await self.load.until(lambda one: one.prefill == "remote" and one.started > ended)
+                    await self.load.until(
+                        lambda answer: answer.prefill == "remote" and answer.started > ended
+                    )
         except TimeoutError:
             self.say(f"not recovered after {within:g} s")
             return None
