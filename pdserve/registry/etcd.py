@@ -244,6 +244,10 @@ class EtcdRegistry(Registry):
                 log.warning("etcd is away (%s); the last known topology stands", error)
             else:
                 await asyncio.sleep(RETRY)
+        except asyncio.CancelledError:
+            if self._session is not session:  # else leaving revokes its lease
+                await session.close()
+            raise
         except Exception:
             await self._end(session)
             raise
