@@ -7,14 +7,15 @@ was silent for some seconds. A connection that has ended stays so: to go on take
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Protocol
 
 BEAT_EVERY = 1.0
 SEND_WITHIN = 1.0
+_LOOKS = 20
 LINGER = 0.3
-"""seconds that a connection gets, when it is closed, for what is still unsent"""
+"""seconds that a connection gets, when it is closed, for what is still unsent and the other side's end"""
 MAX_UNSENT = 32 << 20
 """bytes that may wait for a slow reader, and one frame more: some seconds of tokens at full load"""
 
@@ -41,6 +42,8 @@ class FramedConnection(asyncio.Protocol):
         """messages that could not be decoded"""
         self.ended = ""
         """why, once it has: `was closed by the other side`"""
+        self.host = "unknown"
+        """address of the other side, without its port"""
         self.opened = self.heard = time.monotonic()
         self._owner = owner
         self._transport: asyncio.Transport | None = None
@@ -48,24 +51,20 @@ class FramedConnection(asyncio.Protocol):
         """a frame that has begun"""
         self._sent_at = 0.0
         self._reading_paused = False
-        self._writable = asyncio.Event()
         self._closed = asyncio.Event()
 
-    @property
-    def host(self) -> str:
-        """Address of the other side, without its port."""
-        peer = self._transport and self._transport.get_extra_info("peername")
-        return str(peer[0]) if peer else "unknown"
-
     async def send(self, body: bytes) -> bool:
-        """False where the connection has ended; where the other side takes nothing for a second, it ends here."""
-        if not self._writable.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(SEND_WITHIN):
-                    while not self._writable.is_set():
-                        await self._writable.wait()
-            if not self._writable.is_set():
-                self.cut(f"took nothing for {SEND_WITHIN:g} s")
+        """False where the connection has ended; where the other side takes too little for a second, it ends here.
+
+        Looks for room: uvloop's `resume_writing` comes only when all has gone, which takes seconds where much was sent
+        at once. Looks are counted, not time, since this process may stall."""
+        looks = 0
+        while self._transport is not None and self._transport.get_write_buffer_size() > MAX_UNSENT:
+            if looks == _LOOKS:
+                self.cut(f"left more than {MAX_UNSENT:,} bytes unsent for {SEND_WITHIN:g} s")
+                break
+            looks += 1
+            await asyncio.sleep(SEND_WITHIN / _LOOKS)
         return self.write(body)
 
     def write(self, body: bytes) -> bool:
@@ -84,7 +83,7 @@ class FramedConnection(asyncio.Protocol):
             self.heard = now
         if now - self.heard > silence:
             self.cut(f"was silent for {silence:g} s")
-        elif now - self._sent_at >= BEAT_EVERY / 2 and self._writable.is_set():
+        elif now - self._sent_at >= BEAT_EVERY / 2:
             self.write(b"")
 
     def pause_reading(self) -> None:
@@ -104,13 +103,18 @@ class FramedConnection(asyncio.Protocol):
             self._transport.abort()
 
     async def close(self) -> None:
-        """End it when what is unsent has gone, or soon after."""
+        """End it when the other side has got what was unsent and closed its end, or soon after. Until then what comes
+        is taken and dropped: a socket that is closed with unread bytes resets the connection, and what was sent last
+        is lost."""
         if self._transport is None:
             return
         self._end("was closed here")
         try:
-            self._transport.close()
-            with suppress(TimeoutError):
+            with suppress(
+                OSError, RuntimeError
+            ):  # it has broken, or lasts too long: TimeoutError is an OSError
+                self._transport.write_eof()
+                self._transport.resume_reading()
                 await asyncio.wait_for(self._closed.wait(), LINGER)
         finally:
             self._transport.abort()
@@ -118,7 +122,6 @@ class FramedConnection(asyncio.Protocol):
     def _end(self, reason: str) -> None:
         if not self.ended:
             self.ended = reason
-            self._writable.set()  # tasks that wait for it see that it has ended
             self._owner.connection_ended(self)
 
     # asyncio.Protocol
@@ -126,11 +129,13 @@ class FramedConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """asyncio and uvloop have set TCP_NODELAY."""
         self._transport = transport
-        transport.set_write_buffer_limits(MAX_UNSENT, MAX_UNSENT)
-        self._writable.set()
+        if peer := transport.get_extra_info("peername"):
+            self.host = str(peer[0])
         self._owner.connection_opened(self)
 
     def data_received(self, data: bytes) -> None:
+        if self.ended:
+            return
         self.heard = time.monotonic()
         found: bytes | bytearray = data
         if self._partial:
@@ -156,18 +161,10 @@ class FramedConnection(asyncio.Protocol):
         self._closed.set()
         self._end(f"broke: {error}" if error else "was closed by the other side")
 
-    def pause_writing(self) -> None:
-        self._writable.clear()
 
-    def resume_writing(self) -> None:
-        self._writable.set()
-
-
-async def keep_beating(connections: Callable[[], Iterable[FramedConnection]], silence: float) -> None:
-    """For ever. End connections that were silent for `silence` seconds."""
+async def beats() -> AsyncIterator[bool]:
+    """For ever, every second: time for heartbeats. Whether this process stalled before."""
     while True:
         before = time.monotonic()
         await asyncio.sleep(BEAT_EVERY)
-        stalled = time.monotonic() - before > 2 * BEAT_EVERY
-        for connection in list(connections()):
-            connection.beat(silence, stalled=stalled)
+        yield time.monotonic() - before > 2 * BEAT_EVERY

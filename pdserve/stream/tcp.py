@@ -8,10 +8,9 @@ Frames (`framing`) hold msgpack. The first frame each way is a greeting: `pdserv
 import asyncio
 import logging
 import socket
-import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 from urllib.parse import urlsplit
@@ -27,7 +26,7 @@ from pdserve.messages import (
 )
 from pdserve.recent import RecentKeys
 from pdserve.stream.base import StreamClient, StreamServer
-from pdserve.stream.framing import FramedConnection, keep_beating
+from pdserve.stream.framing import FramedConnection, beats
 from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
@@ -105,12 +104,9 @@ class UnreadMessages(Generic[T]):
 
 
 class TcpStreamServer(StreamServer):
-    def __init__(
-        self, host: str, silence: float = FRONTEND_SILENCE, tls: ssl.SSLContext | None = None
-    ) -> None:
+    def __init__(self, host: str, silence: float = FRONTEND_SILENCE) -> None:
         self._host = host
         self._silence = silence
-        self._tls = tls
         self._ungreeted: dict[FramedConnection, None] = {}
         self._frontends: dict[str, FramedConnection] = {}
         self._unread: UnreadMessages[tuple[str, ToDecode | None]] = UnreadMessages()
@@ -122,11 +118,7 @@ class TcpStreamServer(StreamServer):
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
         server = await loop.create_server(
-            lambda: FramedConnection(self, MAX_GREETING),
-            str(found[0][4][0]),
-            0,
-            reuse_address=True,
-            ssl=self._tls,
+            lambda: FramedConnection(self, MAX_GREETING), str(found[0][4][0]), 0
         )
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.address = f"tcp://{host}:{server.sockets[0].getsockname()[1]}"
@@ -149,13 +141,12 @@ class TcpStreamServer(StreamServer):
             raise PeerGone(frontend)
 
     async def _keep_beating(self) -> None:
-        await keep_beating(self._greeted, self._silence)
-
-    def _greeted(self) -> Iterable[FramedConnection]:
-        for connection in list(self._ungreeted):
-            if time.monotonic() - connection.opened > GREET_WITHIN:
-                connection.cut(f"did not greet within {GREET_WITHIN:g} s")
-        return self._frontends.values()
+        async for stalled in beats():
+            for connection in list(self._frontends.values()):
+                connection.beat(self._silence, stalled=stalled)
+            for connection in list(self._ungreeted):
+                if not stalled and time.monotonic() - connection.opened > GREET_WITHIN:
+                    connection.cut(f"did not greet within {GREET_WITHIN:g} s")
 
     # ConnectionOwner
 
@@ -213,13 +204,10 @@ class TcpStreamServer(StreamServer):
 
 
 class TcpStreamClient(StreamClient):
-    def __init__(
-        self, address: str, name: str, silence: float = WORKER_SILENCE, tls: ssl.SSLContext | None = None
-    ) -> None:
+    def __init__(self, address: str, name: str, silence: float = WORKER_SILENCE) -> None:
         self._address = address
         self._name = name
         self._silence = silence
-        self._tls = tls
         self._connection: FramedConnection
         self._greeted: asyncio.Event
         self._unread: UnreadMessages[ToFrontend]
@@ -241,7 +229,7 @@ class TcpStreamClient(StreamClient):
             host, port = _endpoint(self._address)
             async with asyncio.timeout(CONNECT_WITHIN):
                 loop = asyncio.get_running_loop()
-                await loop.create_connection(lambda: self._connection, host, port, ssl=self._tls)
+                await loop.create_connection(lambda: self._connection, host, port)
                 await self._greeted.wait()
         except (OSError, ValueError) as error:
             raise PeerGone(self._address) from error
@@ -261,7 +249,8 @@ class TcpStreamClient(StreamClient):
         raise PeerGone(self._address)
 
     async def _keep_beating(self) -> None:
-        await keep_beating(lambda: [self._connection], self._silence)
+        async for stalled in beats():
+            self._connection.beat(self._silence, stalled=stalled)
 
     # ConnectionOwner
 

@@ -228,6 +228,27 @@ async def test_many_senders_at_once_stay_within_the_bound(monkeypatch: pytest.Mo
         reading.cancel()
 
 
+async def test_a_frontend_that_takes_a_burst_slowly_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker takes the prompts that another one has lost."""
+    monkeypatch.setattr(framing, "MAX_UNSENT", 600_000)
+    async with TcpStreamServer("127.0.0.1") as server, raw(server.address) as slow:
+        await slow.greet("slow")
+        slow.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 10_000)
+        transport = server._frontends["slow"]._transport
+        assert transport
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 10_000)
+
+        async def read() -> None:
+            while True:  # 0.4 megabytes a second
+                await slow.reader.readexactly(20_000)
+                await asyncio.sleep(0.05)
+
+        reading, big = asyncio.create_task(read()), Outputs([b"x" * 50_000])
+        for _ in range(20):
+            await server.send("slow", big)
+        reading.cancel()
+
+
 async def test_a_worker_that_does_not_read_holds_its_frontends_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "MAX_UNREAD", (10_000, 1 << 20))
     monkeypatch.setattr(framing, "MAX_UNSENT", 1 << 20)
@@ -485,6 +506,22 @@ async def test_a_process_whose_tasks_are_cancelled_leaves_nothing() -> None:
                 with pytest.raises(PeerGone):
                     async with TcpStreamClient(address, "f"):
                         pass
+
+
+async def test_a_workers_last_messages_arrive_though_the_frontend_goes_on_sending() -> None:
+    server = await TcpStreamServer("127.0.0.1").__aenter__()
+    async with raw(server.address) as frontend:
+        await frontend.greet("f")
+        frontend.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await server.send("f", Failed("r", "x" * 3_000_000))
+        leaving = asyncio.create_task(server.__aexit__(None, None, None))
+        for _ in range(20):
+            frontend.send(frame(b""))
+            await asyncio.sleep(0.001)
+        frontend.reader._transport.resume_reading()  # type: ignore[attr-defined]
+        assert len(await frontend.reader.read()) > 3_000_000
+        frontend.writer.close()
+        await leaving
 
 
 async def test_a_worker_leaves_though_a_frontend_does_not_read() -> None:
