@@ -19,7 +19,7 @@ SERIAL = (
 """These take all of a small machine, and longest: they begin first and run in this order in one process, chaos when
 the other one is nearly through. The last one has many short tests: xdist gives a process with two tests left a further
 file, which would wait behind chaos."""
-NICE = 10
+NICE = 5
 
 
 def _turn(file: str) -> int:

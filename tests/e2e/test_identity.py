@@ -1,11 +1,9 @@
 """Greedy output through the graph is token for token what one plain engine says."""
 
 import asyncio
-import json
-from dataclasses import dataclass
 
-import httpx
 import pytest
+from pdserve_bench.client import Exchange, LoadClient
 
 from tests.e2e.cases import LENGTHS, LOCAL_LIMIT, Case
 from tests.e2e.graph import Graph
@@ -13,13 +11,7 @@ from tests.e2e.graph import Graph
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 
-@dataclass
-class Answer:
-    tokens: list[int]
-    prefill: str
-
-
-async def complete(graph: Graph, case: Case, *, stream: bool, salt: str | None = None) -> Answer:
+async def complete(graph: Graph, case: Case, *, stream: bool, salt: str | None = None) -> Exchange:
     """`salt` keeps a request away from what the prefix caches hold of earlier tests."""
     body: dict[str, object] = {
         "model": "demo",
@@ -30,20 +22,10 @@ async def complete(graph: Graph, case: Case, *, stream: bool, salt: str | None =
         "return_token_ids": True,
         "stream": stream,
     }
-    if salt is not None:
-        body["cache_salt"] = salt
-    async with httpx.AsyncClient(timeout=300) as client:
-        if not stream:
-            response = await client.post(f"{graph.url}/v1/completions", json=body)
-            response.raise_for_status()
-            return Answer(response.json()["choices"][0]["token_ids"], response.headers["x-pdserve-prefill"])
-        tokens: list[int] = []
-        async with client.stream("POST", f"{graph.url}/v1/completions", json=body) as response:
-            response.raise_for_status()
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    tokens += json.loads(line[6:])["choices"][0]["token_ids"] or []
-        return Answer(tokens, response.headers["x-pdserve-prefill"])
+    exchange = Exchange(body if salt is None else {**body, "cache_salt": salt})
+    await LoadClient(graph.url).ask(exchange, 300)
+    assert not exchange.error, exchange.error
+    return exchange
 
 
 def test_a_plain_engine_agrees_with_itself(plain_engine: dict[str, list[list[int]]]) -> None:

@@ -12,19 +12,8 @@ from pdserve_bench.chaos.judge import AttemptTrace, Judgement, Seen
 from pdserve_bench.figures import percentile
 from pdserve_bench.watch import Leftovers
 
-COLUMNS = (
-    "fault",
-    "requests",
-    "failed",
-    "hung",
-    "wrong",
-    "p99 pause",
-    "recovered",
-    "freed",
-    "leaked",
-    "apart",
-    "",
-)
+_COUNTS = ("requests", "failed", "hung", "wrong")
+COLUMNS = ("fault", *_COUNTS, "p99 pause", "recovered", "freed", "leaked", "apart", "")
 
 
 @dataclass(frozen=True)

@@ -14,21 +14,11 @@ from typing import Any
 INTEGERS = (2**63 - 1, 2**63, -(2**63) - 1, 2**64 - 1, 2**64, -(2**64), 10**30, -(10**30), 10**400)
 NUMBERS = (0, -1, 1, 2, 0.5, -0.0, 1e308, -1e308, 1e-320, 2**31, 2**32, 65536, 129, 500)
 NAMED = (float("nan"), float("inf"), float("-inf"))
+# fmt: off
 STRINGS = (
-    "",
-    " ",
-    "\0",
-    "\ud800",
-    "a\udc00b",
-    "\U0010ffff",
-    "x" * 5000,
-    "%s%n",
-    "-1",
-    "1e999",
-    "null",
-    "../..",
-    "🙂" * 300,
+    "", " ", "\0", "\ud800", "a\udc00b", "\U0010ffff", "x" * 5000, "%s%n", "-1", "1e999", "null", "../..", "🙂" * 300,
 )
+# fmt: on
 HUGE = 200_000
 """characters"""
 # fmt: off
@@ -165,17 +155,9 @@ def _scoring(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
 
 
 _VALID = (
-    _completions,
-    _completions,
-    _completions,
-    _chat,
-    _chat,
-    _chat,
-    _batch,
-    _responses,
-    _anthropic,
-    _tokenizing,
-    _scoring,
+    *[_completions] * 3,
+    *[_chat] * 3,
+    *(_batch, _responses, _anthropic, _tokenizing, _scoring),
 )
 
 
