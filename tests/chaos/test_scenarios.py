@@ -1,5 +1,6 @@
 """The pieces of stories that can be tried without a graph."""
 
+import asyncio
 import json
 import threading
 from pathlib import Path
@@ -7,12 +8,14 @@ from pathlib import Path
 import pytest
 import zmq
 from pdserve_bench.chaos.disk import full
-from pdserve_bench.chaos.garbage import _to_port, payloads
+from pdserve_bench.chaos.garbage import _as_frontend, _to_port, payloads
 from pdserve_bench.chaos.scene import Fault
 from pdserve_bench.chaos.weights import _other_weights, turned
 from pdserve_bench.launch import small_disk
 from pdserve_bench.watch import series, total
 
+from pdserve.messages import Cancel, Hello
+from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 
 MODEL = Path(__file__).parent.parent.parent / "pdserve/demo/model"
@@ -33,6 +36,21 @@ def test_garbage_reaches_a_zeromq_peer_as_messages() -> None:
         assert [payload] in found
         assert [b"", payload] in found
         assert [payload, payload, b"", payload] in found
+
+
+async def test_garbage_reaches_a_worker_as_messages_of_a_frontend() -> None:
+    async with TcpStreamServer("127.0.0.1") as server:
+        host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+        await asyncio.to_thread(_as_frontend, host, int(port), payloads(1))
+        async with TcpStreamClient(server.address, "good") as good:
+            await good.send(Hello("1"))
+            received = server.received()
+            found = [await anext(received)]
+            while found[-1] != ("good", Hello("1")):
+                found.append(await anext(received))
+    assert found.count(("garbage", Cancel(["nobody"]))) == 2
+    assert found.count(("garbage", None)) == 2
+    assert server._refused == {host: 4}
 
 
 async def test_a_full_disk_has_no_room_for_a_byte_and_then_has(tmp_path: Path) -> None:

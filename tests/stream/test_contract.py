@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -110,3 +111,30 @@ async def test_a_second_connection_of_a_name_replaces_the_first(streams: Streams
 async def _say_hello(streams: Streams, server: StreamServer) -> None:
     async with streams.connect(server.address, "f") as second:
         await second.send(Hello("2"))
+
+
+async def test_a_frontend_that_left_connects_again(streams: Streams) -> None:
+    async with streams.listen() as server:
+        received = server.received()
+        for number in range(3):
+            async with streams.connect(server.address, "f") as client:
+                await client.send(Hello(str(number)))
+                assert await anext(received) == ("f", Hello(str(number)))
+                await server.send("f", Failed("r", str(number)))
+                assert await anext(client.received()) == Failed("r", str(number))
+            assert await anext(received) == ("f", None)
+
+
+async def test_many_frontends_at_once(streams: Streams) -> None:
+    async with streams.listen() as server, AsyncExitStack() as stack:
+        connecting = (stack.enter_async_context(streams.connect(server.address, f"f{n}")) for n in range(50))
+        clients = await asyncio.gather(*connecting)
+        for number, client in enumerate(clients):
+            await client.send(Hello(str(number)))
+        received = server.received()
+        found = {await anext(received) for _ in clients}
+        assert found == {(f"f{number}", Hello(str(number))) for number in range(50)}
+        for number in range(50):
+            await server.send(f"f{number}", Failed("r", str(number)))
+        for number, client in enumerate(clients):
+            assert await anext(client.received()) == Failed("r", str(number))

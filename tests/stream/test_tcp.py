@@ -171,18 +171,6 @@ async def test_a_process_that_stalls_cuts_no_connection() -> None:
             await asyncio.wait_for(anext(received), 1.5)
 
 
-async def test_a_frontend_reconnects_when_its_worker_is_back() -> None:
-    async with TcpStreamServer("127.0.0.1") as server:
-        received = server.received()
-        for number in range(3):
-            async with TcpStreamClient(server.address, "f") as client:
-                await client.send(Hello(str(number)))
-                assert await anext(received) == ("f", Hello(str(number)))
-                await server.send("f", Failed("r", str(number)))
-                assert await anext(client.received()) == Failed("r", str(number))
-            assert await anext(received) == ("f", None)
-
-
 # back-pressure
 
 

@@ -106,7 +106,7 @@ def _to_port(host: str, port: int, everything: Sequence[bytes]) -> None:
 
 def _as_frontend(host: str, port: int, everything: Sequence[bytes]) -> None:
     """The stream's protocol: half a greeting, one of another version, each payload after a good one, a frame of 2^32
-    bytes before and after it, and a greeting that comes byte by byte."""
+    bytes before and after it, and a greeting that comes byte by byte and stops."""
     greeting = _framed(GREETING + b" garbage")
     endless = b"\xff" * 4
     for raw in (greeting[: len(greeting) // 2], _framed(b"pdserve-stream/0 garbage"), endless):
@@ -122,9 +122,9 @@ def _framed(body: bytes) -> bytes:
 
 
 def _slowly(end: socket.socket, data: bytes) -> None:
-    for byte in data[:-1]:
+    for byte in data[: len(data) // 2]:
         end.sendall(bytes([byte]))
-        time.sleep(_TIMEOUT)
+        time.sleep(_TIMEOUT / 5)
 
 
 def _send(host: str, port: int, how: Callable[[socket.socket], object]) -> None:
