@@ -38,10 +38,10 @@ def role(
       PDSERVE_ETCD=10.0.0.5:2379 PDSERVE_NATS=nats://10.0.0.5:4222 pdserve {command} -f configs/disagg.yaml --index 1
     """
     name = Role(context.info_name or "")
-    life.prepare(name.value)
     level = os.environ.get("PDSERVE_LOG_LEVEL", "INFO")
     vllm_level = "INFO" if verbose else os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
     logs.setup(f"{name.value}-{index}", level, log_format, vllm_level)
+    life.prepare(name.value)
     return life.run(*_place(name, file, index))
 
 

@@ -66,10 +66,9 @@ class DecodeWorker(EngineWorker):
             forever(self._archive.keep_stored, "model archive"),
         ]
 
-    async def announce(self) -> None:
+    async def warm_up(self) -> None:
         if self.settings.current.remote_prefill:
             await self._presence.warm_up(self.view, self._warm_up.tried)
-        await self._presence.announce()
 
     async def drain(self) -> None:
         for warm_up in self.requests.of(""):

@@ -78,7 +78,6 @@ class Frontend(Service):
 
     async def announce(self) -> None:
         self._serving = self.tasks.create_task(self._serve_http(), name="uvicorn")
-        self.ready.set()  # from here on there may be requests, which a drain lets finish
         await self._presence.announce()
         logger.info("listening on %s", self._presence.instance.address)
 

@@ -58,10 +58,9 @@ class PrefillWorker(EngineWorker):
             forever(lambda: watch_side_channel(self._engine), "side channel watch"),
         ]
 
-    async def announce(self) -> None:
+    async def warm_up(self) -> None:
         await self._queue.expect_warm_ups(self.id)
         await self._presence.warm_up(self.view, lambda: self._answers.warm(self._decode_workers))
-        await self._presence.announce()
 
     def _decode_workers(self) -> set[str]:
         """Those that may read KV of this worker, ready or not yet."""
@@ -96,7 +95,7 @@ class PrefillWorker(EngineWorker):
     async def _pull(self) -> None:
         """One request at a time: batching prompts gains nothing once a step is full, and other workers may be
         idle. Not before this worker is registered: decode workers believe no other."""
-        await self.ready.wait()
+        await self._presence.announced.wait()
         while True:
             await self._running.until(self._room)
             try:

@@ -49,7 +49,7 @@ class Service(ABC):
     def __init__(self, config: Config, slot: Slot, instance_id: str, metrics_url: str) -> None:
         self.id = instance_id
         self.ready = asyncio.Event()
-        """set while it serves, until it is told to stop"""
+        """set from just before it is announced, and may have requests, until it is told to stop"""
         self.draining = False
         self.tasks: asyncio.TaskGroup
         """work beside that of `permanent`; there from `permanent` to the end of `drain`"""
@@ -81,8 +81,9 @@ class Service(ABC):
             self.tasks.create_task(unending(work, getattr(work, "__qualname__", "a task")))
             for work in self.permanent()
         ]
-        await self.announce()
+        await self.warm_up()
         self.ready.set()
+        await self.announce()
         await self._stop.wait()
         self.draining = True
         self.ready.clear()
@@ -98,6 +99,10 @@ class Service(ABC):
     def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
         """Work that never ends by itself: when any of it does, the service fails. It goes on during the drain, since
         running requests need it."""
+
+    async def warm_up(self) -> None:
+        """Do what is better done before the first request."""
+        return
 
     @abstractmethod
     async def announce(self) -> None:
@@ -116,8 +121,8 @@ class Service(ABC):
 
 
 def prepare(role: str) -> None:
-    """Before anything else in a process of this role: its clock's offset, and an end to it as long as it has no
-    handlers of its own, since vLLM's import takes many seconds."""
+    """For a process of this role, as soon as it can log: its clock's offset, and its end by a signal as long as it has
+    no handlers of its own, since vLLM's import takes many seconds."""
     clock.skew_role(role)
     for number in STOPPERS:
         signal.signal(number, _stop_early)

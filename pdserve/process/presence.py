@@ -112,7 +112,7 @@ class Presence:
         self.instance = instance
         self._skew = skew
         self._newcomer = False
-        self._announced = asyncio.Event()
+        self.announced = asyncio.Event()
         self._left = False
         self._writing = asyncio.Lock()
         self._registry = registry
@@ -149,7 +149,7 @@ class Presence:
         await self._write()
         if self._newcomer:  # any other key cannot be deleted while the registry is away
             await self._registry.delete(keys.newcomer(self.instance))
-        self._announced.set()
+        self.announced.set()
 
     async def drain(self) -> None:
         """From here on nothing new should be sent here."""
@@ -165,7 +165,7 @@ class Presence:
 
     async def keep_current(self) -> None:
         """Write what changed since the announcement, for ever."""
-        await self._announced.wait()
+        await self.announced.wait()
         while True:
             await asyncio.sleep(INTERVAL)
             before = self.instance

@@ -91,6 +91,9 @@ class EngineWorker(Service):
         usage = self._engine.usage
         return Load(usage.running, usage.waiting, round(usage.kv_usage, 6), self._queue.depth)
 
+    async def announce(self) -> None:
+        await self._presence.announce()
+
     def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
         return [forever(self._presence.keep_current, "load report"), watch_engine(self._engine)]
 

@@ -38,7 +38,12 @@ class Idle(Service):
     def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
         return self._work
 
+    async def warm_up(self) -> None:
+        assert not self.ready.is_set()
+        self.told.append("warm up")
+
     async def announce(self) -> None:
+        assert self.ready.is_set(), "there may be requests from here on, which a drain lets finish"
         self.told.append("announce")
 
     async def drain(self) -> None:
@@ -74,10 +79,10 @@ async def test_a_life_in_its_order() -> None:
     service = Idle()
     running = asyncio.create_task(service.run())
     await asyncio.wait_for(service.ready.wait(), 5)
-    assert service.told == ["start", "announce"]
+    assert service.told == ["start", "warm up", "announce"]
     service.stop()
     await asyncio.wait_for(running, 5)
-    assert service.told == ["start", "announce", "drain", "left"]
+    assert service.told == ["start", "warm up", "announce", "drain", "left"]
     assert service.draining
     assert not service.ready.is_set()
     assert service.left_behind.cancelled(), "no task outlives the service"
