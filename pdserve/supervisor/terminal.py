@@ -13,6 +13,8 @@ from typing import TextIO
 
 UNREAD = 1 << 20
 """bytes for a terminal or a pipe that takes nothing; what comes beyond them is left out"""
+_CHUNK = 1 << 16
+"""bytes that are written at once: what a slow reader has taken of the rest makes place for more"""
 FLUSH_WITHIN = 1.0
 """seconds for what is not written yet at the end"""
 
@@ -95,7 +97,7 @@ class NonBlockingStream(io.TextIOBase):
     def finish(self) -> None:
         """Wait until all is written, for `FLUSH_WITHIN` at most."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting and not self._writing, FLUSH_WITHIN)
+            self._changed.wait_for(lambda: self._gone or not (self._waiting or self._writing), FLUSH_WITHIN)
 
     def _run(self) -> None:
         while not self._gone:
@@ -114,7 +116,7 @@ class NonBlockingStream(io.TextIOBase):
     def _write(self, rest: memoryview) -> None:
         while rest:
             try:
-                rest = rest[os.write(self._number, rest) :]
+                rest = rest[os.write(self._number, rest[:_CHUNK]) :]
             except BlockingIOError:  # another program that shares the terminal made it so
                 select.select([], [self._number], [])
             self._writing = len(rest)

@@ -2,6 +2,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -14,8 +15,10 @@ from pdserve.demo import MODEL_DIR
 from pdserve.observe import logs
 from pdserve.records import Instance, Role
 from pdserve.supervisor import output as module
+from pdserve.supervisor import terminal
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.progress import banner, curl, phase_of
+from pdserve.supervisor.terminal import NonBlockingStream
 
 OURS = "2026-01-31T12:00:00.123 I decode-0 pdserve.decode.worker: request r1: prefill remote"
 
@@ -168,3 +171,40 @@ def test_a_terminal_that_takes_nothing_holds_no_process(tmp_path: Path) -> None:
         assert "lines were left out here" in left_out
         assert last.endswith("the last\n")
     assert len((tmp_path / "decode-0.log").read_text().splitlines()) == 20_001
+
+
+def test_a_slow_reader_loses_nothing_as_long_as_little_is_unread() -> None:
+    """What it has taken makes place for more, also in the middle of what is being written."""
+    read, write = os.pipe()
+    taken = bytearray()
+
+    def take(size: int) -> None:
+        while len(taken) < size and (data := os.read(read, min(1 << 16, size - len(taken)))):
+            taken.extend(data)
+
+    first, second = b"x" * terminal.UNREAD, b"y" * (terminal.UNREAD // 4)
+    with os.fdopen(write, "w") as pipe:
+        stream = NonBlockingStream(pipe)
+        stream.write(first.decode())
+        take(terminal.UNREAD // 2)
+        stream.write(second.decode())
+        rest = threading.Thread(target=take, args=(len(first + second),))
+        rest.start()
+        rest.join(5)
+    rest.join()
+    os.close(read)
+    assert taken == first + second
+
+
+def test_what_a_terminal_that_is_gone_did_not_take_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "FLUSH_WITHIN", 10.0)
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as pipe:
+        stream = NonBlockingStream(pipe)
+        stream.write("x" * (terminal.UNREAD // 2))
+        os.read(read, 1)  # it is being written now
+        stream.write("the rest")
+        os.close(read)
+        started = time.monotonic()
+        stream.finish()
+        assert time.monotonic() - started < 5
