@@ -33,8 +33,8 @@ class StreamClient(Lifetime):
 
     @abstractmethod
     async def send(self, message: ToDecode) -> None:
-        """Raises PeerGone, and ProtocolError for a message that cannot be encoded: nothing was sent then, and the
-        connection holds."""
+        """Raises PeerGone when `received` ends, too, and ProtocolError for a message that cannot be encoded: nothing
+        was sent then, and the connection holds."""
 
     @abstractmethod
     def received(self) -> AsyncIterator[ToFrontend]:

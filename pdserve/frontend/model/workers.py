@@ -57,11 +57,14 @@ class Link:
         self._outbox.put_nowait(message)
 
     async def send(self, client: StreamClient, listener: "LinkListener") -> None:
-        """Send what is posted, until cancelled. Raises PeerGone."""
+        """Send what is posted, until the worker is gone: then `received` of the client ends, too, but after the
+        worker's last messages, which say which requests its engine died of."""
         while True:
             message = await self._outbox.get()
             try:
                 await client.send(message)
+            except PeerGone:
+                return
             except ProtocolError as error:
                 if isinstance(message, Submit):
                     listener.received(self, Failed(message.request_id, str(error)))
