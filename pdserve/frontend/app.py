@@ -92,8 +92,11 @@ class FrontendApp:
         except ClientDisconnect:  # before the body was complete
             return
         except _ERRORS as error:
-            answer = error_response(trace.path, error.status, str(error), error.param, error.retry_after)
-            await response.reply(answer, before_end=partial(discard_rest, request))
+            if response.status:  # the answer has begun, or was given at the deadline
+                await response.fail(RequestFailure(error.status, str(error)))
+            else:
+                answer = error_response(trace.path, error.status, str(error), error.param, error.retry_after)
+                await response.reply(answer, before_end=partial(discard_rest, request))
         if trace.path in GENERATING | TOKENIZING:
             _log(response)
 

@@ -104,8 +104,8 @@ class FrontendPages:
         try:
             await self._router({**scope, "app": self}, receive, send)  # with an app, a wrong method raises
         except HTTPException as error:
-            takes = (error.headers or {}).get("Allow")
-            raise HttpError(error.status_code, f"{scope['path']} takes {takes}") from None
+            methods = sorted((error.headers or {})["Allow"].split(", "))
+            raise HttpError(error.status_code, f"{scope['path']} takes {', '.join(methods)}") from None
 
     async def _health(self, _: Request) -> Response:
         missing, degraded = self._models.missing(), self._models.degraded()

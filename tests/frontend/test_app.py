@@ -156,6 +156,11 @@ async def test_routes_that_are_not_there(graph: Graph, method: str, path: str, s
     assert answer.json()["error"]["code"] == status
 
 
+async def test_a_wrong_method_is_told_the_right_ones(graph: Graph) -> None:
+    answer = await graph.http.delete("/ping")
+    assert answer.json()["error"]["message"] == "/ping takes GET, HEAD, POST"
+
+
 async def test_pages_that_probes_ask_for(graph: Graph) -> None:
     async with graph.worker(pace=None) as worker:
         await until(lambda: bool(graph.models.live().get("demo")))

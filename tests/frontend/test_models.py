@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import io
+import logging
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -173,3 +174,21 @@ async def test_routing_is_in_turn_and_can_be_changed(graph: Graph) -> None:
         finally:
             await registry.delete(keys.setting("router"))
     assert 'policy="least-loaded"' in page
+
+
+async def test_a_request_is_answered_once_where_building_its_model_fails_after_its_deadline(
+    graph: Graph, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    broken = card("late", model="/nowhere/at/all")
+    headers = {"x-request-timeout": "0.01", "x-request-id": "once"}
+    async with MemoryRegistry(graph.registry) as registry:
+        async with graph.models._building:
+            await registry.put(keys.card("late", "decode-9-late"), encode_record(broken))
+            await until(lambda: "late" in graph.models._models)
+            answer = await graph.http.post(
+                "/tokenize", json={"model": "late", "prompt": "hello"}, headers=headers
+            )
+        await until(lambda: any("code=504" in message for message in caplog.messages))
+    assert answer.status_code == 504
+    assert not [record for record in caplog.records if record.exc_info]
