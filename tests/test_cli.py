@@ -62,6 +62,31 @@ def test_help_imports_no_command() -> None:
     assert result.stderr == "\n"
 
 
+@pytest.mark.parametrize("command", ["serve", "plan", "frontend", "decode", "prefill"])
+def test_help_of_a_command_imports_next_to_nothing(command: str) -> None:
+    script = (
+        "import sys; from pdserve.cli import main\n"
+        f"main([{command!r}, '--help'])\n"
+        "sys.exit(str({'yaml', 'psutil', 'prometheus_client', 'rich', 'asyncio'} & set(sys.modules) or ''))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.stderr == "\n"
+
+
+def test_a_role_can_be_stopped_before_it_imports_anything_big() -> None:
+    """Its imports take a third of a second; in it, too, SIGTERM is answered with exit code 0."""
+    script = (
+        "import signal, sys\n"
+        "def handle(number, handler):\n"
+        "    sys.exit(str({'yaml', 'psutil', 'uvloop', 'asyncio'} & set(sys.modules) or ''))\n"
+        "signal.signal = handle\n"
+        "from pdserve.cli import main\n"
+        "main(['decode', '-f', 'graph.yaml'])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (1, "\n")
+
+
 def test_without_its_package_chaos_says_how_to_get_it() -> None:
     script = (
         "import sys; from pdserve.cli import main\n"

@@ -3,7 +3,7 @@ import os
 import pytest
 from rich.console import Console
 
-from pdserve.cli.options import GraphAddress
+from pdserve.cli.find import GraphAddress
 from pdserve.cli.status import render
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys

@@ -2,8 +2,8 @@
 
 A command is a function in a module of its own. Its docstring is the text of its `--help`, its annotated parameters are
 the options, and its result is the exit code: 0 for done, 1 for failed, 2 for a wrong configuration or command line.
-The module is imported when the command is used, so that `pdserve --help` loads none of them and each module may
-import what it needs at its top (docs/decisions/0019-command-line.md).
+The module is imported when the command is used: `pdserve --help` loads none of them
+(docs/decisions/0019-command-line.md).
 """
 
 import inspect

@@ -6,11 +6,6 @@ from typing import Annotated
 import typer
 
 from pdserve.cli.options import File
-from pdserve.config.load import load
-from pdserve.observe.tables import show
-from pdserve.plan.machine import Machine, what_if
-from pdserve.plan.plan import make_plan
-from pdserve.plan.render import plan_as_dict, render
 
 
 def plan(
@@ -29,6 +24,12 @@ def plan(
       pdserve plan -f configs/disagg.yaml --gpus 4xA10     on a machine that you do not have
       pdserve plan -f configs/local.yaml --json | jq .workers
     """
+    from pdserve.config.load import load
+    from pdserve.observe.tables import show
+    from pdserve.plan.machine import Machine, what_if
+    from pdserve.plan.plan import make_plan
+    from pdserve.plan.render import plan_as_dict, render
+
     machine = Machine.detect()
     found = make_plan(load(file), what_if(gpus, machine) if gpus else machine)
     if as_json:

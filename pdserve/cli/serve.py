@@ -1,10 +1,6 @@
 """`pdserve serve`."""
 
 from pdserve.cli.options import File, LogFormat, Verbose
-from pdserve.config.load import load
-from pdserve.plan.machine import Machine
-from pdserve.plan.plan import make_plan
-from pdserve.supervisor.serve import serve as run_graph
 
 
 def serve(file: File, log_format: LogFormat = "text", verbose: Verbose = False) -> int:
@@ -18,4 +14,9 @@ def serve(file: File, log_format: LogFormat = "text", verbose: Verbose = False) 
       pdserve serve -f configs/disagg.yaml              two workers on two GPUs each
       pdserve serve -f configs/local.yaml --log-format json 2> pdserve.jsonl
     """
+    from pdserve.config.load import load
+    from pdserve.plan.machine import Machine
+    from pdserve.plan.plan import make_plan
+    from pdserve.supervisor.serve import serve as run_graph
+
     return run_graph(make_plan(load(file), Machine.detect()), log_format, verbose)

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from pdserve.cli.options import Etcd, GraphAddress, GraphFile, Namespace, find_graph
+from pdserve.cli.find import GraphAddress, find_graph
+from pdserve.cli.options import Etcd, GraphFile, Namespace
 from pdserve.config.schema import POLICIES
 from pdserve.config.tree import or_nearest
 from pdserve.decode.policy import MAX_THRESHOLD, is_threshold

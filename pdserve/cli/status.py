@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve import clock
-from pdserve.cli.options import Etcd, GraphAddress, GraphFile, Namespace, NoGraph, find_graph
+from pdserve.cli.find import GraphAddress, NoGraph, find_graph
+from pdserve.cli.options import Etcd, GraphFile, Namespace
 from pdserve.errors import RegistryUnavailable
 from pdserve.observe.tables import show, table
 from pdserve.records import Instance

@@ -16,21 +16,16 @@ from typing import Any
 import psutil
 import uvloop
 
-from pdserve import clock
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError, EngineDead, PdserveError, leaves
 from pdserve.graph import GRAPH
 from pdserve.observe.metrics import serve_metrics
 from pdserve.plan.slots import Slot
+from pdserve.process.signals import STOPPERS, SUPERVISOR_DIED
 from pdserve.tasks import process_owner, unending
 
 log = logging.getLogger(__name__)
 
-STOPPERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""from a supervisor, from Ctrl-C, from a terminal that is closed"""
-SUPERVISOR_DIED = signal.SIGUSR1
-"""from the kernel. Unhandled, as long as a role is starting, it ends the role; a role that serves drains when the
-supervisor's guardian tells it to, in its turn"""
 AT_ONCE = 1.5
 """seconds to close what can be closed where a role ends without draining"""
 SAME_SIGNAL = 0.2
@@ -118,20 +113,6 @@ class Service(ABC):
 
 
 # the process
-
-
-def prepare(role: str) -> None:
-    """For a process of this role, as soon as it can log: its clock's offset, and its end by a signal as long as it has
-    no handlers of its own, since vLLM's import takes many seconds."""
-    clock.skew_role(role)
-    for number in STOPPERS:
-        signal.signal(number, _stop_early)
-
-
-def _stop_early(number: int, _frame: object) -> None:
-    """Nothing is there yet that would have to be left in order."""
-    log.info("told to stop while starting (%s)", signal.Signals(number).name)
-    os._exit(0)
 
 
 def run(config: Config, slot: Slot) -> int:

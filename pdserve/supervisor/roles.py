@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from pdserve.graph import BOOT_VARIABLE, GRAPH, ProcessSpec
-from pdserve.process.life import SUPERVISOR_DIED
 from pdserve.process.presence import instance_id, new_boot
+from pdserve.process.signals import SUPERVISOR_DIED
 from pdserve.records import Instance, Role, SlotState
 from pdserve.supervisor.child import Child, Exit
 from pdserve.supervisor.guardian import Guardian

@@ -14,7 +14,7 @@ from pdserve.errors import ConfigError, RegistryUnavailable
 from pdserve.graph import process_spec, to_environment
 from pdserve.plan.plan import Plan
 from pdserve.plan.slots import Slot
-from pdserve.process.life import STOPPERS
+from pdserve.process.signals import STOPPERS
 from pdserve.records import Instance
 from pdserve.registry import connect
 from pdserve.registry.view import RegistryView

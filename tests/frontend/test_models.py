@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from pdserve.cli.options import GraphAddress
+from pdserve.cli.find import GraphAddress
 from pdserve.cli.status import render
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.processor import Processor, serve_model

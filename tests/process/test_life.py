@@ -15,6 +15,7 @@ from pdserve.errors import EngineDead
 from pdserve.plan.slots import Slot
 from pdserve.process import life
 from pdserve.process.life import Service
+from pdserve.process.signals import SUPERVISOR_DIED
 from pdserve.records import Role
 from pdserve.tasks import Owner
 from tests.conditions import until
@@ -113,7 +114,7 @@ async def test_a_service_whose_supervisor_and_guardian_are_gone_stops_by_itself(
     service = Idle()
     living = asyncio.create_task(life.live_until_signalled(service, drain_timeout=0.1))
     await service.ready.wait()
-    os.kill(os.getpid(), life.SUPERVISOR_DIED)
+    os.kill(os.getpid(), SUPERVISOR_DIED)
     started = time.monotonic()
     await asyncio.wait_for(living, 10)
     assert time.monotonic() - started > 0.5, "the guardian gets its time"

@@ -17,7 +17,7 @@ import typer
 from pdserve import clock
 from pdserve.errors import ConfigError
 from pdserve.observe.tables import show
-from pdserve.process.life import STOPPERS
+from pdserve.process.signals import STOPPERS
 from pdserve.supervisor import state
 from pdserve_bench.chaos.catalog import FAULTS, choose
 from pdserve_bench.chaos.run import chaos as run_chaos

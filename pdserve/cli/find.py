@@ -1,0 +1,84 @@
+"""Find the running graph that a command means, and the place of a role in a graph."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pdserve.config.load import load
+from pdserve.config.schema import Config
+from pdserve.errors import ConfigError, Unavailable
+from pdserve.graph import from_environment
+from pdserve.plan.machine import Machine
+from pdserve.plan.plan import make_plan
+from pdserve.plan.slots import Slot
+from pdserve.records import Role
+from pdserve.supervisor import state
+from pdserve.supervisor.checks import busy_kv_port
+
+
+class NoGraph(Unavailable):
+    """No graph runs; the text says where it was looked for."""
+
+
+@dataclass(frozen=True)
+class GraphAddress:
+    """Of a running graph."""
+
+    etcd: str
+    namespace: str
+    url: str = ""
+    """of its frontend, where that is known"""
+
+
+def find_graph(file: Path | None, etcd: str | None, namespace: str | None) -> GraphAddress:
+    """An address given wins over a file, a file over the default state directory. Raises NoGraph, ConfigError."""
+    if etcd:
+        return GraphAddress(etcd, namespace or Config.namespace)
+    if file:
+        config = load(file)
+        return GraphAddress(config.etcd, config.namespace) if config.etcd else _on(config.state_dir)
+    if address := os.environ.get("PDSERVE_ETCD"):
+        return GraphAddress(address, namespace or Config.namespace)
+    return _on(Path(os.environ.get("PDSERVE_STATE_DIR", Config.state_dir)).expanduser())
+
+
+def _on(state_dir: Path) -> GraphAddress:
+    graph = state.read(state_dir)
+    if graph is None:
+        raise NoGraph(
+            f"no graph runs on {state_dir}: start one with `pdserve serve -f FILE`, or say which one with "
+            "-f FILE or --etcd HOST:PORT."
+        )
+    return GraphAddress(graph.etcd, graph.namespace, graph.url)
+
+
+def find_place(role: Role, file: Path, index: int) -> tuple[Config, Slot]:
+    """The configuration with addresses, and the slot: the supervisor's, or those of the file, planned for this process
+    alone. Raises ConfigError."""
+    config, slot = from_environment(os.environ) or _planned(role, file, index)
+    if problem := busy_kv_port(config, slot):
+        raise ConfigError([problem])
+    return config, slot
+
+
+def _planned(role: Role, file: Path, index: int) -> tuple[Config, Slot]:
+    config = load(file)
+    plan = make_plan(config, Machine.detect(), roles={role}, index=index)
+    if plan.problems or not plan.slots:
+        raise ConfigError([*plan.problems] or [f"{file} has no {role.value} number {index}."])
+    return _with_servers(plan.config), plan.slots[0]
+
+
+def _with_servers(config: Config) -> Config:
+    if config.nats and config.etcd:
+        return config
+    graph = state.read(config.state_dir)
+    if graph is None:
+        missing = " and ".join(name for name in ("nats", "etcd") if getattr(config, name) is None)
+        raise ConfigError(
+            [
+                f"{config.path} names no {missing}, and no graph runs on {config.state_dir}: set them in "
+                "Graph, or PDSERVE_NATS and PDSERVE_ETCD, or use `pdserve serve`, which starts both itself."
+            ]
+        )
+    return replace(config, nats=config.nats or graph.nats, etcd=config.etcd or graph.etcd)
