@@ -71,7 +71,7 @@ class Frontend(Service):
         page = MetricsPage(view, self.id, client)
         app = FrontendApp(models, page, api_keys, config.request_timeout, frontend.max_request_timeout)
         self._connections = ClientConnections(frontend.header_timeout, frontend.write_timeout)
-        self._server = QuietServer(_options(app, self._connections, config.drain_timeout))
+        self._server = QuietServer(http_config(app, self._connections, config.drain_timeout))
 
     def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
         return [self._connections.watch(), forever(self._presence.keep_current, "load report")]
@@ -155,7 +155,7 @@ class QuietServer(uvicorn.Server):
         )
 
 
-def _options(app: FrontendApp, connections: ClientConnections, drain_timeout: float) -> uvicorn.Config:
+def http_config(app: ASGIApp, connections: ClientConnections, drain_timeout: float) -> uvicorn.Config:
     return uvicorn.Config(
         cross_origin(app),
         http=connections,  # type: ignore[arg-type]  # any callable that makes a protocol
@@ -163,6 +163,7 @@ def _options(app: FrontendApp, connections: ClientConnections, drain_timeout: fl
         access_log=False,
         lifespan="off",
         server_header=False,
+        proxy_headers=False,  # a client on this host could pass for many
         timeout_keep_alive=65,
         timeout_graceful_shutdown=max(1, round(drain_timeout)),
     )

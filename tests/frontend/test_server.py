@@ -13,11 +13,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from pdserve.config.schema import Config, DecodeConfig, FrontendConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.spec import EngineSpec, make_engine
 from pdserve.errors import ConfigError
+from pdserve.frontend.server import http_config
+from pdserve.frontend.sockets import ClientConnections
 from pdserve.plan.slots import Slot
 from pdserve.process.life import live
 from pdserve.queue.memory import connect as connect_queue
@@ -223,3 +226,20 @@ async def refused(url: httpx.URL) -> bool:
         return True
     writer.close()
     return False
+
+
+async def test_forwarded_addresses_are_not_believed() -> None:
+    """Any client on this host could pass for many."""
+    clients = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        clients.append(scope["client"])
+
+    async def nothing(*_: object) -> object: ...
+
+    server = http_config(app, ClientConnections(30.0, 30.0), 1.0)
+    server.load()
+    headers = [(b"x-forwarded-for", b"10.0.0.7")]
+    scope = {"type": "http", "method": "GET", "client": ("127.0.0.1", 9), "headers": headers}
+    await server.loaded_app(scope, nothing, nothing)
+    assert clients == [("127.0.0.1", 9)]
