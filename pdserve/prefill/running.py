@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdserve.messages import PrefillRequest
 from pdserve.queue.base import Delivery
 from pdserve.recent import RecentKeys
@@ -48,7 +50,8 @@ class RunningPrefills:
     def cancel(self, running: RunningPrefill) -> None:
         """Drop it, but keep its request in mind for a while: its prompt may be done already."""
         self.drop(running)
-        self._cancelled[running.engine_id] = running.request
+        # without what may have megabytes
+        self._cancelled[running.engine_id] = msgspec.structs.replace(running.request, prompt=[], body=[])
 
     def pop_cancelled(self, engine_id: str) -> PrefillRequest | None:
         return self._cancelled.pop(engine_id, None)

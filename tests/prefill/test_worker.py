@@ -13,8 +13,10 @@ from pdserve.errors import EngineDead
 from pdserve.kv.handles import check_handle
 from pdserve.messages import PrefillAnswer, PrefillDone, PrefillFailed, PrefillRequest, PrefillStarted
 from pdserve.plan.slots import Slot
+from pdserve.prefill.running import RunningPrefills
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process.presence import Presence
+from pdserve.queue.base import Delivery
 from pdserve.queue.memory import MemoryBroker, MemoryQueue
 from pdserve.records import Role, decode_instance
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
@@ -317,6 +319,16 @@ async def test_a_prefill_that_was_cancelled_too_late_is_answered(monkeypatch: py
         await until(lambda: not len(scene.worker._running))
         scene.engine.faults.going.set()
         assert isinstance(await scene.answer("r"), PrefillDone)
+
+
+async def test_a_cancelled_request_is_kept_in_mind_without_its_prompt() -> None:
+    """A thousand long prompts would take gigabytes."""
+    request = PrefillRequest("r", "decode-0", PROMPT, 60, 16, [b"body"])
+    requests = RunningPrefills()
+    running = requests.add(Delivery(request))
+    requests.cancel(running)
+    kept = requests.pop_cancelled(running.engine_id)
+    assert kept == PrefillRequest("r", "decode-0", [], 60, 16, [])
 
 
 async def test_a_worker_says_which_requests_it_has() -> None:
