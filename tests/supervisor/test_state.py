@@ -3,6 +3,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,20 +71,27 @@ def test_a_damaged_record_counts_for_nothing(tmp_path: Path, content: str) -> No
     assert state.read(tmp_path) is None
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Short enough for sockets, which pytest's own folders may not be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("long_temp", [False, True])
 @pytest.mark.parametrize("depth", [1, 8], ids=["short", "too long for a socket"])
 def test_the_folder_for_sockets_is_empty_at_both_ends(
-    tmp_path: Path, depth: int, long_temp: bool, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, depth: int, long_temp: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state_dir = tmp_path.joinpath(*["a-long-name"] * depth)
+    state_dir = short_path.joinpath(*["a-long-name"] * depth)
     state_dir.mkdir(parents=True)
     if long_temp:
         monkeypatch.setattr(tempfile, "tempdir", str(state_dir))
     with state.socket_folder(state_dir) as folder, socket.socket(socket.AF_UNIX) as left:
         left.bind(str(folder / "123e4567-e89b-12d3-a456-426614174000"))
-        os.link(folder / "123e4567-e89b-12d3-a456-426614174000", tmp_path / "s")
+        os.link(folder / "123e4567-e89b-12d3-a456-426614174000", short_path / "s")
     assert list(folder.iterdir()) == []
-    os.link(tmp_path / "s", folder / "left by a graph that was killed")
+    os.link(short_path / "s", folder / "left by a graph that was killed")
     with state.socket_folder(state_dir) as again:
         assert again == folder
         assert list(folder.iterdir()) == []
@@ -91,10 +99,10 @@ def test_the_folder_for_sockets_is_empty_at_both_ends(
     folder.rmdir()
 
 
-def test_a_folder_of_another_user_is_not_emptied(tmp_path: Path) -> None:
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs/file").touch()
-    (tmp_path / "sockets").symlink_to(tmp_path / "theirs")
-    with pytest.raises(ConfigError, match="belongs to another user"), state.socket_folder(tmp_path):
+def test_a_folder_of_another_user_is_not_emptied(short_path: Path) -> None:
+    (short_path / "theirs").mkdir()
+    (short_path / "theirs/file").touch()
+    (short_path / "sockets").symlink_to(short_path / "theirs")
+    with pytest.raises(ConfigError, match="belongs to another user"), state.socket_folder(short_path):
         pass
-    assert (tmp_path / "theirs/file").exists()
+    assert (short_path / "theirs/file").exists()
