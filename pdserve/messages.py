@@ -138,7 +138,8 @@ ToPrefill = PrefillCancel | PrefillConfirm
 
 
 class QueueState(Struct, frozen=True, tag=True):
-    """Sent by a prefill worker with each pull, so that deciders know the queue's depth without asking the server."""
+    """Sent by a prefill worker with each pull, so that decode workers know the queue's depth without asking the
+    server."""
 
     delivered_seq: int
     """highest stream sequence delivered so far"""

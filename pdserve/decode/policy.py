@@ -19,6 +19,7 @@ SLACK = 4.0
 FIRST_GUESS = 500.0
 """tokens per second, until a prefill was seen; low, so that a slow machine's first request is not done twice"""
 _WEIGHT = 0.2
+"""of the newest prefill in the means"""
 MAX_THRESHOLD = 2**31 - 1
 """tokens or requests"""
 _LIVE = ("max-local-prefill-length", "max-prefill-queue-size")

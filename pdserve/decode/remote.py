@@ -50,7 +50,7 @@ class RemotePrefill:
         left = self.queue.max_payload - OVERHEAD - sum(map(len, submit.body))
         return 5 * len(submit.prompt) <= left or len(encode(submit.prompt)) <= left
 
-    async def handle(self, request: DecodeRequest) -> KvHandle | None:
+    async def prefill(self, request: DecodeRequest) -> KvHandle | None:
         """The KV of the request's prompt, checked; None where it has to be computed here (counted and
         logged) or the request was cancelled meanwhile."""
         try:

@@ -74,7 +74,7 @@ class RequestRunner:
         decision = self._decide(request)
         handle = None
         if decision.mode == "remote":
-            handle = await self.remote.handle(request)
+            handle = await self.remote.prefill(request)
             if handle is None:
                 decision = Decision("local", "fallback")
         if not request.cancelled:

@@ -90,7 +90,7 @@ class WarmUp:
         return warm
 
     async def _read(self, request: DecodeRequest) -> bool:
-        handle = await self.remote.handle(request)
+        handle = await self.remote.prefill(request)
         if handle is None:
             return False
         if request.cancelled:

@@ -71,8 +71,9 @@ class DecodeWorker(EngineWorker):
             await self._presence.warm_up(self.view, self._warm_up.tried)
 
     async def drain(self) -> None:
-        for warm_up in self.requests.of(""):
-            await self._runner.cancel(warm_up)
+        for request in self.requests:
+            if request.warms:
+                await self._runner.cancel(request)
         log.info("draining: %d requests to finish", len(self.requests))
         await self._presence.drain()
         try:

@@ -31,7 +31,7 @@ class Delivery:
         of it when it is back."""
 
     async def in_progress(self) -> None:
-        """Still at it: starts `ack_wait` anew."""
+        """Still being worked on: `ack_wait` starts anew."""
 
     async def give_back(self) -> None:
         """Deliver to another worker at once."""
@@ -39,9 +39,8 @@ class Delivery:
 
 class PrefillQueue(Lifetime):
     """One process's side of one model's queue, or of that of its workers that have loaded the same (`bind`). Every
-    method raises QueueUnavailable while the server is away;
-    iterators stay open and go on when it is back. Reconnecting is the queue's own business: entering does not fail
-    when the server is away, it goes on trying in the background."""
+    method raises QueueUnavailable while the server is away; iterators stay open and go on when it is back. The queue
+    reconnects by itself: entering does not fail when the server is away, it goes on trying in the background."""
 
     @abstractmethod
     def bind(self, fingerprint: str) -> None:
@@ -108,7 +107,7 @@ class PrefillQueue(Lifetime):
     async def pull(self, limit: int, wait: float) -> list[Delivery]:
         """What is there, up to `limit` requests, or else the first that comes within `wait` seconds; empty
         when none does. Requests past their deadline, and those cancelled since this process listens, are
-        acked and left out. Tells the deciders the new queue state."""
+        acked and left out. Tells the decode workers the new queue state."""
 
     @abstractmethod
     async def answer(self, instance: str, answer: PrefillAnswer) -> None: ...

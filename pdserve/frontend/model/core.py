@@ -265,11 +265,11 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
     def replace(self, replaced: bool) -> None:
         """Take note whether another model has this name now, and no worker is left here."""
         self._migration.replaced = replaced
-        for generation in [waits for waits in self._generations.values() if waits.link is None]:
+        for generation in [waiting for waiting in self._generations.values() if waiting.link is None]:
             with self._contained(generation):
                 self._migration.give_back(generation)
 
-    # what the edge asks
+    # for the HTTP edge
 
     def pause(self, trace: RequestTrace) -> None:
         """Leave the workers to other requests until `resume`, but for generations that would have to be replayed."""
