@@ -8,7 +8,7 @@ PDSERVE_ETCD, PDSERVE_STATE_DIR.
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -175,7 +175,8 @@ def _frontend(
     if endpoint := section.own.get("endpoint"):
         findings.note(endpoint, " has no meaning here: the frontend finds its workers in etcd.")
     keys = vars(section.values) | vars(processor)
-    return FrontendConfig(**keys | {"processes": max(section.values.processes, processor.processes)})
+    keys |= {"processes": max(section.values.processes, processor.processes)}
+    return FrontendConfig(**{field.name: keys[field.name] for field in fields(FrontendConfig)})
 
 
 def _worker(kind: type[W], section: SectionRead[Any], findings: Findings) -> W | None:

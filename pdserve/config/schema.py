@@ -143,18 +143,20 @@ class FrontendProcesses(Section):
 
 
 @dataclass(frozen=True)
-class ProcessorSection(FrontendProcesses):
-    takes_arguments: ClassVar[bool] = True
-    common_configs: CommonKeys = ()
-    """keys of `Common` that count in this section where it does not set them"""
+class RouterChoice(Section):
     router: RouterPolicy = "round-robin"
     """how a decode worker is chosen for a request"""
 
 
 @dataclass(frozen=True)
-class FrontendSection(AdmissionLimits, FrontendProcesses):
-    endpoint: object = None
-    """read and not needed: workers are found in etcd"""
+class ProcessorSection(RouterChoice, FrontendProcesses):
+    takes_arguments: ClassVar[bool] = True
+    common_configs: CommonKeys = ()
+    """keys of `Common` that count in this section where it does not set them"""
+
+
+@dataclass(frozen=True)
+class HttpServer(AdmissionLimits, FrontendProcesses):
     host: Host = "127.0.0.1"
     """address that clients connect to; 0.0.0.0: from other machines too"""
     port: Port = 8000
@@ -165,13 +167,19 @@ class FrontendSection(AdmissionLimits, FrontendProcesses):
     """seconds; a request whose client takes nothing of its answer for so long ends"""
     max_request_timeout: Seconds = 3600.0
     """seconds; a client may not ask for a later deadline"""
+
+
+@dataclass(frozen=True)
+class FrontendSection(HttpServer):
+    endpoint: object = None
+    """read and not needed: workers are found in etcd"""
     served_model_name: Text = ""
     """what clients put into `model`; not set: the model's own name"""
 
 
 @dataclass(frozen=True)
-class FrontendConfig(FrontendSection, ProcessorSection):
-    """Both sections."""
+class FrontendConfig(HttpServer, RouterChoice):
+    """What a frontend process needs of both sections."""
 
 
 @dataclass(frozen=True)
