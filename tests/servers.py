@@ -11,7 +11,7 @@ from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServ
 
 
 def nats_server(state_dir: Path, port: int = 0) -> EmbeddedNats:
-    """`async with nats_server(tmp_path) as nats`; then `nats.url`, `kill(nats)`, `nats.restart()`."""
+    """`async with nats_server(tmp_path) as nats`; then `nats.url`, `kill(nats)`, `restart(nats)`."""
     return EmbeddedNats(state_dir, port)
 
 
@@ -32,14 +32,14 @@ def running(server: EmbeddedServer) -> Iterator[EmbeddedServer]:
 @asynccontextmanager
 async def hung(server: EmbeddedServer) -> AsyncIterator[None]:
     """The process is there, its port accepts, and nothing answers."""
-    assert server.pid
-    os.kill(server.pid, signal.SIGSTOP)
-    while not _stopped(server.pid):  # noqa: ASYNC110 (the kernel has no event for it)
+    pid = pid_of(server)
+    os.kill(pid, signal.SIGSTOP)
+    while not _stopped(pid):  # noqa: ASYNC110 (the kernel has no event for it)
         await asyncio.sleep(0.001)
     try:
         yield
     finally:
-        os.kill(server.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
 
 
 def _stopped(pid: int) -> bool:
@@ -52,7 +52,17 @@ def _stopped(pid: int) -> bool:
 
 async def kill(server: EmbeddedServer) -> None:
     """SIGKILL; returns when the process is gone."""
-    assert server.pid
-    os.kill(server.pid, signal.SIGKILL)
+    os.kill(pid_of(server), signal.SIGKILL)
     assert server.child
     await server.child.wait()
+
+
+async def restart(server: EmbeddedServer) -> None:
+    """On the same port and data, whether it runs or not."""
+    await server.stop()
+    await server.start()
+
+
+def pid_of(server: EmbeddedServer) -> int:
+    assert server.child
+    return server.child.pid

@@ -35,8 +35,6 @@ CHECK_EVERY, ANSWER_WITHIN = 5.0, 5.0
 
 _NATS_CONFIG = Path(__file__).with_name("nats.conf")
 """in the package, and not written to the state: the disk may be full"""
-MAX_PAYLOAD = 8 << 20
-"""bytes of a message, as it is said there"""
 
 
 @asynccontextmanager
@@ -95,10 +93,6 @@ class EmbeddedServer(SupervisedProcess):
     async def answers(self) -> bool:
         """True when the server does its work; raises OSError while nothing listens."""
 
-    @property
-    def pid(self) -> int | None:
-        return self.child.pid if self.child else None
-
     async def __aenter__(self) -> Self:
         await self.start()
         return self
@@ -124,11 +118,6 @@ class EmbeddedServer(SupervisedProcess):
         if child:
             await child.stop(SERVERS_PATIENCE)
             await child.wait()
-
-    async def restart(self) -> None:
-        """Stop it if it runs, and start it on the same port and data."""
-        await self.stop()
-        await self.start()
 
     # what the restart loop asks
 

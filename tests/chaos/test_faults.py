@@ -15,6 +15,7 @@ from pdserve.errors import ConfigError
 from pdserve.records import Instance, Role
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 from tests.conditions import until
+from tests.servers import pid_of, restart
 
 
 def test_every_target_by_every_kind() -> None:
@@ -145,10 +146,9 @@ async def test_a_server_comes_back_without_its_data(kind: type[EmbeddedServer], 
     async with kind(tmp_path) as server:
         (server.data_dir / "something").mkdir()
         for time in (1, 2):
-            assert server.pid is not None
-            async with injected(Harm.LOSE, [Victim(kind.name, server.pid)], os.getpid(), tmp_path):
+            async with injected(Harm.LOSE, [Victim(kind.name, pid_of(server))], os.getpid(), tmp_path):
                 assert server.child
                 assert (await server.child.wait()).code == -9
             assert [path.name for path in server.data_dir.iterdir()] == ["lock"]
-            await server.restart()
+            await restart(server)
             assert len(list((tmp_path / f"{kind.name}-lost").iterdir())) > time

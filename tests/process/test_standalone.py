@@ -19,7 +19,7 @@ from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
 from tests.conditions import until
 from tests.engine.sims import body, decode_outputs
-from tests.servers import etcd_server
+from tests.servers import etcd_server, restart
 from tests.terminal import Terminal
 
 YAML = """
@@ -130,7 +130,7 @@ async def test_without_etcd_a_role_waits_for_it(
         alone = Alone(tmp_path, nats_url, etcd.url, namespace)
         with Terminal(alone.command(role), alone.env) as terminal:
             await asyncio.to_thread(terminal.until, f"no etcd answers at {etcd.url}; waiting for it", 30)
-            await etcd.restart()
+            await restart(etcd)
             async with alone.view() as view:
                 await until(lambda: bool(view.instances(role)), within=30)
             terminal.type("\x03")

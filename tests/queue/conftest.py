@@ -11,7 +11,7 @@ from pdserve.queue.jetstream.blobs import NatsBlobs
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import StreamLimits
 from pdserve.queue.memory import MemoryBlobs, MemoryBroker, MemoryQueue
-from tests.servers import kill, nats_server
+from tests.servers import kill, nats_server, restart
 
 ACK_WAIT, BOUND, MAX_DELIVER = 1.0, 50, 3
 
@@ -95,7 +95,7 @@ class NatsOutage(Outage):
     async def up(self, *, lose_data: bool) -> None:
         if lose_data:
             self.server.data_dir.rename(self.server.data_dir.with_name("lost"))
-        await self.server.restart()
+        await restart(self.server)
 
 
 @pytest.fixture(params=["memory", "nats"])

@@ -6,7 +6,6 @@ from pdserve.errors import QueueFull
 from pdserve.messages import PrefillRequest, encode
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import StreamLimits
-from pdserve.supervisor.embedded import MAX_PAYLOAD
 from tests.queue.requests import publish, request
 
 
@@ -18,7 +17,7 @@ async def test_a_prompt_of_more_than_a_megabyte(nats_url: str, namespace: str) -
         JetStreamQueue(nats_url, namespace, "m") as decode,
         JetStreamQueue(nats_url, namespace, "m") as prefill,
     ):
-        assert decode.max_payload == MAX_PAYLOAD
+        assert decode.max_payload == 8 << 20  # as nats.conf has it
         await decode.publish(request)
         (delivery,) = await prefill.pull(1, 5.0)
         assert delivery.request.prompt == prompt

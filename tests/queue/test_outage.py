@@ -14,7 +14,7 @@ from pdserve.supervisor.embedded import EmbeddedNats
 from tests.full_disk import small_disk
 from tests.queue.conftest import NatsOutage, Outage
 from tests.queue.requests import ids, publish, request, until
-from tests.servers import hung, nats_server
+from tests.servers import hung, nats_server, restart
 
 
 @pytest.mark.parametrize("lose_data", [False, True])
@@ -85,7 +85,7 @@ async def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
             await publish(decode, "full-again")
             assert ids(await prefill.pull(9, 1)) == ["full-1", "full-2", "free", "full-again"]
             disk.free()
-            await server.restart()
+            await restart(server)
             await until(lambda: decode.connected and prefill.connected)
             await publish(decode, "restarted")
             assert ids(await prefill.pull(9, 1)) == ["restarted"]

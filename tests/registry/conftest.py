@@ -10,7 +10,7 @@ import pytest
 from pdserve.registry.base import Registry
 from pdserve.registry.etcd import EtcdRegistry
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
-from tests.servers import etcd_server, kill
+from tests.servers import etcd_server, kill, restart
 
 TTL = 2
 
@@ -54,7 +54,7 @@ class EtcdStage(Stage):
     async def up(self, *, lose_data: bool = False) -> None:
         if lose_data:
             shutil.rmtree(self.server.data_dir)
-        await self.server.restart()
+        await restart(self.server)
 
 
 class _SharedEtcd(Stage):

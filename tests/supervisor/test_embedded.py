@@ -16,7 +16,7 @@ from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServ
 from pdserve.supervisor.guardian import Guardian
 from pdserve.supervisor.restarts import RestartLoop
 from tests.conditions import until
-from tests.servers import kill
+from tests.servers import kill, pid_of, restart
 from tests.supervisor.fakes import QUICK, alive
 
 KINDS = pytest.mark.parametrize("kind", [EmbeddedNats, EmbeddedEtcd])
@@ -25,16 +25,15 @@ KINDS = pytest.mark.parametrize("kind", [EmbeddedNats, EmbeddedEtcd])
 @KINDS
 async def test_starts_restarts_and_leaves_nothing(kind: type[EmbeddedServer], tmp_path: Path) -> None:
     async with kind(tmp_path) as server:
-        first, port = server.pid, server.port
-        assert first
+        first, port = pid_of(server), server.port
         assert await server.answers()
         assert os.getsid(first) == os.getsid(0)
         assert os.getpgid(first) == first
-        await server.restart()
-        assert server.pid != first
+        await restart(server)
+        assert pid_of(server) != first
         assert server.port == port
-        last = server.pid
-    assert not psutil.pid_exists(last or 0)
+        last = pid_of(server)
+    assert not psutil.pid_exists(last)
     assert port_holder("127.0.0.1", port) is None
     assert server.log_path.is_file()
 
@@ -45,7 +44,7 @@ async def test_a_crash_is_reported_and_a_restart_mends_it(kind: type[EmbeddedSer
         await kill(server)
         assert server.child
         assert (await server.child.wait()).code == -signal.SIGKILL
-        await server.restart()
+        await restart(server)
         assert await server.answers()
 
 
@@ -59,7 +58,7 @@ async def test_names_the_process_that_holds_the_port(kind: type[EmbeddedServer],
 @KINDS
 async def test_two_servers_never_share_data(kind: type[EmbeddedServer], tmp_path: Path) -> None:
     async with kind(tmp_path) as server:
-        with pytest.raises(ConfigError, match=rf"in use by another {server.name} \(pid {server.pid}\)"):
+        with pytest.raises(ConfigError, match=rf"in use by another {server.name} \(pid {pid_of(server)}\)"):
             await kind(tmp_path).start()
 
 
@@ -71,7 +70,7 @@ async def test_a_server_that_cannot_start_says_why(kind: type[EmbeddedServer], t
         (server.data_dir / name).write_text("a file where the server wants a folder")
     with pytest.raises(ConfigError, match=r"ended while starting: .*more in "):
         await server.start()
-    assert server.pid is None
+    assert server.child is None
 
 
 async def test_dies_with_its_parent(tmp_path: Path) -> None:
@@ -80,7 +79,7 @@ async def test_dies_with_its_parent(tmp_path: Path) -> None:
         "from pdserve.supervisor.embedded import EmbeddedNats\n"
         "server = EmbeddedNats(pathlib.Path(sys.argv[1]))\n"
         "asyncio.run(server.start())\n"
-        "print(server.pid, flush=True)\n"
+        "print(server.child.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     parent = await asyncio.create_subprocess_exec(
@@ -142,4 +141,4 @@ async def test_a_server_that_never_answers_is_killed_and_counts_as_a_failed_star
     assert "nats does not become ready: nats does not answer after 0.1 s" in caplog.text
     await loop.stop(5)
     await running
-    assert not alive(server.pid or 0)
+    assert not alive(pid_of(server))

@@ -15,7 +15,7 @@ from pdserve.supervisor import state
 from pdserve.supervisor.child import Child
 from pdserve.supervisor.output import ProcessOutput
 from tests.full_disk import Disk, small_disk
-from tests.servers import nats_server
+from tests.servers import nats_server, restart
 from tests.supervisor.fakes import fake
 
 
@@ -111,5 +111,5 @@ def test_a_model_archive_is_unpacked_when_there_is_space(disk: Disk) -> None:
 async def test_nats_starts_and_restarts_on_it(disk: Disk) -> None:
     disk.fill()
     async with nats_server(disk.path / "state") as server:
-        await server.restart()
+        await restart(server)
         assert await server.answers()
