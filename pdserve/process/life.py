@@ -118,11 +118,7 @@ class Service(ABC):
 def run(config: Config, slot: Slot) -> int:
     """Live as this slot of the graph; the exit code."""
     os.environ.update(slot.env)  # before vLLM is imported
-    try:
-        uvloop.run(_live_to_the_end(config, slot))
-    except Exception as error:
-        return exit_code(slot.name, error)
-    return 0
+    return uvloop.run(_live_to_the_end(config, slot))
 
 
 def exit_code(name: str, error: Exception) -> int:
@@ -191,18 +187,23 @@ async def live_until_signalled(service: Service, drain_timeout: float) -> None:
             loop.remove_signal_handler(number)
 
 
-async def _live_to_the_end(config: Config, slot: Slot) -> None:
+async def _live_to_the_end(config: Config, slot: Slot) -> int:
     """Nothing is left to do after `live`, but a thread may still import or start vLLM, and Python would wait for it."""
-    await live(config, slot)
-    timer = threading.Timer(END_WITHIN, _end)
+    code = 0
+    try:
+        await live(config, slot)
+    except Exception as error:
+        code = exit_code(slot.name, error)
+    timer = threading.Timer(END_WITHIN, _end, [code])
     timer.daemon = True
     timer.start()
+    return code
 
 
-def _end() -> None:
+def _end(code: int) -> None:
     """Multiprocessing's resource tracker cleans up behind the others, and ends by itself."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if not any("resource_tracker" in part for part in process.cmdline()):
                 process.kill()
-    os._exit(0)
+    os._exit(code)

@@ -4,6 +4,8 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.config.schema import Config
 from pdserve.errors import EngineDead
 from pdserve.plan.slots import Slot
 from pdserve.process import life
@@ -76,6 +79,18 @@ class Draining(Idle):
         self.told.append("drained")
 
 
+class Failing(Idle):
+    """Fails while a thread of it hangs."""
+
+    @classmethod
+    def connect(cls, _config: Config, _slot: Slot, _metrics_url: str) -> "Failing":
+        return cls()
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)
+        raise EngineDead("boom")
+
+
 async def test_a_life_in_its_order() -> None:
     service = Idle()
     running = asyncio.create_task(service.run())
@@ -132,6 +147,25 @@ async def test_what_cannot_be_cancelled_while_it_starts_is_left(monkeypatch: pyt
     service.over = True
     service.stop()
     await until(lambda: "drain" in service.told)
+
+
+FAIL = """
+from dataclasses import replace
+from pdserve.graph import GRAPH
+from pdserve.plan.slots import Slot
+from pdserve.process import life
+from pdserve.records import Role
+from tests.decode.graph import config
+
+GRAPH[Role.PREFILL] = replace(GRAPH[Role.PREFILL], service="tests.process.test_life:Failing")
+raise SystemExit(life.run(config(), Slot(Role.PREFILL, 0)))
+"""
+
+
+def test_a_process_that_failed_waits_for_no_thread() -> None:
+    ended = subprocess.run([sys.executable, "-c", FAIL], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1, ended.stderr
+    assert "boom" in ended.stderr
 
 
 async def test_a_signal_that_is_told_twice_at_once_is_one(caplog: pytest.LogCaptureFixture) -> None:
