@@ -6,7 +6,6 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from pdserve.decode.answers import AnswerReader
-from pdserve.decode.archive import Archive
 from pdserve.decode.policy import LiveSettings
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.remote import RemotePrefill
@@ -18,6 +17,7 @@ from pdserve.messages import Cancel, Failed, Hello, Refused, Submit, ToDecode
 from pdserve.observe.metrics import QUEUE_DEPTH
 from pdserve.process.presence import model_card
 from pdserve.process.worker import EngineWorker
+from pdserve.queue.archives import StoredArchive
 from pdserve.records import Load, ModelCard
 from pdserve.tasks import forever
 
@@ -31,7 +31,7 @@ class DecodeWorker(EngineWorker):
         assert self._stream is not None
         self.requests = DecodeRequests()
         self.settings = LiveSettings(config.decode)
-        self._archive = Archive(config.model, self._blobs)
+        self._archive = StoredArchive(config.model, self._blobs)
         self._workers = PrefillWorkers(config.served_model_name, engine, queue, self.view, self.requests)
         self._remote = RemotePrefill(self.id, engine, queue, self._workers)
         self._answers = AnswerReader(self.id, engine, queue, self._workers, self.requests)

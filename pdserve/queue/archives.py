@@ -1,5 +1,6 @@
 """A model's folder without its weights, as one archive in the blob store: what a frontend on another host needs."""
 
+import asyncio
 import gzip
 import hashlib
 import io
@@ -9,7 +10,8 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from pdserve.errors import Unavailable
+from pdserve.errors import QueueUnavailable, Unavailable
+from pdserve.queue.base import BlobStore
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,8 @@ _LARGEST = 100 << 20
 """bytes of a file; the largest tokenizers have some 40 MB"""
 MAX_ARCHIVE = 1 << 30
 """bytes that an archive may unpack to: tokenizers and configs, never weights"""
+RETRY, CHECK = 5.0, 60.0
+"""seconds until an archive is stored again, while NATS is away and while it is there"""
 
 
 def pack_model(folder: Path) -> bytes:
@@ -52,6 +56,45 @@ def pack_model(folder: Path) -> bytes:
 def archive_name(archive: bytes) -> str:
     """Its digest, so that the same files are stored once."""
     return hashlib.sha256(archive).hexdigest()[:32]
+
+
+class StoredArchive:
+    """A model's archive in NATS' object store; without `blobs` there is none. The card may name it before it is
+    there: frontends that need it try again."""
+
+    def __init__(self, model: str, blobs: BlobStore | None) -> None:
+        self.name = ""
+        """empty also for a hub id, which every host can load by itself"""
+        self._model = Path(model)
+        self._blobs = blobs
+        self._data = b""
+        self._missing = False
+
+    async def make(self) -> None:
+        """Pack it, and store it where NATS is there."""
+        if self._blobs is not None and await asyncio.to_thread(self._model.is_dir):
+            self._data = await asyncio.to_thread(pack_model, self._model)
+            self.name = archive_name(self._data)
+            await self._store(self._blobs)
+
+    async def keep_stored(self) -> None:
+        """For ever: NATS may come late, or lose its data."""
+        while True:
+            await asyncio.sleep(RETRY if self._missing else CHECK)
+            if self._blobs is not None and self.name:
+                await self._store(self._blobs)
+
+    async def _store(self, blobs: BlobStore) -> None:
+        missed, self._missing = self._missing, False
+        try:
+            await blobs.put(self.name, self._data)
+        except QueueUnavailable as error:
+            self._missing = True
+            if not missed:
+                log.warning("frontends on other hosts will not find the tokenizer for now: %s", error)
+            return
+        if missed:
+            log.info("frontends on other hosts will find the tokenizer: NATS is back")
 
 
 def unpack(archive: bytes, folder: Path) -> Path:

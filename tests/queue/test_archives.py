@@ -1,5 +1,6 @@
 """A model's archive: what is in it, its name, and what is refused when it is unpacked."""
 
+import asyncio
 import io
 import os
 import tarfile
@@ -9,7 +10,9 @@ import pytest
 
 from pdserve.errors import Unavailable
 from pdserve.queue import archives
-from pdserve.queue.archives import archive_name, pack_model, unpack
+from pdserve.queue.archives import StoredArchive, archive_name, pack_model, unpack
+from pdserve.queue.memory import MemoryBlobs, MemoryBroker
+from tests.conditions import until
 
 
 @pytest.fixture
@@ -68,3 +71,42 @@ def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "MAX_ARCHIVE", 10)
     with pytest.raises(Unavailable, match="too large"):
         unpack(tar_of(a=b"x" * 11), tmp_path / "models")
+
+
+async def test_it_is_stored_under_its_name(folder: Path) -> None:
+    blobs = MemoryBlobs(MemoryBroker())
+    archive = StoredArchive(str(folder), blobs)
+    await archive.make()
+    assert archive_name(await blobs.get(archive.name)) == archive.name
+
+
+async def test_a_hub_id_has_no_archive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.queue.archives.CHECK", 0.01)
+    broker = MemoryBroker()
+    archive = StoredArchive("Qwen/Qwen3-0.6B", MemoryBlobs(broker))
+    await archive.make()
+    assert archive.name == ""
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(archive.keep_stored(), 0.05)
+    assert not broker.blobs
+
+
+async def test_it_is_stored_when_nats_comes_late_and_when_nats_has_lost_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pdserve.queue.archives.RETRY", 0.01)
+    monkeypatch.setattr("pdserve.queue.archives.CHECK", 0.01)
+    broker = MemoryBroker()
+    await broker.down()
+    archive = StoredArchive(str(folder), MemoryBlobs(broker))
+    await archive.make()
+    assert archive.name, "the card names it all the same"
+    keeping = asyncio.create_task(archive.keep_stored())
+    await asyncio.sleep(0.05)
+    assert caplog.text.count("for now") == 1, "said once"
+    await broker.up()
+    await until(lambda: bool(broker.blobs))
+    broker.blobs.clear()
+    await until(lambda: bool(broker.blobs))
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
