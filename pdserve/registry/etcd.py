@@ -174,11 +174,12 @@ class EtcdRegistry(Registry):
                 await self._first_session()
                 yield
         finally:
-            if self._session is not None:
-                with suppress(SessionLost):
-                    await self._session.revoke()
-                await self._session.close()
-                self._session = None
+            if (session := self._session) is not None:
+                try:
+                    with suppress(SessionLost):
+                        await session.revoke()
+                finally:
+                    await self._end(session)
 
     async def _first_session(self) -> None:
         try:
@@ -244,12 +245,9 @@ class EtcdRegistry(Registry):
                 log.warning("etcd is away (%s); the last known topology stands", error)
             else:
                 await asyncio.sleep(RETRY)
-        except asyncio.CancelledError:
-            if self._session is not session:  # else leaving revokes its lease
-                await session.close()
-            raise
-        except Exception:
-            await self._end(session)
+        except BaseException:
+            if self._session is not session or not asked_to_stop():  # else leaving revokes its lease
+                await self._end(session)
             raise
 
     async def _end(self, session: EtcdSession) -> None:

@@ -115,6 +115,18 @@ async def test_a_hung_server(etcd_stage: EtcdStage) -> None:
         assert Change("a", None) not in seen.changes
 
 
+async def test_leaving_may_be_cut_short(etcd_stage: EtcdStage) -> None:
+    registry = etcd_stage.registry()
+    await registry.__aenter__()
+    async with hung(etcd_stage.server):
+        leaving = asyncio.create_task(registry.__aexit__(None, None, None))
+        await asyncio.sleep(0.2)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert not registry.connected
+
+
 async def test_a_watch_survives_compaction(etcd_stage: EtcdStage) -> None:
     async with (
         etcd_stage.registry() as first,
