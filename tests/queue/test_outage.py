@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from pdserve.errors import ConfigError, QueueUnavailable
 from pdserve.messages import PrefillCancel, PrefillFailed
 from pdserve.ports import free_port
-from pdserve.queue import connect, connect_blobs, server_info
+from pdserve.queue import clock_skew, connect, connect_blobs, server_info
 from pdserve.supervisor.embedded import EmbeddedNats
 from tests.full_disk import small_disk
 from tests.queue.conftest import NatsOutage, Outage
@@ -211,6 +212,27 @@ async def test_nats_without_jetstream_is_refused_by_name(tmp_path: Path) -> None
 async def test_blobs_of_a_server_that_is_away() -> None:
     with pytest.raises(QueueUnavailable):
         await connect_blobs(f"nats://127.0.0.1:{free_port('127.0.0.1')}", "ns").get("m")
+
+
+async def test_a_clock_is_not_read_where_its_stream_is_removed_meanwhile(nats_outage: NatsOutage) -> None:
+    import nats
+
+    url = nats_outage.server.url
+    client = await nats.connect(url)
+    js = client.jetstream()
+
+    async def measure() -> None:
+        while True:
+            await clock_skew(url)
+
+    measuring = asyncio.create_task(measure())
+    while not measuring.done():
+        for stream in await js.streams_info():
+            with suppress(nats.js.errors.NotFoundError):
+                await js.delete_stream(stream.config.name or "")
+    await client.close()
+    with pytest.raises(QueueUnavailable):
+        await measuring
 
 
 async def test_what_a_server_says_of_itself(nats_url: str) -> None:

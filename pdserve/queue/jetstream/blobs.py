@@ -83,12 +83,10 @@ async def clock_skew(url: str) -> float | None:
 
 @asynccontextmanager
 async def _available(url: str) -> AsyncIterator[Client]:
-    """Raises QueueUnavailable for what nats-py raises, but for what is not found."""
+    """Raises QueueUnavailable for what nats-py raises."""
     try:
         async with short_connection(url) as client:
             yield client
-    except nats.js.errors.NotFoundError:
-        raise
     except (nats.errors.Error, OSError, TimeoutError) as error:
         raise QueueUnavailable(f"NATS at {url}: {error}") from error
 
