@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -101,6 +103,26 @@ async def test_a_single_run_that_fails_is_told(caplog: pytest.LogCaptureFixture)
         owner.start(work(), "work", told.append)
         await until(lambda: bool(told))
     assert "work failed" in caplog.text
+
+
+async def test_work_that_is_one_life_of_many_may_return(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE", 0.3)
+    before, starts = failures("a life"), list[float]()
+
+    async def work() -> None:
+        starts.append(time.monotonic())
+        if len(starts) == 2:
+            raise KeyError
+
+    async with tasks.Owner() as owner:
+        owner.forever(work, "a life", again_after=0.1)
+        await until(lambda: len(starts) == 4)
+    pauses = [later - earlier for earlier, later in pairwise(starts)]
+    assert all(pause >= least for pause, least in zip(pauses, [0.09, 0.29, 0.09], strict=True))
+    assert failures("a life") == before + 1
+    assert caplog.text.count("a life failed") == 1
 
 
 async def test_a_single_run_that_a_library_cancels_is_told(caplog: pytest.LogCaptureFixture) -> None:
