@@ -1,28 +1,27 @@
 """The requests of a decode worker on their way: from a frontend to the engine, and back as tokens, one message for each
-engine step and frontend."""
+engine step and frontend.
 
-import asyncio
+This is the plain story. Requests that are cancelled, fail or lose their frontend or engine are in `frontends.py`."""
+
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from pdserve.decode.frontends import Frontends
 from pdserve.decode.policy import Decision, LiveSettings, decide
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.quarantine import Quarantine
 from pdserve.decode.remote import RemotePrefill
-from pdserve.decode.requests import CANCELLED, DecodeRequest, DecodeRequests, Phase
+from pdserve.decode.requests import DecodeRequest, DecodeRequests, Phase
 from pdserve.engine.base import Engine, Output, Transfers
-from pdserve.errors import EngineDead, PeerGone, ProtocolError
+from pdserve.errors import EngineDead, ProtocolError
 from pdserve.kv.handles import expired, prefix_hit
-from pdserve.messages import Failed, KvHandle, Outputs, Placed, Submit, ToFrontend
+from pdserve.messages import Failed, KvHandle, Outputs, Placed, Submit
 from pdserve.observe.metrics import KV_TRANSFER_BYTES, KV_TRANSFER_SECONDS, PREFILL, REMOTE_PREFILL_FAILURES
-from pdserve.process.engine_checks import may_have_killed
 from pdserve.queue.base import PrefillQueue
-from pdserve.stream.base import StreamServer
 
 log = logging.getLogger(__name__)
 
@@ -33,22 +32,22 @@ class RequestRunner:
     nothing of it stays in the queue or in an engine."""
 
     engine: Engine
-    stream: StreamServer
+    frontends: Frontends
     queue: PrefillQueue
     workers: PrefillWorkers
     remote: RemotePrefill
     requests: DecodeRequests
     settings: LiveSettings
+    quarantine: Quarantine
     start: Callable[[Coroutine[Any, Any, None]], object]
     """runs a task of the worker, which ends with it and whose failure ends it"""
-    quarantine: Quarantine = field(default_factory=Quarantine)
 
     # from a frontend to the engine
 
     async def submit(self, frontend: str, submit: Submit) -> None:
         request = self.requests.add(frontend, submit)
         if request is None:
-            await self.send(frontend, Failed(submit.request_id, "this request id was used before"))
+            await self.frontends.send(frontend, Failed(submit.request_id, "this request id was used before"))
         else:
             self.start(self._run(request))
 
@@ -59,17 +58,19 @@ class RequestRunner:
             raise
         except ProtocolError as error:
             log.warning("request %s refused: %s", request.id, error)
-            await self._fail(request, str(error), retry=False)
+            await self.frontends.fail(request, str(error), retry=False)
         except Exception:
             log.exception("request %s failed before it reached the engine", request.id)
-            await self._fail(request, "internal error in the decode worker", retry=True)
+            await self.frontends.fail(request, "internal error in the decode worker", retry=True)
 
     async def _place(self, request: DecodeRequest) -> None:
         if request.cancelled:  # before this task had its first turn
             self.requests.drop(request)
             return
         if time.monotonic() >= request.deadline:
-            await self._fail(request, "the deadline passed before the request was started", retry=False)
+            await self.frontends.fail(
+                request, "the deadline passed before the request was started", retry=False
+            )
             return
         decision = self._decide(request)
         handle = None
@@ -85,7 +86,9 @@ class RequestRunner:
         if not request.cancelled:
             request.decision = decision
             cached = prefix_hit(handle) if handle is not None else 0
-            await self.send(request.frontend, Placed(request.id, decision.mode, decision.reason, cached))
+            await self.frontends.send(
+                request.frontend, Placed(request.id, decision.mode, decision.reason, cached)
+            )
         if not request.cancelled:
             await self._generate(request, handle)
         elif handle is not None:
@@ -139,7 +142,7 @@ class RequestRunner:
             log.warning("request %s: its KV is refused (%s), prefilling locally", request.id, error)
             await self.engine.reject(handle)
             request.decision = Decision("local", "fallback")
-            await self.send(request.frontend, Placed(request.id, "local", "fallback"))
+            await self.frontends.send(request.frontend, Placed(request.id, "local", "fallback"))
             await self.engine.generate(request.id, submit.prompt, submit.body, None)
         if request.cancelled:
             await self.engine.cancel([request.id])
@@ -155,7 +158,7 @@ class RequestRunner:
             self.workers.avoid(step.unreachable)
             self._note_unread(step.unread)
             for frontend, outputs in (await self._by_frontend(step.outputs)).items():
-                await self.send(frontend, Outputs(self.engine.pack(outputs)))
+                await self.frontends.send(frontend, Outputs(self.engine.pack(outputs)))
 
     async def _by_frontend(self, outputs: list[Output]) -> dict[str, list[Output]]:
         found: defaultdict[str, list[Output]] = defaultdict(list)
@@ -166,7 +169,9 @@ class RequestRunner:
                 continue  # cancelled
             if output.failed:
                 text = output.refused or "the engine failed this request"
-                await self._fail(request, text, retry=not output.refused, invalid=bool(output.refused))
+                await self.frontends.fail(
+                    request, text, retry=not output.refused, invalid=bool(output.refused)
+                )
                 continue
             found[request.frontend].append(output)
             request.since = now
@@ -192,73 +197,8 @@ class RequestRunner:
             return  # a warm-up
         if recomputed:
             request.decision = Decision("local", "transfer")
-            await self.send(request.frontend, Placed(request.id, "local", "transfer"))
+            await self.frontends.send(request.frontend, Placed(request.id, "local", "transfer"))
         PREFILL.labels(request.decision.mode, request.decision.reason).inc()
-
-    async def send(self, frontend: str, message: ToFrontend) -> None:
-        """Warm-ups are of no frontend."""
-        if not frontend:
-            return
-        try:
-            await self.stream.send(frontend, message)
-        except PeerGone:
-            await self.forget(frontend)
-
-    # requests that end early
-
-    async def cancel(self, request: DecodeRequest) -> None:
-        """While the request is not in the engine yet, `_place` sees `cancelled` and drops it."""
-        request.cancelled = True
-        self.quarantine.leave(request)
-        if request.phase is Phase.RUNNING:
-            self.requests.drop(request)
-            await self.engine.cancel([request.id])
-        else:
-            request.resolve(CANCELLED)
-
-    async def forget(self, frontend: str) -> None:
-        """This frontend is gone."""
-        gone = [request for request in self.requests.of(frontend) if not request.cancelled]
-        if gone:
-            log.warning("frontend %s is gone: cancelling its %d requests", frontend, len(gone))
-        for request in gone:
-            await self.cancel(request)
-
-    async def end(self, request: DecodeRequest, message: str, *, retry: bool) -> None:
-        """Fail a request that is still alive."""
-        await self.send(request.frontend, Failed(request.id, message, retry))
-        await self.cancel(request)
-
-    async def _fail(
-        self, request: DecodeRequest, message: str, *, retry: bool, invalid: bool = False
-    ) -> None:
-        """Fail a request that the engine does not have (any more)."""
-        request.failed = True
-        self.requests.drop(request)
-        self.quarantine.leave(request)
-        if not request.cancelled:
-            await self.send(request.frontend, Failed(request.id, message, retry, invalid))
-
-    async def watch_deadlines(self) -> None:
-        """For ever."""
-        while True:
-            await asyncio.sleep(1.0)
-            self.workers.give_up_lost()
-            for request in self.requests:
-                if time.monotonic() >= request.deadline:
-                    await self.end(request, "the request's deadline passed", retry=False)
-
-    async def engine_died(self, death: EngineDead) -> None:
-        """Tell every frontend what it loses, and which requests the engine was computing: the last messages of this
-        worker."""
-        for request in self.requests.clients():
-            running = request.phase is Phase.RUNNING
-            blamed = running and may_have_killed(len(request.submit.prompt), request.since)
-            text, died = f"the engine died: {death}", request.engines_died + blamed
-            with suppress(PeerGone):
-                await self.stream.send(
-                    request.frontend, Failed(request.id, text, retry=True, engines_died=died)
-                )
 
 
 def _count(transfers: Transfers) -> None:

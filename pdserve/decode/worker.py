@@ -6,8 +6,10 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from pdserve.decode.answers import AnswerReader
+from pdserve.decode.frontends import Frontends
 from pdserve.decode.policy import LiveSettings
 from pdserve.decode.prefill_workers import PrefillWorkers
+from pdserve.decode.quarantine import Quarantine
 from pdserve.decode.remote import RemotePrefill
 from pdserve.decode.requests import DecodeRequests
 from pdserve.decode.serving import RequestRunner
@@ -36,14 +38,17 @@ class DecodeWorker(EngineWorker):
         self._remote = RemotePrefill(self.id, engine, queue, self._workers)
         self._answers = AnswerReader(self.id, engine, queue, self._workers, self.requests)
         self._warm_up = WarmUp(engine, self.view, self._workers, self._remote, self.requests)
+        quarantine = Quarantine()
+        self._frontends = Frontends(engine, self._stream, self._workers, self.requests, quarantine)
         self._runner = RequestRunner(
             engine,
-            self._stream,
+            self._frontends,
             queue,
             self._workers,
             self._remote,
             self.requests,
             self.settings,
+            quarantine,
             start=lambda work: self.tasks.create_task(work),
         )
 
@@ -59,7 +64,7 @@ class DecodeWorker(EngineWorker):
             *super().permanent(),
             self._read_frontends(),
             self._runner.read_engine(),
-            self._runner.watch_deadlines(),
+            self._frontends.watch_deadlines(),
             forever(self._answers.read, "prefill answers"),
             forever(self._follow_registry, "registry changes"),
             *([self._warm_up.run()] if self.settings.current.remote_prefill else []),
@@ -73,7 +78,7 @@ class DecodeWorker(EngineWorker):
     async def drain(self) -> None:
         for request in self.requests:
             if request.warms:
-                await self._runner.cancel(request)
+                await self._frontends.cancel(request)
         log.info("draining: %d requests to finish", len(self.requests))
         await self._presence.drain()
         try:
@@ -81,10 +86,10 @@ class DecodeWorker(EngineWorker):
         except TimeoutError:
             log.warning("%d requests did not finish within the drain timeout", len(self.requests))
         for request in self.requests:
-            await self._runner.end(request, f"{self.id} is shutting down", retry=True)
+            await self._frontends.end(request, f"{self.id} is shutting down", retry=True)
 
     async def engine_died(self, death: EngineDead) -> None:
-        await self._runner.engine_died(death)
+        await self._frontends.engine_died(death)
 
     def load(self) -> Load:
         usage, depth = self._engine.usage, self._queue.depth
@@ -103,26 +108,26 @@ class DecodeWorker(EngineWorker):
         match message:
             case Submit(request_id) if self.draining:
                 failed = Failed(request_id, f"{self.id} is draining", retry=True)
-                await self._runner.send(frontend, failed)
+                await self._frontends.send(frontend, failed)
             case Submit():
                 await self._runner.submit(frontend, message)
             case Cancel(request_ids):
                 for request_id in request_ids:
                     request = self.requests.get(request_id)
                     if request is not None and request.frontend == frontend:
-                        await self._runner.cancel(request)
+                        await self._frontends.cancel(request)
             case Hello(version):
                 await self._hello(frontend, version)
             case None:
-                await self._runner.forget(frontend)
+                await self._frontends.forget(frontend)
 
     async def _hello(self, frontend: str, version: str) -> None:
         ours = self._engine.facts.vllm_version
         if version != ours:
             refused = Refused(f"{self.id} runs vLLM {ours}, the frontend {version}")
-            await self._runner.send(frontend, refused)
+            await self._frontends.send(frontend, refused)
         elif self.draining:
-            await self._runner.send(frontend, Refused(f"{self.id} is draining"))
+            await self._frontends.send(frontend, Refused(f"{self.id} is draining"))
 
     async def _follow_registry(self) -> None:
         async for _ in self.view.changes():
