@@ -110,12 +110,12 @@ class FramedConnection(asyncio.Protocol):
             return
         self._end("was closed here")
         try:
-            with suppress(
-                OSError, RuntimeError
-            ):  # it has broken, or lasts too long: TimeoutError is an OSError
+            # OSError, RuntimeError: it has broken already
+            with suppress(TimeoutError, OSError, RuntimeError):
                 self._transport.write_eof()
                 self._transport.resume_reading()
-                await asyncio.wait_for(self._closed.wait(), LINGER)
+                async with asyncio.timeout(LINGER):
+                    await self._closed.wait()
         finally:
             self._transport.abort()
 
