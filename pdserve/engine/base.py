@@ -3,11 +3,12 @@
 `vllm` is the real engine, `sim` a simulated engine with the same contract. Which implementation a worker uses is the
 `engine` key of its YAML section."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from pdserve.messages import KvHandle
+from pdserve.tasks import Lifetime
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Step:
     """engines that do not answer when asked how to read their KV, by the `engine_id` of their handles"""
 
 
-class Engine(ABC):
+class Engine(Lifetime):
     """An inference engine in processes of its own, or simulated in this process. Entering starts it and returns when it
     can serve; leaving stops all of its processes.
 
@@ -102,12 +103,6 @@ class Engine(ABC):
 
     facts: EngineFacts
     """set on entering"""
-
-    @abstractmethod
-    async def __aenter__(self) -> Self: ...
-
-    @abstractmethod
-    async def __aexit__(self, *error: object) -> None: ...
 
     @abstractmethod
     async def generate(

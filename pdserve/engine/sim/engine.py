@@ -7,8 +7,8 @@ ignored."""
 import asyncio
 import time
 from collections import deque
-from contextlib import AsyncExitStack, suppress
-from typing import Self
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 from pdserve.config.host import VLLM_VERSION
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
@@ -35,7 +35,6 @@ class SimEngine(Engine):
         self._waiting: deque[SimRequest] = deque()
         self._pulling: dict[SimRequest, asyncio.Task[None]] = {}
         self._running: list[SimRequest] = []
-        self._stack = AsyncExitStack()
         self._tasks = Owner()
         self._held: dict[str, tuple[list[int], asyncio.TimerHandle]] = {}
         self._seen: set[str] = set()
@@ -45,7 +44,8 @@ class SimEngine(Engine):
         """seconds spent computing, and the current step: when it began, and how long it takes"""
         self._steps: asyncio.Queue[Step] = asyncio.Queue()
 
-    async def __aenter__(self) -> Self:
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
         model = self._model
         loading = Fingerprint(self._spec.model, self._spec.engine_args, VLLM_VERSION)
         await loading.before()
@@ -64,18 +64,14 @@ class SimEngine(Engine):
             supported_tasks=["generate"],
             fingerprint=fingerprint,
         )
-        await self._stack.enter_async_context(self._side)
-        self._stack.callback(self._cancel_leases)
-        await self._stack.enter_async_context(self._tasks)
-        self._tasks.start(self._run(), "sim engine", lambda _: self.die())
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._stack.aclose()
-
-    def _cancel_leases(self) -> None:
-        for _, timer in self._held.values():
-            timer.cancel()
+        async with self._side:
+            try:
+                async with self._tasks:
+                    self._tasks.start(self._run(), "sim engine", lambda _: self.die())
+                    yield
+            finally:
+                for _, timer in self._held.values():
+                    timer.cancel()
 
     # the contract
 

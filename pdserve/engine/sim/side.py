@@ -5,15 +5,16 @@ them now. A read that comes too late gets another prompt's KV, and wrong tokens.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Self
 
 import msgspec
 
 from pdserve.engine.sim.model import Faults
 from pdserve.errors import Unavailable
 from pdserve.messages import KvHandle
+from pdserve.tasks import Lifetime
 
 
 class ReadBlocks(msgspec.Struct, frozen=True):
@@ -31,7 +32,7 @@ class BlockContents(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class SideServer:
+class SideServer(Lifetime):
     engine_id: str
     host: str
     contents: Callable[[list[int]], list[int]]
@@ -39,17 +40,18 @@ class SideServer:
     faults: Faults
     port: int = 0
 
-    async def __aenter__(self) -> Self:
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server = await asyncio.start_server(self._serve, self.host, 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        server = await asyncio.start_server(self._serve, self.host, 0)
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -2,22 +2,24 @@
 the engine."""
 
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import islice, takewhile
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from pdserve.engine.vllm import api
-from pdserve.tasks import Owner
+from pdserve.tasks import Lifetime, Owner
 
 log = logging.getLogger(__name__)
 
 _decode = msgspec.msgpack.Decoder(api.KVEventBatch).decode
 
 
-class CacheMirror:
+class CacheMirror(Lifetime):
     """Enter it before the engine starts: it binds the socket to which the engine connects. It is wrong for the moment
     that an event takes; a lost event makes it wrong until the block is stored or removed again."""
 
@@ -25,20 +27,20 @@ class CacheMirror:
         self._blocks: set[Any] = set()
         self._config: api.VllmConfig | None = None
         self.endpoint = ""
-        self._tasks = Owner()
 
-    async def __aenter__(self) -> Self:
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.subscribe(b"")
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.endpoint = f"tcp://127.0.0.1:{port}"
-        self._tasks.forever(self._read, "kv events")
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._tasks.stop()
-        self._context.destroy(linger=0)
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        context = zmq.asyncio.Context()
+        try:
+            self._socket = context.socket(zmq.SUB)
+            self._socket.subscribe(b"")
+            port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+            self.endpoint = f"tcp://127.0.0.1:{port}"
+            async with Owner() as tasks:
+                tasks.forever(self._read, "kv events")
+                yield
+        finally:
+            context.destroy(linger=0)
 
     def follow(self, config: api.VllmConfig) -> None:
         """Answer `hit` from now on: the engine runs, and its block size is settled."""

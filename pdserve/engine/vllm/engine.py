@@ -5,9 +5,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Mapping
-from contextlib import AsyncExitStack
-from typing import Any, Self, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar
 
 import psutil
 
@@ -44,9 +44,9 @@ class VllmEngine(Engine):
         """requests whose KV could not be read, since the last step"""
         self._timestamp = 0.0
 
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._cache)
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        async with self._cache, AsyncExitStack() as stack:
             stack.push_async_callback(self._process.stop)
             await self._fingerprint.before()
             await self._process.start(self._cache.endpoint)
@@ -56,11 +56,7 @@ class VllmEngine(Engine):
             self.facts = await self._facts()
             if api.on_cpu():
                 log.info("the engine computes with %s", "; ".join(sorted(set(await self.instruction_sets()))))
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._stack.aclose()
+            yield
 
     async def _facts(self) -> EngineFacts:
         config = self._process.config
