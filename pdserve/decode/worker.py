@@ -97,7 +97,7 @@ class DecodeWorker(EngineWorker):
         waiting = usage.waiting + self.requests.waiting
         return Load(usage.running, waiting, round(usage.kv_usage, 6), depth)
 
-    # what it is told
+    # what frontends and the registry tell it
 
     async def _read_frontends(self) -> None:
         assert self._stream is not None

@@ -1,4 +1,4 @@
-"""The prefill worker: pulls prompts when its engine has room, answers with where their KV lies.
+"""The prefill worker: pulls prompts when its engine has capacity, answers with where their KV lies.
 
 `_pull`, `_take`, `_read_engine` and `_finished` are the path of a request. Nothing is acked before it was answered, so
 that what dies with this process is delivered to another worker."""
@@ -97,7 +97,7 @@ class PrefillWorker(EngineWorker):
         idle. Not before this worker is registered: decode workers believe no other."""
         await self._presence.announced.wait()
         while True:
-            await self._running.until(self._room)
+            await self._running.until(self._has_capacity)
             try:
                 deliveries = await self._queue.pull(1, PULL_WAIT)
             except QueueUnavailable:
@@ -106,7 +106,7 @@ class PrefillWorker(EngineWorker):
             for delivery in deliveries:
                 await self._take(delivery)
 
-    def _room(self) -> bool:
+    def _has_capacity(self) -> bool:
         if self.draining:
             return False
         facts, tokens = self._engine.facts, self._running.tokens

@@ -14,8 +14,8 @@ from pdserve.tasks import Lifetime
 
 
 class Delivery:
-    """A prefill request in this worker's hands, until `ack`. This class itself is of a request that came beside the
-    queue, which knows nothing of it."""
+    """A prefill request in this worker's hands, until `ack`. This class itself is for a warm-up, which came beside the
+    queue: there is nothing to ack."""
 
     def __init__(self, request: PrefillRequest, queued: float = 0.0, *, redelivered: bool = False) -> None:
         self.request = request
@@ -54,7 +54,7 @@ class PrefillQueue(Lifetime):
     @property
     @abstractmethod
     def losses(self) -> int:
-        """How often the server has lost what was queued, as far as is known here: it lives in its memory."""
+        """How often the server has lost what was queued, as far as is known here: the stream is in its memory."""
 
     @property
     @abstractmethod
