@@ -6,11 +6,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from nats.aio.client import Client
 
 from pdserve.errors import ConfigError, QueueUnavailable
 from pdserve.messages import PrefillCancel, PrefillFailed
 from pdserve.ports import free_port
 from pdserve.queue import clock_skew, connect, connect_blobs, server_info
+from pdserve.queue.jetstream.connection import NatsConnection, cancellable
 from pdserve.supervisor.embedded import EmbeddedNats
 from tests.full_disk import small_disk
 from tests.queue.conftest import NatsOutage, Outage
@@ -121,6 +123,36 @@ async def test_a_hung_server(nats_outage: NatsOutage) -> None:
         pulled += ids(await prefill.pull(5, 1))
     # it reached the server's socket before it hung, so it may come; what was refused at once must not
     assert "at once" not in pulled
+
+
+async def test_what_is_cancelled_at_a_hung_server_stops(nats_outage: NatsOutage) -> None:
+    """nats-py swallows a cancellation while it waits for room in its buffer."""
+
+    async def prepare(_: Client) -> None: ...
+
+    async with NatsConnection(nats_outage.server.url, prepare) as connection, hung(nats_outage.server):
+        started = time.monotonic()
+        while time.monotonic() - started < 0.5:
+            started = time.monotonic()
+            publishing = asyncio.create_task(connection.publish("a", b"x" * 1_000_000))
+            await asyncio.wait({publishing}, timeout=0.5)
+        publishing.cancel()
+        await asyncio.wait({publishing})
+        assert publishing.cancelled()
+
+
+async def test_a_cancellation_that_ends_in_an_error_is_one() -> None:
+    async def call() -> None:
+        try:
+            await asyncio.sleep(9)
+        except asyncio.CancelledError:
+            raise TimeoutError from None
+
+    task = asyncio.create_task(cancellable(call()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_what_was_not_confirmed_is_withdrawn(nats_outage: NatsOutage) -> None:

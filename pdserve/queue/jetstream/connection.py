@@ -43,10 +43,11 @@ async def cancellable(call: Awaitable[T]) -> T:
     before Python 3.12): a task that was cancelled meanwhile stops here nevertheless."""
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
-    result = await call
-    if task and task.cancelling() > before:
-        raise asyncio.CancelledError
-    return result
+    try:
+        return await call
+    finally:
+        if task and task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 class SubjectMessages:
@@ -121,14 +122,14 @@ class NatsConnection(Lifetime):
         client = self.client()
         while self._unsent:
             subject = self._unsent.pop()
-            await client.subscribe(subject, cb=self._handlers[subject])
+            await cancellable(client.subscribe(subject, cb=self._handlers[subject]))
 
     async def flush_subscriptions(self) -> None:
         """Return when the server knows what is listened to. Raises QueueUnavailable."""
         try:
             await self.subscribe()
             for _ in range(2):  # a ping of nats-py overtakes what it has not written yet
-                await self.client().flush(PING_TIMEOUT)
+                await cancellable(self.client().flush(PING_TIMEOUT))
         except (nats.errors.Error, TimeoutError) as error:
             raise QueueUnavailable(str(error)) from error
 
@@ -136,7 +137,7 @@ class NatsConnection(Lifetime):
         """At most once: returns before the server has it. Raises QueueUnavailable."""
         try:
             await self.subscribe()
-            await self.client().publish(subject, payload, reply)
+            await cancellable(self.client().publish(subject, payload, reply))
         except nats.errors.Error as error:
             raise QueueUnavailable(str(error)) from error
 
@@ -177,7 +178,7 @@ class NatsConnection(Lifetime):
         self._unsent = set(self._handlers)
         await cancellable(self._prepare(client))
         self._client = client
-        await cancellable(self.subscribe())
+        await self.subscribe()
         log.info("NATS at %s answers", self.url)
         if not tried.done():
             tried.set_result(None)
@@ -227,7 +228,7 @@ class PullConsumer:
         replies: asyncio.Queue[Msg | None] = asyncio.Queue()
         messages: list[Msg] = []
         lost.add_done_callback(wake := lambda _: replies.put_nowait(None))
-        subscription = await client.subscribe(reply, cb=replies.put)
+        subscription = await cancellable(client.subscribe(reply, cb=replies.put))
         try:
             await self._connection.publish(self._subject, json.dumps(request).encode(), reply)
             await self._collect(replies, batch, within, messages)
@@ -238,7 +239,7 @@ class PullConsumer:
         finally:
             lost.remove_done_callback(wake)
         if client.is_connected:
-            await subscription.unsubscribe()
+            await cancellable(subscription.unsubscribe())
         return messages
 
     async def _collect(
