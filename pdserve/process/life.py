@@ -188,12 +188,16 @@ async def live_until_signalled(service: Service, drain_timeout: float) -> None:
 
 
 async def _live_to_the_end(config: Config, slot: Slot) -> int:
-    """Nothing is left to do after `live`, but a thread may still import or start vLLM, and Python would wait for it."""
-    code = 0
+    """Nothing is left to do after `live`, but a thread may still import or start vLLM, and Python would wait for it.
+    Signals that come late do not change the exit code."""
+    failure: Exception | None = None
     try:
         await live(config, slot)
     except Exception as error:
-        code = exit_code(slot.name, error)
+        failure = error
+    for number in STOPPERS:
+        signal.signal(number, signal.SIG_IGN)
+    code = exit_code(slot.name, failure) if failure else 0
     timer = threading.Timer(END_WITHIN, _end, [code])
     timer.daemon = True
     timer.start()

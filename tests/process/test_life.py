@@ -18,7 +18,7 @@ from pdserve.errors import EngineDead
 from pdserve.plan.slots import Slot
 from pdserve.process import life
 from pdserve.process.life import Service
-from pdserve.process.signals import SUPERVISOR_DIED
+from pdserve.process.signals import STOPPERS, SUPERVISOR_DIED
 from pdserve.records import Role
 from pdserve.tasks import Owner
 from tests.conditions import until
@@ -162,10 +162,17 @@ raise SystemExit(life.run(config(), Slot(Role.PREFILL, 0)))
 """
 
 
-def test_a_process_that_failed_waits_for_no_thread() -> None:
-    ended = subprocess.run([sys.executable, "-c", FAIL], capture_output=True, text=True, timeout=30)
-    assert ended.returncode == 1, ended.stderr
-    assert "boom" in ended.stderr
+@pytest.mark.parametrize("late", [(), STOPPERS])
+def test_a_process_that_failed_waits_for_no_thread_and_keeps_its_exit_code(
+    late: Sequence[signal.Signals],
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", FAIL], stderr=subprocess.PIPE, text=True)
+    with process:
+        assert process.stderr is not None
+        said = next(line for line in process.stderr if "boom" in line)
+        for number in late:
+            process.send_signal(number)
+        assert process.wait(30) == 1, said
 
 
 async def test_a_signal_that_is_told_twice_at_once_is_one(caplog: pytest.LogCaptureFixture) -> None:
