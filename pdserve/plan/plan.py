@@ -69,13 +69,13 @@ def make_plan(
     return Plan(config, machine, workers, frontends, tuple(problems), tuple(notes))
 
 
-def worker_memory(config: Config, slot: Slot, env: Mapping[str, str] = os.environ) -> Memory | None:
+def worker_memory(config: Config, slot: Slot) -> Memory | None:
     """What the plan says of a worker of this machine that has its slot already; None where sizes are unknown."""
     section = config.decode if slot.role is Role.DECODE else config.prefill
     assert section is not None, f"{config.path} has no section for a {slot.role.value} worker"
     machine = Machine.detect({})  # a slot counts the cards as NVML does, whatever CUDA shows of them
     worker = PlannedWorker(slot, section, len(slot.gpus))
-    return _memory(worker, _model(config, [], []), machine, env)
+    return _memory(worker, _model(config, [], []), machine, os.environ)
 
 
 def _with_machine_defaults(config: Config, machine: Machine) -> Config:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Collection
 
-from pdserve.supervisor.guardian import is_tracker, members, release, send, shared_memory
+from pdserve.supervisor.guardian import TRACKER_PATIENCE, is_tracker, members, release, send, shared_memory
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +49,12 @@ async def exit_of(process: "subprocess.Popen[bytes]") -> int:
     return process.wait()
 
 
-async def end_group(group: int, memory: Collection[str] = (), patience: float = 2.0) -> None:
+async def end_group(group: int, memory: Collection[str] = ()) -> None:
     """Kill what is left of a process group whose leader is gone, and return when nothing is. Its shared memory goes
     with it: that of the processes that are killed here, and `memory`, which is known of before.
 
     multiprocessing's resource tracker goes last: it removes the shared memory of killed processes, and
-    ends by itself when they are gone. It is killed too after `patience` seconds.
+    ends by itself when they are gone. It is killed too after `TRACKER_PATIENCE`.
     """
     left = members(group)
     memory = shared_memory(left) | set(memory)
@@ -62,10 +62,10 @@ async def end_group(group: int, memory: Collection[str] = (), patience: float = 
     loop = asyncio.get_running_loop()
     started = loop.time()
     while _exists(group):
-        if loop.time() > started + 2 * patience:
+        if loop.time() > started + 2 * TRACKER_PATIENCE:
             log.warning("process group %d does not end", group)  # a zombie of another parent, or stuck in I/O
             break
-        if loop.time() > started + patience:
+        if loop.time() > started + TRACKER_PATIENCE:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
         await asyncio.sleep(0.01)

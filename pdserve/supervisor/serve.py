@@ -123,8 +123,6 @@ def _record(config: Config, embedded: Mapping[str, str]) -> state.GraphRecord:
 
 def _environment(slot: Slot, config: Config, graph: state.GraphRecord, sockets: Path) -> dict[str, str]:
     return {
-        "PDSERVE_ETCD": graph.etcd,
-        "PDSERVE_NATS": graph.nats,
         **to_environment(replace(config, nats=graph.nats, etcd=graph.etcd), slot),
         # One record per line, tracebacks included; the supervisor shows them as the user wants them.
         "PDSERVE_LOG_FORMAT": "json",
