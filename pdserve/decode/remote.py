@@ -8,10 +8,9 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from pdserve.decode.answers import KvAge
 from pdserve.decode.policy import PrefillTimeout
 from pdserve.decode.prefill_workers import PrefillWorkers
-from pdserve.decode.requests import CANCELLED, DecodeRequest
+from pdserve.decode.requests import CANCELLED, DecodeRequest, KvAge
 from pdserve.engine.base import Engine
 from pdserve.errors import ProtocolError, QueueFull, QueueUnavailable
 from pdserve.kv.handles import check_handle, expired

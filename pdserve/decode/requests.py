@@ -1,20 +1,21 @@
 """The requests of a decode worker, from their arrival to their last output."""
 
 import asyncio
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from pdserve.decode.policy import Decision
 from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, Submit
 from pdserve.recent import RecentKeys
 
-if TYPE_CHECKING:
-    from pdserve.decode.answers import KvAge
-
 _REMEMBERED = 50_000
+DOUBT = 1 / 6
+"""share of a lease that is given away rather than asking for confirmation: 5 s"""
+ASK_AGAIN = 1.0
+"""seconds after which a confirmation is asked for anew, when the answer is said again"""
 
 Outcome = PrefillDone | PrefillFailed | str
 """of asking for a remote prefill: what came back, or the reason why nothing will, as the metric has it"""
@@ -30,6 +31,45 @@ class Phase(Enum):
     """in the engine"""
 
 
+@dataclass
+class KvAge:
+    """How old the KV of an answer is at most, by this host's own clock and nothing else. Pure: times come from outside.
+
+    KV that is read after its lease may be another prompt's: wrong tokens, and nothing shows it. What the prefill worker
+    says of its age is true when it says so, but an answer may have been on its way for long: in the buffer of a
+    connection that hung, or in that of this process while it hung itself. Two bounds hold whatever happened on the way:
+
+    - The KV was computed after it was asked for.
+    - An answer that carries the token of a `PrefillConfirm` was said after that was sent: it has been on its way for no
+      longer than that was ago.
+    """
+
+    asked: float
+    """when the KV was asked for"""
+    token: str = ""
+    confirm_asked: float = 0.0
+
+    def seconds(self, answer: PrefillDone, now: float) -> float:
+        """Since its KV was computed, at most."""
+        bound = now - self.asked
+        if self.token and answer.token == self.token:
+            bound = min(bound, now - self.confirm_asked + max(0.0, answer.age))
+        return bound
+
+    def doubtful(self, answer: PrefillDone, now: float) -> bool:
+        """Whether a confirmation might show that it is younger."""
+        if self.token:
+            return answer.token != self.token
+        return self.seconds(answer, now) > DOUBT * answer.handle.lease
+
+    def confirm(self, now: float) -> str | None:
+        """The token to ask for a confirmation with; None where that was done just now."""
+        if self.token and now < self.confirm_asked + ASK_AGAIN:
+            return None
+        self.token, self.confirm_asked = secrets.token_hex(4), now
+        return self.token
+
+
 @dataclass(eq=False)
 class DecodeRequest:
     frontend: str
@@ -39,7 +79,7 @@ class DecodeRequest:
     """while WAITING: the task that works on it stops at its next step, and answers nothing"""
     answer: asyncio.Future[Outcome] | None = None
     """there from when it was sent out for remote prefill"""
-    kv_age: "KvAge | None" = None
+    kv_age: KvAge | None = None
     """of the KV that it waits for; there from when it was sent out"""
     prefiller: str = ""
     """instance id of the prefill worker that has it in its hands"""
