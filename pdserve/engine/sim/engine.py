@@ -22,7 +22,10 @@ from pdserve.engine.spec import EngineSpec
 from pdserve.errors import EngineDead, ProtocolError, Unavailable
 from pdserve.kv.handles import check_handle
 from pdserve.messages import KvHandle
+from pdserve.recent import RecentKeys
 from pdserve.tasks import Owner
+
+_REMEMBERED = 100_000
 
 
 class SimEngine(Engine):
@@ -37,7 +40,7 @@ class SimEngine(Engine):
         self._running: list[SimRequest] = []
         self._tasks = Owner()
         self._held: dict[str, tuple[list[int], asyncio.TimerHandle]] = {}
-        self._seen: set[str] = set()
+        self._seen: RecentKeys[None] = RecentKeys(_REMEMBERED)
         self._work = asyncio.Event()
         self._stepping = asyncio.Lock()
         self._computed, self._step = 0.0, (0.0, 0.0)
@@ -165,7 +168,7 @@ class SimEngine(Engine):
     def _refuse_reuse(self, request_id: str) -> None:
         if request_id in self._seen:
             raise ProtocolError(f"request {request_id} was given to this engine before")
-        self._seen.add(request_id)
+        self._seen[request_id] = None
 
     def _add(self, request: SimRequest) -> None:
         self._check_alive()
