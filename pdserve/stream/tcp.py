@@ -122,12 +122,14 @@ class TcpStreamServer(StreamServer):
         )
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.address = f"tcp://{host}:{server.sockets[0].getsockname()[1]}"
+        self._leaving = False
         try:
             async with Owner() as tasks:
                 tasks.forever(self._keep_beating, "stream heartbeats")
                 yield
         finally:
             server.close()
+            self._leaving = True
             connections = [*self._frontends.values(), *self._ungreeted]
             self._ungreeted.clear()
             await asyncio.gather(*(connection.close() for connection in connections))
@@ -151,6 +153,9 @@ class TcpStreamServer(StreamServer):
     # ConnectionOwner
 
     def connection_opened(self, connection: FramedConnection) -> None:
+        if self._leaving:
+            connection.cut("came too late")
+            return
         if len(self._ungreeted) >= MAX_UNGREETED:
             next(iter(self._ungreeted)).cut("had to make room for a newer one")
         self._ungreeted[connection] = None

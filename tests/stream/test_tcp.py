@@ -496,6 +496,20 @@ async def test_a_process_whose_tasks_are_cancelled_leaves_nothing() -> None:
                         pass
 
 
+async def test_connections_that_come_while_a_worker_leaves_are_closed() -> None:
+    """Accepted already: its frontend would wait for heartbeats."""
+    for turns in range(8):
+        async with TcpStreamServer("127.0.0.1") as server:
+            port = int(server.address.rpartition(":")[2])
+            late = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+            for _ in range(turns % 4):
+                await asyncio.sleep(0)
+        for end in late:
+            end.setblocking(False)
+            with end, suppress(ConnectionResetError):
+                assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(end, 1), 1) == b""
+
+
 async def test_a_workers_last_messages_arrive_though_the_frontend_goes_on_sending() -> None:
     server = await TcpStreamServer("127.0.0.1").__aenter__()
     async with raw(server.address) as frontend:
