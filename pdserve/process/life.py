@@ -162,7 +162,7 @@ async def live_until_signalled(service: Service, drain_timeout: float) -> None:
         told[number] = now
         if again and number is signal.SIGHUP:
             return  # the shell and the kernel both say that a terminal is closed
-        if service.ready.is_set() and not again:
+        if (service.ready.is_set() or service.draining) and not again:
             service.stop()
         else:
             log.info("told again: ending at once" if again else "told to stop while starting: ending at once")
@@ -171,6 +171,7 @@ async def live_until_signalled(service: Service, drain_timeout: float) -> None:
 
     def orphaned() -> None:
         log.error("the supervisor was killed; its guardian stops the graph")
+        told.clear()  # what the supervisor had told, the guardian tells once more
         loop.call_later(3 * drain_timeout + LAST_RESORT, stop, signal.SIGTERM)
 
     loop = asyncio.get_running_loop()

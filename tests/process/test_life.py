@@ -175,6 +175,25 @@ def test_a_process_that_failed_waits_for_no_thread_and_keeps_its_exit_code(
         assert process.wait(30) == 1, said
 
 
+async def test_a_drain_goes_on_when_the_guardian_takes_over_from_a_supervisor_that_died_in_its_stop() -> None:
+    service = Draining()
+    living = asyncio.create_task(life.live_until_signalled(service, drain_timeout=60))
+    await service.ready.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await until(lambda: "drain" in service.told)
+    await asyncio.sleep(life.SAME_SIGNAL)
+    for number in (SUPERVISOR_DIED, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(0.01)
+    assert not living.done()
+    assert not living.cancelling()
+    assert service.told[-1] == "drain", "it may go on draining"
+    await asyncio.sleep(life.SAME_SIGNAL)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(living, 10)
+    assert "drained" not in service.told
+
+
 async def test_a_signal_that_is_told_twice_at_once_is_one(caplog: pytest.LogCaptureFixture) -> None:
     """As uvloop tells it now and then; requests would break off."""
     caplog.set_level(logging.INFO)
