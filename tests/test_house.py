@@ -290,6 +290,12 @@ def test_the_reading_list_is_an_evening() -> None:
     assert sum(sizes.values()) <= READING_LIMIT
 
 
+def test_every_file_has_its_place_on_the_reading_page() -> None:
+    page = READING.read_text()
+    files = [name(path) for path in SOURCES if not path.name.startswith("__")]
+    assert [file for file in files if f"(../pdserve/{file})" not in page] == []
+
+
 def test_the_reading_list_states_sizes() -> None:
     """To within a tenth, so that not every commit has to touch it."""
     found = {path: (stated, len(path.read_text().splitlines())) for path, stated in _reading_list().items()}
