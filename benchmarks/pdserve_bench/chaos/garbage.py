@@ -137,13 +137,18 @@ def _send(host: str, port: int, how: Callable[[socket.socket], object]) -> None:
 
 
 def _as_zeromq(end: socket.socket, messages: Sequence[Sequence[bytes]], more: bytes = b"") -> None:
-    """Greeting and handshake of ZMTP 3.0 (rfc.zeromq.org/spec/23), then the messages, frame by frame."""
+    """Greeting and handshake of ZMTP 3.0 (rfc.zeromq.org/spec/23), then the messages, frame by frame. Not before the
+    peer is READY: what it said after this end had closed would reset the connection, and drop what it has not read."""
     ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     end.settimeout(_HANDSHAKE)
     end.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
-    if not end.recv(64).startswith(b"\xff"):
-        return
+    answer = b""
+    while b"READY" not in answer:
+        some = end.recv(256)
+        answer += some
+        if not some or not answer.startswith(b"\xff") or len(answer) > 1000:
+            return
     end.settimeout(_TIMEOUT)
     for parts in messages:
         for number, part in enumerate(parts, 1):
