@@ -62,11 +62,7 @@ def alone(tmp_path: Path, nats_url: str, etcd_url: str, namespace: str) -> Alone
 async def test_ctrl_c_lets_a_decode_worker_finish(alone: Alone) -> None:
     async with alone.view() as view:
         with Terminal(alone.command(Role.DECODE), alone.env) as terminal:
-            await until(lambda: bool(view.instances(Role.DECODE)), within=30)
-            (instance,) = view.instances(Role.DECODE)
-            begun = asyncio.Event()
-            answer = asyncio.create_task(_ask(instance, begun))
-            await begun.wait()
+            answer = await _asked(view)
             terminal.type("\x03")
             assert await asyncio.wait_for(answer, 30) == TOKENS
             await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
@@ -77,11 +73,7 @@ async def test_ctrl_c_lets_a_decode_worker_finish(alone: Alone) -> None:
 async def test_the_second_ctrl_c_ends_it_at_once(alone: Alone) -> None:
     async with alone.view() as view:
         with Terminal(alone.command(Role.DECODE), alone.env) as terminal:
-            await until(lambda: bool(view.instances(Role.DECODE)), within=30)
-            (instance,) = view.instances(Role.DECODE)
-            begun = asyncio.Event()
-            answer = asyncio.create_task(_ask(instance, begun))
-            await begun.wait()
+            answer = await _asked(view)
             terminal.type("\x03")
             await asyncio.to_thread(terminal.until, "draining: 1 requests to finish", 30)
             await asyncio.sleep(SAME_SIGNAL)  # no finger is quicker
@@ -141,6 +133,16 @@ async def test_without_etcd_a_role_waits_for_it(
             await asyncio.to_thread(terminal.until, "waiting for it", 30)
             terminal.type("\x03")
             await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
+
+
+async def _asked(view: RegistryView) -> "asyncio.Task[int]":
+    """A request that the only decode worker has begun to answer; the task counts its tokens."""
+    await until(lambda: bool(view.instances(Role.DECODE)), within=30)
+    (instance,) = view.instances(Role.DECODE)
+    begun = asyncio.Event()
+    answer = asyncio.create_task(_ask(instance, begun))
+    await begun.wait()
+    return answer
 
 
 async def _ask(instance: Instance, begun: asyncio.Event) -> int:
