@@ -7,8 +7,9 @@ import pytest
 
 from pdserve.decode.requests import ASK_AGAIN, KvAge
 from pdserve.messages import Placed, PrefillConfirm, PrefillDone, PrefillFailed, ToPrefill
+from pdserve.queue.memory import MemoryQueue
 from tests.conditions import until
-from tests.decode.graph import Graph
+from tests.decode.graph import Frontend, Graph
 from tests.decode.test_worker import LONG, act_prefill, expected, handle
 
 
@@ -67,16 +68,24 @@ def a_minute_passes(graph: Graph, request_id: str) -> None:
     request.kv_age.asked -= 60.0
 
 
+async def answer_held_back(
+    graph: Graph,
+) -> tuple[MemoryQueue, Frontend, AsyncIterator[ToPrefill], str]:
+    """A request, by its id, whose prefill worker, which the test acts, has just answered, a minute too late."""
+    await act_prefill(graph)
+    queue, frontend = await graph.queue(), await graph.frontend()
+    notices = queue.notices()
+    request_id = await frontend.submit(LONG)
+    await queue.pull(1, 5.0)
+    a_minute_passes(graph, request_id)
+    await queue.answer("decode-0", done(0.0, request_id=request_id))
+    return queue, frontend, notices, request_id
+
+
 @pytest.mark.parametrize(("age", "mode"), [(1.0, "remote"), (29.0, "local")])
 async def test_an_answer_that_was_held_back_is_confirmed_before_its_kv_is_read(age: float, mode: str) -> None:
     async with Graph() as graph:
-        await act_prefill(graph)
-        queue, frontend = await graph.queue(), await graph.frontend()
-        notices = queue.notices()
-        request_id = await frontend.submit(LONG)
-        await queue.pull(1, 5.0)
-        a_minute_passes(graph, request_id)
-        await queue.answer("decode-0", done(0.0, request_id=request_id))
+        queue, frontend, notices, request_id = await answer_held_back(graph)
         asked = await confirm(notices)
         assert (asked.decode, asked.worker, asked.held) == ("decode-0", "prefill-x", "p")
         await queue.answer("decode-0", done(0.0, request_id=request_id))
@@ -91,13 +100,7 @@ async def test_an_answer_that_was_held_back_is_confirmed_before_its_kv_is_read(a
 
 async def test_kv_that_is_gone_when_it_should_be_confirmed_is_not_waited_for() -> None:
     async with Graph() as graph:
-        await act_prefill(graph)
-        queue, frontend = await graph.queue(), await graph.frontend()
-        notices = queue.notices()
-        request_id = await frontend.submit(LONG)
-        await queue.pull(1, 5.0)
-        a_minute_passes(graph, request_id)
-        await queue.answer("decode-0", done(0.0, request_id=request_id))
+        queue, frontend, notices, request_id = await answer_held_back(graph)
         await confirm(notices)
         await queue.answer("decode-0", PrefillFailed(request_id, "expired"))
         answered = await frontend.end_of(request_id)
