@@ -14,7 +14,8 @@ from pdserve.process import life
 
 ROOT = Path(__file__).parent.parent
 LOCAL = ROOT / "configs/local.yaml"
-COMMANDS = ("serve", "frontend", "decode", "prefill", "plan", "status", "set", "doctor", "chaos")
+COMMANDS = ("serve", "frontend", "decode", "prefill", "plan", "status", "set", "doctor", "chaos", "compare")
+BENCHES = ("bench multi-round", "bench goodput", "bench systems", "bench hops")
 
 
 def pdserve(*args: object, state: Path | None = None, **env: str) -> "subprocess.CompletedProcess[str]":
@@ -34,9 +35,9 @@ def test_help_lists_every_command() -> None:
         assert f"\n  {command} " in result.stdout
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", (*COMMANDS, *BENCHES))
 def test_every_command_teaches_by_example(command: str) -> None:
-    result = pdserve(command, "--help")
+    result = pdserve(*command.split(), "--help")
     assert result.returncode == 0
     assert f"examples:\n  pdserve {command}" in result.stdout
 

@@ -14,13 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import httptools
 import msgspec
 
 COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 
 
 class BadAnswer(Exception):
@@ -59,6 +60,12 @@ class Exchange:
     """where the body asked for `return_token_ids`"""
     arrivals: list[float] = field(default_factory=list)
     """when each token came, where the answer is streamed; without token ids, when each event with text did"""
+    text: str = ""
+    """of the answer, where it is streamed"""
+    prompt_tokens: int = 0
+    """as the answer's usage says: `stream_options: {"include_usage": true}`"""
+    completion_tokens: int = 0
+    """as the answer's usage says"""
     error: str = ""
     reset: bool = False
     """the connection was refused, or ended before the answer did"""
@@ -77,6 +84,11 @@ class Exchange:
         return self.arrivals[0] - self.started if self.arrivals else None
 
     @property
+    def output_tokens(self) -> int:
+        """By the usage, else by the token ids, else by the events with text."""
+        return self.completion_tokens or len(self.tokens) or len(self.arrivals)
+
+    @property
     def gaps(self) -> list[float]:
         """Seconds between tokens. Those of one event have come together."""
         return [after - before for before, after in pairwise(self.arrivals)]
@@ -92,7 +104,7 @@ class LoadClient:
         self._source = source
 
     async def ask(self, exchange: Exchange, timeout: float, path: str = COMPLETIONS) -> None:
-        """Never fails: what goes wrong is told by the exchange."""
+        """Never fails: what goes wrong is told by the exchange. Cancelled, it stays unfinished."""
         exchange.started = time.monotonic()
         try:
             async with asyncio.timeout(timeout):
@@ -105,8 +117,7 @@ class LoadClient:
             exchange.reset, exchange.error = True, f"connection: {str(error) or type(error).__name__}"
         except (ValueError, LookupError, TypeError, AttributeError, httptools.HttpParserError) as error:
             exchange.error = f"an answer that cannot be read: {error!r}"
-        finally:
-            exchange.ended = time.monotonic()
+        exchange.ended = time.monotonic()
 
     async def _ask(self, exchange: Exchange, path: str) -> None:
         headers = {**self._headers, "x-request-id": exchange.request_id}
@@ -125,6 +136,7 @@ class LoadClient:
             else:
                 answer = msgspec.json.decode(await connection.rest())
                 exchange.tokens = list(answer["choices"][0].get("token_ids") or ())
+                _read_usage(exchange, answer)
         finally:
             connection.abort()
 
@@ -138,12 +150,26 @@ async def _read_stream(exchange: Exchange, connection: "HttpConnection") -> None
         event = msgspec.json.decode(line[6:])
         if "error" in event:
             raise BadAnswer(f"in the stream: {error_message(line[6:])}")
+        _read_usage(exchange, event)
         for choice in event["choices"]:
             tokens = choice.get("token_ids")
-            text = choice.get("text") or (choice.get("delta") or {}).get("content")
+            text = choice.get("text") or _delta(choice)
+            exchange.text += text
             exchange.tokens += tokens or ()
             exchange.arrivals += [time.monotonic()] * (len(tokens) if tokens else bool(text))
     raise BadAnswer("the stream ended without [DONE]")
+
+
+def _delta(choice: Mapping[str, Any]) -> str:
+    """The text of a chat's event: of its reasoning too, for that is generated and waited for as well."""
+    delta = choice.get("delta") or {}
+    return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+
+
+def _read_usage(exchange: Exchange, answer: Mapping[str, Any]) -> None:
+    if usage := answer.get("usage"):
+        exchange.prompt_tokens = usage.get("prompt_tokens") or 0
+        exchange.completion_tokens = usage.get("completion_tokens") or 0
 
 
 def error_message(answer: bytes) -> str:

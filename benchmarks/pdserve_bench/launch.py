@@ -119,6 +119,15 @@ class ServeRun(ServerRun):
         return found
 
 
+def family(pid: int) -> list[psutil.Process]:
+    """The process and all below it; none where it is gone."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
 @dataclass
 class RunningGraph:
     """A graph on this machine. One that was started elsewhere is taken as it is."""
@@ -136,11 +145,7 @@ class RunningGraph:
 
     def family(self) -> list[psutil.Process]:
         """The graph's supervisor and all processes below it."""
-        try:
-            supervisor = psutil.Process(self.graph.pid)
-            return [supervisor, *supervisor.children(recursive=True)]
-        except psutil.Error:
-            return []
+        return family(self.graph.pid)
 
 
 @dataclass
@@ -204,18 +209,24 @@ async def started(
 
 @asynccontextmanager
 async def plain_vllm(
-    model: Path, arguments: list[str], folder: Path, say: Callable[[str], None]
-) -> AsyncIterator[str]:
-    """The URL of vLLM's own API server, once it has answered: what a graph is compared with."""
+    model: Path,
+    arguments: list[str],
+    folder: Path,
+    say: Callable[[str], None],
+    variables: Mapping[str, str] | None = None,
+) -> AsyncIterator[tuple[str, int]]:
+    """The URL of vLLM's own API server, once it has answered, and its pid: what a graph is compared with. On a CPU host
+    it gets one thread and 1 GiB of KV cache unless `variables` say otherwise."""
     port = free_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}"
     entry = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(model)]
     small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    server = ServerRun([*entry, "--port", str(port), *arguments], folder / "vllm.log", small)
-    server.start()
+    command = [*entry, "--port", str(port), *arguments]
+    server = ServerRun(command, folder / "vllm.log", {**small, **(variables or {})})
+    process = server.start()
     try:
         await server.until(lambda: "Application startup complete" in server.text, say)
-        yield url
+        yield url, process.pid
     finally:
         await server.stop()
 

@@ -22,8 +22,8 @@ import psutil
 
 from pdserve.demo import MODEL_DIR
 from pdserve_bench.client import Exchange, LoadClient
-from pdserve_bench.figures import median_ratio
 from pdserve_bench.launch import RunningGraph, plain_vllm, started
+from pdserve_bench.samples import median_ratio
 from pdserve_bench.simulated import simulated, write
 
 _REAL = {"engine": "vllm"}
@@ -34,7 +34,10 @@ _SPIN = 1.2  # seconds; vLLM's workers spin for one second after a message
 async def measure(folder: Path, rounds: int, words: int) -> dict[str, object]:
     say = partial(print, file=sys.stderr)
     file = write(simulated(decode=_REAL, prefill=_REAL), folder / "real.yaml")
-    async with plain_vllm(MODEL_DIR, _ENGINE, folder, say) as bare, started(file, folder, say) as running:
+    async with (
+        plain_vllm(MODEL_DIR, _ENGINE, folder, say) as (bare, _),
+        started(file, folder, say) as running,
+    ):
         return {
             "ttft": await _compare(bare, running.graph.url, rounds, words),
             "processes": await _processes(running, seconds=20.0),

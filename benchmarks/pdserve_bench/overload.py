@@ -28,9 +28,9 @@ import psutil
 
 from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.client import Exchange, LoadClient, Outcome
-from pdserve_bench.figures import percentile
 from pdserve_bench.launch import started
 from pdserve_bench.load import ClosedLoop, open_loop
+from pdserve_bench.samples import percentile
 from pdserve_bench.simulated import simulated, write
 
 SIMULATED = simulated({"step-seconds": 0.05, "prefill-rate": 4000}, decode={"max-num-seqs": 8})

@@ -8,7 +8,7 @@ The module is imported when the command is used: `pdserve --help` loads none of 
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -29,8 +29,30 @@ COMMANDS = {
     "set": ("pdserve.cli.settings:change_settings", "change a running graph's settings"),
     "doctor": ("pdserve.cli.doctor:doctor", "is this machine fit for it?"),
     "chaos": ("pdserve_bench.chaos.command:chaos", "break a graph under load, and count what was lost"),
+    "bench": (
+        {
+            "multi-round": (
+                "pdserve_bench.multi_round.command:multi_round",
+                "conversations of several rounds, with users that join over time",
+            ),
+            "goodput": (
+                "pdserve_bench.goodput.command:goodput",
+                "the highest rate at which 90 % of the requests keep an SLO",
+            ),
+            "systems": (
+                "pdserve_bench.systems.command:systems",
+                "one vLLM engine and this graph, in turn, under the same load",
+            ),
+            "hops": ("pdserve_bench.hops.command:hops", "what each part of the graph costs, alone"),
+        },
+        "measure a server, or this graph against one engine",
+    ),
+    "compare": (
+        "pdserve_bench.compare.command:compare",
+        "should this load be disaggregated, and in which split?",
+    ),
 }
-"""name -> import string of the function, and one line of help"""
+"""name -> import string of the function, or the commands of a group, and one line of help"""
 
 _EPILOG = """\
 environment:
@@ -71,9 +93,24 @@ def build_group() -> TyperGroup:
     app.callback()(_pdserve)
     group = get_command(app)
     assert isinstance(group, TyperGroup)
-    for name, (function, line) in COMMANDS.items():
-        group.add_command(_LazyCommand(name, function, line))
+    _add(group, COMMANDS)
     return group
+
+
+def _add(group: TyperGroup, commands: Mapping[str, Any]) -> None:
+    for name, (what, line) in commands.items():
+        if isinstance(what, str):
+            group.add_command(_LazyCommand(name, what, line))
+        else:
+            app = typer.Typer(
+                cls=_Group, help=f"{line[0].upper()}{line[1:]}.", subcommand_metavar="COMMAND ...", **_PLAIN
+            )
+            app.callback(invoke_without_command=False)(lambda: None)
+            inner = get_command(app)
+            assert isinstance(inner, TyperGroup)
+            inner.name, inner.short_help = name, line
+            _add(inner, what)
+            group.add_command(inner)
 
 
 def _show_version(asked: bool) -> None:
@@ -96,6 +133,8 @@ def _pdserve(
       pdserve status                         which processes run, and what they are doing
       pdserve doctor                         is this machine fit for it?
       pdserve chaos -f configs/local.yaml    what happens when anything of it dies
+      pdserve compare -f configs/local.yaml  is it worth it: this graph against one engine
+      pdserve bench goodput --url URL        the highest rate that a server carries well
     """
 
 

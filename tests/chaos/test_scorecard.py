@@ -8,7 +8,7 @@ import pytest
 from pdserve_bench.chaos.judge import AttemptTrace, Judgement, Seen, trace
 from pdserve_bench.chaos.questions import Attempt, Case
 from pdserve_bench.chaos.scorecard import Row, as_json, line, passed, score, scorecard, verdict
-from pdserve_bench.figures import percentile
+from pdserve_bench.samples import percentile
 from pdserve_bench.watch import Leftovers
 from rich.console import Console
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from pdserve.observe.tables import table
 from pdserve_bench.chaos.judge import AttemptTrace, Judgement, Seen
-from pdserve_bench.figures import percentile
+from pdserve_bench.samples import percentile
 from pdserve_bench.watch import Leftovers
 
 _COUNTS = ("requests", "failed", "hung", "wrong")

@@ -1,4 +1,4 @@
-"""Figures of many samples."""
+"""What many samples say in one figure."""
 
 import math
 import statistics

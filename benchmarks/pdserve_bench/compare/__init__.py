@@ -1,0 +1,1 @@
+"""Should this load be disaggregated, and in which split? Measured, with the reason."""

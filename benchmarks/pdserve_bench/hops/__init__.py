@@ -1,0 +1,1 @@
+"""What each hop of a request costs, alone: frontend, stream, prefill queue, KV transfer."""

@@ -1,0 +1,97 @@
+"""A run of load against one server: every request of it, and what they say together."""
+
+import asyncio
+import signal
+import statistics
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pdserve.process.signals import STOPPERS
+from pdserve_bench.client import Exchange, Outcome
+from pdserve_bench.samples import percentile
+from pdserve_bench.slo import Slo
+from pdserve_bench.target import Target
+
+INTERRUPTED = 130
+"""exit code of a command that was broken off by a signal, after it has shown what it has"""
+
+
+@dataclass
+class LoadRun:
+    """Requests are in it from when they begin, so that it can be read at any time."""
+
+    exchanges: list[Exchange] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+    ended: float = 0.0
+    """0 while it runs"""
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended or time.monotonic()) - self.began
+
+    def of(self, outcome: Outcome) -> list[Exchange]:
+        return [exchange for exchange in self.exchanges if exchange.outcome is outcome]
+
+    def summary(self, slo: Slo | None = None) -> dict[str, float]:
+        """Times in seconds, rates per second. Gaps are those between tokens of one request (ITL); `longest gap` has one
+        sample for each request. Times are those of finished requests."""
+        finished = self.of(Outcome.FINISHED)
+        ttfts = [exchange.ttft for exchange in finished if exchange.ttft is not None]
+        gaps = [gap for exchange in finished for gap in exchange.gaps]
+        longest = [max(exchange.gaps) for exchange in finished if exchange.gaps]
+        whole = [exchange.ended - exchange.started for exchange in finished]
+        figures = {
+            "requests": float(len(self.exchanges)),
+            "finished": float(len(finished)),
+            "failed": float(len(self.of(Outcome.FAILED))),
+            "unfinished": float(len(self.of(Outcome.UNFINISHED))),
+            "seconds": self.seconds,
+            "requests/s": len(finished) / self.seconds,
+            "input tokens/s": sum(exchange.prompt_tokens for exchange in finished) / self.seconds,
+            "output tokens/s": sum(exchange.output_tokens for exchange in finished) / self.seconds,
+            "TTFT mean": statistics.fmean(ttfts) if ttfts else 0.0,
+        }
+        for name, samples in (("TTFT", ttfts), ("ITL", gaps), ("longest gap", longest), ("whole", whole)):
+            for share in (0.5, 0.9, 0.99):
+                figures[f"{name} p{100 * share:g}"] = percentile(samples, share)
+        if slo is not None:
+            figures["kept"] = slo.attainment(self.exchanges)
+        return figures
+
+
+class Workload(Protocol):
+    """What users do, as a program that does it."""
+
+    async def run(self, target: Target, run: LoadRun) -> None:
+        """Send all of it and put every request into `run` when it begins; end when the last answer has ended, within a
+        bound of its own. May be cancelled: what was begun stays in `run`."""
+
+
+def run_until_stopped(work: Callable[[], Coroutine[None, None, object]]) -> bool:
+    """Run it to its end; on Ctrl-C and the like cancel it, so that it stops what it has started. False then. A second
+    signal while it does so ends this process by itself."""
+
+    async def stoppable() -> bool:
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            for number in STOPPERS:
+                loop.remove_signal_handler(number)
+                signal.signal(
+                    number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                )
+            task.cancel()
+
+        for number in STOPPERS:
+            loop.add_signal_handler(number, stop)
+        await work()
+        return True
+
+    try:
+        return asyncio.run(stoppable())
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        return False

@@ -1,0 +1,147 @@
+"""A system under test: plain vLLM, a graph, or a server that runs already."""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pdserve.registry import connect, keys
+from pdserve_bench.launch import family, plain_vllm, started
+from pdserve_bench.simulated import write
+from pdserve_bench.target import Target
+
+Say = Callable[[str], None]
+
+
+class RunningSystem:
+    """One that answers."""
+
+    def __init__(self, target: Target, pid: int = 0) -> None:
+        """`pid` is the process above all others of it; 0 where they are not on this machine."""
+        self.target = target
+        self._pid = pid
+
+    def processes(self) -> list[psutil.Process]:
+        return family(self._pid) if self._pid else []
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """So far, by what the process is. Empty where its processes are not known. Those that have ended since are
+        not in it: compare two of the same processes."""
+        spent: dict[str, float] = {}
+        for process in self.processes():
+            with suppress(psutil.Error):
+                times = process.cpu_times()
+                name = label(process)
+                spent[name] = spent.get(name, 0.0) + times.user + times.system
+        return spent
+
+    async def apply(self, settings: Mapping[str, str]) -> None:
+        """Live settings; the others are those of its file. Raises ValueError where it has none."""
+        if settings:
+            raise ValueError(f"no such settings here: {', '.join(settings)}")
+
+
+class System(ABC):
+    """A recipe for one."""
+
+    name: str
+
+    @abstractmethod
+    def start(self, folder: Path, say: Say) -> AbstractAsyncContextManager[RunningSystem]:
+        """In a folder that is there and its own. Entering raises ConfigError and Unavailable where it does not come up;
+        leaving stops it."""
+
+
+@dataclass(frozen=True)
+class PlainVllm(System):
+    """vLLM's own API server, one engine."""
+
+    name: str
+    model: Path
+    served: str
+    arguments: Sequence[str] = ()
+    """of its command line"""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """as OMP_NUM_THREADS, which says how much of a CPU host the engine may have"""
+
+    @asynccontextmanager
+    async def start(self, folder: Path, say: Say) -> AsyncIterator[RunningSystem]:
+        arguments = [*self.arguments, "--served-model-name", self.served]
+        async with plain_vllm(self.model, arguments, folder, say, self.variables) as (url, pid):
+            yield RunningSystem(Target(url, self.served), pid)
+
+
+@dataclass(frozen=True)
+class GraphSystem(System):
+    """`pdserve serve` of a configuration."""
+
+    name: str
+    sections: Mapping[str, Any]
+    """of the file; ports, NATS and etcd are chosen where it is started"""
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @asynccontextmanager
+    async def start(self, folder: Path, say: Say) -> AsyncIterator[RunningSystem]:
+        file = write(self.sections, folder / "system.yaml")
+        async with started(file, folder, say, variables=self.variables) as running:
+            graph = running.graph
+            async with connect(graph.etcd, graph.namespace) as registry:
+                yield _RunningGraph(Target(graph.url, graph.model), graph.pid, registry)
+
+
+class _RunningGraph(RunningSystem):
+    def __init__(self, target: Target, pid: int, registry: Any) -> None:
+        super().__init__(target, pid)
+        self._registry = registry
+
+    async def apply(self, settings: Mapping[str, str]) -> None:
+        """The workers have them some milliseconds later."""
+        for key in await self._registry.read(keys.SETTINGS):
+            if key.removeprefix(keys.SETTINGS) not in settings:
+                await self._registry.delete(key)
+        for name, value in settings.items():
+            await self._registry.put(keys.setting(name), value.encode(), leased=False)
+
+
+@dataclass(frozen=True)
+class Elsewhere(System):
+    """A server that runs already."""
+
+    name: str
+    target: Target
+
+    @asynccontextmanager
+    async def start(self, folder: Path, say: Say) -> AsyncIterator[RunningSystem]:
+        yield RunningSystem(self.target)
+
+
+ALL_LOCAL = {"max-local-prefill-length": str(2**31 - 1)}
+"""live settings: no prompt is prefilled remotely"""
+ALL_REMOTE = {"max-local-prefill-length": "0", "max-prefill-queue-size": str(2**31 - 1)}
+"""live settings: every prompt is, which has tokens outside of the prefix cache"""
+
+
+def label(process: psutil.Process) -> str:
+    """What it is: `frontend`, `decode`, `decode EngineCore`, `decode VllmWorker`, `nats-server`, `vllm server`, ..."""
+    name = process.name()
+    for part in ("EngineCore", "VllmWorker", "Worker_"):
+        if part in " ".join([name, *process.cmdline()[:1]]):
+            above = process.parent()
+            while above is not None and any(
+                word in " ".join([above.name(), *above.cmdline()[:1]]) for word in _ENGINE
+            ):
+                above = above.parent()
+            return f"{label(above) if above else 'vllm'} {part.rstrip('_')}"
+    command = process.cmdline()
+    if "pdserve" in command:
+        return str(command[command.index("pdserve") + 1]) if command[-1] != "pdserve" else "pdserve"
+    if any(word.endswith("api_server.entry") for word in command):
+        return "vllm server"
+    return str(name)
+
+
+_ENGINE = ("EngineCore", "VllmWorker", "Worker_")
