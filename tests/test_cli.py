@@ -35,7 +35,7 @@ def test_help_lists_every_command() -> None:
         assert f"\n  {command} " in result.stdout
 
 
-@pytest.mark.parametrize("command", (*COMMANDS, *BENCHES))
+@pytest.mark.parametrize("command", [*COMMANDS, *BENCHES])
 def test_every_command_teaches_by_example(command: str) -> None:
     result = pdserve(*command.split(), "--help")
     assert result.returncode == 0

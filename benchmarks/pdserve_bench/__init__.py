@@ -1,6 +1,7 @@
 """What breaks pdserve on purpose, and what measures it. Ships beside the server, which never needs it.
 
 `pdserve chaos`, `pdserve bench` and `pdserve compare` are its commands; `python -m pdserve_bench.soak`, `.fuzz`,
-`.overhead` and `.overload` are its programs. `client`, `target` and `load` send requests, `launch` and `systems` start
-what is measured, `runs`, `slo` and `samples` compute, `report` and `progress` show, `watch` looks what a graph holds.
+`.overhead` and `.overload` are its programs. `client`, `endpoint` and `load` send requests, `launch` and `systems`
+start what is measured, `runs`, `slo` and `samples` compute, `report` and `progress` show, `watch` looks what a graph
+holds.
 """

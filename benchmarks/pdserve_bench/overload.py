@@ -93,7 +93,7 @@ class Caller:
         headers = {"authorization": f"Bearer {exchange.key}", "x-request-timeout": f"{self.deadline}"}
         await LoadClient(self._graph.url, headers).ask(exchange, 3 * self.deadline)
 
-    async def watched(self, work: "Coroutine[None, None, LoadRun]") -> "LoadRun":
+    async def watched(self, work: "Coroutine[None, None, OverloadRun]") -> "OverloadRun":
         """With the CPU time that was taken, and the generator's own longest stall."""
         longest, begin, before_all = 0.0, time.monotonic(), Cpu.now(self._graph.pid)
 
@@ -112,17 +112,17 @@ class Caller:
         finally:
             watcher.cancel()
 
-    async def closed(self, clients: int, seconds: float, keys: list[str]) -> "LoadRun":
+    async def closed(self, clients: int, seconds: float, keys: list[str]) -> "OverloadRun":
         """Each client asks again when it is answered; a refused one waits a little."""
         begin = time.monotonic()
         async with ClosedLoop(self.requests(keys), self.send, clients) as loop:
             await asyncio.sleep(seconds)
-        return LoadRun(begin, begin + seconds, loop.done, self.deadline)
+        return OverloadRun(begin, begin + seconds, loop.done, self.deadline)
 
-    async def open(self, rate: float, seconds: float, keys: list[str]) -> "LoadRun":
+    async def open(self, rate: float, seconds: float, keys: list[str]) -> "OverloadRun":
         begin = time.monotonic()
         sent = await open_loop(self.requests(keys), self.send, rate, seconds, seed=4711)
-        return LoadRun(begin, begin + seconds, sent, self.deadline)
+        return OverloadRun(begin, begin + seconds, sent, self.deadline)
 
 
 @dataclass(eq=False)
@@ -131,7 +131,7 @@ class KeyedExchange(Exchange):
 
 
 @dataclass(frozen=True)
-class LoadRun:
+class OverloadRun:
     begin: float
     end: float
     exchanges: Sequence[Exchange]

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from pdserve.process.signals import STOPPERS
 from pdserve_bench.client import Exchange, Outcome
+from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.samples import percentile
 from pdserve_bench.slo import Slo
-from pdserve_bench.target import Target
 
 INTERRUPTED = 130
 """exit code of a command that was broken off by a signal, after it has shown what it has"""
@@ -64,9 +64,19 @@ class LoadRun:
 class Workload(Protocol):
     """What users do, as a program that does it."""
 
-    async def run(self, target: Target, run: LoadRun) -> None:
+    async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
         """Send all of it and put every request into `run` when it begins; end when the last answer has ended, within a
         bound of its own. May be cancelled: what was begun stays in `run`."""
+
+
+class Scalable(Protocol):
+    """Users of one kind, as many as it takes for a rate."""
+
+    rate: float
+    """requests per second that were asked for: those of the trace, or of the options"""
+
+    def at(self, rate: float, seconds: float, seed: int) -> Workload:
+        """For so long, `rate` requests per second on average; other seeds make other prompts and arrivals."""
 
 
 def run_until_stopped(work: Callable[[], Coroutine[None, None, object]]) -> bool:

@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 
 from pdserve.registry import connect, keys
+from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.launch import family, plain_vllm, started
 from pdserve_bench.simulated import write
-from pdserve_bench.target import Target
 
 Say = Callable[[str], None]
 
@@ -20,9 +20,9 @@ Say = Callable[[str], None]
 class RunningSystem:
     """One that answers."""
 
-    def __init__(self, target: Target, pid: int = 0) -> None:
+    def __init__(self, endpoint: Endpoint, pid: int = 0) -> None:
         """`pid` is the process above all others of it; 0 where they are not on this machine."""
-        self.target = target
+        self.endpoint = endpoint
         self._pid = pid
 
     def processes(self) -> list[psutil.Process]:
@@ -72,7 +72,7 @@ class PlainVllm(System):
     async def start(self, folder: Path, say: Say) -> AsyncIterator[RunningSystem]:
         arguments = [*self.arguments, "--served-model-name", self.served]
         async with plain_vllm(self.model, arguments, folder, say, self.variables) as (url, pid):
-            yield RunningSystem(Target(url, self.served), pid)
+            yield RunningSystem(Endpoint(url, self.served), pid)
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class GraphSystem(System):
         async with started(file, folder, say, variables=self.variables) as running:
             graph = running.graph
             async with connect(graph.etcd, graph.namespace) as registry:
-                yield _RunningGraph(Target(graph.url, graph.model), graph.pid, registry)
+                yield _RunningGraph(Endpoint(graph.url, graph.model), graph.pid, registry)
 
 
 class _RunningGraph(RunningSystem):
-    def __init__(self, target: Target, pid: int, registry: Any) -> None:
-        super().__init__(target, pid)
+    def __init__(self, endpoint: Endpoint, pid: int, registry: Any) -> None:
+        super().__init__(endpoint, pid)
         self._registry = registry
 
     async def apply(self, settings: Mapping[str, str]) -> None:
@@ -112,11 +112,11 @@ class Elsewhere(System):
     """A server that runs already."""
 
     name: str
-    target: Target
+    endpoint: Endpoint
 
     @asynccontextmanager
     async def start(self, folder: Path, say: Say) -> AsyncIterator[RunningSystem]:
-        yield RunningSystem(self.target)
+        yield RunningSystem(self.endpoint)
 
 
 ALL_LOCAL = {"max-local-prefill-length": str(2**31 - 1)}

@@ -16,7 +16,7 @@ _WORD = "{:04d}"
 
 
 @dataclass(frozen=True)
-class Target:
+class Endpoint:
     url: str
     """a base URL without `/v1`"""
     model: str
@@ -51,9 +51,9 @@ def base_url(url: str) -> str:
     return found
 
 
-async def find_target(
+async def find_endpoint(
     url: str, model: str = "", headers: Mapping[str, str] | None = None, chat: bool = False
-) -> Target:
+) -> Endpoint:
     """Look at the server's `/v1/models`; the first of them where none is named. Raises ConfigError where it does not
     serve that model, and Unavailable where it does not answer."""
     base, headers = base_url(url), dict(headers or {})
@@ -72,7 +72,7 @@ async def find_target(
         raise ConfigError([f"{base} does not serve {model}: it has {', '.join(served) or 'no model'}."])
     if not served:
         raise Unavailable(f"{base} serves no model yet.")
-    return Target(base, model or served[0], headers, chat)
+    return Endpoint(base, model or served[0], headers, chat)
 
 
 class Prompts:
@@ -90,15 +90,15 @@ class Prompts:
         return (_WORD.format(self._random.randrange(10_000)) for _ in range(count))
 
 
-async def learn_prompts(target: Target, seed: int) -> Prompts:
+async def learn_prompts(endpoint: Endpoint, seed: int) -> Prompts:
     """Ask once, to learn how many tokens of this model a word is. Raises Unavailable with the server's words where it
     does not answer."""
     words = " ".join(Prompts(1.0, seed).words(_PROBE_WORDS))
-    long, short = Exchange(target.body(words, 1)), Exchange(target.body("0000", 1))
-    await asyncio.gather(target.ask(long, 60.0), target.ask(short, 60.0))
+    long, short = Exchange(endpoint.body(words, 1)), Exchange(endpoint.body("0000", 1))
+    await asyncio.gather(endpoint.ask(long, 60.0), endpoint.ask(short, 60.0))
     for exchange in (long, short):
         if exchange.error:
-            raise Unavailable(f"{target.url} does not answer a first request: {exchange.error}")
+            raise Unavailable(f"{endpoint.url} does not answer a first request: {exchange.error}")
     tokens = long.prompt_tokens - short.prompt_tokens
     if tokens <= 0:  # it tells no usage
         return Prompts(2.0, seed)
