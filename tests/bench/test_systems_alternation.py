@@ -1,5 +1,7 @@
 """The plan of rounds, as a table."""
 
+from itertools import pairwise
+
 import pytest
 from pdserve_bench.systems.alternation import Turn, alternate, complete_rounds
 
@@ -34,7 +36,7 @@ def test_orders(systems: str, loads: str, rounds: int, control: bool, grouped: b
 
 def test_a_grouped_system_is_started_once_in_a_round_and_goes_on_into_the_next() -> None:
     turns = alternate("ABC", "123", 4, grouped=True)
-    starts = sum(before.system != after.system for before, after in zip(turns, turns[1:], strict=False)) + 1
+    starts = sum(before.system != after.system for before, after in pairwise(turns)) + 1
     assert starts == 4 * 3 + 1  # A B C A | A C B A | ...: not 4 * 4
 
 
