@@ -78,13 +78,13 @@ async def find_endpoint(
 class Prompts:
     """Prompts of a given length, each different from its first words on, so that no prefix cache has seen it."""
 
-    def __init__(self, tokens_per_word: float, seed: int) -> None:
-        self._tokens_per_word = tokens_per_word
+    def __init__(self, tokens_per_word: float, seed: int | str) -> None:
+        self.tokens_per_word = tokens_per_word
         self._random = Random(seed)
 
     def of(self, tokens: int) -> str:
         """About so many tokens, at least one word."""
-        return " ".join(self.words(max(1, round(tokens / self._tokens_per_word))))
+        return " ".join(self.words(max(1, round(tokens / self.tokens_per_word))))
 
     def words(self, count: int) -> Iterator[str]:
         return (_WORD.format(self._random.randrange(10_000)) for _ in range(count))

@@ -1,0 +1,289 @@
+"""A trace: requests as users have sent them, with arrival times, prompt lengths and answer lengths, from a JSONL file.
+
+Two forms of a line are read. Fields that are not named here are ignored.
+- The open traces of Mooncake (FAST 2025): `{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids":
+  [46, 47, …]}`. Each hash id stands for 512 tokens *and all before them*, so equal ids are equal prefixes. Prompts are
+  made up with that many tokens and those shared prefixes. Without `hash_ids` nothing is shared.
+- With text: `{"prompt": "…", "max_tokens": 64}` or `{"messages": […], "max_tokens": 64}`, perhaps `timestamp`.
+
+`timestamp` is in milliseconds; either all lines have one or none has.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice, pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from pdserve.errors import ConfigError
+from pdserve_bench.client import Exchange
+from pdserve_bench.endpoint import Endpoint, Prompts, learn_prompts
+from pdserve_bench.runs import LoadRun, Workload
+from pdserve_bench.samples import percentile
+
+BLOCK = 512
+"""tokens of a hash id"""
+PROBLEMS = 10
+"""wrong lines that are reported before reading stops"""
+MARGIN = 32
+"""tokens that a chat template may add to a made-up prompt"""
+_LETTERS = 4
+"""of a token, where there is only text: an estimate"""
+_POISSON_RATE = 1.0
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TraceLine(msgspec.Struct, frozen=True):
+    timestamp: float | None = None
+    input_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    output_length: Count | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    hash_ids: list[int] = []
+    prompt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)] | None = None
+
+    @property
+    def answer(self) -> int | None:
+        given = (self.output_length, self.max_completion_tokens, self.max_tokens)
+        return next((length for length in given if length is not None), None)
+
+
+_line = msgspec.json.Decoder(TraceLine)
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    due: float
+    """seconds after the first request of the trace"""
+    prompt_tokens: int
+    """an estimate where there is a `text`"""
+    answer: int
+    """tokens"""
+    blocks: tuple[int, ...] = ()
+    """hash ids, of 512 tokens each; the rest of the prompt is its own"""
+    text: str | list[dict[str, Any]] = ""
+    """a prompt or the messages of a chat; empty where it is to be made up"""
+    line: int = 0
+    """of the file"""
+
+    def pieces(self) -> Iterator[tuple[object, int]]:
+        """What prefixes are made of, with tokens: equal pieces after equal pieces are shared."""
+        if self.text:
+            raw = msgspec.json.encode(self.text)
+            for start in range(0, len(raw), BLOCK):
+                yield raw[start : start + BLOCK], len(raw[start : start + BLOCK]) // _LETTERS
+        for number, block in enumerate(self.blocks):
+            yield block, max(0, min(BLOCK, self.prompt_tokens - number * BLOCK))
+
+    def body(self, endpoint: Endpoint, tokens_per_word: float, salt: str) -> dict[str, Any]:
+        """Other salts make other prompts, which share prefixes with each other and with none of another salt."""
+        if isinstance(self.text, list):
+            first = dict(self.text[0])
+            first["content"] = _salted(first.get("content"), salt)
+            asked = replace(endpoint, chat=True).body("", self.answer)
+            return {**asked, "messages": [first, *self.text[1:]]}
+        prompt = _salted(self.text, salt) if self.text else self._made_up(tokens_per_word, salt)
+        return endpoint.body(prompt, self.answer)
+
+    def _made_up(self, tokens_per_word: float, salt: str) -> str:
+        words: list[str] = []
+        keys = [f"{salt}/{block}" for block in self.blocks]
+        keys += [f"{salt}/line {self.line}"] * (len(keys) * BLOCK < self.prompt_tokens)
+        for number, key in enumerate(keys):
+            own = number >= len(self.blocks)
+            end = self.prompt_tokens if own else min(self.prompt_tokens, BLOCK * (number + 1))
+            count = max(1, int(end / tokens_per_word)) - len(words)
+            words += Prompts(tokens_per_word, key).words(max(0, count))
+        return " ".join(words)
+
+
+def _salted(text: Any, salt: str) -> Any:
+    """At its beginning, so that no prefix is shared with another salt's. Only text can be; all else stays."""
+    return f"[{salt}] {text}" if isinstance(text, str) else text
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Scalable: the requests of the trace at another rate, for as long as is asked for."""
+
+    name: str
+    requests: tuple[TraceRequest, ...]
+    """in the order of their arrival, at least one"""
+    timed: bool
+    """else arrivals are Poisson"""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """why -> how many requests"""
+    timeout: float = 120.0
+    """seconds, of each request"""
+
+    @property
+    def span(self) -> float:
+        """Seconds until it would begin again: from the first request to the last, and a mean gap."""
+        count = len(self.requests)
+        return self.requests[-1].due * count / (count - 1) if count > 1 else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Requests per second; 1 where the trace has no times."""
+        return len(self.requests) / self.span if self.timed else _POISSON_RATE
+
+    def within(self, max_model_len: int) -> "Trace":
+        """Without the requests that such a model would refuse; `describe` tells how many. Raises ConfigError where
+        none is left."""
+        fits = tuple(each for each in self.requests if _longest(each) <= max_model_len)
+        if not fits:
+            raise ConfigError(
+                [f"{self.name}: all its requests are longer than the model's {max_model_len} tokens."]
+            )
+        start = fits[0].due
+        kept = tuple(replace(each, due=each.due - start) for each in fits)
+        reason = f"longer than the model's {max_model_len:,} tokens"
+        gone = {reason: len(self.requests) - len(kept)} if len(kept) < len(self.requests) else {}
+        timed = self.timed and kept[-1].due > 0
+        return replace(self, requests=kept, timed=timed, left_out={**self.left_out, **gone})
+
+    def at(self, rate: float, seconds: float, seed: int) -> Workload:
+        """So many consecutive requests of the trace as make that rate, from one that the seed chooses, their arrival
+        times stretched to `seconds`: bursts stay. Where the trace is too short it begins again, with fresh prompts."""
+        count, dice = max(1, round(rate * seconds)), random.Random(seed)
+        start = dice.randrange(len(self.requests))
+        picked = [self.requests[(start + number) % len(self.requests)] for number in range(count)]
+        salts = [f"{seed}.{(start + number) // len(self.requests)}" for number in range(count)]
+        if self.timed:
+            turns = [self._due(start + number) for number in range(count + 1)]
+            scale = seconds / (turns[-1] - turns[0]) if turns[-1] > turns[0] else 0.0
+            dues = [(due - turns[0]) * scale for due in turns[:-1]]
+        else:
+            dues = sorted(dice.uniform(0, seconds) for _ in range(count))  # Poisson, given their number
+        return TraceWorkload(list(zip(dues, picked, salts, strict=True)), self.timeout)
+
+    def _due(self, number: int) -> float:
+        turn, place = divmod(number, len(self.requests))
+        return turn * self.span + self.requests[place].due
+
+    @property
+    def shared(self) -> float:
+        """The share of all prompt tokens that lie in a prefix of an earlier request."""
+        seen, found = set[int](), 0
+        for request in self.requests:
+            path, common = 0, True
+            for piece, tokens in request.pieces():
+                path = hash((path, piece))
+                common = common and path in seen
+                found += tokens if common else 0
+                seen.add(path)
+        return found / sum(request.prompt_tokens for request in self.requests)
+
+    def describe(self) -> str:
+        prompts = [request.prompt_tokens for request in self.requests]
+        answers = [request.answer for request in self.requests]
+        about = "about " if any(request.text for request in self.requests) else ""
+        rate = f"{self.rate:.3g} a second" if self.timed else "no times: arrivals are Poisson"
+        left_out = "".join(f"; {count:,} left out: {why}" for why, count in self.left_out.items())
+        return (
+            f"{len(self.requests):,} requests, {rate}; prompts of {about}{_middle(prompts)} tokens (p50, p90), "
+            f"answers of {_middle(answers)}; {100 * self.shared:.0f} % of the prompt tokens in shared prefixes"
+            f"{left_out}"
+        )
+
+
+def _longest(request: TraceRequest) -> int:
+    return request.prompt_tokens + request.answer + (0 if request.text else MARGIN)
+
+
+def _middle(lengths: list[int]) -> str:
+    return f"{percentile(lengths, 0.5):,} and {percentile(lengths, 0.9):,}"
+
+
+@dataclass(frozen=True)
+class TraceWorkload:
+    """Requests at their times, whatever becomes of those before."""
+
+    arrivals: list[tuple[float, TraceRequest, str]]
+    """seconds after the beginning, what is asked, and the salt of its prompt"""
+    timeout: float
+
+    async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
+        """Raises Unavailable where the server does not answer a first request, which is not in the run."""
+        tokens_per_word = (await learn_prompts(endpoint, 0)).tokens_per_word
+        run.began = begin = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for due, request, salt in self.arrivals:
+                body = request.body(endpoint, tokens_per_word, salt)
+                await asyncio.sleep(max(0.0, begin + due - time.monotonic()))
+                exchange = Exchange(body)
+                run.exchanges.append(exchange)
+                target = replace(endpoint, chat="messages" in body)
+                group.create_task(target.ask(exchange, self.timeout))
+
+
+def read_trace(file: Path, limit: int = 0) -> Trace:
+    """At most `limit` requests where it is not 0. Raises ConfigError with file and line."""
+    try:
+        with file.open("rb") as raw:
+            lines = ((number, line) for number, line in enumerate(raw, 1) if line.strip())
+            found = _read(file, islice(lines, limit or None))
+    except OSError as error:
+        raise ConfigError([f"{file}: {error.strerror or error}."]) from None
+    requests = sorted((request for _, request in found), key=lambda request: request.due)
+    empty = sum(request.answer < 1 for request in requests)
+    requests = [request for request in requests if request.answer > 0]
+    if not requests:
+        raise ConfigError([f"{file} has no requests."])
+    first = requests[0].due
+    requests = _unrounded([replace(request, due=request.due - first) for request in requests])
+    timed = requests[-1].due > 0
+    return Trace(file.name, tuple(requests), timed, {"with no answer": empty} if empty else {})
+
+
+def _read(file: Path, lines: Iterable[tuple[int, bytes]]) -> list[tuple[bool, TraceRequest]]:
+    found: list[tuple[bool, TraceRequest]] = []
+    problems: list[str] = []
+    for number, raw in lines:
+        try:
+            line = _line.decode(raw)
+            found.append((line.timestamp is not None, _request(line, number)))
+            if found[-1][0] != found[0][0]:
+                raise ValueError("timestamp: either all lines have one or none has")
+        except (ValueError, UnicodeDecodeError) as error:
+            problems.append(f"{file}:{number}: {error}.")
+        if len(problems) == PROBLEMS:
+            break
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _request(line: TraceLine, number: int) -> TraceRequest:
+    """Raises ValueError."""
+    forms = [line.input_length is not None, line.prompt is not None, line.messages is not None]
+    if not any(forms) or (forms[1] and forms[2]):
+        raise ValueError("a request has input_length, prompt or messages")
+    if line.answer is None:
+        raise ValueError("a request has output_length or max_tokens")
+    text = line.prompt or line.messages or ""
+    tokens = line.input_length or max(1, len(msgspec.json.encode(text)) // _LETTERS)
+    blocks = () if text else tuple(line.hash_ids[: -(-tokens // BLOCK)])
+    return TraceRequest((line.timestamp or 0.0) / 1000, tokens, line.answer, blocks, text, number)
+
+
+def _unrounded(requests: list[TraceRequest]) -> list[TraceRequest]:
+    """Where most requests share their time with another, the recorder has rounded it (Mooncake's: to 3 s). Spread them
+    evenly up to the next time, so that each interval keeps its requests without making bursts of them."""
+    together = [list(group) for _, group in groupby(requests, key=lambda request: request.due)]
+    if len(together) < 2 or len(together) > len(requests) / 2:
+        return requests
+    lengths = [after[0].due - group[0].due for group, after in pairwise(together)]
+    lengths.append(percentile(lengths, 0.5))
+    return [
+        replace(request, due=request.due + length * number / len(group))
+        for group, length in zip(together, lengths, strict=True)
+        for number, request in enumerate(group)
+    ]

@@ -1,0 +1,158 @@
+"""Traces are read strictly, and replayed with the lengths, times and shared prefixes that they have."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pdserve_bench.client import Exchange
+from pdserve_bench.compare.trace import BLOCK, Trace, TraceWorkload, read_trace
+from pdserve_bench.endpoint import Endpoint
+
+from pdserve.errors import ConfigError
+
+ENDPOINT = Endpoint("http://127.0.0.1:1", "m")
+WORD = 2.0
+"""tokens per word in these tests"""
+
+
+def trace(folder: Path, *lines: "dict[str, Any] | str", limit: int = 0) -> Trace:
+    file = folder / "trace.jsonl"
+    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return read_trace(file, limit)
+
+
+def mooncake(at: float, tokens: int, blocks: list[int], answer: int = 8) -> dict[str, Any]:
+    return {"timestamp": at, "input_length": tokens, "output_length": answer, "hash_ids": blocks}
+
+
+def words(found: Trace, number: int, salt: str = "s") -> list[str]:
+    body = found.requests[number].body(ENDPOINT, WORD, salt)
+    return str(body["prompt"]).split()
+
+
+def arrivals(found: Trace, rate: float, seconds: float, seed: int = 0) -> list[tuple[float, Any, str]]:
+    workload = found.at(rate, seconds, seed)
+    assert isinstance(workload, TraceWorkload)
+    return workload.arrivals
+
+
+def test_prefixes_are_shared_as_the_hash_ids_say(tmp_path: Path) -> None:
+    found = trace(
+        tmp_path,
+        mooncake(0, 1300, [0, 1, 2]),
+        mooncake(100, 1500, [0, 1, 3]),
+        mooncake(200, 600, [9, 8]),
+        mooncake(300, 600, []),
+        mooncake(400, 600, []),
+    )
+    first, second, third, fourth, fifth = (words(found, number) for number in range(5))
+    assert [len(each) for each in (first, second, third, fourth)] == [650, 750, 300, 300]
+    common = 2 * BLOCK // 2
+    assert first[:common] == second[:common]
+    assert first[common : common + 5] != second[common : common + 5]
+    assert len({tuple(each[:5]) for each in (first, third, fourth, fifth)}) == 4
+    assert words(found, 0) == first, "the same prompt for each system that is compared"
+    assert words(found, 0, "other")[:5] != first[:5]
+    assert found.shared == pytest.approx(2 * BLOCK / (1300 + 1500 + 3 * 600))
+
+
+def test_text_is_sent_as_it_is_and_made_fresh_by_a_salt(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be short. " * 100}, {"role": "user", "content": "Hello"}]
+    other = [messages[0], {"role": "user", "content": "Bye"}]
+    found = trace(
+        tmp_path,
+        {"prompt": "Count to ten.", "max_tokens": 4},
+        {"messages": messages, "max_completion_tokens": 5},
+        {"messages": other, "max_tokens": 6, "anything": "else"},
+    )
+    plain, chat, _ = (request.body(ENDPOINT, WORD, "7") for request in found.requests)
+    assert (plain["prompt"], plain["max_tokens"]) == ("[7] Count to ten.", 4)
+    assert chat["max_tokens"] == 5
+    assert chat["messages"][1] == messages[1]
+    assert chat["messages"][0]["content"] == f"[7] {messages[0]['content']}"
+    assert "prompt" not in chat
+    assert not found.timed
+    assert 0.3 < found.shared < 0.6
+    assert "arrivals are Poisson" in found.describe()
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "trace.jsonl:2: "),
+        ({"input_length": "5", "output_length": 1}, "`$.input_length`"),
+        ({"input_length": 0, "output_length": 1}, "`$.input_length`"),
+        ({"input_length": 5}, "output_length or max_tokens"),
+        ({"output_length": 5}, "input_length, prompt or messages"),
+        (
+            {"prompt": "a", "messages": [{"role": "user", "content": "b"}], "max_tokens": 1},
+            "prompt or messages",
+        ),
+        ({"prompt": "", "max_tokens": 1}, "`$.prompt`"),
+        ({"timestamp": 5, "prompt": "a", "max_tokens": 1}, "either all lines have one or none"),
+        ("[1]", "Expected `object`"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: "dict[str, Any] | str", problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        trace(tmp_path, {"prompt": "fine", "max_tokens": 1}, line)
+    assert problem in str(raised.value)
+    assert "trace.jsonl:2" in str(raised.value)
+
+
+def test_what_cannot_be_asked_is_left_out_and_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no requests"):
+        trace(tmp_path)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_trace(tmp_path / "none")
+    lines = [
+        mooncake(0, 5000, []),
+        mooncake(1000, 100, [], 0),
+        mooncake(2000, 100, []),
+        mooncake(3000, 90, []),
+    ]
+    found = trace(tmp_path, *lines).within(4096)
+    assert [request.prompt_tokens for request in found.requests] == [100, 90]
+    assert found.requests[0].due == 0
+    assert "1 left out: with no answer; 1 left out: longer than the model's 4,096" in found.describe()
+    with pytest.raises(ConfigError, match="all its requests are longer"):
+        trace(tmp_path, *lines).within(64)
+    assert len(trace(tmp_path, *lines, limit=3).requests) == 2
+
+
+def test_arrivals_keep_their_bursts_at_the_wanted_rate(tmp_path: Path) -> None:
+    times = [1000 * burst + 10 * number for burst in range(10) for number in range(10)]
+    found = trace(tmp_path, *(mooncake(at, 100, []) for at in times))
+    assert found.rate == pytest.approx(100 / (9.09 * 100 / 99))
+    for rate, seconds in ((5.0, 10.0), (20.0, 3.0), (40.0, 10.0)):
+        due = [at for at, _, _ in arrivals(found, rate, seconds)]
+        assert len(due) == rate * seconds
+        assert due == sorted(due)
+        assert due[0] >= 0
+        assert due[-1] < seconds
+        gaps = [after - before for before, after in pairwise(due)]
+        assert max(gaps) > 5 / rate, "ten requests come together, then a pause"
+    salts = {salt for _, _, salt in arrivals(found, 40.0, 10.0)}
+    assert len(salts) >= 4, "400 of 100 requests: fresh prompts each time"
+    assert arrivals(found, 5.0, 10.0) == arrivals(found, 5.0, 10.0)
+    assert arrivals(found, 5.0, 10.0, 1) != arrivals(found, 5.0, 10.0)
+
+
+def test_times_that_the_recorder_rounded_are_spread(tmp_path: Path) -> None:
+    """As in Mooncake's traces: 3 s."""
+    found = trace(tmp_path, *(mooncake(3000 * (number // 6), 100, []) for number in range(60)))
+    dues = [request.due for request in found.requests]
+    assert dues == pytest.approx([number / 2 for number in range(60)])
+    assert found.rate == pytest.approx(2.0)
+
+
+def test_it_is_told_in_a_line(tmp_path: Path) -> None:
+    found = trace(tmp_path, *(mooncake(500 * number, 1000 + number, [1, number + 2]) for number in range(10)))
+    assert found.describe() == (
+        "10 requests, 2 a second; prompts of 1,004 and 1,008 tokens (p50, p90), answers of 8 and 8; "
+        "46 % of the prompt tokens in shared prefixes"
+    )
+    assert found.requests[0].prompt_tokens == 1000
+    assert isinstance(Exchange(found.requests[0].body(ENDPOINT, WORD, "")).body["prompt"], str)
