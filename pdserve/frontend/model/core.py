@@ -52,7 +52,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         """called when there may be more capacity at the workers than before"""
         self.estimate = RequestEstimate()
         self.workers = WorkerPool(context.router, VERSION, context.connect, self)
-        self._model = card.name
+        self._ttft, self._itl = TTFT.labels(card.name), ITL.labels(card.name)
         self._tasks = tuple(card.supported_tasks)
         self._request_timeout = context.request_timeout
         self._migration = Migration(self, card.name, card.max_model_len)
@@ -171,9 +171,11 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             generation = link.generations.get(output.request_id)
             if generation is None:
                 continue  # it was aborted, or went on at another worker
-            with self._contained(generation):
+            try:  # not `_contained`: a generator for each token costs more than all else here
                 if self._take(generation, link, output):
                     taken.append(output)
+            except Exception as error:
+                self._fail_alone(generation, error)
         if taken:
             self._outputs.put_nowait(outputs_now(taken, outputs.timestamp))
         self.on_capacity()
@@ -205,9 +207,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         first = trace is not None and trace.first_token is None
         gap = generation.add_tokens(tokens)
         if gap is not None:
-            ITL.labels(self._model).observe(gap)
+            self._itl.observe(gap)
         elif first and trace is not None and trace.ttft is not None:
-            TTFT.labels(self._model).observe(trace.ttft)
+            self._ttft.observe(trace.ttft)
 
     def finish(self, generation: Generation) -> None:
         """All of its tokens came, and only the output that finishes it was lost."""
@@ -243,11 +245,15 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         """An error while this request is handled ends it, and nothing else."""
         try:
             yield
-        except Unencodable as error:
+        except Exception as error:
+            self._fail_alone(generation, error)
+
+    def _fail_alone(self, generation: Generation, error: Exception) -> None:
+        if isinstance(error, Unencodable):
             self.fail(generation, RequestFailure(400, str(error)))
-        except Exception:
-            logger.exception("request %s failed in the frontend", generation.id)
-            self.fail(generation, RequestFailure(500, "internal error in the frontend"))
+            return
+        logger.error("request %s failed in the frontend", generation.id, exc_info=error)
+        self.fail(generation, RequestFailure(500, "internal error in the frontend"))
 
     # workers come and go
 
