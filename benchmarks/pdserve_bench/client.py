@@ -62,6 +62,8 @@ class Exchange:
     """when each token came, where the answer is streamed; without token ids, when each event with text did"""
     text: str = ""
     """of the answer, where it is streamed"""
+    reasoning: str = ""
+    """what the model thought before it, where the server streams that apart"""
     prompt_tokens: int = 0
     """as the answer's usage says: `stream_options: {"include_usage": true}`"""
     completion_tokens: int = 0
@@ -87,6 +89,11 @@ class Exchange:
     def output_tokens(self) -> int:
         """By the usage, else by the token ids, else by the events with text."""
         return self.completion_tokens or len(self.tokens) or len(self.arrivals)
+
+    @property
+    def answer(self) -> str:
+        """What the next message of a chat follows; the reasoning where there was no room for more."""
+        return self.text or self.reasoning
 
     @property
     def gaps(self) -> list[float]:
@@ -153,17 +160,14 @@ async def _read_stream(exchange: Exchange, connection: "HttpConnection") -> None
         _read_usage(exchange, event)
         for choice in event["choices"]:
             tokens = choice.get("token_ids")
-            text = choice.get("text") or _delta(choice)
+            delta = choice.get("delta") or {}
+            text = choice.get("text") or delta.get("content") or ""
+            reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
             exchange.text += text
+            exchange.reasoning += reasoning
             exchange.tokens += tokens or ()
-            exchange.arrivals += [time.monotonic()] * (len(tokens) if tokens else bool(text))
+            exchange.arrivals += [time.monotonic()] * (len(tokens) if tokens else bool(text or reasoning))
     raise BadAnswer("the stream ended without [DONE]")
-
-
-def _delta(choice: Mapping[str, Any]) -> str:
-    """The text of a chat's event: of its reasoning too, for that is generated and waited for as well."""
-    delta = choice.get("delta") or {}
-    return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
 
 
 def _read_usage(exchange: Exchange, answer: Mapping[str, Any]) -> None:

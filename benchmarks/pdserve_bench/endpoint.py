@@ -1,7 +1,7 @@
 """The server that is measured: any that speaks OpenAI's API."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -13,6 +13,7 @@ from pdserve_bench.client import CHAT, COMPLETIONS, Exchange, LoadClient
 
 _PROBE_WORDS = 200
 _WORD = "{:04d}"
+Message = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -23,24 +24,28 @@ class Endpoint:
     headers: Mapping[str, str] = field(default_factory=dict)
     chat: bool = False
     """ask `/v1/chat/completions`, else `/v1/completions`"""
+    without: frozenset[str] = frozenset()
+    """fields of a request that it refuses"""
 
     async def ask(self, exchange: Exchange, timeout: float) -> None:
         """Never fails: what goes wrong is told by the exchange."""
         await LoadClient(self.url, self.headers).ask(exchange, timeout, CHAT if self.chat else COMPLETIONS)
 
-    def body(self, prompt: str, tokens: int) -> dict[str, Any]:
+    def body(self, prompt: str | Sequence[Message], tokens: int) -> dict[str, Any]:
         """A streamed, greedy request that is answered with exactly so many tokens where the server knows `ignore_eos`
-        (vLLM and what is made of it)."""
-        said = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
-        return {
+        (vLLM and what is made of it). The messages of a chat go to a chat's endpoint only."""
+        assert self.chat or isinstance(prompt, str)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        fields = {
             "model": self.model,
-            **said,
+            **({"messages": messages} if self.chat else {"prompt": prompt}),
             "max_tokens": tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        return {name: value for name, value in fields.items() if name not in self.without}
 
 
 def base_url(url: str) -> str:

@@ -26,6 +26,8 @@ class LoadRun:
     began: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     """0 while it runs"""
+    asks_until: float = 0.0
+    """no request begins after this moment, only answers are waited for; 0 where that is not known beforehand"""
 
     @property
     def seconds(self) -> float:
@@ -66,14 +68,15 @@ class Workload(Protocol):
 
     async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
         """Send all of it and put every request into `run` when it begins; end when the last answer has ended, within a
-        bound of its own. May be cancelled: what was begun stays in `run`."""
+        bound of its own. Sets when `run` began and ended. May be cancelled: what was begun stays in `run`."""
 
 
 class Scalable(Protocol):
     """Users of one kind, as many as it takes for a rate."""
 
-    rate: float
-    """requests per second that were asked for: those of the trace, or of the options"""
+    @property
+    def rate(self) -> float:
+        """Requests per second on average, of the trace, or as the options say."""
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
         """For so long, `rate` requests per second on average; other seeds make other prompts and arrivals."""
