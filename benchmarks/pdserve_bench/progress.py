@@ -1,6 +1,7 @@
-"""How far a benchmark is, and how long it still takes: a bar in a terminal, a line for each phase in a log."""
+"""How far a benchmark is, and how long it still takes: a bar in a terminal, lines in a log. Always on stderr."""
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -8,103 +9,144 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from pdserve import clock
 
-_TICK = 0.5
+EVERY = 30.0
+"""seconds between two lines of a log"""
+_OVERDUE = 2.0
+"""seconds over the expected ones from which on a phase is said to take longer"""
 
 
 class Schedule(AbstractContextManager["Schedule"]):
-    """Phases that were announced with their expected seconds, and are then gone through in any order.
+    """Phases that were announced with their expected seconds, and are then gone through in any order, one at a time.
 
-    Enter it for the display, on stderr. The time left is that of the phases that have not begun, and what is left of
-    the running one."""
+    Enter it for the display. The time left is that of the phases that have not begun, and what is left of the running
+    one. Where stderr is no terminal it prints a line when a phase begins, and one every `every` seconds."""
 
-    def __init__(self, phases: dict[str, float] | None = None) -> None:
-        self._left = dict(phases or {})
-        self._all = sum(self._left.values())
-        self._name, self._began, self._expected = "", 0.0, 0.0
-        self._done = 0.0
-        terminal = sys.stderr.isatty()
-        self._bar = (
-            Progress(
-                BarColumn(bar_width=24),
-                TextColumn("{task.percentage:>3.0f}%"),
-                TimeElapsedColumn(),
-                TextColumn("{task.description}"),
-                console=Console(stderr=True, highlight=False),
+    def __init__(self, phases: dict[str, float] | None = None, every: float = EVERY) -> None:
+        self._waiting = dict(phases or {})
+        self._began = time.monotonic()
+        self._name, self._phase_began, self._expected, self._news = "", 0.0, 0.0, ""
+        self._every, self._said = every, self._began
+        self._closed = threading.Event()
+        console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self._live: Live | None = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(
+                get_renderable=self._bar,
+                console=console,
                 transient=True,
                 refresh_per_second=2,
-                get_time=self._tick,
+                redirect_stdout=sys.stdout.isatty(),  # into the same terminal; a file must get what is printed
             )
-            if terminal
-            else None
-        )
-        self._task = self._bar.add_task("", total=1.0) if self._bar else None
 
     def __enter__(self) -> Self:
-        if self._bar:
-            self._bar.start()
+        self._began = time.monotonic()
+        if self._live:
+            self._live.start(refresh=True)
+        else:
+            self._closed.clear()
+            self._reporter = threading.Thread(target=self._report, name="progress", daemon=True)
+            self._reporter.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar:
-            self._bar.stop()
+        if self._live:
+            self._live.stop()
+        else:
+            self._closed.set()
+            self._reporter.join()
 
     def announce(self, phase: str, seconds: float) -> None:
-        """Also while others run, as when it is known only then what is to be done."""
-        self._left[phase] = self._left.get(phase, 0.0) + seconds
-        self._all += seconds
+        """Also while others run, as when it is known only then what is to be done. Seconds of the same name add up."""
+        self._waiting[phase] = self._waiting.get(phase, 0.0) + seconds
 
     def cancel(self, phase: str) -> None:
         """It will not be needed."""
-        self._all -= self._left.pop(phase, 0.0)
+        self._waiting.pop(phase, None)
 
     @contextmanager
     def phase(self, name: str, seconds: float = 0.0) -> Iterator[None]:
-        """`seconds` where it was not announced. One at a time."""
-        expected = self._left.pop(name, None)
-        if expected is None:
-            expected, self._all = seconds, self._all + seconds
-        self._name, self._began, self._expected = name, time.monotonic(), expected
-        if not self._bar:
-            self.say(f"{name}{self._time_left()}")
+        """`seconds` where it was not announced. Raises RuntimeError while another phase runs: the time left of two at a
+        time is not their sum."""
+        if self._name:
+            raise RuntimeError(f"the phase {name!r} begins while {self._name!r} runs")
+        self._phase_began, self._news = time.monotonic(), ""
+        self._expected = self._waiting.pop(name, seconds)
+        self._name = name
+        if not self._live:
+            self.say(self._text())
         try:
             yield
         finally:
-            self._done += expected
-            self._name = ""
+            self._name = self._news = ""
+
+    def update(self, news: str) -> None:
+        """What the running phase sees, as `12 req/s, TTFT 80 ms`: beside the bar, and in the next line of a log."""
+        self._news = news
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        if self._bar:
-            self._bar.console.print(text)
+        if self._live and self._live.is_started:
+            self._live.console.print(Text(text))
         else:
+            self._said = time.monotonic()
             now = time.strftime("%H:%M:%S", time.localtime(clock.unix()))
             print(f"{now}  {text}", file=sys.stderr, flush=True)
 
     @property
     def seconds_left(self) -> float:
-        here = max(0.0, self._expected - (time.monotonic() - self._began)) if self._name else 0.0
-        return here + sum(self._left.values())
+        """Never below 0: a phase that takes longer than expected is taken to end at any moment."""
+        return max(0.0, self._expected - self._in_phase()) + sum(list(self._waiting.values()))
 
-    def _time_left(self) -> str:
-        left = self.seconds_left
-        return f" ({told(left)} left)" if left >= 1 else ""
+    def _in_phase(self) -> float:
+        return time.monotonic() - self._phase_began if self._name else self._expected
 
-    def _tick(self) -> float:
-        """rich asks for the time whenever it draws."""
-        if self._bar and self._task is not None and self._all > 0:
-            share = 1 - min(1.0, self.seconds_left / self._all)
-            task = self._bar.tasks[0]
-            task.completed, task.description = share, f"{self._name}{self._time_left()}"
-        return time.monotonic()
+    def _text(self, after: str = "") -> str:
+        """Of the running phase."""
+        over = self._in_phase() - self._expected
+        late = f"{told(over)} longer than expected" if self._name and over > _OVERDUE < self._expected else ""
+        left = f"{told(self.seconds_left)} left" if self.seconds_left >= 1 else ""
+        times = ", ".join(filter(None, (after, late, left)))
+        return " ".join(
+            filter(None, (self._name, f"({times})" if times else "", self._news and f" {self._news}"))
+        )
+
+    def _bar(self) -> Table:
+        """Asked for whenever it is drawn."""
+        spent, left = time.monotonic() - self._began, self.seconds_left
+        known = bool(self._expected or self._waiting)
+        share = min(0.99, spent / (spent + left)) if known and spent else 0.0
+        line = Table.grid(padding=(0, 1), expand=True)
+        line.add_column(width=24)
+        line.add_column(width=12, no_wrap=True)
+        line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        bar = ProgressBar(total=1.0, completed=share, width=24, pulse=not known)
+        line.add_row(
+            bar, f"{share:4.0%} {told(spent):>6}" if known else f"{told(spent):>6}", Text(self._text())
+        )
+        return line
+
+    def _report(self) -> None:
+        """In a thread of its own, since phases may block the one that they run in."""
+        wait = self._every
+        while not self._closed.wait(wait):
+            wait = self._said + self._every - time.monotonic()
+            if wait <= 0:
+                wait = self._every
+                if self._name:
+                    self.say(self._text(f"after {told(self._in_phase())}"))
 
 
 def told(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
