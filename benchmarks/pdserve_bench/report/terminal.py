@@ -1,0 +1,131 @@
+"""A report in the terminal, or as plain text in a pipe."""
+
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pdserve_bench.report import BROKEN_OFF, Report, Rows
+
+PIPE_WIDTH = 110
+"""columns of text"""
+_LINE = 100
+"""columns of a sentence in a wide terminal"""
+_NAME, _TEXT = 32, 20
+"""columns that the first column, or another one of texts, may be folded to before the table is cut in two"""
+_BETWEEN = 3
+
+
+def show_report(report: Report) -> None:
+    terminal = sys.stdout.isatty()
+    console = Console(highlight=False, markup=False, emoji=False, width=None if terminal else PIPE_WIDTH)
+    for rows in report.tables:
+        for part in _tables(rows, console.width):
+            _print(console, part)
+        if rows.note:
+            _say(console, rows.note)
+            console.print()
+    for note in report.notes:
+        _say(console, note)
+    if report.tables or report.notes:
+        console.print()
+    if not report.complete:
+        _say(console, BROKEN_OFF, "bold yellow")
+    if report.verdict:
+        _say(console, report.verdict, "bold")
+    if report.lead:
+        _say(console, report.lead, "" if report.verdict else "bold")
+
+
+def printable(text: str) -> str:
+    """Without control characters, which could write anywhere on a terminal."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text
+    )
+
+
+def _print(console: Console, made: Table) -> None:
+    """In a pipe without the spaces at the ends of lines."""
+    if console.is_terminal:
+        console.print(made)
+        return
+    with console.capture() as captured:
+        console.print(made)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    """In a pipe a sentence is one line, so that it can be searched for."""
+    if console.is_terminal:
+        console.print(Text(printable(text), style), width=min(console.width, _LINE))
+    else:
+        console.print(Text(printable(text)), soft_wrap=True)
+
+
+def _tables(rows: Rows, width: int) -> list[Table]:
+    """The table, or where it does not fit its columns in several tables, each with the first column."""
+    cells = [
+        [printable(column.told(cell)) for column, cell in zip(rows.columns, row, strict=True)]
+        for row in rows.rows
+    ]
+    names = [printable(column.name) for column in rows.columns]
+    widest = [max((cell_len(row[place]) for row in cells), default=0) for place in range(len(names))]
+    if _whole(map(_width, names), widest) > width:
+        names = [_folded(name, most) for name, most in zip(names, widest, strict=True)]
+    least = [
+        max(_width(name), most if column.numeric else min(most, _TEXT if place else _NAME))
+        for place, (name, most, column) in enumerate(zip(names, widest, rows.columns, strict=True))
+    ]
+    parts = _parts(least, width)
+    return [_table(rows, names, cells, part, "" if part is parts[0] else " (more columns)") for part in parts]
+
+
+def _parts(least: Sequence[int], width: int) -> list[list[int]]:
+    """Places of columns: as few tables as it takes."""
+    parts, used = [[0]] if least else [], sum(least[:1])
+    for place in range(1, len(least)):
+        if used + _BETWEEN + least[place] > width - 2 and len(parts[-1]) > 1:
+            parts.append([0])
+            used = least[0]
+        parts[-1].append(place)
+        used += _BETWEEN + least[place]
+    return parts
+
+
+def _table(
+    rows: Rows, names: Sequence[str], cells: Sequence[Sequence[str]], part: list[int], more: str
+) -> Table:
+    title = Text(f"{printable(rows.title)}{more}", "bold") if rows.title else None
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    for place in part:
+        numeric = rows.columns[place].numeric
+        made.add_column(
+            Text(names[place]),
+            justify="right" if numeric else "left",
+            vertical="top",
+            no_wrap=numeric,
+            overflow="fold",
+        )
+    for number, row in enumerate(cells):
+        made.add_row(*(Text(row[place]) for place in part), style="bold" if number == rows.best else None)
+    return made
+
+
+def _whole(names: "map[int]", widest: Sequence[int]) -> int:
+    return sum(max(pair) + _BETWEEN for pair in zip(names, widest, strict=True))
+
+
+def _width(name: str) -> int:
+    return max(map(cell_len, name.split("\n")))
+
+
+def _folded(name: str, widest: int) -> str:
+    """In as many lines as it takes to be no wider than the cells, between words."""
+    longest = max(map(cell_len, re.split(r"\s+", name)))
+    return "\n".join(textwrap.wrap(name, max(widest, longest, 7), break_long_words=False)) or name
