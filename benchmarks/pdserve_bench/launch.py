@@ -21,12 +21,17 @@ from pdserve.config.tree import Findings, read_tree
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.ports import free_port
 from pdserve.supervisor import state
-from pdserve.supervisor.exits import dies_with_parent, exit_of
+from pdserve.supervisor.exits import dies_with_parent, end_group, exit_of
+from pdserve.supervisor.guardian import Guardian
 from pdserve_bench.simulated import write
 
 PDSERVE = (sys.executable, "-m", "pdserve")
 START_WITHIN = 900.0
 STOP_WITHIN = 90.0
+ENGINE_PATIENCE = 10.0
+"""seconds for plain vLLM to end by itself where this process was killed"""
+OURS = "pdserve: "
+"""before each line that says what is wrong"""
 READY = "Ready after"
 """what `serve` says once the graph answers"""
 MODEL_LIMIT = 256 << 20
@@ -44,10 +49,12 @@ _SECTIONS = {"Frontend": "frontend", "VllmWorker": "decode", "PrefillWorker": "p
 class ServerRun:
     """A server in a process of its own, its output in a file. It ends with this process, as by SIGTERM."""
 
+    process: "subprocess.Popen[bytes]"
+    """since its start"""
+
     def __init__(self, command: "list[str]", log: Path, variables: Mapping[str, str] | None = None) -> None:
         self.command, self.log = command, log
         self.env = {**os.environ, **(variables or {})}
-        self.process: subprocess.Popen[bytes]
 
     def start(self) -> "subprocess.Popen[bytes]":
         """In the session of this process, but in a group of its own: a session would get its own scheduling group."""
@@ -72,7 +79,7 @@ class ServerRun:
         seconds = 0
         while not ready():
             if self.process.poll() == 2:
-                raise ConfigError([line.removeprefix("pdserve: ") for line in self.text.splitlines()])
+                raise ConfigError(_complaints(self.text))
             if self.process.poll() is not None or seconds > START_WITHIN:
                 raise Unavailable(f"{self.command[2]} did not come up:\n{self.text[-3000:]}")
             if seconds and seconds % 15 == 0:
@@ -81,13 +88,30 @@ class ServerRun:
             seconds += 1
 
     async def stop(self) -> None:
-        """As by Ctrl-C."""
+        """As by Ctrl-C, however far its start came. Waits for its end also where it is cancelled meanwhile."""
+        stopping = asyncio.ensure_future(self._stop())
+        try:
+            await asyncio.shield(stopping)
+        except asyncio.CancelledError:
+            await stopping
+            raise
+
+    async def _stop(self) -> None:
+        if not hasattr(self, "process"):
+            return
         self.process.send_signal(signal.SIGINT)
         try:
             await asyncio.wait_for(exit_of(self.process), STOP_WITHIN)
         except TimeoutError:
             self.process.kill()  # its guardian ends the rest
             await exit_of(self.process)
+
+
+def _complaints(text: str) -> list[str]:
+    """Of a server that did not like its command line or its file."""
+    lines = text.splitlines()
+    ours = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
+    return ours or lines[-3:]
 
 
 class ServeRun(ServerRun):
@@ -223,12 +247,16 @@ async def plain_vllm(
     small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     command = [*entry, "--port", str(port), *arguments]
     server = ServerRun(command, folder / "vllm.log", {**small, **(variables or {})})
-    process = server.start()
-    try:
-        await server.until(lambda: "Application startup complete" in server.text, say)
-        yield url, process.pid
-    finally:
-        await server.stop()
+    with Guardian(ENGINE_PATIENCE) as guardian:
+        process = server.start()
+        guardian.watch(process.pid)
+        try:
+            await server.until(lambda: "Application startup complete" in server.text, say)
+            yield url, process.pid
+        finally:
+            await server.stop()
+            await asyncio.shield(end_group(process.pid))  # an engine that was starting outlives its server
+            guardian.forget(process.pid)
 
 
 def derive(

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from pdserve.registry import connect, keys
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.launch import family, plain_vllm, started
 from pdserve_bench.simulated import write
+from pdserve_bench.systems.cpu import CpuMeter
 
 Say = Callable[[str], None]
 
@@ -28,16 +29,9 @@ class RunningSystem:
     def processes(self) -> list[psutil.Process]:
         return family(self._pid) if self._pid else []
 
-    def cpu_seconds(self) -> dict[str, float]:
-        """So far, by what the process is. Empty where its processes are not known. Those that have ended since are
-        not in it: compare two of the same processes."""
-        spent: dict[str, float] = {}
-        for process in self.processes():
-            with suppress(psutil.Error):
-                times = process.cpu_times()
-                name = label(process)
-                spent[name] = spent.get(name, 0.0) + times.user + times.system
-        return spent
+    def cpu_meter(self) -> CpuMeter:
+        """Of the processes that it has now; of none where they are not known."""
+        return CpuMeter(self.processes())
 
     async def apply(self, settings: Mapping[str, str]) -> None:
         """Live settings; the others are those of its file. Raises ValueError where it has none."""
@@ -123,25 +117,3 @@ ALL_LOCAL = {"max-local-prefill-length": str(2**31 - 1)}
 """live settings: no prompt is prefilled remotely"""
 ALL_REMOTE = {"max-local-prefill-length": "0", "max-prefill-queue-size": str(2**31 - 1)}
 """live settings: every prompt is, which has tokens outside of the prefix cache"""
-
-
-def label(process: psutil.Process) -> str:
-    """What it is: `frontend`, `decode`, `decode EngineCore`, `decode VllmWorker`, `nats-server`, `vllm server`, ..."""
-    name = process.name()
-    for part in ("EngineCore", "VllmWorker", "Worker_"):
-        if part in " ".join([name, *process.cmdline()[:1]]):
-            above = process.parent()
-            while above is not None and any(
-                word in " ".join([above.name(), *above.cmdline()[:1]]) for word in _ENGINE
-            ):
-                above = above.parent()
-            return f"{label(above) if above else 'vllm'} {part.rstrip('_')}"
-    command = process.cmdline()
-    if "pdserve" in command:
-        return str(command[command.index("pdserve") + 1]) if command[-1] != "pdserve" else "pdserve"
-    if any(word.endswith("api_server.entry") for word in command):
-        return "vllm server"
-    return str(name)
-
-
-_ENGINE = ("EngineCore", "VllmWorker", "Worker_")
