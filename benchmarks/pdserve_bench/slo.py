@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from pdserve_bench.client import Exchange, Outcome
@@ -15,7 +16,7 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
 
 def seconds(text: str) -> float:
     """Of `500ms`, `0.5s` or `0.5`. Raises ValueError with what is wrong."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text)
+    found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([a-z]*)\s*", text)
     if found is None or found[2] not in (*_UNITS, ""):
         raise ValueError(f"{text!r} is no time: write it as 500ms or 0.5s")
     value = float(found[1]) * _UNITS.get(found[2], 1.0)
@@ -44,6 +45,62 @@ class Slo:
             and max(exchange.gaps, default=0.0) <= self.gap
         )
 
+    def broke_ttft(self, exchange: Exchange, now: float | None = None) -> bool:
+        """Its first token came too late, or has not come within the bound by `now` (monotonic)."""
+        if exchange.ttft is not None:
+            return exchange.ttft > self.ttft
+        return (exchange.ended or now or time.monotonic()) - exchange.started > self.ttft
+
+    def broke_gap(self, exchange: Exchange) -> bool:
+        """Between two tokens that came; what it waits for now is not counted."""
+        return max(exchange.gaps, default=0.0) > self.gap
+
     def attainment(self, exchanges: Collection[Exchange]) -> float:
         """The share of the requests that keep it; 1 of none."""
         return sum(map(self.kept, exchanges)) / len(exchanges) if exchanges else 1.0
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What became of requests under an SLO. Each request is in one of these."""
+
+    kept: int = 0
+    ttft: int = 0
+    """broke this promise only, as `gap`; `both`: both of them"""
+    gap: int = 0
+    both: int = 0
+    failed: int = 0
+    unfinished: int = 0
+    """broken off before they had broken a promise"""
+
+    @classmethod
+    def of(cls, slo: Slo, exchanges: Iterable[Exchange], now: float) -> "Tally":
+        """`now`, monotonic: when those that have not ended were broken off."""
+        found = [_fate(slo, exchange, now) for exchange in exchanges]
+        return cls(**{fate: found.count(fate) for fate in set(found)})
+
+    @property
+    def requests(self) -> int:
+        return self.kept + self.missed + self.unfinished
+
+    @property
+    def missed(self) -> int:
+        return self.ttft + self.gap + self.both + self.failed
+
+    def told(self) -> str:
+        """What was broken, the most frequent first; empty: nothing."""
+        counts = {"TTFT": self.ttft + self.both, "gap": self.gap + self.both, "failed": self.failed}
+        return ", ".join(
+            f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: -item[1]) if count
+        )
+
+
+def _fate(slo: Slo, exchange: Exchange, now: float) -> str:
+    if exchange.outcome is Outcome.FAILED:
+        return "failed"
+    late = slo.broke_ttft(exchange, now) or (exchange.ttft is None and exchange.outcome is Outcome.FINISHED)
+    waits = exchange.outcome is Outcome.UNFINISHED and bool(exchange.arrivals)
+    gap = slo.broke_gap(exchange) or (waits and now - exchange.arrivals[-1] > slo.gap)
+    if late or gap:
+        return "both" if late and gap else "ttft" if late else "gap"
+    return "kept" if exchange.outcome is Outcome.FINISHED else "unfinished"

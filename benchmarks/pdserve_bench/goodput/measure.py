@@ -1,0 +1,335 @@
+"""Goodput of a server: probes, each of them users at one rate for some seconds, until the search is over.
+
+    found = FoundGoodput(options)             # readable at any time, as after Ctrl-C
+    await find_goodput(endpoint, users, found, schedule)
+    found.carried, found.broken, found.estimate, found.probes
+
+`users` are any `Scalable`, as `PoissonRequests`. Each probe begins on an idle server, so that no backlog of one leaks
+into the next, and is broken off when so many requests have missed the SLO that the rest cannot make up for it.
+"""
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from pdserve.errors import Unavailable
+from pdserve_bench.client import Exchange, Outcome
+from pdserve_bench.endpoint import Endpoint
+from pdserve_bench.goodput.search import GoodputSearch
+from pdserve_bench.progress import Schedule
+from pdserve_bench.runs import LoadRun, Scalable
+from pdserve_bench.samples import wilson
+from pdserve_bench.slo import SHARE, Slo, Tally
+from pdserve_bench.stalls import GeneratorStalls
+
+LEAST_REQUESTS = 30
+"""of a probe: fewer are never sure, even if all of them keep the SLO; a low rate is probed for longer"""
+_LONGER = 3.0
+"""times the seconds of a probe, at most"""
+_IDLE_WITHIN = 60.0
+_WARM_SECONDS = 4.0
+_LOOK = 0.2
+_CANARY_TIMEOUT = 30.0
+
+
+@dataclass(frozen=True)
+class GoodputOptions:
+    """Rates in requests per second, times in seconds."""
+
+    slo: Slo = field(default_factory=Slo)
+    share: float = SHARE
+    seconds: float = 20.0
+    """of a probe"""
+    start_rate: float = 4.0
+    precision: float = 0.1
+    lowest: float = 0.05
+    highest: float = 1000.0
+    most_probes: int = 24
+    budget: float = 900.0
+    """seconds for all of it: no probe is begun that would end later"""
+    seed: int = 1
+    drain: float = 120.0
+    """after the last request was sent, at most, for those that may still keep the SLO: then they have not"""
+    warm_up: bool = True
+
+
+@dataclass
+class Probe:
+    """Users at one rate."""
+
+    rate: float
+    """that was asked for"""
+    seconds: float
+    """for which requests were sent, unless it was broken off"""
+    seed: int
+    run: LoadRun = field(default_factory=LoadRun)
+    tally: Tally = field(default_factory=Tally)
+    """once it has ended"""
+    hopeless: bool = False
+    """broken off, for it could not keep the SLO any more: the requests that were running are in no share"""
+    blamed: int = 0
+    """requests that broke the SLO, and would have kept it had the load generator not been late itself"""
+    disturbed: bool = False
+    """those decide whether the rate is carried: it is probed once more instead"""
+    counted: bool = False
+    """the search was told of it: it is neither disturbed nor broken off from outside"""
+    stall: float = 0.0
+    """the longest, of the load generator, in seconds"""
+
+    @property
+    def judged(self) -> int:
+        """All requests, without those that a hopeless probe broke off before they had broken a promise."""
+        return self.tally.requests - (self.tally.unfinished if self.hopeless else 0)
+
+    @property
+    def share(self) -> float:
+        """of `judged` that kept the SLO; 1 of none"""
+        return self.tally.kept / self.judged if self.judged else 1.0
+
+    @property
+    def uncertainty(self) -> float:
+        """Half of Wilson's interval of the share"""
+        low, high = wilson(self.tally.kept, self.judged)
+        return (high - low) / 2
+
+    @property
+    def ttfts(self) -> list[float]:
+        """Of all requests; without a first token, how long it was waited for."""
+        until = self.run.ended or time.monotonic()
+        return [
+            each.ttft if each.ttft is not None else (each.ended or until) - each.started
+            for each in self.run.exchanges
+        ]
+
+    @property
+    def longest_gaps(self) -> list[float]:
+        """One of each request with two tokens."""
+        return [max(each.gaps) for each in self.run.exchanges if each.gaps]
+
+
+class FoundGoodput:
+    """What is known so far."""
+
+    def __init__(self, options: GoodputOptions) -> None:
+        self.options = options
+        self.probes: list[Probe] = []
+        """in order, disturbed ones too; the last one may still run: `run.ended` is 0 then"""
+        self.search = GoodputSearch(
+            options.start_rate,
+            options.share,
+            options.precision,
+            options.lowest,
+            options.highest,
+            options.most_probes,
+        )
+        self.complete = False
+        """the search has come to its end, neither broken off nor out of time"""
+        self.notes: list[str] = []
+
+    @property
+    def carried(self) -> float | None:
+        """The highest rate that was found to be carried, in requests per second; None: not even the lowest tried."""
+        return self.search.carried
+
+    @property
+    def broken(self) -> float | None:
+        """The lowest rate that was found not to be carried; None: none was too high."""
+        return self.search.broken
+
+    @property
+    def estimate(self) -> float | None:
+        """Interpolated between the two: what to build ratios of."""
+        return self.search.estimate
+
+    @property
+    def interval(self) -> tuple[float | None, float | None]:
+        """Between which rates it surely is, as far as samples of independent requests can tell."""
+        return self.search.interval
+
+    def of(self, rate: float | None) -> list[Probe]:
+        """The probes that counted, at this rate."""
+        return [probe for probe in self.probes if probe.rate == rate and probe.counted]
+
+
+def expected_seconds(options: GoodputOptions) -> float:
+    """Of all of it, about: to announce it."""
+    return min(options.budget, GoodputSearch(precision=options.precision).left() * (options.seconds + 2) + 10)
+
+
+async def find_goodput(
+    endpoint: Endpoint,
+    users: Scalable,
+    found: FoundGoodput,
+    schedule: Schedule | None = None,
+    label: str = "goodput",
+) -> FoundGoodput:
+    """Fill `found`. Where the schedule has announced a phase of the name `label`, that stands for all of this. Raises
+    Unavailable where the server answers no request at all, or does not become idle again."""
+    schedule = schedule or Schedule()
+    options, deadline = found.options, time.monotonic() + found.options.budget
+    schedule.cancel(label)
+    schedule.announce(label, expected_seconds(options))
+    canary = _Canary(endpoint)
+    if options.warm_up:
+        with schedule.phase(f"{label}: warming up", _WARM_SECONDS):
+            await _warm_up(endpoint, users, options)
+    await canary.learn()
+    try:
+        while (rate := found.search.next()) is not None:
+            seconds = _probe_seconds(rate, options)
+            if time.monotonic() + seconds > deadline:
+                found.notes.append(f"Out of time after {options.budget:g} s: the search was not at its end.")
+                return found
+            schedule.cancel(label)
+            left = min(
+                (found.search.left() - 1) * (options.seconds + 2), deadline - time.monotonic() - seconds
+            )
+            schedule.announce(label, max(0.0, left))
+            found.probes.append(Probe(rate, seconds, options.seed + len(found.probes)))
+            with schedule.phase(f"{label}: {rate:.3g} req/s{_known(found)}", seconds):
+                await probe(endpoint, users, found.probes[-1], options)
+                await canary.until_idle()
+            _settle(found, found.probes[-1])
+        found.complete = True
+    finally:
+        schedule.cancel(label)
+    return found
+
+
+def _settle(found: FoundGoodput, ended: Probe) -> None:
+    """Tell the search. A disturbed probe is made once more instead; what is disturbed then too, counts."""
+    before = found.probes[-2] if len(found.probes) > 1 else None
+    if ended.disturbed and not (before and before.disturbed and not before.counted):
+        return
+    ended.counted = True
+    found.search.tell(ended.rate, ended.tally.kept, ended.judged)
+
+
+def _known(found: FoundGoodput) -> str:
+    low, high = found.carried, found.broken
+    if low is None and high is None:
+        return ""
+    return f", between {low or 0:.3g} and {f'{high:.3g}' if high else '?'}"
+
+
+def _probe_seconds(rate: float, options: GoodputOptions) -> float:
+    return max(options.seconds, min(LEAST_REQUESTS / rate, _LONGER * options.seconds))
+
+
+async def probe(endpoint: Endpoint, users: Scalable, made: Probe, options: GoodputOptions) -> None:
+    """Run it to its end. Cancelled, it has what there is: its requests are in `made.run`."""
+    slo, run = options.slo, made.run
+    run.began = time.monotonic()
+    watched = _Watched(made, options)
+    async with GeneratorStalls() as stalls:
+        task = asyncio.create_task(users.at(made.rate, made.seconds, made.seed).run(endpoint, run))
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=_LOOK)
+                made.hopeless = watched.hopeless(stalls) and not task.done()
+                if made.hopeless or watched.nothing_to_learn():
+                    break
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            run.ended = time.monotonic()
+            made.tally = Tally.of(slo, run.exchanges, run.ended)
+            made.stall = stalls.longest
+            made.blamed = sum(stalls.to_blame(slo, exchange) for exchange in run.exchanges)
+    carried_if = (made.tally.kept + made.blamed) / made.judged if made.judged else 1.0
+    made.disturbed = made.share < options.share <= carried_if
+
+
+class _Watched:
+    """A probe that runs: is there still something to learn?"""
+
+    def __init__(self, made: Probe, options: GoodputOptions) -> None:
+        self._made, self._options, self._slo = made, options, options.slo
+        self._taken, self._missed = 0, 0
+        self._open: dict[Exchange, int] = {}
+        """those that may still keep the SLO, and how many of their tokens were looked at"""
+
+    def hopeless(self, stalls: GeneratorStalls) -> bool:
+        """So many requests have certainly missed the SLO that the probe surely shows a rate that is not carried, even
+        if all others keep it."""
+        self._look(stalls)
+        expected = max(round(self._made.rate * self._made.seconds), len(self._made.run.exchanges))
+        return wilson(max(0, expected - self._missed), expected)[1] < self._options.share
+
+    def nothing_to_learn(self) -> bool:
+        """All is sent, and what still runs has missed, or does not end."""
+        late = time.monotonic() - self._made.run.began - self._made.seconds
+        running = {each for each in self._made.run.exchanges if each.outcome is Outcome.UNFINISHED}
+        return late > self._options.drain or (late > 1 and bool(running) and not running & self._open.keys())
+
+    def _look(self, stalls: GeneratorStalls) -> None:
+        exchanges, now = self._made.run.exchanges, time.monotonic()
+        self._open.update(dict.fromkeys(exchanges[self._taken :], 0))
+        self._taken = len(exchanges)
+        for exchange, seen in list(self._open.items()):
+            ended = exchange.outcome is not Outcome.UNFINISHED
+            if not ended and not self._late(exchange, seen, now, stalls):
+                self._open[exchange] = max(0, len(exchange.arrivals) - 1)
+                continue
+            if not ended and exchange.arrivals and stalls.to_blame(self._slo, exchange):
+                continue
+            del self._open[exchange]
+            self._missed += not self._slo.kept(exchange) and not stalls.to_blame(self._slo, exchange)
+
+    def _late(self, exchange: Exchange, seen: int, now: float, stalls: GeneratorStalls) -> bool:
+        gaps = (after - before for before, after in pairwise(exchange.arrivals[seen:]))
+        waited = stalls.within(exchange.started, now) if not exchange.arrivals else 0.0
+        return self._slo.broke_ttft(exchange, now - waited) or any(gap > self._slo.gap for gap in gaps)
+
+
+class _Canary:
+    """A tiny request: answered as fast as on the idle server, no backlog is before it."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._usual = 0.0
+
+    async def learn(self) -> None:
+        """On an idle server. Raises Unavailable with its words where it does not answer."""
+        times = []
+        for _ in range(3):
+            exchange = await self._ask()
+            if exchange.error:
+                raise Unavailable(f"{self._endpoint.url} does not answer: {exchange.error}")
+            times.append(exchange.ended - exchange.started)
+        self._usual = min(times)
+
+    async def until_idle(self) -> None:
+        """Raises Unavailable where it does not become so."""
+        begin = time.monotonic()
+        while True:
+            exchange = await self._ask()
+            if not exchange.error and exchange.ended - exchange.started <= 2 * self._usual + 0.05:
+                return
+            if time.monotonic() - begin > _IDLE_WITHIN:
+                answer = (
+                    exchange.error or f"answers a tiny request in {exchange.ended - exchange.started:.1f} s"
+                )
+                raise Unavailable(
+                    f"{self._endpoint.url} is not idle again {_IDLE_WITHIN:g} s after a probe: {answer}"
+                )
+            await asyncio.sleep(0.2)
+
+    async def _ask(self) -> Exchange:
+        exchange = Exchange(self._endpoint.body("0", 1))
+        await self._endpoint.ask(exchange, _CANARY_TIMEOUT)
+        return exchange
+
+
+async def _warm_up(endpoint: Endpoint, users: Scalable, options: GoodputOptions) -> None:
+    """Some requests that do not count. Raises Unavailable where the server answers none of them."""
+    run = LoadRun()
+    warming = GoodputOptions(slo=Slo(3600.0, 3600.0), share=0.0, drain=30.0)
+    made = Probe(options.start_rate, min(_WARM_SECONDS, options.seconds), options.seed - 1, run)
+    await probe(endpoint, users, made, warming)
+    failed = run.of(Outcome.FAILED)
+    if failed and not run.of(Outcome.FINISHED):
+        raise Unavailable(f"{endpoint.url} answers none of {len(failed)} requests: {failed[0].error}")

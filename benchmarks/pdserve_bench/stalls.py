@@ -1,0 +1,72 @@
+"""When the load generator itself did not get to run: what it measures then is its own wait, not the server's."""
+
+import asyncio
+import time
+from bisect import bisect_left
+from contextlib import suppress
+from itertools import pairwise
+from types import TracebackType
+from typing import Self
+
+from pdserve_bench.client import Exchange
+from pdserve_bench.slo import Slo
+
+_BEAT = 0.01
+_LEAST = 0.002
+"""seconds: less is how exactly a timer fires"""
+
+
+class GeneratorStalls:
+    """While it is entered, wakes up every 10 ms and notes by how much it came too late: so late are this event loop's
+    sends, and so late may the times of arrivals be that it noted."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        """seconds"""
+        self._ends: list[float] = []
+        self._lags: list[float] = []
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    def within(self, begin: float, end: float) -> float:
+        """Seconds of stalls that touch this time (monotonic)."""
+        place = bisect_left(self._ends, begin)
+        total = 0.0
+        while place < len(self._ends) and self._ends[place] - self._lags[place] <= end:
+            total += self._lags[place]
+            place += 1
+        return total
+
+    def to_blame(self, slo: Slo, exchange: Exchange) -> bool:
+        """Whether a request that broke the SLO would have kept it, so far, without the stalls."""
+        if exchange.error or not exchange.arrivals or slo.kept(exchange):
+            return False
+        waits = [
+            (exchange.started, exchange.arrivals[0], slo.ttft),
+            *((before, after, slo.gap) for before, after in pairwise(exchange.arrivals)),
+        ]
+        return all(
+            end - begin - self.within(begin, end) <= bound
+            for begin, end, bound in waits
+            if end - begin > bound
+        )
+
+    async def _watch(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(_BEAT)
+            now = time.monotonic()
+            lag = now - before - _BEAT
+            if lag > _LEAST:
+                self._ends.append(now)
+                self._lags.append(lag)
+                self.longest = max(self.longest, lag)
