@@ -26,6 +26,9 @@ from pdserve.recent import RecentKeys
 from pdserve.tasks import Owner
 
 _REMEMBERED = 100_000
+_LATE = 0.005
+"""seconds by which a step may end late and the next one still begins when it should have: timers are that coarse, and
+the simulation's own work is no part of a step"""
 
 
 class SimEngine(Engine):
@@ -45,6 +48,8 @@ class SimEngine(Engine):
         self._stepping = asyncio.Lock()
         self._computed, self._step = 0.0, (0.0, 0.0)
         """seconds spent computing, and the current step: when it began, and how long it takes"""
+        self._due = 0.0
+        """when the last step was to end; 0 before the first and after a pause"""
         self._steps: asyncio.Queue[Step] = asyncio.Queue()
 
     @asynccontextmanager
@@ -181,7 +186,13 @@ class SimEngine(Engine):
         self._work.set()
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) + len(self._pulling) < self._model.max_num_seqs:
+        """First come, first served, and as in vLLM only while the next step has tokens left: a prompt that waits finds
+        the prefix that those before it compute."""
+        left = self._model.max_batched_tokens
+        left -= sum(max(1, len(request.prompt) - request.computed) for request in self._running)
+        while (
+            left > 0 and self._waiting and len(self._running) + len(self._pulling) < self._model.max_num_seqs
+        ):
             request = self._waiting[0]
             taken = self._pool.take(request.prompt, len(request.prompt) + request.max_tokens)
             if taken is None:
@@ -190,6 +201,7 @@ class SimEngine(Engine):
             request.blocks, hit = taken
             request.computed = request.cached = hit * self._model.block_size
             if request.kv is None:
+                left -= len(request.prompt) - request.computed
                 self._running.append(request)
             else:
                 work = self._pull(request, request.kv)
@@ -216,14 +228,13 @@ class SimEngine(Engine):
             self._admit()
             if not self._running:
                 self._work.clear()
+                self._due = 0.0
                 continue
             share = self._share()
             if any(self._is_fatal(request) for request, _ in share if request.prefilling):
                 self.die()
                 return
-            prompt_tokens = sum(count for request, count in share if request.prefilling)
-            seconds = self._model.step_seconds + prompt_tokens / self._model.prefill_rate
-            await self._compute(seconds * self.faults.slow)
+            await self._compute(self._seconds(share) * self.faults.slow)
             outputs = [output for request, count in share if (output := self._advance(request, count))]
             if outputs:
                 self._steps.put_nowait(Step(outputs))
@@ -232,16 +243,25 @@ class SimEngine(Engine):
         fatal = self._model.fatal_token
         return (self.faults.fatal_pulls and request.pulled > 0) or (fatal > 0 and fatal in request.prompt)
 
+    def _seconds(self, share: list[tuple[SimRequest, int]]) -> float:
+        decoding = [request for request, _ in share if not request.prefilling]
+        context = sum(len(request.prompt) + len(request.tokens) for request in decoding)
+        chunks = [(request.computed, count) for request, count in share if request.prefilling]
+        return self._model.step_time(len(decoding), context, chunks)
+
     async def _compute(self, seconds: float) -> None:
         async with self._stepping:
-            self._step = (time.monotonic(), seconds)
-            await asyncio.sleep(seconds)
+            now = time.monotonic()
+            begin = max(self._due, now - _LATE) if self._due else now
+            self._step, self._due = (begin, seconds), begin + seconds
+            await asyncio.sleep(self._due - now)
             self._computed, self._step = self._computed + seconds, (0.0, 0.0)
             await self.faults.going.wait()
 
     def _share(self) -> list[tuple[SimRequest, int]]:
-        """How many tokens each request computes in the next step: decodes first, then prompts in chunks, within the
-        budget."""
+        """How many tokens each request computes in the next step: decodes first, then prompts in chunks as they came,
+        within the budget. vLLM keeps to the order of arrival alone, in which decodes are first but for some that came
+        while an earlier prompt was in its last chunks."""
         budget = self._model.max_batched_tokens
         share: list[tuple[SimRequest, int]] = []
         for request in sorted(self._running, key=lambda request: request.prefilling):
@@ -256,9 +276,9 @@ class SimEngine(Engine):
             return None
         if request.prefilling:
             request.computed += count
+            self._pool.fill(request.blocks, request.prompt[: request.computed])
             if request.prefilling:
                 return None
-            self._pool.fill(request.blocks, request.prompt)
         request.tokens.append(self._model.next_token(request.prompt + request.tokens, request.salt))
         handle = self._finish(request) if request.finished else None
         return request.output(handle)
@@ -297,7 +317,7 @@ class SimEngine(Engine):
         size = len(wanted) * model.block_size * model.bytes_per_token
         try:
             await ask(kv, wanted, model.transfer_timeout)
-            await asyncio.sleep(size / model.bandwidth)
+            await asyncio.sleep(model.transfer_seconds + size / model.bandwidth)
             found = await ask(kv, wanted, model.transfer_timeout, done=True)
         except Unavailable as error:
             unreachable = [kv.engine_id] if isinstance(error, Unreachable) else []

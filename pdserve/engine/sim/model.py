@@ -3,7 +3,7 @@
 import asyncio
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from pdserve.errors import ConfigError
@@ -13,7 +13,8 @@ _CONTEXT = 8
 
 @dataclass(frozen=True)
 class SimModel:
-    """Read from vLLM's own arguments; the speeds from `additional-config: {sim: {…}}`, which vLLM ignores."""
+    """Read from vLLM's own arguments; the speeds from `additional-config: {sim: {…}}`, which vLLM ignores. What is 0 by
+    default costs nothing; `benchmarks/pdserve_bench/compare/calibrate.py` finds the values of a real engine."""
 
     kv_blocks: int = 2048
     block_size: int = 16
@@ -21,13 +22,21 @@ class SimModel:
     max_num_seqs: int = 64
     max_batched_tokens: int = 2048
     prefill_rate: float = 20_000.0
-    """prompt tokens per second"""
+    """prompt tokens per second, without what their attention costs"""
+    attention_seconds: float = 0.0
+    """for each million of pairs of a prompt token and a token before it: what makes long prompts slower per token"""
     step_seconds: float = 0.005
-    """one decode step, at any batch size"""
+    """any step, whatever is in it"""
+    sequence_seconds: float = 0.0
+    """for each sequence in a step"""
+    context_seconds: float = 0.0
+    """for each 1,000 tokens of context that the decoding sequences of a step have together"""
     bytes_per_token: int = 4096
     """of KV"""
     bandwidth: float = 1e9
     """bytes per second between two engines"""
+    transfer_seconds: float = 0.0
+    """for each transfer between two engines, of any size"""
     transfer_timeout: float = 3.0
     """as the real connector's: `DEFAULT_FLOOR` in `pdserve/kv/connector.py`"""
     lease: float = 30.0
@@ -39,6 +48,16 @@ class SimModel:
     first_token: int = 300
     tokens: int = 700
     """the token ids it generates: `tokens` of them from `first_token`; in the demo tokenizer these are whole words"""
+
+    def step_time(self, decoding: int, context: int, chunks: Iterable[tuple[int, int]] = ()) -> float:
+        """Seconds of a step in which so many sequences get their next token, with `context` tokens before it all
+        together, and parts of prompts are computed: (tokens computed before, tokens of this chunk) each. It is linear
+        in the speeds, so that a fit finds them."""
+        seconds = self.step_seconds + decoding * self.sequence_seconds + context / 1000 * self.context_seconds
+        for before, tokens in chunks:
+            pairs = tokens * (before + tokens / 2) / 1e6
+            seconds += self.sequence_seconds + tokens / self.prefill_rate + pairs * self.attention_seconds
+        return seconds
 
     def next_token(self, context: list[int], salt: int = 0) -> int:
         """A pure function of the last tokens and their number, so that a request that moves to another worker goes on
@@ -88,12 +107,16 @@ def sim_model(engine_args: Mapping[str, object]) -> SimModel:
     extra = engine_args.get("additional-config")
     speeds = extra.get("sim", {}) if isinstance(extra, Mapping) else {}
     values |= {str(name).replace("-", "_"): value for name, value in speeds.items()}
-    known = {field.name for field in fields(SimModel)}
+    known = {field.name: field.default for field in fields(SimModel)}
     problems = [f"sim: unknown key {name}" for name in values if name not in known]
-    for name in known & values.keys():
-        value = values[name]
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            problems.append(f"sim: {name} must be a number above 0, not {value!r}")
+    for name in known.keys() & values.keys():
+        value, least = values[name], "at least" if known[name] == 0 else "above"
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not (value > 0 or value == known[name])
+        ):
+            problems.append(f"sim: {name} must be a number {least} 0, not {value!r}")
     if problems:
         raise ConfigError(problems)
     return SimModel(**values)  # type: ignore[arg-type]
