@@ -1,0 +1,334 @@
+"""What could be run on this hardware instead: pure, from the user's file and the machine to candidates.
+
+Aggregated: one engine with all of the hardware (plain vLLM, the fairest peer, at several `max-num-batched-tokens`), and
+as many engines as the file has workers behind pdserve's frontend. Disaggregated: the file's own split, each other split
+of the same hardware, and thresholds, which are live settings of one running graph. Simulated: what cannot be run here,
+and twice the hardware.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from pdserve.config.schema import Config, WorkerConfig
+from pdserve.errors import ConfigError
+from pdserve.plan.machine import Machine
+from pdserve.plan.memory import CPU_KV_GIB, CPU_KV_VARIABLE
+from pdserve.plan.model_folder import ModelFacts
+from pdserve.plan.slots import gpus_needed
+from pdserve_bench.compare.sections import Sections, Shape, reshape
+from pdserve_bench.samples import percentile
+from pdserve_bench.systems.system import GraphSystem, PlainVllm, System
+
+BATCHES = {"cpu": (128, 512, 2048), "gpu": (512, 2048, 8192), "sim": (128, 512, 2048)}
+"""values of max-num-batched-tokens that are tried for aggregated engines: small ones keep the gaps short, large ones
+prefill faster"""
+_WIDE = 1.2
+"""prompt lengths whose 90th percentile is so many times the median differ enough for a threshold between them"""
+
+
+class HardwareKind(StrEnum):
+    GPU = "gpu"
+    CPU = "cpu"
+    SIM = "sim"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the candidates share. A slot is what one worker of the file takes."""
+
+    kind: HardwareKind
+    units: int
+    """GPUs, CPU threads, or simulated workers"""
+    prefill_width: int = 1
+    """units of a prefill worker; on the CPU, slots"""
+    decode_width: int = 1
+    slots: int = 0
+    """that splits divide; on the CPU the workers share the threads, so these are workers"""
+
+    def __str__(self) -> str:
+        noun = {"gpu": "GPU", "cpu": "CPU thread", "sim": "simulated worker"}[self.kind]
+        return counted(self.units, noun)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What has to be started. Several candidates may be settings of one launch."""
+
+    key: str
+    system: System
+    real: bool
+    """with real engines"""
+    memory_gib: float
+    """of RAM, about, while it runs; 0 where GPUs are the limit"""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    name: str
+    """in words"""
+    aggregated: bool
+    shape: Shape
+    """the graph of the configuration that would be written; plain vLLM's is one decode worker"""
+    launch: Launch
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """live ones, beside its file"""
+    hardware: float = 1.0
+    """how many times that of the user"""
+    processes: int = 1
+    """engines; the fewer the simpler"""
+    simulated: bool = False
+    """on engines that only imitate the speed of the user's; where the user's own are simulated, they are real here"""
+    split: str = ""
+    """`1P+1D`, or the number of engines"""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """`max-local-prefill-length` in words."""
+
+    value: int
+
+    def __str__(self) -> str:
+        return f"remote above {counted(self.value, 'token')}" if self.value else "all prompts remote"
+
+
+def hardware(config: Config, machine: Machine) -> Hardware:
+    """Of the graph of the file. Raises ConfigError where parts of it cannot be compared."""
+    decode, prefill = config.decode, config.prefill
+    if decode is None:
+        raise ConfigError([f"{config.path} has no VllmWorker section: there is nothing to compare with."])
+    workers = [worker for worker in (decode, prefill) if worker is not None]
+    kinds = {_kind(worker, machine) for worker in workers}
+    if len(kinds) > 1:
+        raise ConfigError([f"{config.path}: its workers run on different hardware: {', '.join(kinds)}."])
+    kind, count = kinds.pop(), sum(worker.count for worker in workers)
+    if kind is HardwareKind.SIM:
+        return Hardware(kind, count, slots=count)
+    if kind is HardwareKind.CPU:
+        return Hardware(kind, machine.cores, slots=max(2, count))
+    wide_decode = gpus_needed(decode, machine)
+    wide_prefill = gpus_needed(prefill, machine) if prefill else wide_decode
+    total = sum(worker.count * gpus_needed(worker, machine) for worker in workers)
+    if prefill is None and total < wide_decode + wide_prefill and wide_decode % 2 == 0:
+        wide_decode = wide_prefill = wide_decode // 2
+    return Hardware(kind, total, wide_prefill, wide_decode, total)
+
+
+def _kind(worker: WorkerConfig, machine: Machine) -> HardwareKind:
+    if worker.engine == "sim":
+        return HardwareKind.SIM
+    return HardwareKind.GPU if gpus_needed(worker, machine) else HardwareKind.CPU
+
+
+def splits(here: Hardware, slots: int) -> list[tuple[int, int]]:
+    """(prefill workers, decode workers) that take exactly so many slots."""
+    found = []
+    for prefill in range(1, slots // here.prefill_width + 1):
+        decode, rest = divmod(slots - prefill * here.prefill_width, here.decode_width)
+        if decode and not rest:
+            found.append((prefill, decode))
+    return found
+
+
+def thresholds(config: Config, prompts: Sequence[int], shared: bool) -> list[int]:
+    """Values of max-local-prefill-length that differ for prompts of such lengths, the file's first. `shared`: parts of
+    the prompts are in the prefix cache, so that fewer tokens than their length are to be computed."""
+    own = config.decode.max_local_prefill_length if config.decode and config.decode.remote_prefill else None
+    if config.decode is not None and not config.decode.conditional_disagg:
+        own = 0
+    middle, high = round(percentile(prompts, 0.5)), percentile(prompts, 0.9)
+    wanted = [own, 0, middle if shared or high > _WIDE * middle else None]
+    found: list[int] = []
+    for value in wanted:
+        if value is None or value in found:
+            continue
+        if not shared and prompts and any(_same(value, other, prompts) for other in found):
+            continue
+        found.append(value)
+    return found
+
+
+def _same(value: int, other: int, prompts: Iterable[int]) -> bool:
+    low, high = sorted((value, other))
+    return not any(low < length <= high for length in prompts)
+
+
+@dataclass(frozen=True)
+class CandidateMaker:
+    """Makes the candidates of one file on one machine."""
+
+    config: Config
+    base: Sections
+    here: Hardware
+    model: ModelFacts | None = None
+    """None where its files are not there, and for simulated engines"""
+    weights_gib: float = 0.0
+
+    def aggregated(self, batches: Sequence[int] = ()) -> list[Candidate]:
+        """Of the same hardware: one engine first, then several."""
+        sizes = self._batches(batches)
+        found = [self._engines(self._width(), batch) for batch in sizes]
+        if self.here.kind is not HardwareKind.SIM:
+            found = [self._one_engine(batch) for batch in sizes if self._one_engine_fits()]
+            if self._width() > 1 or not found:
+                found += [self._engines(self._width(), batch) for batch in sizes]
+        return found
+
+    def disaggregated(self, prompts: Sequence[int], shared: bool) -> list[Candidate]:
+        """Of the same hardware, the file's own split first, then those like it."""
+        own = self._own_split()
+        order = sorted(
+            splits(self.here, self.here.slots),
+            key=lambda split: (abs(split[0] - own[0]), split[0]) if own else (abs(split[0] - split[1]), 0),
+        )
+        values = thresholds(self.config, prompts, shared)
+        return [candidate for split in order for candidate in self._split(split, values)]
+
+    def imagined(self, speed: Mapping[str, float], threshold: int, batch: int) -> list[Candidate]:
+        """On engines of this `speed`: the same hardware in each split (which tells how true the simulation is where the
+        split was also run), and twice the hardware."""
+        found: list[Candidate] = []
+        for times in (1, 2):
+            slots = times * self.here.slots
+            count = slots // self.here.decode_width
+            found.append(self._imagine(self._engines(count, batch, times), speed, times))
+            for split in splits(self.here, slots):
+                found += [self._imagine(each, speed, times) for each in self._split(split, [threshold])]
+        return found
+
+    def _imagine(self, candidate: Candidate, speed: Mapping[str, float], times: int) -> Candidate:
+        shape = replace(candidate.shape, speed=tuple(sorted(speed.items())))
+        name = f"{candidate.name} (simulated)"
+        launch = self._graph(f"simulated {candidate.launch.key}", name, shape, real=False)
+        return replace(
+            candidate, name=name, shape=shape, launch=launch, hardware=float(times), simulated=True
+        )
+
+    def _width(self) -> int:
+        """Engines of the file's size that the hardware has room for."""
+        return max(1, self.here.slots // self.here.decode_width)
+
+    def _own_split(self) -> tuple[int, int] | None:
+        if self.config.prefill is None or self.config.decode is None:
+            return None
+        return self.config.prefill.count, self.config.decode.count
+
+    def _split(self, split: tuple[int, int], values: Sequence[int]) -> list[Candidate]:
+        prefill, decode = split
+        here = self.here
+        narrower = here.kind is HardwareKind.GPU and self.config.prefill is None
+        tensor = (here.prefill_width, here.decode_width) if narrower else (0, 0)
+        shape = Shape(prefill, decode, tensor=tensor)
+        name = f"{prefill} prefill + {decode} decode"
+        launch = self._graph(f"{prefill}P+{decode}D", name, shape)
+        return [
+            Candidate(
+                name=f"{name}, {Thresholds(value)}",
+                aggregated=False,
+                shape=replace(shape, settings=(("max-local-prefill-length", str(value)),)),
+                launch=launch,
+                settings={"max-local-prefill-length": str(value)},
+                processes=prefill + decode + 1,
+                split=f"{prefill}P+{decode}D",
+            )
+            for value in values
+        ]
+
+    def _engines(self, count: int, batch: int, times: int = 1) -> Candidate:
+        narrower = self.here.kind is HardwareKind.GPU and self.config.prefill is None and count > 1
+        shape = Shape(0, count, batch, (0, self.here.decode_width if narrower else 0))
+        name = f"aggregated: {counted(count, 'engine')}{self._each(count, times)}, batch {batch}"
+        launch = self._graph(f"{count} x {batch}", name, shape)
+        return Candidate(name, True, shape, launch, processes=count + 1, split=counted(count, "engine"))
+
+    def _one_engine(self, batch: int) -> Candidate:
+        here, decode = self.here, self.config.decode
+        assert decode is not None
+        on_gpu = here.kind is HardwareKind.GPU
+        tensor = here.units if on_gpu and here.units != decode.ranks else 0
+        name = f"aggregated: 1 engine{self._each(1)}, batch {batch}"
+        arguments = {**decode.engine_args, "max-num-batched-tokens": batch}
+        variables: dict[str, str] = {}
+        if on_gpu:
+            arguments["tensor-parallel-size"] = here.units
+        else:
+            arguments.setdefault("enforce-eager", True)
+            variables["OMP_NUM_THREADS"] = str(max(1, here.units // decode.ranks))
+            if "kv-cache-memory-bytes" not in decode.engine_args:
+                variables[CPU_KV_VARIABLE] = str(CPU_KV_GIB * here.slots)
+        system = PlainVllm(
+            name, Path(self.config.model), self.config.served_model_name, command_line(arguments), variables
+        )
+        memory = 0.0 if on_gpu else 3.0 + CPU_KV_GIB * here.slots + self.weights_gib
+        launch = Launch(f"vllm {batch}", system, True, memory)
+        return Candidate(name, True, Shape(0, 1, batch, (0, tensor)), launch, split="1 engine")
+
+    def _one_engine_fits(self) -> bool:
+        """A tensor-parallel engine divides the heads among its ranks."""
+        decode = self.config.decode
+        if self.here.kind is HardwareKind.CPU or decode is None or self.here.units == decode.ranks:
+            return True
+        if self.model is None or decode.ranks != int(str(decode.engine_args.get("tensor-parallel-size", 1))):
+            return False
+        ranks, heads = self.here.units, self.model.kv_heads
+        return self.model.heads % ranks == 0 and (heads % ranks == 0 or ranks % heads == 0)
+
+    def _each(self, count: int, times: int = 1) -> str:
+        if self.here.kind is HardwareKind.SIM:
+            return ""
+        noun = "GPU" if self.here.kind is HardwareKind.GPU else "thread"
+        return f" x {counted(max(1, times * self.here.units // count), noun)}"
+
+    def _batches(self, wanted: Sequence[int]) -> list[int]:
+        """The file's own too. vLLM wants them no smaller than max-num-seqs."""
+        args = self.config.decode.engine_args if self.config.decode else {}
+        own, most = args.get("max-num-batched-tokens"), int(str(args.get("max-num-seqs", 256)))
+        if self.here.kind is HardwareKind.SIM:
+            most = 1
+        sizes = list(wanted or BATCHES[self.here.kind])
+        if own is not None:
+            sizes.append(int(str(own)))
+        kept = sorted({size for size in sizes if size >= most})
+        if not kept:
+            raise ConfigError([f"--batch-sizes: vLLM takes none below max-num-seqs, which is {most}."])
+        return kept
+
+    def _graph(self, key: str, name: str, shape: Shape, real: bool = True) -> Launch:
+        sections = reshape(self.base, shape)
+        real = real and self.here.kind is not HardwareKind.SIM
+        workers = shape.prefill + shape.decode
+        on_cpu = real and self.here.kind is HardwareKind.CPU
+        memory = 1.5 + (3.0 + CPU_KV_GIB + self.weights_gib) * workers if on_cpu else 0.0
+        if not real:
+            memory = 1.0 + 0.2 * workers
+        return Launch(key, GraphSystem(name, sections), real, memory)
+
+
+def command_line(arguments: Mapping[str, object]) -> tuple[str, ...]:
+    """vLLM's arguments, as its own command takes them."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, Mapping):
+            words += [f"--{name}", msgspec.json.encode(value).decode()]
+        elif isinstance(value, list | tuple):
+            words += [f"--{name}", *map(str, value)]
+        else:
+            words += [f"--{name}", str(value)]
+    return tuple(words)
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def weights_gib(model: ModelFacts | None) -> float:
+    return sum(model.stored.values()) / math.pow(2, 30) if model else 0.0

@@ -1,0 +1,342 @@
+"""From what was measured to an answer: pure.
+
+The rules, in this order:
+1. A candidate that dropped requests, or did not come up, is out.
+2. What was measured counts; simulated candidates stand in only where one of the two kinds could not be measured, and
+   are then compared with simulated ones.
+3. Where a load was asked for and the aggregated engine carries it with headroom, there is nothing to gain at this load.
+4. Otherwise the higher goodput wins, if it exceeds both uncertainties (the intervals do not touch) and the noise (what
+   the baseline showed against itself).
+5. Else the simpler one: aggregated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pdserve_bench.slo import Slo, Tally
+
+HEADROOM = 1.25
+"""times the load that is asked for: what an engine carries beside its ups and downs"""
+_NOTABLE = 1.15
+"""a simulated split that carries so many times what another does is worth a word"""
+
+
+class Verdict(StrEnum):
+    DISAGGREGATE = "disaggregate"
+    DONT = "don't"
+    SAME = "no difference"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class AtLoad:
+    """What users saw at one rate. Times in seconds."""
+
+    rate: float
+    kept: int
+    requests: int
+    ttft: tuple[float, float] = (0.0, 0.0)
+    """median and 90th percentile"""
+    gap: tuple[float, float] = (0.0, 0.0)
+    """of the longest gap of each request"""
+    tokens_per_second: float = 0.0
+    cpu_per_1000: float | None = None
+    """CPU seconds of all its processes for 1,000 tokens, in and out"""
+
+    @property
+    def share(self) -> float:
+        return self.kept / self.requests if self.requests else 0.0
+
+
+@dataclass(frozen=True)
+class CandidateResult:
+    """What is known of a candidate. Rates are requests per second."""
+
+    name: str
+    aggregated: bool
+    carried: float | None = None
+    """the highest rate at which enough requests kept the SLO; None: none that was tried"""
+    broken: float | None = None
+    """the lowest at which not; None: none that was tried"""
+    estimate: float | None = None
+    """between the two"""
+    broke: Tally = field(default_factory=Tally)
+    """what became of the requests at `broken`"""
+    failed: int = 0
+    """requests that got an error, at rates that it carries and at the first that it does not"""
+    simulated: bool = False
+    hardware: float = 1.0
+    """how many times the user's"""
+    engines: int = 1
+    split: str = ""
+    """`2P+1D`, or `3 engines`"""
+    load: AtLoad | None = None
+    problem: str = ""
+    """why it was not measured"""
+
+    @property
+    def probed(self) -> bool:
+        return self.carried is not None or self.broken is not None
+
+    @property
+    def sound(self) -> bool:
+        return self.probed and not self.problem and not self.failed
+
+    @property
+    def least(self) -> float:
+        return self.carried or 0.0
+
+    @property
+    def most(self) -> float:
+        return self.broken if self.broken is not None else float("inf")
+
+    @property
+    def goodput(self) -> float:
+        return self.estimate or 0.0
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    verdict: Verdict
+    choice: CandidateResult | None
+    """what to run; None: there is nothing to choose from"""
+    reason: str
+    """one to three sentences with the numbers"""
+    otherwise: str = ""
+    """what would change the answer"""
+    simulated: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        simulated = "Simulated: " if self.simulated else ""
+        if self.verdict is Verdict.UNKNOWN or self.choice is None:
+            return "No recommendation."
+        if self.verdict is Verdict.DISAGGREGATE:
+            return f"{simulated}disaggregate: {self.choice.name}."
+        if self.verdict is Verdict.DONT:
+            return f"{simulated}don't disaggregate: run {_bare(self.choice)}."
+        return f"{simulated}no difference that could be measured; the simpler one: run {_bare(self.choice)}."
+
+    def told(self) -> str:
+        headline = self.headline[0].upper() + self.headline[1:]
+        return "\n".join(text for text in (headline, self.reason, self.otherwise) if text)
+
+
+@dataclass(frozen=True)
+class Criteria:
+    """What the findings are judged by."""
+
+    slo: Slo = field(default_factory=Slo)
+    share: float = 0.9
+    rate: float | None = None
+    """requests per second that the user asked about; None: only the ceiling counts"""
+    noise: float = 0.0
+    """by how much two measurements of the same running system differed, as a share of it"""
+
+
+def recommend(findings: Sequence[CandidateResult], criteria: Criteria) -> Recommendation:
+    """Findings are in the order of simplicity: of equals the earlier is taken."""
+    out = tuple(_why_out(finding) for finding in findings if not finding.sound)
+    here = [finding for finding in findings if finding.hardware == 1.0 and finding.sound]
+    simulated = False
+    together = _best(here, True, False)
+    separate = _best(here, False, False)
+    if together is None or separate is None:
+        dreamt = _best(here, True, True), _best(here, False, True)
+        if all(dreamt):
+            (together, separate), simulated = dreamt, True
+    if together is None or separate is None:
+        return _one_sided(together or separate, findings, out)
+    notes = (*out, *_splits(findings, separate, simulated))
+    verdict, reason, otherwise = _judge(together, separate, criteria)
+    choice = separate if verdict is Verdict.DISAGGREGATE else together
+    return Recommendation(verdict, choice, reason, otherwise, simulated, notes)
+
+
+def best(findings: Sequence[CandidateResult], aggregated: bool) -> CandidateResult | None:
+    """The finalist of its kind, measured on the user's hardware."""
+    return _best([each for each in findings if each.hardware == 1.0 and each.sound], aggregated, False)
+
+
+def _best(findings: Sequence[CandidateResult], aggregated: bool, simulated: bool) -> CandidateResult | None:
+    fit = [each for each in findings if each.aggregated == aggregated and each.simulated == simulated]
+    return max(fit, key=lambda each: each.goodput, default=None)  # the first of equals
+
+
+def _judge(together: CandidateResult, separate: CandidateResult, asked: Criteria) -> tuple[Verdict, str, str]:
+    rate, noise = asked.rate, asked.noise
+    both = f"{_carries(separate)}, {_bare(together)} {_number(together)}"
+    if not together.carried and not separate.carried:
+        reason = (
+            f"Neither keeps the SLO ({asked.slo}, {asked.share:.0%} of the requests), not even at "
+            f"{min(together.most, separate.most):.3g} requests/s: {_broke(together)}; {_broke(separate)}."
+        )
+        return (
+            Verdict.DONT,
+            reason,
+            "A looser SLO, shorter prompts or more hardware would: see the simulated rows.",
+        )
+    if rate is not None and together.least >= rate * HEADROOM:
+        reason = (
+            f"At {rate:.3g} requests/s there is nothing to gain: {_bare(together)} keeps the SLO up to "
+            f"{_range(together)} requests/s."
+        )
+        return Verdict.DONT, reason, _ceiling(together, separate, noise)
+    gain = _ratio(separate, together)
+    if separate.least > together.most and gain > 1 + noise:
+        return (
+            Verdict.DISAGGREGATE,
+            f"{both}{_times(gain)}. {_limits(together, separate)}",
+            _not_enough(separate, rate),
+        )
+    if together.least > separate.most and _ratio(together, separate) > 1 + noise:
+        why = _limits(separate, together)
+        return Verdict.DONT, f"{both}: separation loses. {why}", _would_change(separate)
+    reason = f"{both}: less apart than what is certain{_noise(noise)}."
+    return Verdict.SAME, reason, "Longer probes (--minutes) would tell smaller differences apart."
+
+
+def _one_sided(
+    found: CandidateResult | None, findings: Sequence[CandidateResult], out: tuple[str, ...]
+) -> Recommendation:
+    if found is None:
+        return Recommendation(Verdict.UNKNOWN, None, "Nothing was measured.", notes=out)
+    missing = "disaggregated" if found.aggregated else "aggregated"
+    known = [each for each in findings if each.aggregated != found.aggregated and each.hardware == 1.0]
+    if known and found.aggregated and all(each.failed for each in known):
+        reason = f"Every disaggregated graph dropped requests; {_carries(found)}."
+        return Recommendation(Verdict.DONT, found, reason, notes=out)
+    reason = f"No {missing} graph was measured, so there is nothing to compare {_bare(found)} with."
+    return Recommendation(Verdict.UNKNOWN, None, reason, notes=out)
+
+
+def _ceiling(together: CandidateResult, separate: CandidateResult, noise: float) -> str:
+    if separate.least > together.most and _ratio(separate, together) > 1 + noise:
+        return (
+            f"Above that load separation would pay: {_carries(separate)}{_times(_ratio(separate, together))}."
+        )
+    return ""
+
+
+def _not_enough(separate: CandidateResult, rate: float | None) -> str:
+    if rate is not None and separate.most <= rate:
+        return f"Neither carries the {rate:.3g} requests/s that were asked about: that needs more hardware."
+    return "Shorter prompts, a looser bound on gaps or less load would change it: prompts would stall less."
+
+
+def _would_change(separate: CandidateResult) -> str:
+    if _first_broken(separate) == "gap":
+        return "Longer prompts beside shorter answers, or a tighter bound on gaps, would change it."
+    return "Longer answers beside shorter prompts make prefill workers idle; longer prompts would change it."
+
+
+def _limits(loser: CandidateResult, winner: CandidateResult) -> str:
+    """Which promise breaks first in the loser and in the winner, and why."""
+    said = f"{_bare(loser)[0].upper()}{_bare(loser)[1:]} breaks first on {_cause(loser)}"
+    if winner.broken is None:
+        return f"{said}."
+    return f"{said}; {_bare(winner)} on {_cause(winner)}."
+
+
+def _cause(finding: CandidateResult) -> str:
+    match _first_broken(finding), finding.aggregated:
+        case "gap", True:
+            return "gaps: prompts that are computed stall the answers that stream"
+        case "gap", False:
+            return "gaps: the decode side is the bottleneck"
+        case "TTFT", True:
+            return "TTFT: prompts wait for their turn"
+        case "TTFT", False:
+            return "TTFT: prompts queue for the prefill side, which is the bottleneck"
+        case _, _:
+            return "failed requests"
+
+
+def _first_broken(finding: CandidateResult) -> str:
+    broke = finding.broke
+    counts = {"gap": broke.gap + broke.both, "TTFT": broke.ttft + broke.both, "failed": broke.failed}
+    return max(counts, key=lambda name: counts[name])
+
+
+def _broke(finding: CandidateResult) -> str:
+    return f"{_bare(finding)} breaks {finding.broke.told() or 'nothing'} of {finding.broke.requests}"
+
+
+def _splits(
+    findings: Sequence[CandidateResult], separate: CandidateResult, all_simulated: bool
+) -> tuple[str, ...]:
+    """What the simulated rows add."""
+    dreamt = [each for each in findings if each.simulated and each.sound]
+    anchor = next((each for each in dreamt if each.split == separate.split and each.hardware == 1.0), None)
+    notes = []
+    if anchor is not None and not all_simulated:
+        notes.append(
+            f"How true the simulation is: it says {_number(anchor)} requests/s for {anchor.split}, where "
+            f"{_number(separate)} were measured."
+        )
+    others = [each for each in dreamt if each.hardware == 1.0 and not each.aggregated and each is not anchor]
+    better = max(others, key=lambda each: each.goodput, default=None)
+    if anchor and better and _ratio(better, anchor) > _NOTABLE and better.least >= anchor.most:
+        notes.append(
+            f"Try {better.split}: simulated, it carries {_number(better)} requests/s against {_number(anchor)} "
+            f"of the simulated {anchor.split}."
+        )
+    larger = [each for each in dreamt if each.hardware > 1.0]
+    if larger:
+        top = max(larger, key=lambda each: each.goodput)
+        notes.append(
+            f"With {top.hardware:g} times the hardware (simulated): {top.split} carries most, "
+            f"{_number(top)} requests/s."
+        )
+    return tuple(notes)
+
+
+def _why_out(finding: CandidateResult) -> str:
+    if finding.problem:
+        return f"Not measured: {finding.name}: {finding.problem}"
+    if finding.failed:
+        times = "request" if finding.failed == 1 else "requests"
+        return f"Out: {finding.name}: it failed {finding.failed} {times} at a rate that it should carry."
+    return f"Not measured: {finding.name}."
+
+
+def _bare(finding: CandidateResult) -> str:
+    """As the subject of a sentence."""
+    return (
+        finding.name.removesuffix(" (simulated)").removeprefix("aggregated: ").partition(", remote above")[0]
+    )
+
+
+def _carries(finding: CandidateResult) -> str:
+    text = f"{_bare(finding)} carries {_number(finding)} requests/s"
+    return text[0].upper() + text[1:]
+
+
+def _number(finding: CandidateResult) -> str:
+    if finding.carried is None:
+        return f"under {finding.most:.3g}"
+    if finding.broken is None:
+        return f"{finding.carried:.3g} and more"
+    return f"{finding.goodput:.3g} ({_range(finding)})"
+
+
+def _range(finding: CandidateResult) -> str:
+    if finding.broken is None:
+        return f"{finding.least:.3g} and more"
+    return f"{finding.least:.3g} to {finding.most:.3g}"
+
+
+def _ratio(ours: CandidateResult, other: CandidateResult) -> float:
+    if not other.goodput:
+        return ours.goodput / other.most if other.most else float("inf")
+    return ours.goodput / other.goodput
+
+
+def _times(gain: float) -> str:
+    return f": {gain:.2g} times as much" if gain < 100 else ""
+
+
+def _noise(noise: float) -> str:
+    return f" (the same system against itself: {noise:.0%})" if noise else ""

@@ -1,0 +1,156 @@
+"""The user's file, changed into the file of another graph on the same hardware. Pure: dicts in, dicts out.
+
+Keys are found however they are spelled (`served_model_name`, `served-model-name`) and written in kebab-case.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdserve.config.arguments import arguments
+from pdserve.config.schema import kebab
+from pdserve.config.tree import Findings, read_tree
+
+Sections = dict[str, dict[str, Any]]
+
+_OF_REMOTE_PREFILL = (
+    "remote-prefill",
+    "conditional-disagg",
+    "max-local-prefill-length",
+    "max-prefill-queue-size",
+    "kv-transfer-config",
+)
+_OF_REAL_ENGINES = ("kv-transfer-config", "tensor-parallel-size", "pipeline-parallel-size")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a graph is changed to."""
+
+    prefill: int
+    """workers; 0: aggregated"""
+    decode: int
+    """workers; of an aggregated graph all of its engines"""
+    batch: int = 0
+    """max-num-batched-tokens of an aggregated graph's engines; 0: as the file says"""
+    tensor: tuple[int, int] = (0, 0)
+    """tensor-parallel-size of prefill and decode workers; 0: as the file says"""
+    settings: tuple[tuple[str, str], ...] = ()
+    """thresholds of the decode workers"""
+    speed: tuple[tuple[str, float], ...] = ()
+    """of simulated engines in place of the real ones, keys of `additional-config.sim`; empty: engines as in the file"""
+
+
+def read_sections(file: Path) -> Sections:
+    """Raises ConfigError."""
+    tree = read_tree(file, Findings(file))
+    return {name: copy.deepcopy(dict(entry.value or {})) for name, entry in tree.items()}  # type: ignore[call-overload]
+
+
+def with_model(sections: Sections, model: str) -> Sections:
+    """The model's folder instead of a path that counts from the user's file."""
+    found = copy.deepcopy(sections)
+    for section in found.values():
+        if any(kebab(name) == "model" for name in section):
+            put(section, "model", model)
+    return found
+
+
+def reshape(base: Sections, shape: Shape) -> Sections:
+    """`base` has a VllmWorker; where it has no PrefillWorker, prefill workers are made like the decode workers."""
+    sections = copy.deepcopy(base)
+    decode = sections["VllmWorker"]
+    prefill = sections.pop("PrefillWorker", None)
+    if shape.prefill:
+        prefill = prefill if prefill is not None else _like(decode)
+        sections["PrefillWorker"] = prefill
+        put(decode, "remote-prefill", True)
+        for name, value in shape.settings:
+            put(decode, name, int(value))
+        _resize(prefill, shape.prefill, shape.tensor[0])
+    else:
+        for key in _OF_REMOTE_PREFILL:
+            take(decode, key)
+            _unlist(decode, key)
+        if shape.batch:
+            put(decode, "max-num-batched-tokens", shape.batch)
+    _resize(decode, shape.decode, shape.tensor[1])
+    if shape.speed:
+        for section in filter(None, (decode, sections.get("PrefillWorker"))):
+            _simulate(section, dict(shape.speed))
+    _prune_common(sections)
+    return sections
+
+
+def take(section: dict[str, Any], key: str) -> Any:
+    """Remove it, and return its value; None where it is not there."""
+    for name in list(section):
+        if kebab(name) == key:
+            return section.pop(name)
+    return None
+
+
+def put(section: dict[str, Any], key: str, value: object) -> None:
+    take(section, key)
+    section[key] = value
+
+
+def _like(decode: Mapping[str, Any]) -> dict[str, Any]:
+    section = copy.deepcopy(dict(decode))
+    for key in _OF_REMOTE_PREFILL[:-1]:
+        take(section, key)
+    for name in list(section):
+        known = arguments().get(kebab(name))
+        if known is not None and known.group == "api":  # shapes answers, which prefill workers do not give
+            del section[name]
+    return section
+
+
+def _resize(section: dict[str, Any], workers: int, tensor: int) -> None:
+    """Pinned GPUs are left to the placement where their number changes."""
+    service = dict(take(section, "ServiceArgs") or {})
+    resources = dict(take(service, "resources") or {})
+    if tensor:
+        put(section, "tensor-parallel-size", tensor)
+        if "gpu" in resources:
+            resources["gpu"] = tensor
+    if tensor or service.get("workers", 1) != workers:
+        take(resources, "gpu-ids")
+    if resources:
+        service["resources"] = resources
+    section["ServiceArgs"] = {**service, "workers": workers}
+
+
+def _simulate(section: dict[str, Any], speed: Mapping[str, float]) -> None:
+    put(section, "engine", "sim")
+    put(section, "additional-config", {"sim": dict(speed)})
+    for key in _OF_REAL_ENGINES:
+        take(section, key)
+        _unlist(section, key)
+    take(section["ServiceArgs"], "resources")
+
+
+def _unlist(section: dict[str, Any], key: str) -> None:
+    """Nor has it from Common."""
+    for name, listed in section.items():
+        if kebab(name) == "common-configs":
+            section[name] = [entry for entry in listed if kebab(str(entry)) != key]
+
+
+def _prune_common(sections: Sections) -> None:
+    """A key of Common that no section lists any more would be an error."""
+    common = sections.get("Common")
+    if common is None:
+        return
+    listed = {
+        kebab(str(entry))
+        for section in sections.values()
+        for name, entries in section.items()
+        if kebab(name) == "common-configs"
+        for entry in entries
+    }
+    for name in list(common):
+        if kebab(name) not in listed:
+            del common[name]

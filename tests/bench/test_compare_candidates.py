@@ -1,0 +1,130 @@
+"""Which graphs are compared on the same hardware."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pdserve_bench.compare.candidates import Candidate, CandidateMaker, hardware, splits, thresholds
+from pdserve_bench.compare.sections import read_sections, reshape
+from pdserve_bench.simulated import simulated, write
+
+from pdserve.config.load import load
+from pdserve.config.schema import Config
+from pdserve.plan.machine import Gpu, Machine
+from pdserve.plan.model_folder import ModelFacts
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+CPU = Machine((), cores=4, memory=2**35, available=2**35, build="cpu")
+GPUS = Machine(tuple(Gpu(number, "A10", 22 * 2**30) for number in range(4)), 16, 2**37, 2**37)
+SMALL = ModelFacts(Path(), 2, 8, 2, 64, 512, 2048, 1000, 4096, "bfloat16", {"BF16": 2**20})
+
+
+def maker(file: Path, machine: Machine, model: ModelFacts | None = None) -> CandidateMaker:
+    config = load(file, {})
+    return CandidateMaker(config, read_sections(file), hardware(config, machine), model)
+
+
+def made(maker: CandidateMaker) -> list[Candidate]:
+    speed = {"step-seconds": 0.01, "prefill-rate": 1000.0}
+    return [
+        *maker.aggregated(),
+        *maker.disaggregated([400] * 5, shared=False),
+        *maker.imagined(speed, threshold=64, batch=512),
+    ]
+
+
+def names(candidates: list[Candidate]) -> list[str]:
+    return [candidate.name for candidate in candidates]
+
+
+def sim_file(folder: Path, decode: int, prefill: int) -> Path:
+    sections = simulated(
+        {"step-seconds": 0.05},
+        decode={"ServiceArgs": {"workers": decode}},
+        prefill={"ServiceArgs": {"workers": prefill}},
+    )
+    return write(sections, folder / "sim.yaml")
+
+
+@pytest.mark.parametrize(
+    ("file", "machine"), [("local.yaml", CPU), ("disagg.yaml", GPUS), ("agg.yaml", GPUS)]
+)
+def test_each_candidate_is_a_file_that_can_be_served(file: str, machine: Machine, tmp_path: Path) -> None:
+    found = maker(CONFIGS / file, machine, SMALL)
+    for candidate in made(found):
+        changed = load(write(reshape(found.base, candidate.shape), tmp_path / "changed.yaml"), {})
+        assert changed.decode is not None
+        assert changed.decode.count == candidate.shape.decode
+        assert (changed.prefill.count if changed.prefill else 0) == candidate.shape.prefill
+        assert changed.decode.remote_prefill == (not candidate.aggregated)
+        assert changed.decode.engine == ("sim" if candidate.simulated else "vllm")
+
+
+def test_on_the_cpu_engines_share_the_threads() -> None:
+    found = names(made(maker(CONFIGS / "local.yaml", CPU)))
+    assert found[:2] == [
+        "aggregated: 1 engine x 4 threads, batch 128",
+        "aggregated: 1 engine x 4 threads, batch 512",
+    ]
+    assert "aggregated: 2 engines x 2 threads, batch 512" in found
+    assert "1 prefill + 1 decode, remote above 64 tokens" in found
+    assert "aggregated: 4 engines x 2 threads, batch 512 (simulated)" in found
+    assert "2 prefill + 2 decode, remote above 64 tokens (simulated)" in found
+
+
+def test_on_gpus_an_engine_is_spread_where_its_heads_divide() -> None:
+    assert "aggregated: 1 engine x 4 GPUs, batch 2048" in names(
+        made(maker(CONFIGS / "disagg.yaml", GPUS, SMALL))
+    )
+    odd = ModelFacts(Path(), 2, 6, 3, 64, 384, 1024, 1000, 4096, "bfloat16", {})
+    assert not any("1 engine" in name for name in names(made(maker(CONFIGS / "disagg.yaml", GPUS, odd))))
+
+
+def test_a_single_engine_is_halved_into_prefill_and_decode() -> None:
+    found = maker(CONFIGS / "agg.yaml", GPUS, SMALL)
+    (separate,) = found.disaggregated([400], shared=False)
+    sections = reshape(found.base, separate.shape)
+    assert sections["PrefillWorker"]["tensor-parallel-size"] == 2
+    assert sections["VllmWorker"]["tensor-parallel-size"] == 2
+    assert sections["VllmWorker"]["ServiceArgs"] == {"workers": 1, "resources": {"gpu": 2}}
+
+
+def test_splits_of_simulated_workers(tmp_path: Path) -> None:
+    found = maker(sim_file(tmp_path, decode=2, prefill=1), CPU)
+    separate = found.disaggregated([400], shared=False)
+    assert [candidate.split for candidate in separate] == ["1P+2D", "2P+1D"]
+    assert not any(candidate.simulated for candidate in separate)
+    assert [candidate.split for candidate in found.aggregated([512])] == ["3 engines"]
+
+
+def test_no_worker_of_a_split_is_without_hardware() -> None:
+    here = hardware(load(CONFIGS / "disagg.yaml", {}), GPUS)
+    assert splits(here, 4) == [(1, 1)]
+    assert splits(here, 8) == [(1, 3), (2, 2), (3, 1)]
+    assert splits(here, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shared", "expected"),
+    [
+        ([400] * 9, False, [64]),  # 0 and 64 send all of them away: the file's is enough
+        ([20] * 3 + [100] * 3 + [400] * 3, False, [64, 0, 100]),
+        ([20] * 5 + [400] * 5, False, [64, 0]),  # the median separates as 64 does
+        ([400] * 9, True, [64, 0, 400]),
+        ([], True, [64, 0]),
+    ],
+)
+def test_thresholds_that_differ(prompts: list[int], shared: bool, expected: list[int]) -> None:
+    assert thresholds(_local(), prompts, shared) == expected
+
+
+def _local() -> Config:
+    return load(CONFIGS / "local.yaml", {})
+
+
+def test_batch_sizes_are_no_smaller_than_vllm_takes(tmp_path: Path) -> None:
+    sections = json.loads(json.dumps(read_sections(CONFIGS / "local.yaml")))
+    sections["VllmWorker"]["max-num-seqs"] = 256
+    sections["VllmWorker"]["max-num-batched-tokens"] = 1024
+    found = maker(write(sections, tmp_path / "file.yaml"), CPU)
+    assert sorted({candidate.shape.batch for candidate in found.aggregated()}) == [512, 1024, 2048]
