@@ -7,12 +7,15 @@ and faults are about connections: which port, an abrupt end, an answer that is n
 
 import asyncio
 import json
+import re
+import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from itertools import pairwise
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -61,13 +64,15 @@ class Exchange:
     arrivals: list[float] = field(default_factory=list)
     """when each token came, where the answer is streamed; without token ids, when each event with text did"""
     text: str = ""
-    """of the answer, where it is streamed"""
+    """of the answer"""
     reasoning: str = ""
-    """what the model thought before it, where the server streams that apart"""
+    """what the model thought before it, where the server tells that apart"""
     prompt_tokens: int = 0
     """as the answer's usage says: `stream_options: {"include_usage": true}`"""
     completion_tokens: int = 0
     """as the answer's usage says"""
+    cached_tokens: int | None = None
+    """of the prompt, found in a prefix cache; None where the usage does not say it"""
     error: str = ""
     reset: bool = False
     """the connection was refused, or ended before the answer did"""
@@ -113,16 +118,18 @@ class LoadClient:
     async def ask(self, exchange: Exchange, timeout: float, path: str = COMPLETIONS) -> None:
         """Never fails: what goes wrong is told by the exchange. Cancelled, it stays unfinished."""
         exchange.started = time.monotonic()
+        bound = asyncio.timeout(timeout)
         try:
-            async with asyncio.timeout(timeout):
+            async with bound:
                 await self._ask(exchange, path)
-        except TimeoutError:
-            exchange.hung, exchange.error = True, f"no end within {timeout:g} s"
         except BadAnswer as error:
             exchange.error = str(error)
         except (OSError, EOFError) as error:
-            exchange.reset, exchange.error = True, f"connection: {str(error) or type(error).__name__}"
-        except (ValueError, LookupError, TypeError, AttributeError, httptools.HttpParserError) as error:
+            if bound.expired():
+                exchange.hung, exchange.error = True, f"no end within {timeout:g} s"
+            else:
+                exchange.reset, exchange.error = True, f"connection: {str(error) or type(error).__name__}"
+        except _UNREADABLE as error:
             exchange.error = f"an answer that cannot be read: {error!r}"
         exchange.ended = time.monotonic()
 
@@ -137,52 +144,100 @@ class LoadClient:
             exchange.prefill = connection.headers.get("x-pdserve-prefill", "")
             exchange.instance = connection.headers.get("x-pdserve-instance", "")
             if exchange.status != 200:
-                raise BadAnswer(f"HTTP {exchange.status} {error_message(await connection.rest())}")
-            if exchange.body.get("stream"):
+                moved = connection.headers.get("location", "")
+                told = f" to {moved}" if moved else f" {error_message(await connection.rest())}"
+                raise BadAnswer(f"HTTP {exchange.status}{told}")
+            asked = bool(exchange.body.get("stream"))
+            if asked and not connection.headers.get("content-type", "").startswith("application/json"):
                 await _read_stream(exchange, connection)
-            else:
-                answer = msgspec.json.decode(await connection.rest())
-                exchange.tokens = list(answer["choices"][0].get("token_ids") or ())
-                _read_usage(exchange, answer)
+            else:  # some servers know no streams
+                _read_whole(exchange, await connection.rest(), asked)
         finally:
             connection.abort()
 
 
+_UNREADABLE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    httptools.HttpParserError,
+    httptools.HttpParserUpgrade,
+)
+
+
+def _read_whole(exchange: Exchange, answer: bytes, timed: bool) -> None:
+    """All of it has come now."""
+    found = msgspec.json.decode(answer)
+    if found.get("error"):
+        raise BadAnswer(error_message(answer))
+    for choice in found["choices"]:
+        _read_choice(exchange, choice, choice.get("message") or {}, time.monotonic() if timed else None)
+    _read_usage(exchange, found)
+
+
 async def _read_stream(exchange: Exchange, connection: "HttpConnection") -> None:
+    """Server-sent events; what is no data is of no matter (comments keep connections open). The end is `[DONE]`, or a
+    last choice with a reason to finish where the server sends none."""
+    finished = False
     async for line in connection.lines():
-        if line == b"data: [DONE]":
-            return
-        if not line.startswith(b"data: "):
+        kind, _, data = line.partition(b":")
+        data = data.strip()
+        if kind != b"data" or not data:
             continue
-        event = msgspec.json.decode(line[6:])
-        if "error" in event:
-            raise BadAnswer(f"in the stream: {error_message(line[6:])}")
+        if data == b"[DONE]":
+            return
+        event = msgspec.json.decode(data)
+        if event.get("error") or event.get("object") == "error":
+            raise BadAnswer(f"in the stream: {error_message(data)}")
         _read_usage(exchange, event)
-        for choice in event["choices"]:
-            tokens = choice.get("token_ids")
-            delta = choice.get("delta") or {}
-            text = choice.get("text") or delta.get("content") or ""
-            reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-            exchange.text += text
-            exchange.reasoning += reasoning
-            exchange.tokens += tokens or ()
-            exchange.arrivals += [time.monotonic()] * (len(tokens) if tokens else bool(text or reasoning))
-    raise BadAnswer("the stream ended without [DONE]")
+        for choice in event.get("choices") or ():
+            _read_choice(exchange, choice, choice.get("delta") or {}, time.monotonic())
+            finished = finished or bool(choice.get("finish_reason"))
+    if not finished:
+        raise BadAnswer("the stream ended without [DONE]")
+
+
+def _read_choice(
+    exchange: Exchange, choice: Mapping[str, Any], message: Mapping[str, Any], now: float | None
+) -> None:
+    """`message` is a chat's, or its delta. Where a first event names the role alone, no token has come yet. Reasoning
+    counts as tokens too: it is generated, and waited for."""
+    tokens = choice.get("token_ids") or ()
+    text = choice.get("text") or message.get("content") or ""
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    exchange.text += text
+    exchange.reasoning += reasoning
+    exchange.tokens += tokens
+    if now is not None:
+        exchange.arrivals += [now] * (len(tokens) or bool(text or reasoning))
 
 
 def _read_usage(exchange: Exchange, answer: Mapping[str, Any]) -> None:
+    """Where a server sends it with each event, the last one counts."""
     if usage := answer.get("usage"):
         exchange.prompt_tokens = usage.get("prompt_tokens") or 0
         exchange.completion_tokens = usage.get("completion_tokens") or 0
+        exchange.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
 def error_message(answer: bytes) -> str:
-    """Of an answer with OpenAI's error object; else the answer itself, shortened."""
+    """The message in an error object, wherever servers put it; of a page its text; else the answer itself. Shortened,
+    in one line."""
     text = answer.decode(errors="replace")
-    try:
-        return str(msgspec.json.decode(answer)["error"]["message"] or text)[:300]
-    except (ValueError, LookupError, TypeError):
-        return text[:300]
+    with suppress(ValueError):
+        found = msgspec.json.decode(answer)
+        for name in ("error", "message", "detail"):
+            if isinstance(found, dict) and found.get(name):
+                found = found[name]
+        text = found if isinstance(found, str) else text
+    if text.lstrip()[:1] == "<":
+        text = _MARKUP.sub(" ", text)
+    return " ".join(text.split())[:300]
+
+
+_MARKUP = re.compile(r"<(script|style|head)\b.*?</\1>|<[^>]*>", re.I | re.S)
+"""what a reader of a page does not see"""
 
 
 class HttpConnection:
@@ -214,7 +269,7 @@ class HttpConnection:
         reader, writer = await asyncio.open_connection(
             target.hostname,
             target.port or (443 if secure else 80),
-            ssl=secure or None,
+            ssl=_trusted() if secure else None,
             local_addr=(source, 0) if source else None,
         )
         writer.write(post(url, body, path, headers))
@@ -226,7 +281,7 @@ class HttpConnection:
         return int(self._parser.get_status_code())
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Without their ends, and without empty ones; a last one that has no end is none."""
+        """Without their ends, and without empty ones; a last one that has no end counts where the answer is complete."""
         start = 0
         while True:
             while (end := self._body.find(b"\n", start)) >= 0:
@@ -236,6 +291,8 @@ class HttpConnection:
             del self._body[:start]
             start = 0
             if self._over:
+                if self._body.strip():
+                    yield bytes(self._body).strip()
                 return
             await self._fill()
 
@@ -274,6 +331,12 @@ class HttpConnection:
         self._over = True
 
 
+@cache
+def _trusted() -> ssl.SSLContext:
+    """The system's certificates, or those of SSL_CERT_FILE. Costs some milliseconds to load."""
+    return ssl.create_default_context()
+
+
 def post(
     url: str,
     body: Mapping[str, object] | bytes,
@@ -284,6 +347,7 @@ def post(
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = {
         "host": urlsplit(url).netloc,
+        "user-agent": "pdserve-bench",
         "connection": "close",
         "content-type": "application/json",
         "content-length": str(len(raw)),
