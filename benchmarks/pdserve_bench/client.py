@@ -7,6 +7,7 @@ and faults are about connections: which port, an abrupt end, an answer that is n
 
 import asyncio
 import json
+import os
 import re
 import ssl
 import time
@@ -269,7 +270,7 @@ class HttpConnection:
         reader, writer = await asyncio.open_connection(
             target.hostname,
             target.port or (443 if secure else 80),
-            ssl=_trusted() if secure else None,
+            ssl=_trusted(os.environ.get("SSL_CERT_FILE")) if secure else None,
             local_addr=(source, 0) if source else None,
         )
         writer.write(post(url, body, path, headers))
@@ -281,7 +282,7 @@ class HttpConnection:
         return int(self._parser.get_status_code())
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Without their ends, and without empty ones; a last one that has no end counts where the answer is complete."""
+        """Without their ends, and without empty ones; a last one without an end counts where the answer is complete."""
         start = 0
         while True:
             while (end := self._body.find(b"\n", start)) >= 0:
@@ -332,9 +333,9 @@ class HttpConnection:
 
 
 @cache
-def _trusted() -> ssl.SSLContext:
-    """The system's certificates, or those of SSL_CERT_FILE. Costs some milliseconds to load."""
-    return ssl.create_default_context()
+def _trusted(file: str | None) -> ssl.SSLContext:
+    """Of the certificates in the file, else of the system's; they take some milliseconds to load."""
+    return ssl.create_default_context(cafile=file)
 
 
 def post(

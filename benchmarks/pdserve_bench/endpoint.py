@@ -2,17 +2,20 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from pdserve.errors import ConfigError, Unavailable
-from pdserve_bench.client import CHAT, COMPLETIONS, Exchange, LoadClient
+from pdserve_bench.client import CHAT, COMPLETIONS, Exchange, LoadClient, error_message
 
 _PROBE_WORDS = 200
 _WORD = "{:04d}"
+_FIRST_ANSWER = 120.0
+"""seconds for a first request: some servers load their model for it"""
 Message = Mapping[str, str]
 
 
@@ -26,6 +29,8 @@ class Endpoint:
     """ask `/v1/chat/completions`, else `/v1/completions`"""
     without: frozenset[str] = frozenset()
     """fields of a request that it refuses"""
+    max_model_len: int = 0
+    """tokens of a prompt and its answer together, 0 where it does not say"""
 
     async def ask(self, exchange: Exchange, timeout: float) -> None:
         """Never fails: what goes wrong is told by the exchange."""
@@ -45,39 +50,101 @@ class Endpoint:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if "max_tokens" in self.without:
+            fields["max_completion_tokens"] = tokens  # its name since reasoning models
         return {name: value for name, value in fields.items() if name not in self.without}
 
 
 def base_url(url: str) -> str:
     """With or without `/v1` at its end. Raises ConfigError."""
     found = url.strip().rstrip("/").removesuffix("/v1")
-    if not found.startswith(("http://", "https://")):
+    try:
+        parts = urlsplit(found)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is none
+        good = False
+    if not good or parts.query or parts.fragment or parts.username:
         raise ConfigError([f"--base-url {url}: write it as http://127.0.0.1:8000/v1."])
     return found
+
+
+def key_headers(key: str) -> dict[str, str]:
+    """Of a request to a server that asks for a key; none without a key."""
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 async def find_endpoint(
     url: str, model: str = "", headers: Mapping[str, str] | None = None, chat: bool = False
 ) -> Endpoint:
-    """Look at the server's `/v1/models`; the first of them where none is named. Raises ConfigError where it does not
-    serve that model, and Unavailable where it does not answer."""
+    """Look at the server's `/v1/models` (the first of them where none is named), and ask a first small request, which
+    shows that it answers, and which fields it refuses. Raises ConfigError where it does not serve that model, and
+    Unavailable with its words where it does not answer."""
     base, headers = base_url(url), dict(headers or {})
+    cards = await _models(base, headers, required=not model)
+    served = [str(card["id"]) for card in cards]
+    if model and served and model not in served:
+        raise ConfigError([f"{base} does not serve {model}: it has {', '.join(served)}."])
+    if not model and not served:
+        raise Unavailable(f"{base} serves no model yet.")
+    name = model or served[0]
+    lengths = [card.get("max_model_len") for card in cards if str(card["id"]) == name]
+    length = lengths[0] if lengths and isinstance(lengths[0], int) else 0
+    return await _fitted(Endpoint(base, name, headers, chat, max_model_len=length))
+
+
+async def _models(base: str, headers: Mapping[str, str], required: bool) -> list[Mapping[str, Any]]:
+    """Empty for a server that has no such list, where none is required."""
     try:
         async with httpx.AsyncClient(trust_env=False, timeout=10.0) as http:
             answer = await http.get(f"{base}/v1/models", headers=headers)
+            if answer.status_code in (404, 405, 501) and not required:
+                return []
             answer.raise_for_status()
-            served = [str(card["id"]) for card in answer.json()["data"]]
+            cards: list[Mapping[str, Any]] = answer.json()["data"]
+            if any("id" not in card for card in cards):
+                raise LookupError("a model without an id")
+            return cards
     except httpx.HTTPStatusError as error:
-        raise Unavailable(
-            f"{base}/v1/models answers {error.response.status_code}: is a key missing?"
-        ) from None
-    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        code, told = error.response.status_code, error_message(error.response.content)
+        hint = {
+            401: " Give a key with --api-key or OPENAI_API_KEY.",
+            403: " Is this the right key (--api-key or OPENAI_API_KEY)?",
+            404: " Give the URL as far as /v1, or name the --model of a server that lists none.",
+        }.get(code, "")
+        raise Unavailable(f"{base}/v1/models answers {code}: {told or 'nothing'}.{hint}") from None
+    except (httpx.HTTPError, OSError) as error:
+        raise Unavailable(f"{base} cannot be reached: {str(error) or type(error).__name__}.") from None
+    except (ValueError, LookupError, TypeError) as error:
         raise Unavailable(f"{base}/v1/models does not answer as OpenAI's API does: {error!r}") from None
-    if model and model not in served:
-        raise ConfigError([f"{base} does not serve {model}: it has {', '.join(served) or 'no model'}."])
-    if not served:
-        raise Unavailable(f"{base} serves no model yet.")
-    return Endpoint(base, model or served[0], headers, chat)
+
+
+_OPTIONAL = ("ignore_eos", "stream_options", "max_tokens", "temperature")
+"""fields that some servers refuse, and that can be done without or be named otherwise"""
+_LEFT_OUT = (
+    frozenset({"ignore_eos"}),
+    frozenset({"stream_options"}),
+    frozenset({"ignore_eos", "stream_options"}),
+)
+"""is tried where a refusal names no field"""
+
+
+async def _fitted(endpoint: Endpoint) -> Endpoint:
+    """Without the fields that it refuses. Raises Unavailable with its first words where it refuses all the same."""
+    guesses, refusal = iter(_LEFT_OUT), ""
+    for _ in range(len(_OPTIONAL) + len(_LEFT_OUT)):
+        exchange = Exchange(endpoint.body("Hello", 2))
+        await endpoint.ask(exchange, _FIRST_ANSWER)
+        refusal = refusal or exchange.error
+        if not exchange.error:
+            return endpoint
+        if exchange.status not in (400, 422):
+            break
+        named = {name for name in _OPTIONAL if name in exchange.error and name not in endpoint.without}
+        without = endpoint.without | named if named else next(guesses, None)
+        if without is None:
+            break
+        endpoint = replace(endpoint, without=without)
+    raise Unavailable(f"{endpoint.url} does not answer a first request: {refusal}")
 
 
 class Prompts:
@@ -100,7 +167,7 @@ async def learn_prompts(endpoint: Endpoint, seed: int) -> Prompts:
     does not answer."""
     words = " ".join(Prompts(1.0, seed).words(_PROBE_WORDS))
     long, short = Exchange(endpoint.body(words, 1)), Exchange(endpoint.body("0000", 1))
-    await asyncio.gather(endpoint.ask(long, 60.0), endpoint.ask(short, 60.0))
+    await asyncio.gather(endpoint.ask(long, _FIRST_ANSWER), endpoint.ask(short, _FIRST_ANSWER))
     for exchange in (long, short):
         if exchange.error:
             raise Unavailable(f"{endpoint.url} does not answer a first request: {exchange.error}")

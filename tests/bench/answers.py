@@ -1,0 +1,146 @@
+"""Tiny servers that say known things."""
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Asked:
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    """names in lower case"""
+    body: Any
+    """None where there is none"""
+
+
+Respond = Callable[[Asked, asyncio.StreamWriter], Awaitable[None]]
+
+
+@dataclass
+class TinyServer:
+    url: str
+    asked: list[Asked] = field(default_factory=list)
+    """in the order in which they came"""
+
+
+@asynccontextmanager
+async def tiny_server(respond: Respond, secure: ssl.SSLContext | None = None) -> AsyncIterator[TinyServer]:
+    """One request on each connection, which is closed when it is answered. Leaving waits for no answer."""
+    tasks = set[asyncio.Task[None]]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            method, path, _ = head[0].split(" ")
+            headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+            raw = await reader.readexactly(int(headers.get("content-length", 0)))
+            asked = Asked(method, path, headers, json.loads(raw) if raw else None)
+            server.asked.append(asked)
+            await respond(asked, writer)
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=secure)
+    scheme = "https" if secure else "http"
+    server = TinyServer(f"{scheme}://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+    try:
+        yield server
+    finally:
+        listening.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def whole(body: bytes | object, status: int = 200, kind: str = "application/json", more: str = "") -> bytes:
+    """An answer in one piece."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(raw)}\r\n{more}\r\n"
+    return head.encode() + raw
+
+
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+def event(what: object) -> bytes:
+    return chunk(b"data: " + (what if isinstance(what, bytes) else json.dumps(what).encode()) + b"\n\n")
+
+
+def delta(**what: object) -> dict[str, object]:
+    """A chat's event."""
+    return {"choices": [{"index": 0, "delta": what}]}
+
+
+DONE = event(b"[DONE]") + b"0\r\n\r\n"
+
+
+def fixed(answer: bytes) -> Respond:
+    async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        await writer.drain()
+
+    return respond
+
+
+class OpenAi:
+    """A chat server, whose tokens are `t0 t1 ...`: the first after `ttft` seconds, then one every `gap`. Counts a token
+    for each word of a prompt."""
+
+    def __init__(
+        self, ttft: float = 0.0, gap: float = 0.0, usage: bool = True, models: object = None
+    ) -> None:
+        self.ttft, self.gap, self.usage = ttft, gap, usage
+        self.models = {"data": [{"id": "tiny", "max_model_len": 1000}]} if models is None else models
+        self.refused: frozenset[str] = frozenset()
+        """fields that it answers with 400"""
+        self.names = True
+        """which ones, in its answer"""
+        self.running = self.most = 0
+        """chats that are answered now, and at most at a time"""
+        self.chats: list[Asked] = []
+
+    async def __call__(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        if asked.method == "GET":
+            writer.write(whole(self.models))
+        elif bad := self.refused & asked.body.keys():
+            told = f"unknown field {min(bad)}" if self.names else "bad request"
+            writer.write(whole({"error": {"message": told}}, 400))
+        else:
+            self.chats.append(asked)
+            self.running += 1
+            self.most = max(self.most, self.running)
+            try:
+                await self._stream(asked.body, writer)
+            finally:
+                self.running -= 1
+        await writer.drain()
+
+    async def _stream(self, body: Any, writer: asyncio.StreamWriter) -> None:
+        chat = "messages" in body
+        said = " ".join(message["content"] for message in body["messages"]) if chat else body["prompt"]
+        count = body.get("max_tokens") or body["max_completion_tokens"]
+        writer.write(STREAM + (event(delta(role="assistant", content="")) if chat else b""))
+        for number in range(count):
+            await asyncio.sleep(self.gap if number else self.ttft)
+            text = f"t{number} "
+            writer.write(event(delta(content=text) if chat else {"choices": [{"text": text}]}))
+        if self.usage and body.get("stream_options"):
+            used = {"prompt_tokens": len(said.split()), "completion_tokens": count}
+            writer.write(event({"choices": [], "usage": used}))
+        writer.write(DONE)

@@ -1,0 +1,214 @@
+"""The benchmarks' HTTP client against servers that answer well, badly, in their own way, or not at all."""
+
+import asyncio
+import ssl
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pdserve_bench.client import CHAT, Exchange, LoadClient, Outcome, error_message
+
+from pdserve.ports import free_port
+from tests.bench.answers import DONE, STREAM, Asked, chunk, delta, event, fixed, tiny_server, whole
+from tests.conditions import until
+
+STREAMED: Mapping[str, Any] = {"stream": True, "max_tokens": 2}
+USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 5}}
+
+
+async def _ask(
+    answer: bytes, body: Mapping[str, object] = STREAMED, path: str = CHAT, timeout: float = 10
+) -> Exchange:
+    exchange = Exchange(body)
+    async with tiny_server(fixed(answer)) as server:
+        await LoadClient(server.url).ask(exchange, timeout, path)
+    return exchange
+
+
+TWO = event(delta(content="a")) + event(delta(content="b"))
+CHOICES = {"choices": [{"delta": {"content": "b"}, "finish_reason": "length"}]}
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        TWO + DONE,
+        event(delta(role="assistant", content="")) + event(delta(role="assistant")) + TWO + DONE,
+        chunk(b": keep-alive\n\n") + TWO + chunk(b"event: ping\nid: 3\nretry: 10\n\n") + DONE,
+        chunk(b'data:{"choices":[{"delta":{"content":"a"}}]}\r\n\r\n') + event(CHOICES) + DONE,
+        chunk(b'data: {"choices":[{"delta":{"con') + chunk(b'tent":"a"}}]}\n\n') + event(CHOICES) + DONE,
+        TWO + event({"choices": []}) + event({"choices": None, "usage": None}) + DONE,
+        TWO + event(b"") + event({"error": None, "choices": []}) + DONE,
+        TWO + chunk(b"data: [DONE]") + b"0\r\n\r\n",
+        event(delta(content="a")) + event(CHOICES) + b"0\r\n\r\n",
+    ],
+    ids=[
+        "plain",
+        "role first",
+        "comments",
+        "no space, CR LF",
+        "an event in two chunks",
+        "no choices",
+        "empty",
+        "no line end",
+        "no [DONE]",
+    ],
+)
+async def test_streams_of_all_kinds(stream: bytes) -> None:
+    exchange = await _ask(STREAM + stream)
+    assert (exchange.error, exchange.text, len(exchange.arrivals)) == ("", "ab", 2)
+    assert exchange.outcome is Outcome.FINISHED
+    assert exchange.output_tokens == 2
+    assert not exchange.reset
+    assert not exchange.hung
+
+
+async def test_a_stream_that_ends_with_its_connection() -> None:
+    head = b"HTTP/1.0 200 OK\r\n\r\n"
+    exchange = await _ask(head + b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n')
+    assert (exchange.error, exchange.text) == ("", "a")
+
+
+async def test_usage_says_how_many_tokens_there_were() -> None:
+    event_of_two = event(delta(content="a b"))
+    exchange = await _ask(STREAM + event_of_two + event({"choices": [], "usage": USAGE}) + DONE)
+    assert (exchange.prompt_tokens, exchange.output_tokens, exchange.cached_tokens) == (7, 2, 5)
+    assert len(exchange.arrivals) == 1
+    without = await _ask(STREAM + event_of_two + DONE)
+    assert (without.prompt_tokens, without.output_tokens, without.cached_tokens) == (0, 1, None)
+
+
+async def test_reasoning_is_tokens_but_no_part_of_the_answer() -> None:
+    thought = event(delta(reasoning_content="hm ")) + event(delta(reasoning="so"))
+    exchange = await _ask(STREAM + thought + event(delta(content="yes")) + DONE)
+    assert (exchange.reasoning, exchange.text, exchange.answer) == ("hm so", "yes", "yes")
+    assert len(exchange.arrivals) == 3
+    cut = await _ask(STREAM + thought + DONE)
+    assert (cut.text, cut.answer) == ("", "hm so")
+
+
+async def test_a_server_that_knows_no_streams() -> None:
+    answer = {"choices": [{"message": {"role": "assistant", "content": "ab"}}], "usage": USAGE}
+    exchange = await _ask(whole(answer))
+    assert (exchange.error, exchange.text, exchange.output_tokens, len(exchange.arrivals)) == ("", "ab", 2, 1)
+    unasked = await _ask(whole(answer), {"max_tokens": 2})
+    assert (unasked.error, unasked.text, unasked.ttft) == ("", "ab", None)
+
+
+async def test_times_are_those_of_the_tokens() -> None:
+    async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM + event(delta(role="assistant", content="")))
+        for pause in (0.2, 0.4):
+            await asyncio.sleep(pause)
+            writer.write(event(delta(content="x")))
+        await asyncio.sleep(0.1)
+        writer.write(DONE)
+        await writer.drain()
+
+    exchange = Exchange(STREAMED)
+    async with tiny_server(respond) as server:
+        await LoadClient(server.url).ask(exchange, 10, CHAT)
+    assert exchange.ttft is not None
+    assert 0.2 <= exchange.ttft < 0.55
+    assert len(exchange.gaps) == 1
+    assert 0.2 < exchange.gaps[0] < 2
+    assert exchange.ended - exchange.started >= 0.7
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "reset"),
+    [
+        (whole({"error": {"message": "too long"}}, 400), "HTTP 400 too long", False),
+        (whole({"object": "error", "message": "old vLLM"}, 400), "HTTP 400 old vLLM", False),
+        (whole({"detail": "Not Found"}, 404), "HTTP 404 Not Found", False),
+        (whole(b"<html><head>x</head><h1>Bad\n gateway</h1></html>", 502), "HTTP 502 Bad gateway", False),
+        (whole(b"", 307, more="location: https://elsewhere/\r\n"), "HTTP 307 to https://elsewhere/", False),
+        (whole({"error": "in a 200"}), "in a 200", False),
+        (STREAM + event({"error": {"message": "lost"}}), "in the stream: lost", False),
+        (STREAM + event({"object": "error", "message": "lost"}), "in the stream: lost", False),
+        (STREAM + TWO + b"0\r\n\r\n", "the stream ended without [DONE]", False),
+        (STREAM + TWO, "connection: it ended before the answer did", True),
+        (b"", "connection: it ended before the answer did", True),
+        (STREAM + event(b"{garbage"), "an answer that cannot be read: ", False),
+        (STREAM + event([1]), "an answer that cannot be read: ", False),
+        (b"220 ESMTP ready\r\n\r\n", "an answer that cannot be read: ", False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+async def test_failures_say_why(answer: bytes, error: str, reset: bool) -> None:
+    exchange = await _ask(answer)
+    assert exchange.error.startswith(error)
+    assert exchange.outcome is Outcome.FAILED
+    assert (exchange.reset, exchange.hung) == (reset, False)
+
+
+async def test_a_refused_connection() -> None:
+    exchange = Exchange(STREAMED)
+    await LoadClient(f"http://127.0.0.1:{free_port('127.0.0.1')}").ask(exchange, 10)
+    assert (exchange.outcome, exchange.reset, exchange.status) == (Outcome.FAILED, True, 0)
+    assert exchange.error.startswith("connection: ")
+
+
+async def _never(asked: Asked, writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM + event(delta(content="a")))
+    await writer.drain()
+    await asyncio.Event().wait()
+
+
+async def test_a_hang_is_given_up_and_keeps_what_came() -> None:
+    exchange = Exchange(STREAMED)
+    async with tiny_server(_never) as server:
+        await LoadClient(server.url).ask(exchange, 0.5, CHAT)
+    assert (exchange.outcome, exchange.hung, exchange.reset) == (Outcome.FAILED, True, False)
+    assert (exchange.error, exchange.text) == ("no end within 0.5 s", "a")
+
+
+async def test_what_is_cancelled_stays_unfinished() -> None:
+    exchange = Exchange(STREAMED)
+    async with tiny_server(_never) as server:
+        task = asyncio.create_task(LoadClient(server.url).ask(exchange, 60, CHAT))
+        await until(lambda: bool(exchange.arrivals))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert (exchange.outcome, exchange.error, exchange.text) == (Outcome.UNFINISHED, "", "a")
+
+
+async def test_a_key_and_an_id_are_sent() -> None:
+    exchange = Exchange(STREAMED)
+    async with tiny_server(fixed(STREAM + TWO + DONE)) as server:
+        await LoadClient(f"{server.url}/behind/", {"authorization": "Bearer k"}).ask(exchange, 10, CHAT)
+    (asked,) = server.asked
+    assert (asked.method, asked.path, asked.body) == ("POST", f"/behind{CHAT}", STREAMED)
+    assert asked.headers["authorization"] == "bearer k"  # in lower case, as all of them here
+    assert asked.headers["x-request-id"] == exchange.request_id
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """Of 127.0.0.1, signed by itself, and its key."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=tiny"
+    name = "-addext subjectAltName=IP:127.0.0.1"
+    command = [*make.split(), *name.split(), "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
+
+
+async def test_https(certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    secure = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    secure.load_cert_chain(*certificate)
+    trusted, refused = Exchange(STREAMED), Exchange(STREAMED)
+    async with tiny_server(fixed(STREAM + TWO + DONE), secure) as server:
+        await LoadClient(server.url).ask(refused, 10, CHAT)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+        await LoadClient(server.url).ask(trusted, 10, CHAT)
+    assert "certificate" in refused.error.lower()
+    assert (trusted.error, trusted.text) == ("", "ab")
+
+
+def test_long_messages_are_cut() -> None:
+    assert error_message(b"x" * 5000) == "x" * 300
+    assert error_message(b"\xff\xfe") != ""

@@ -1,0 +1,170 @@
+"""A server is looked at before it is measured: what it serves, what it refuses, how it counts."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from pdserve_bench.client import Exchange
+from pdserve_bench.endpoint import Endpoint, base_url, find_endpoint, key_headers, learn_prompts
+
+from pdserve.errors import ConfigError, Unavailable
+from pdserve.ports import free_port
+from tests.bench.answers import Asked, OpenAi, fixed, tiny_server, whole
+
+
+@pytest.mark.parametrize(
+    ("url", "base"),
+    [
+        ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000"),
+        (" http://127.0.0.1:8000/v1/ ", "http://127.0.0.1:8000"),
+        ("https://api.example.com", "https://api.example.com"),
+        ("https://example.com/openai/v1", "https://example.com/openai"),
+        ("http://[::1]:8000/v1", "http://[::1]:8000"),
+        ("127.0.0.1:8000", None),
+        ("http://", None),
+        ("http://host:port/v1", None),
+        ("http://host:8000/v1?key=1", None),
+        ("ftp://host/v1", None),
+        ("", None),
+    ],
+)
+def test_base_url(url: str, base: str | None) -> None:
+    if base is not None:
+        assert base_url(url) == base
+        return
+    with pytest.raises(ConfigError, match=r"--base-url .*: write it as http://127.0.0.1:8000/v1"):
+        base_url(url)
+
+
+async def test_the_model_is_found() -> None:
+    async with tiny_server(OpenAi()) as server:
+        found = await find_endpoint(f"{server.url}/v1", headers=key_headers("k"), chat=True)
+        named = await find_endpoint(server.url, "tiny")
+        with pytest.raises(ConfigError, match=r"does not serve other: it has tiny"):
+            await find_endpoint(server.url, "other")
+    assert found == Endpoint(server.url, "tiny", {"authorization": "Bearer k"}, True, max_model_len=1000)
+    assert (named.model, named.chat) == ("tiny", False)
+    assert [asked.path for asked in server.asked[:2]] == ["/v1/models", "/v1/chat/completions"]
+    assert [asked.headers.get("authorization") for asked in server.asked[:3]] == [
+        "bearer k",
+        "bearer k",
+        None,
+    ]
+
+
+async def test_a_server_without_a_list_of_models_can_be_asked_for_a_named_one() -> None:
+    tiny = OpenAi()
+
+    async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        if asked.method == "GET":
+            writer.write(whole({"detail": "Not Found"}, 404))
+        else:
+            await tiny(asked, writer)
+
+    async with tiny_server(respond) as server:
+        found = await find_endpoint(server.url, "any")
+        with pytest.raises(
+            Unavailable, match=r"answers 404: Not Found\. Give the URL as far as /v1, or name"
+        ):
+            await find_endpoint(server.url)
+    assert (found.model, found.max_model_len) == ("any", 0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (whole({"error": {"message": "no key"}}, 401), r"answers 401: no key\. Give a key with --api-key"),
+        (whole({"error": {"message": "no"}}, 403), r"answers 403: no\. Is this the right key"),
+        (whole(b"<html>Bad gateway</html>", 502), r"answers 502: Bad gateway\."),
+        (whole({"data": []}), r"serves no model yet"),
+        (whole(b"<html>a page</html>"), r"does not answer as OpenAI's API does"),
+        (whole({"models": []}), r"does not answer as OpenAI's API does"),
+        (whole({"data": [{"name": "x"}]}), r"does not answer as OpenAI's API does"),
+        (b"220 ESMTP\r\n\r\n", r"cannot be reached"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_what_is_no_such_server_is_told(answer: bytes, told: str) -> None:
+    async with tiny_server(fixed(answer)) as server:
+        with pytest.raises(Unavailable, match=told):
+            await find_endpoint(server.url)
+
+
+async def test_nothing_listens() -> None:
+    with pytest.raises(Unavailable, match=r"cannot be reached: .*connection"):
+        await find_endpoint(f"http://127.0.0.1:{free_port('127.0.0.1')}")
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"ignore_eos"},
+        {"stream_options"},
+        {"ignore_eos", "stream_options"},
+        {"max_tokens", "temperature", "ignore_eos"},
+    ],
+    ids=lambda fields: " ".join(sorted(fields)),
+)
+@pytest.mark.parametrize("named", [True, False], ids=["by name", "namelessly"])
+async def test_refused_fields_are_left_out(refused: set[str], named: bool) -> None:
+    if not named and "max_tokens" in refused:
+        pytest.skip("cannot be guessed")
+    tiny = OpenAi()
+    tiny.refused = frozenset(refused)
+    tiny.names = named
+    async with tiny_server(tiny) as server:
+        found = await find_endpoint(server.url)
+        exchange = Exchange(found.body("Hello", 3))
+        await found.ask(exchange, 10)
+    assert found.without == refused
+    assert (exchange.error, exchange.output_tokens) == ("", 3)
+
+
+async def test_a_server_that_refuses_everything_is_told_with_its_first_words() -> None:
+    async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        number = len(server.asked)
+        body: object = {"data": [{"id": "m"}]} if asked.method == "GET" else {"detail": f"no {number}"}
+        writer.write(whole(body, 200 if asked.method == "GET" else 422))
+
+    async with tiny_server(respond) as server:
+        with pytest.raises(Unavailable, match=r"does not answer a first request: HTTP 422 no 2$"):
+            await find_endpoint(server.url)
+    assert len(server.asked) < 10
+
+
+@pytest.mark.parametrize("chat", [True, False])
+async def test_prompts_have_the_length_that_was_asked_for(chat: bool) -> None:
+    async with tiny_server(OpenAi()) as server:
+        endpoint = Endpoint(server.url, "tiny", chat=chat)
+        prompts = await learn_prompts(endpoint, 1)
+        made = [prompts.of(tokens) for tokens in (100, 500, 500)]
+        asked = [Exchange(endpoint.body(prompt, 1)) for prompt in made]
+        for exchange in asked:
+            await endpoint.ask(exchange, 10)
+    assert [exchange.prompt_tokens for exchange in asked] == [100, 500, 500]
+    assert made[1].split()[0] != made[2].split()[0]
+
+
+async def test_without_usage_the_length_of_words_is_assumed() -> None:
+    async with tiny_server(OpenAi(usage=False)) as server:
+        prompts = await learn_prompts(Endpoint(server.url, "tiny"), 1)
+        assert len(prompts.of(100).split()) == 50
+    with pytest.raises(Unavailable, match=r"does not answer a first request: connection: "):
+        await learn_prompts(Endpoint(server.url, "tiny"), 1)
+
+
+def test_a_body_is_a_chat_or_a_prompt() -> None:
+    endpoint = Endpoint("http://x", "m")
+    assert endpoint.body("p", 3) == {
+        "model": "m",
+        "prompt": "p",
+        "max_tokens": 3,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    chat = replace(endpoint, chat=True, without=frozenset({"max_tokens", "ignore_eos"})).body("p", 3)
+    assert chat["messages"] == [{"role": "user", "content": "p"}]
+    assert chat["max_completion_tokens"] == 3
+    assert {"prompt", "max_tokens", "ignore_eos"} & chat.keys() == set()
