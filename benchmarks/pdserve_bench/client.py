@@ -102,6 +102,12 @@ class Exchange:
         return self.text or self.reasoning
 
     @property
+    def tokens_per_second(self) -> float | None:
+        """While it was generated, from the first token on; None where it came in one piece."""
+        took = self.ended - self.arrivals[0] if self.ended and len(self.arrivals) > 1 else 0.0
+        return self.output_tokens / took if took > 0 else None
+
+    @property
     def gaps(self) -> list[float]:
         """Seconds between tokens. Those of one event have come together."""
         return [after - before for before, after in pairwise(self.arrivals)]

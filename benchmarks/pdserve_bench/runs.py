@@ -1,9 +1,11 @@
 """A run of load against one server: every request of it, and what they say together."""
 
 import asyncio
+import re
 import signal
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -31,28 +33,60 @@ class LoadRun:
 
     @property
     def seconds(self) -> float:
+        """So far, with the wait for the last answers."""
         return (self.ended or time.monotonic()) - self.began
+
+    @property
+    def closes(self) -> float:
+        """The end of what rates are taken of: when the last request could begin, or sooner where it was broken off.
+        While the last answers are waited for a server has less and less to do, so that time would say too little."""
+        now = self.ended or time.monotonic()
+        return min(now, self.asks_until) if self.asks_until else now
 
     def of(self, outcome: Outcome) -> list[Exchange]:
         return [exchange for exchange in self.exchanges if exchange.outcome is outcome]
 
+    @property
+    def on_their_way(self) -> list[Exchange]:
+        """Those that had no end when the rates' time closed, whatever has become of them since."""
+        closes = self.closes
+        return [exchange for exchange in self.exchanges if not exchange.ended or exchange.ended > closes]
+
+    def errors(self) -> list[tuple[str, int]]:
+        """What failed requests say, and how many; the most frequent first. Texts that differ in numbers alone, as of
+        tokens or ports, count as the first of them."""
+        texts: dict[str, str] = {}
+        counts: Counter[str] = Counter()
+        for exchange in self.of(Outcome.FAILED):
+            kind = _NUMBER.sub("#", exchange.error)
+            texts.setdefault(kind, exchange.error)
+            counts[kind] += 1
+        return [(texts[kind], count) for kind, count in counts.most_common()]
+
     def summary(self, slo: Slo | None = None) -> dict[str, float]:
         """Times in seconds, rates per second. Gaps are those between tokens of one request (ITL); `longest gap` has one
-        sample for each request. Times are those of finished requests."""
+        sample for each request. Times are those of finished requests, rates those of requests that finished before the
+        run closed; `kept` and `goodput` are of all requests that were begun."""
         finished = self.of(Outcome.FINISHED)
         ttfts = [exchange.ttft for exchange in finished if exchange.ttft is not None]
         gaps = [gap for exchange in finished for gap in exchange.gaps]
         longest = [max(exchange.gaps) for exchange in finished if exchange.gaps]
         whole = [exchange.ended - exchange.started for exchange in finished]
+        speeds = [speed for exchange in finished if (speed := exchange.tokens_per_second) is not None]
+        in_time = [exchange for exchange in finished if exchange.ended <= self.closes]
+        window = max(1e-9, self.closes - self.began)
         figures = {
             "requests": float(len(self.exchanges)),
             "finished": float(len(finished)),
             "failed": float(len(self.of(Outcome.FAILED))),
             "unfinished": float(len(self.of(Outcome.UNFINISHED))),
+            "on their way": float(len(self.on_their_way)),
             "seconds": self.seconds,
-            "requests/s": len(finished) / self.seconds,
-            "input tokens/s": sum(exchange.prompt_tokens for exchange in finished) / self.seconds,
-            "output tokens/s": sum(exchange.output_tokens for exchange in finished) / self.seconds,
+            "window": window,
+            "requests/s": len(in_time) / window,
+            "input tokens/s": sum(exchange.prompt_tokens for exchange in in_time) / window,
+            "output tokens/s": sum(exchange.output_tokens for exchange in in_time) / window,
+            "tokens/s per request": statistics.fmean(speeds) if speeds else 0.0,
             "TTFT mean": statistics.fmean(ttfts) if ttfts else 0.0,
         }
         for name, samples in (("TTFT", ttfts), ("ITL", gaps), ("longest gap", longest), ("whole", whole)):
@@ -60,7 +94,11 @@ class LoadRun:
                 figures[f"{name} p{100 * share:g}"] = percentile(samples, share)
         if slo is not None:
             figures["kept"] = slo.attainment(self.exchanges)
+            figures["goodput"] = sum(map(slo.kept, self.exchanges)) / window
         return figures
+
+
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 class Workload(Protocol):

@@ -1,0 +1,136 @@
+"""What the requests of a run say together; how a run ends at a signal."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from pdserve_bench.client import Exchange
+from pdserve_bench.runs import LoadRun
+from pdserve_bench.slo import Slo
+
+BEGAN = 1000.0
+
+
+def _request(
+    at: float, ttft: float | None, ended: float | None, error: str = "", tokens: int = 3, gap: float = 0.1
+) -> Exchange:
+    """Moments are seconds after the run's begin."""
+    exchange = Exchange(started=BEGAN + at, ended=BEGAN + ended if ended else 0.0, error=error)
+    if ttft is not None:
+        exchange.arrivals = [BEGAN + at + ttft + number * gap for number in range(tokens)]
+    exchange.prompt_tokens = 10
+    return exchange
+
+
+def _run(*exchanges: Exchange, asks_until: float = 10.0, ended: float = 14.0) -> LoadRun:
+    until = BEGAN + asks_until if asks_until else 0.0
+    return LoadRun(list(exchanges), BEGAN, BEGAN + ended if ended else 0.0, until)
+
+
+def test_every_request_is_accounted_for() -> None:
+    run = _run(
+        _request(0, 0.2, 2.2),
+        _request(1, 0.4, 5.0, gap=1.5),
+        _request(9, 0.2, 12.0),  # after the end of asking
+        _request(2, None, 3, "HTTP 503 busy"),
+        _request(8, 0.5, 13, "connection: reset"),
+        _request(9, None, None),
+    )
+    figures = run.summary(Slo(0.3, 1.0))
+    named = ("requests", "finished", "failed", "unfinished", "on their way", "window", "seconds")
+    assert [figures[name] for name in named] == [6, 3, 2, 1, 3, 10, 14]
+    assert figures["requests/s"] == pytest.approx(0.2)
+    assert figures["input tokens/s"] == pytest.approx(2)
+    assert figures["output tokens/s"] == pytest.approx(0.6)
+    assert figures["TTFT mean"] == pytest.approx((0.2 + 0.4 + 0.2) / 3)
+    assert figures["TTFT p50"] == pytest.approx(0.2)
+    assert figures["TTFT p99"] == pytest.approx(0.4)
+    assert figures["longest gap p99"] == pytest.approx(1.5)
+    assert figures["ITL p50"] == pytest.approx(0.1)
+    assert figures["tokens/s per request"] == pytest.approx((3 / 2.0 + 3 / 3.6 + 3 / 2.8) / 3)
+    assert figures["kept"] == pytest.approx(2 / 6)
+    assert figures["goodput"] == pytest.approx(0.2)
+
+
+def test_a_run_that_was_broken_off_is_as_long_as_it_was() -> None:
+    run = _run(_request(0, 0.2, 2.0), _request(1, 0.2, None), ended=4.0)
+    figures = run.summary()
+    assert (figures["window"], figures["requests/s"], figures["unfinished"]) == (4, 0.25, 1)
+    assert "kept" not in figures
+
+
+def test_a_run_that_nothing_is_known_of_yet() -> None:
+    figures = LoadRun().summary(Slo())
+    assert {value for name, value in figures.items() if name not in ("seconds", "window", "kept")} == {0.0}
+
+
+def test_a_run_can_be_looked_at_while_it_runs() -> None:
+    run = LoadRun()
+    run.exchanges += [Exchange(), Exchange()]
+    assert len(run.on_their_way) == 2
+    run.exchanges[0].ended = time.monotonic()
+    assert run.exchanges[1:] == run.on_their_way
+    assert run.summary()["finished"] == 1
+
+
+def test_an_answer_in_one_piece_has_no_speed() -> None:
+    assert _request(0, 0.5, 0.50001, tokens=1).tokens_per_second is None
+    assert _request(0, None, 3, "failed").tokens_per_second is None
+    assert _request(0, 0.5, 1.0, tokens=2).tokens_per_second == pytest.approx(4)
+
+
+def test_errors_that_differ_in_numbers_alone_are_one() -> None:
+    texts = [
+        "HTTP 400 has 4100 tokens",
+        "HTTP 503 busy",
+        "HTTP 400 has 4231 tokens",
+        "HTTP 400 has 5.5 tokens",
+    ]
+    run = _run(*(_request(1, None, 2, text) for text in texts))
+    assert run.errors() == [("HTTP 400 has 4100 tokens", 3), ("HTTP 503 busy", 1)]
+
+
+PROGRAM = """
+import asyncio, sys
+from pdserve_bench.runs import run_until_stopped
+
+async def work():
+    print("works", flush=True)
+    try:
+        await asyncio.sleep(60)
+    finally:
+        print("stops what it has started", flush=True)
+        await asyncio.sleep({stopping})
+
+print("complete" if run_until_stopped(work) else "stopped")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_run_in_order(number: int) -> None:
+    command = [sys.executable, "-c", PROGRAM.format(stopping=0)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_env()) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "works\n"
+        process.send_signal(number)
+        assert process.stdout.read() == "stops what it has started\nstopped\n"
+    assert process.returncode == 3
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    command = [sys.executable, "-c", PROGRAM.format(stopping=60)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_env()) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "works\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "stops what it has started\n"
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == -signal.SIGTERM
+
+
+def _env() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
