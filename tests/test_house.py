@@ -25,7 +25,7 @@ ALLOWED = {
     "fastapi": ("frontend/model/vllm_api.py",),
     "starlette": ("frontend/",),
     "uvicorn": ("frontend/",),
-    "torch": ("cli/doctor_transfer.py", "engine/vllm/instruction_sets.py", "kv/"),
+    "torch": ("engine/vllm/instruction_sets.py", "kv/"),
     "rich": ("cli/", "observe/tables.py", "plan/render.py", "supervisor/"),
     "typer": ("cli/",),
 }
