@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from pdserve.errors import ConfigError
 from pdserve_bench.client import Exchange, Outcome
 
 SHARE = 0.9
@@ -58,6 +59,19 @@ class Slo:
     def attainment(self, exchanges: Collection[Exchange]) -> float:
         """The share of the requests that keep it; 1 of none."""
         return sum(map(self.kept, exchanges)) / len(exchanges) if exchanges else 1.0
+
+
+def read_slo(ttft: str, gap: str) -> Slo:
+    """Of the options `--ttft` and `--gap`. Raises ConfigError."""
+    bounds, problems = [], []
+    for option, text in (("--ttft", ttft), ("--gap", gap)):
+        try:
+            bounds.append(seconds(text))
+        except ValueError as error:
+            problems.append(f"{option}: {error}.")
+    if problems:
+        raise ConfigError(problems)
+    return Slo(*bounds)
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def _pdserve(
       pdserve doctor                         is this machine fit for it?
       pdserve chaos -f configs/local.yaml    what happens when anything of it dies
       pdserve compare -f configs/local.yaml  is it worth it: this graph against one engine
-      pdserve bench goodput --url URL        the highest rate that a server carries well
+      pdserve bench goodput                  the highest rate that a server carries well
     """
 
 

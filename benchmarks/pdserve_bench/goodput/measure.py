@@ -10,6 +10,7 @@ into the next, and is broken off when so many requests have missed the SLO that 
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -95,6 +96,17 @@ class Probe:
         return (high - low) / 2
 
     @property
+    def sent_rate(self) -> float:
+        """Requests per second, as they were sent"""
+        lasted = min(self.seconds, self.run.seconds)
+        return self.tally.requests / lasted if lasted else 0.0
+
+    @property
+    def output_rate(self) -> float:
+        """Tokens per second of all requests, until the last one ended"""
+        return sum(each.output_tokens for each in self.run.exchanges) / self.run.seconds
+
+    @property
     def ttfts(self) -> list[float]:
         """Of all requests; without a first token, how long it was waited for."""
         until = self.run.ended or time.monotonic()
@@ -164,9 +176,11 @@ async def find_goodput(
     found: FoundGoodput,
     schedule: Schedule | None = None,
     label: str = "goodput",
+    ended: Callable[[Probe], object] = lambda _: None,
 ) -> FoundGoodput:
-    """Fill `found`. Where the schedule has announced a phase of the name `label`, that stands for all of this. Raises
-    Unavailable where the server answers no request at all, or does not become idle again."""
+    """Fill `found`. Where the schedule has announced a phase of the name `label`, that stands for all of this. `ended`
+    is called with each probe when it is counted, or is not. Raises Unavailable where the server answers no request at
+    all, or does not become idle again."""
     schedule = schedule or Schedule()
     options, deadline = found.options, time.monotonic() + found.options.budget
     schedule.cancel(label)
@@ -189,9 +203,10 @@ async def find_goodput(
             schedule.announce(label, max(0.0, left))
             found.probes.append(Probe(rate, seconds, options.seed + len(found.probes)))
             with schedule.phase(f"{label}: {rate:.3g} req/s{_known(found)}", seconds):
-                await probe(endpoint, users, found.probes[-1], options)
+                await probe(endpoint, users, found.probes[-1], options, schedule.update)
                 await canary.until_idle()
             _settle(found, found.probes[-1])
+            ended(found.probes[-1])
         found.complete = True
     finally:
         schedule.cancel(label)
@@ -218,7 +233,13 @@ def _probe_seconds(rate: float, options: GoodputOptions) -> float:
     return max(options.seconds, min(LEAST_REQUESTS / rate, _LONGER * options.seconds))
 
 
-async def probe(endpoint: Endpoint, users: Scalable, made: Probe, options: GoodputOptions) -> None:
+async def probe(
+    endpoint: Endpoint,
+    users: Scalable,
+    made: Probe,
+    options: GoodputOptions,
+    news: Callable[[str], None] = lambda _: None,
+) -> None:
     """Run it to its end. Cancelled, it has what there is: its requests are in `made.run`."""
     slo, run = options.slo, made.run
     run.began = time.monotonic()
@@ -229,13 +250,14 @@ async def probe(endpoint: Endpoint, users: Scalable, made: Probe, options: Goodp
             while not task.done():
                 await asyncio.wait([task], timeout=_LOOK)
                 made.hopeless = watched.hopeless(stalls) and not task.done()
+                news(watched.news())
                 if made.hopeless or watched.nothing_to_learn():
                     break
         finally:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-            run.ended = time.monotonic()
+            run.ended = run.ended or time.monotonic()
             made.tally = Tally.of(slo, run.exchanges, run.ended)
             made.stall = stalls.longest
             made.blamed = sum(stalls.to_blame(slo, exchange) for exchange in run.exchanges)
@@ -259,10 +281,14 @@ class _Watched:
         expected = max(round(self._made.rate * self._made.seconds), len(self._made.run.exchanges))
         return wilson(max(0, expected - self._missed), expected)[1] < self._options.share
 
+    def news(self) -> str:
+        return f"{self._taken} sent, {len(self._open)} running, {self._missed} missed"
+
     def nothing_to_learn(self) -> bool:
         """All is sent, and what still runs has missed, or does not end."""
-        late = time.monotonic() - self._made.run.began - self._made.seconds
-        running = {each for each in self._made.run.exchanges if each.outcome is Outcome.UNFINISHED}
+        run = self._made.run
+        late = time.monotonic() - (run.asks_until or run.began + self._made.seconds)
+        running = {each for each in run.exchanges if each.outcome is Outcome.UNFINISHED}
         return late > self._options.drain or (late > 1 and bool(running) and not running & self._open.keys())
 
     def _look(self, stalls: GeneratorStalls) -> None:

@@ -1,5 +1,6 @@
 """The simplest load: single requests of one shape that arrive at random."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -40,7 +41,12 @@ class _Arrivals:
         async def send(exchange: Exchange) -> None:
             await endpoint.ask(exchange, self.shape.patience)
 
-        await open_loop(self._requests(endpoint, run), send, self.rate, self.seconds, self.seed)
+        run.began = time.monotonic()
+        run.asks_until = run.began + self.seconds
+        try:
+            await open_loop(self._requests(endpoint, run), send, self.rate, self.seconds, self.seed)
+        finally:
+            run.ended = time.monotonic()
 
     def _requests(self, endpoint: Endpoint, run: LoadRun) -> Iterator[Exchange]:
         shape = self.shape

@@ -1,0 +1,122 @@
+"""`pdserve bench goodput`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdserve.errors import ConfigError, PdserveError
+from pdserve_bench.endpoint import find_endpoint, learn_prompts
+from pdserve_bench.goodput.found import line_of, report_of
+from pdserve_bench.goodput.measure import FoundGoodput, GoodputOptions, find_goodput
+from pdserve_bench.goodput.requests import PoissonRequests
+from pdserve_bench.progress import Schedule
+from pdserve_bench.report import check_outputs
+from pdserve_bench.runs import INTERRUPTED, run_until_stopped
+from pdserve_bench.slo import read_slo, seconds
+
+
+def goodput(
+    base_url: Annotated[
+        str, typer.Option(metavar="URL", help="the server: anything that speaks OpenAI's API")
+    ] = "http://127.0.0.1:8000/v1",
+    model: Annotated[str, typer.Option(metavar="NAME", help="the first that the server has")] = "",
+    api_key: Annotated[
+        str, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="sent as Bearer token")
+    ] = "",
+    ttft: Annotated[str, typer.Option(metavar="TIME", help="the first token comes within this")] = "500ms",
+    gap: Annotated[str, typer.Option(metavar="TIME", help="and no two tokens are further apart")] = "60ms",
+    share: Annotated[
+        float, typer.Option(metavar="S", min=0.01, max=1.0, help="of the requests that must keep both")
+    ] = 0.9,
+    prompt_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="of each prompt; no two prompts are alike")
+    ] = 380,
+    answer_len: Annotated[int, typer.Option(metavar="N", min=2, help="tokens of each answer")] = 64,
+    chat: Annotated[
+        bool, typer.Option("--chat/--completions", help="ask /v1/chat/completions or /v1/completions")
+    ] = False,
+    start_rate: Annotated[
+        float, typer.Option(metavar="R", min=0.001, help="requests per second of the first probe")
+    ] = 4.0,
+    precision: Annotated[
+        float, typer.Option(metavar="P", min=0.02, max=1.0, help="how near to the border it is found")
+    ] = 0.1,
+    seconds_: Annotated[
+        float, typer.Option("--seconds", metavar="S", min=1.0, help="of load for each probe")
+    ] = 20.0,
+    within: Annotated[
+        str, typer.Option(metavar="TIME", help="no probe is begun that would end later")
+    ] = "10m",
+    seed: Annotated[int, typer.Option(metavar="N", help="of prompts and arrivals")] = 1,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="write the result there too")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="NAME", help="draw NAME.png and NAME.html, or only the one named")
+    ] = None,
+) -> int:
+    """Find the goodput of a server: the highest rate of requests (Poisson arrivals) at which 90 % of them keep an SLO,
+    that is, get their first token within --ttft and have no gap between two tokens longer than --gap.
+
+    Each probe sends requests at one rate for --seconds and waits until the server is idle again. From --start-rate it
+    doubles or halves the rate until one is carried and a higher one is not, then narrows the interval down to
+    --precision. A probe is a sample: the two ends of the last interval are probed again until there is no doubt,
+    three times at most. Ctrl-C shows what is known by then. Takes three to six minutes as a rule.
+
+    Run it on a machine of its own where you can: when the generator itself was late, the result says so.
+
+    examples:
+      pdserve bench goodput                                     the graph of `pdserve serve` on this machine
+      pdserve bench goodput --base-url http://gpu7:8000/v1 --ttft 1s --gap 100ms --plot goodput
+      pdserve bench goodput --prompt-tokens 4000 --answer-len 250 --seconds 60 --start-rate 1 --within 30m
+      OPENAI_API_KEY=... pdserve bench goodput --base-url https://llm.example.com/v1 --model m --chat --json out.json
+    """
+    options = GoodputOptions(
+        slo=read_slo(ttft, gap),
+        share=share,
+        seconds=seconds_,
+        start_rate=start_rate,
+        precision=precision,
+        budget=_time("--within", within),
+        seed=seed,
+    )
+    check_outputs(json, plot)
+    found = FoundGoodput(options)
+    title = [f"Goodput of {base_url}"]
+    schedule = Schedule()
+
+    async def work() -> None:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        endpoint = await find_endpoint(base_url, model, headers, chat)
+        users = PoissonRequests(await learn_prompts(endpoint, seed), prompt_tokens, answer_len)
+        title[0] = (
+            f"Goodput of {endpoint.model} at {endpoint.url}: {prompt_tokens} tokens in, {answer_len} out"
+        )
+        await find_goodput(
+            endpoint, users, found, schedule, ended=lambda probe: schedule.say(line_of(found, probe))
+        )
+
+    finished = False
+    try:
+        with schedule:
+            finished = run_until_stopped(work)
+    except PdserveError:
+        if found.probes:
+            _report(found, title[0], json, plot)
+        raise
+    _report(found, title[0], json, plot)
+    if not finished:
+        return INTERRUPTED
+    return 0 if found.complete else 1
+
+
+def _report(found: FoundGoodput, title: str, json: Path | None, plot: Path | None) -> None:
+    report = report_of(found, title)
+    report.show()
+    report.write(json, plot)
+
+
+def _time(option: str, text: str) -> float:
+    try:
+        return seconds(text)
+    except ValueError as error:
+        raise ConfigError([f"{option}: {error}."]) from None

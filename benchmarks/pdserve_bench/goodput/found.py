@@ -1,0 +1,274 @@
+"""What a search for goodput found, as a report."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pdserve_bench.client import Outcome
+from pdserve_bench.goodput.measure import FoundGoodput, Probe
+from pdserve_bench.report import Chart, Column, Report, Rows, Series
+from pdserve_bench.samples import percentile, wilson
+from pdserve_bench.slo import Slo, Tally
+
+_STALLED = 0.25
+"""of the SLO's gap: a longer stall of the load generator is told"""
+_COLUMNS = (
+    Column("offered, req/s", ".3g"),
+    Column("sent", "d"),
+    Column("kept, %", ".1f"),
+    Column("±", ".1f"),
+    Column("broke TTFT", "d"),
+    Column("broke a gap", "d"),
+    Column("both", "d"),
+    Column("failed", "d"),
+    Column("un- finished", "d"),
+    Column("remark"),
+    Column("TTFT p50, ms", ".0f"),
+    Column("TTFT p90, ms", ".0f"),
+    Column("TTFT p99, ms", ".0f"),
+    Column("longest gap p90, ms", ".0f"),
+    Column("output tokens/s", ".0f"),
+    Column("sent, req/s", ".3g"),
+)
+
+
+def report_of(found: FoundGoodput, title: str) -> Report:
+    probes = [probe for probe in found.probes if probe.run.ended]
+    return Report(
+        title,
+        lead_of(found),
+        tables=[_table(found, probes)] if probes else [],
+        charts=_charts(found),
+        notes=[*found.notes, *_notes(found, probes)],
+        complete=found.complete,
+        data=_data(found, probes),
+    )
+
+
+def lead_of(found: FoundGoodput) -> str:
+    """The answer, in a sentence or two."""
+    options, low, high = found.options, found.carried, found.broken
+    promise = f"{100 * options.share:g} % of the requests keep the SLO ({options.slo})"
+    if low is None and high is None:
+        return f"No probe came to its end: nothing is known of the rate at which {promise}."
+    if low is None:
+        return (
+            f"No rate was found at which {promise}: not even at {high:.3g} req/s, where "
+            f"{_broken_at(found, high)}."
+        )
+    if high is None:
+        return f"Goodput: at least {low:.3g} req/s. At every rate that was tried {promise}."
+    sure_low, sure_high = found.interval
+    interval = f"{f'{sure_low:.3g}' if sure_low else '?'} to {f'{sure_high:.3g}' if sure_high else '?'}"
+    return (
+        f"Goodput: {found.estimate:.3g} req/s (surely {interval}). At {low:.3g} {promise}; at {high:.3g} only "
+        f"{100 * _pooled(found.of(high)):.0f} % do: {_broken_at(found, high)}."
+    )
+
+
+def _broken_at(found: FoundGoodput, rate: float | None) -> str:
+    tallies = [probe.tally for probe in found.of(rate)]
+    late = sum(tally.ttft + tally.both for tally in tallies)
+    gap = sum(tally.gap + tally.both for tally in tallies)
+    failed, judged = sum(tally.failed for tally in tallies), sum(probe.judged for probe in found.of(rate))
+    counts = {"broke the TTFT": late, "had too long a gap": gap, "failed": failed}
+    told = [
+        f"{100 * count / judged:.0f} % {name}"
+        for name, count in sorted(counts.items(), key=lambda item: -item[1])
+        if count
+    ]
+    return ", ".join(told)
+
+
+def _pooled(probes: Sequence[Probe]) -> float:
+    judged = sum(probe.judged for probe in probes)
+    return sum(probe.tally.kept for probe in probes) / judged if judged else 1.0
+
+
+def line_of(found: FoundGoodput, probe: Probe) -> str:
+    """A probe that has ended, in a log."""
+    told = f"{probe.rate:.3g} req/s: {100 * probe.share:.0f} % ± {100 * probe.uncertainty:.0f} of {probe.judged} kept"
+    broken = probe.tally.told()
+    remark = remark_of(probe)
+    return told + (f"; broke {broken}" if broken else "") + (f" ({remark})" if remark else "")
+
+
+def remark_of(probe: Probe) -> str:
+    if probe.disturbed:
+        return "generator was late" if probe.counted else "generator was late: probed again"
+    if not probe.counted:
+        return "not ended"
+    return "hopeless, cut short" if probe.hopeless else ""
+
+
+def _table(found: FoundGoodput, probes: Sequence[Probe]) -> Rows:
+    ordered = sorted(probes, key=lambda probe: probe.rate)
+    return Rows(
+        f"Probes, by rate: Poisson arrivals for {found.options.seconds:g} s, {found.options.slo}",
+        _COLUMNS,
+        [_row(probe) for probe in ordered],
+        "± is half of the 90 % interval of the share. What a hopeless probe cut short is in no share if it had broken "
+        "nothing (unfinished). Without a first token, TTFT is the time until the request ended or was cut.",
+    )
+
+
+def _row(probe: Probe) -> list[str | float | int | None]:
+    tally = probe.tally
+    times: list[float] = [percentile(probe.ttfts, share) for share in (0.5, 0.9, 0.99)]
+    return [
+        probe.rate,
+        tally.requests,
+        100 * probe.share if probe.judged else None,
+        100 * probe.uncertainty if probe.judged else None,
+        tally.ttft,
+        tally.gap,
+        tally.both,
+        tally.failed,
+        tally.unfinished,
+        remark_of(probe),
+        *(1000 * value for value in times),
+        1000 * percentile(probe.longest_gaps, 0.9),
+        probe.output_rate,
+        probe.sent_rate,
+    ]
+
+
+def _notes(found: FoundGoodput, probes: Sequence[Probe]) -> list[str]:
+    notes = []
+    bound = found.options.slo.gap
+    worst = max(probes, key=lambda probe: probe.stall, default=None)
+    blamed = sum(probe.blamed for probe in probes if probe.counted)
+    if worst is not None and worst.stall > _STALLED * bound:
+        notes.append(
+            f"The load generator itself was late by up to {1000 * worst.stall:.0f} ms (at {worst.rate:.3g} req/s): "
+            + (
+                f"{blamed} requests that broke the SLO may have kept it without that."
+                if blamed
+                else "no request broke the SLO by that alone."
+            )
+        )
+    if any(probe.disturbed and probe.counted for probe in probes):
+        notes.append(
+            "The generator was late again where a rate was probed once more: the limit may be this client's or its "
+            "machine's, not the server's. Run it where it has a core of its own."
+        )
+    errors = [each for probe in probes for each in probe.run.of(Outcome.FAILED)]
+    if errors:
+        notes.append(f"{len(errors)} requests failed, the first one of them: {errors[0].error}")
+    return notes
+
+
+def _charts(found: FoundGoodput) -> list[Chart]:
+    rates = sorted({probe.rate for probe in found.probes if probe.counted})
+    if not rates:
+        return []
+    options = found.options
+    at = {rate: found.of(rate) for rate in rates}
+    intervals = [
+        wilson(sum(p.tally.kept for p in at[rate]), sum(p.judged for p in at[rate])) for rate in rates
+    ]
+    upright = {f"goodput {found.estimate:.3g}": found.estimate} if found.estimate else {}
+    kept = Series(
+        "kept the SLO",
+        rates,
+        [_pooled(at[rate]) for rate in rates],
+        [low for low, _ in intervals],
+        [high for _, high in intervals],
+    )
+    charts = [
+        Chart(
+            f"Requests that keep: {options.slo}",
+            "lines",
+            "offered, req/s",
+            "share of the requests",
+            [kept],
+            across={f"{100 * options.share:g} %": options.share},
+            upright=upright,
+            better="higher",
+            y_unit="share",
+        ),
+        Chart(
+            "Which promise was broken",
+            "bars",
+            "offered, req/s",
+            "share of the requests",
+            [
+                Series(name, [f"{rate:.3g}" for rate in rates], [_broken(at[rate], *parts) for rate in rates])
+                for name, parts in {
+                    "TTFT": ("ttft", "both"),
+                    "gap": ("gap", "both"),
+                    "failed": ("failed",),
+                }.items()
+            ],
+            across={f"{100 * (1 - options.share):g} % may": 1 - options.share},
+            better="lower",
+            y_unit="share",
+        ),
+    ]
+    for name, bound in (("TTFT p90", options.slo.ttft), ("longest gap p90", options.slo.gap)):
+        samples = [
+            [v for probe in at[rate] for v in (probe.ttfts if name == "TTFT p90" else probe.longest_gaps)]
+            for rate in rates
+        ]
+        times = [percentile(each, 0.9) for each in samples]
+        charts.append(
+            Chart(
+                f"{name} against rate",
+                "lines",
+                "offered, req/s",
+                name,
+                [Series(name, rates, times)],
+                across={f"SLO {1000 * bound:g} ms": bound},
+                upright=upright,
+                log_y=max(times) > 20 * bound,
+                better="lower",
+                y_unit="s",
+            )
+        )
+    return charts
+
+
+def _broken(probes: Sequence[Probe], *parts: str) -> float:
+    judged = sum(probe.judged for probe in probes)
+    return sum(getattr(probe.tally, part) for probe in probes for part in parts) / judged if judged else 0.0
+
+
+def _data(found: FoundGoodput, probes: Sequence[Probe]) -> dict[str, Any]:
+    options = found.options
+    return {
+        "slo": _slo(options.slo),
+        "share": options.share,
+        "precision": options.precision,
+        "goodput": {
+            "estimate": found.estimate,
+            "carried": found.carried,
+            "broken": found.broken,
+            "interval": list(found.interval),
+            "precise": found.search.found,
+        },
+        "probes": [
+            {
+                "rate": probe.rate,
+                "seconds": probe.seconds,
+                "seed": probe.seed,
+                "share": probe.share,
+                "uncertainty": probe.uncertainty,
+                "judged": probe.judged,
+                "counted": probe.counted,
+                "hopeless": probe.hopeless,
+                "disturbed": probe.disturbed,
+                "blamed": probe.blamed,
+                "stall": probe.stall,
+                "tally": _tally(probe.tally),
+                **probe.run.summary(options.slo),
+            }
+            for probe in probes
+        ],
+    }
+
+
+def _slo(slo: Slo) -> dict[str, float]:
+    return {"ttft": slo.ttft, "gap": slo.gap}
+
+
+def _tally(tally: Tally) -> dict[str, int]:
+    return dict(vars(tally))
