@@ -12,7 +12,7 @@ from pdserve_bench.client import Exchange
 from pdserve_bench.slo import Slo
 
 _BEAT = 0.01
-_LEAST = 0.002
+_LEAST = 0.003
 """seconds: less is how exactly a timer fires"""
 
 
@@ -47,18 +47,21 @@ class GeneratorStalls:
         return total
 
     def to_blame(self, slo: Slo, exchange: Exchange) -> bool:
-        """Whether a request that broke the SLO would have kept it, so far, without the stalls."""
+        """Whether a request that broke the SLO would have kept it, so far, without the stalls: those during which it
+        was to be sent, or its late tokens came. A stall while nothing comes does no harm."""
         if exchange.error or not exchange.arrivals or slo.kept(exchange):
             return False
-        waits = [
-            (exchange.started, exchange.arrivals[0], slo.ttft),
-            *((before, after, slo.gap) for before, after in pairwise(exchange.arrivals)),
-        ]
+        first = exchange.arrivals[0]
+        if first - exchange.started - self._around(exchange.started) - self._around(first) > slo.ttft:
+            return False
         return all(
-            end - begin - self.within(begin, end) <= bound
-            for begin, end, bound in waits
-            if end - begin > bound
+            after - before - self._around(after) <= slo.gap
+            for before, after in pairwise(exchange.arrivals)
+            if after - before > slo.gap
         )
+
+    def _around(self, moment: float) -> float:
+        return self.within(moment - _LEAST, moment + _LEAST)
 
     async def _watch(self) -> None:
         while True:

@@ -68,7 +68,7 @@ def goodput(
       pdserve bench goodput                                     the graph of `pdserve serve` on this machine
       pdserve bench goodput --base-url http://gpu7:8000/v1 --ttft 1s --gap 100ms --plot goodput
       pdserve bench goodput --prompt-tokens 4000 --answer-len 250 --seconds 60 --start-rate 1 --within 30m
-      OPENAI_API_KEY=... pdserve bench goodput --base-url https://llm.example.com/v1 --model m --chat --json out.json
+      OPENAI_API_KEY=... pdserve bench goodput --base-url https://llm.example.com/v1 --chat --json out.json
     """
     options = GoodputOptions(
         slo=read_slo(ttft, gap),

@@ -20,7 +20,7 @@ _COLUMNS = (
     Column("broke a gap", "d"),
     Column("both", "d"),
     Column("failed", "d"),
-    Column("un- finished", "d"),
+    Column("unfinished", "d"),
     Column("remark"),
     Column("TTFT p50, ms", ".0f"),
     Column("TTFT p90, ms", ".0f"),
@@ -47,21 +47,21 @@ def report_of(found: FoundGoodput, title: str) -> Report:
 def lead_of(found: FoundGoodput) -> str:
     """The answer, in a sentence or two."""
     options, low, high = found.options, found.carried, found.broken
-    promise = f"{100 * options.share:g} % of the requests keep the SLO ({options.slo})"
+    promise = f"{100 * options.share:g} % of the requests keep the SLO: {options.slo}"
     if low is None and high is None:
-        return f"No probe came to its end: nothing is known of the rate at which {promise}."
+        return f"No probe came to its end: it is not known up to which rate {promise}."
     if low is None:
         return (
-            f"No rate was found at which {promise}: not even at {high:.3g} req/s, where "
+            f"No rate was found at which {promise}. At {high:.3g} req/s, the lowest that was tried, "
             f"{_broken_at(found, high)}."
         )
     if high is None:
-        return f"Goodput: at least {low:.3g} req/s. At every rate that was tried {promise}."
+        return f"Goodput: at least {low:.3g} req/s, the highest rate that was tried: {promise}."
     sure_low, sure_high = found.interval
     interval = f"{f'{sure_low:.3g}' if sure_low else '?'} to {f'{sure_high:.3g}' if sure_high else '?'}"
     return (
-        f"Goodput: {found.estimate:.3g} req/s (surely {interval}). At {low:.3g} {promise}; at {high:.3g} only "
-        f"{100 * _pooled(found.of(high)):.0f} % do: {_broken_at(found, high)}."
+        f"Goodput: {found.estimate:.3g} req/s (surely {interval}). Up to {low:.3g} req/s, {promise}. At {high:.3g} "
+        f"req/s only {100 * _pooled(found.of(high)):.0f} % do: {_broken_at(found, high)}."
     )
 
 

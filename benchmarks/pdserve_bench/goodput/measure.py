@@ -25,8 +25,8 @@ from pdserve_bench.samples import wilson
 from pdserve_bench.slo import SHARE, Slo, Tally
 from pdserve_bench.stalls import GeneratorStalls
 
-LEAST_REQUESTS = 30
-"""of a probe: fewer are never sure, even if all of them keep the SLO; a low rate is probed for longer"""
+LEAST_REQUESTS = 50
+"""of a probe: 24 are not sure even if all of them keep the SLO; a low rate is probed for longer"""
 _LONGER = 3.0
 """times the seconds of a probe, at most"""
 _IDLE_WITHIN = 60.0

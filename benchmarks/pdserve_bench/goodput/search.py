@@ -1,7 +1,7 @@
 """The search for the highest rate at which a share of the requests keeps an SLO. Pure: it is told what probes have
 found, and says which rate to try next.
 
-From a start rate it goes up or down by factors of two until one rate is carried and a higher one is not, then
+From a start rate it goes up or down by factors of at most two until one rate is carried and a higher one is not, then
 halves the interval between them (on a logarithmic scale) until it is as narrow as asked for. What a probe
 finds is a binomial sample, so near the border it may be wrong: the ends of the last interval are probed again, under
 other seeds, until their pooled samples are sure (Wilson's interval), and no more than `TRIES` times. Where that
@@ -91,11 +91,10 @@ class GoodputSearch:
         low, high = self.carried, self.broken
         if low is None:
             assert high is not None
-            return (
-                self._rounded(max(high / _STEP, self._lowest)) if high > self._lowest else self._again(high)
-            )
+            return self._beyond(high, 1 - self._shares[high] / self.share, self._lowest)
         if high is None:
-            return self._rounded(min(low * _STEP, self._highest)) if low < self._highest else self._again(low)
+            room = max(1e-9, 1 - self.share)
+            return self._beyond(low, (self._shares[low] - self.share) / room, self._highest)
         if not self._narrow(low, high):
             return self._rounded(math.sqrt(low * high))
         return self._again(high) or self._again(low)
@@ -103,12 +102,12 @@ class GoodputSearch:
     @property
     def carried(self) -> float | None:
         """The highest rate that was found to be carried; None: not even the lowest that was tried."""
-        return max((rate for rate, share in self._fitted() if share >= self.share), default=None)
+        return max((rate for rate, share in self._shares.items() if share >= self.share), default=None)
 
     @property
     def broken(self) -> float | None:
         """The lowest rate that was found not to be carried; None: no rate was too high."""
-        return min((rate for rate, share in self._fitted() if share < self.share), default=None)
+        return min((rate for rate, share in self._shares.items() if share < self.share), default=None)
 
     @property
     def interval(self) -> tuple[float | None, float | None]:
@@ -125,7 +124,7 @@ class GoodputSearch:
     def estimate(self) -> float | None:
         """Where between the two the share is just kept, if it falls evenly with the logarithm of the rate. None
         where no rate is carried; where each is, the highest of them."""
-        low, high, shares = self.carried, self.broken, dict(self._fitted())
+        low, high, shares = self.carried, self.broken, self._shares
         if low is None or high is None:
             return low
         part = (shares[low] - self.share) / (shares[low] - shares[high])
@@ -147,8 +146,24 @@ class GoodputSearch:
         more = halvings + 1 + (0 if low and high else 1 if self._rates else 2)
         return max(1, min(more, self._most - self.probes))
 
+    @property
+    def _shares(self) -> dict[float, float]:
+        """Each rate that was probed, in order, and the share of the requests that keep the SLO there."""
+        rates = sorted(self._rates)
+        found = [self._rates[rate] for rate in rates]
+        shares = falling([each.share for each in found], [max(1, each.requests) for each in found])
+        return dict(zip(rates, shares, strict=True))
+
     def _narrow(self, low: float, high: float) -> bool:
         return high / low <= (1 + self.precision) * (1 + 1e-9)
+
+    def _beyond(self, end: float, far: float, bound: float) -> float | None:
+        """On from the lowest or highest rate that was probed. How far its share is from the one that is asked for (0:
+        it is that; 1: as far as can be) says how near the border may be."""
+        if end == bound:
+            return self._again(end)
+        step = min(_STEP, max((1 + self.precision) ** 2, _STEP ** (1.5 * far)))
+        return self._rounded(min(end * step, bound) if end < bound else max(end / step, bound))
 
     def _rounded(self, rate: float) -> float:
         """To four digits, as it is shown."""
@@ -162,10 +177,3 @@ class GoodputSearch:
         if len(found.samples) >= TRIES or (found.sure and len(found.samples) >= enough):
             return None
         return rate
-
-    def _fitted(self) -> list[tuple[float, float]]:
-        """Each rate that was probed, in order, and the share of the requests that keep the SLO there."""
-        rates = sorted(self._rates)
-        found = [self._rates[rate] for rate in rates]
-        shares = falling([each.share for each in found], [max(1, each.requests) for each in found])
-        return list(zip(rates, shares, strict=True))
