@@ -11,12 +11,19 @@ from pdserve_bench.multi_round.pacing import Pacing, Visit
 from pdserve_bench.multi_round.texts import Texts
 from pdserve_bench.runs import LoadRun
 
+_QUESTION_TOKENS = 25
+"""about: with what a chat template adds"""
+
 
 @dataclass(eq=False)
 class Question(Exchange):
     user: int = 0
     round: int = 0
     """of its user's chat, from 1 on"""
+    late: float = 0.0
+    """seconds after it was due, for which this program alone is to blame"""
+    held: float = 0.0
+    """seconds after its time, because the answer before it came only then"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,12 @@ class MultiRound:
     def rate(self) -> float:
         """Requests per second, as long as answers come in time: `qps x rounds / (rounds - 1)`."""
         return self.pacing.rate
+
+    @property
+    def longest_chat(self) -> int:
+        """About how many tokens the last prompt of a chat and its answer have."""
+        round_ = _QUESTION_TOKENS + self.answer_len
+        return self.shared_system_prompt + self.user_history_prompt + self.num_rounds * round_
 
     def at(self, rate: float, seconds: float, seed: int) -> "MultiRound":
         scaled = self.pacing.scaled(rate)
@@ -94,27 +107,26 @@ class _Users:
 
     async def _chat(self, visit: Visit) -> None:
         messages: list[dict[str, str]] = []
-        opening, due = self.texts.first(visit.user), 0.0
+        opening, due, free = self.texts.first(visit.user), time.monotonic(), 0.0
         try:
             for number in range(visit.first_round, self.load.num_rounds + 1):
-                if max(due, time.monotonic()) >= self.run_.asks_until:
+                if max(due, free) >= self.run_.asks_until:
                     return
                 await _until(due)
+                late, held = time.monotonic() - max(due, free), max(0.0, free - due)
                 due = time.monotonic() + self.load.pacing.interval
                 said = [*messages, {"role": "user", "content": opening + self.texts.question(number)}]
-                question = await self._ask(visit.user, number, said)
+                question = Question(self._body(said), user=visit.user, round=number, late=late, held=held)
+                self.run_.exchanges.append(question)
+                await self.endpoint.ask(question, self.load.timeout)
+                free, question.body = time.monotonic(), {}  # histories of a long run are not kept
                 if not question.error:  # else it is as if it had not been asked
                     messages, opening = [*said, {"role": "assistant", "content": question.answer}], ""
         finally:
             self._places.release()
 
-    async def _ask(self, user: int, number: int, messages: list[dict[str, str]]) -> Question:
-        body: dict[str, Any] = self.endpoint.body(messages, self.load.answer_len)
-        question = Question(body, user=user, round=number)
-        self.run_.exchanges.append(question)
-        await self.endpoint.ask(question, self.load.timeout)
-        question.body = {}  # histories of a long run are not kept
-        return question
+    def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        return self.endpoint.body(messages, self.load.answer_len)
 
 
 async def _until(moment: float) -> None:

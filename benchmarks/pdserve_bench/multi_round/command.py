@@ -1,0 +1,203 @@
+"""`pdserve bench multi-round`."""
+
+import asyncio
+import random
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdserve.errors import ConfigError, Unavailable
+from pdserve_bench.client import Exchange, Outcome
+from pdserve_bench.endpoint import Endpoint, find_endpoint, key_headers
+from pdserve_bench.multi_round.summary import MultiRoundResult
+from pdserve_bench.multi_round.texts import Texts
+from pdserve_bench.multi_round.workload import MultiRound
+from pdserve_bench.progress import Schedule, told
+from pdserve_bench.report import check_outputs
+from pdserve_bench.runs import INTERRUPTED, LoadRun, run_until_stopped
+from pdserve_bench.slo import Slo, seconds
+
+_LIVE = 5.0
+"""seconds that the live figures look back"""
+_WARM_UP = "warm-up"
+
+
+def multi_round(
+    base_url: Annotated[
+        str, typer.Option(metavar="URL", help="the server: anything that speaks OpenAI's chat API")
+    ] = "http://127.0.0.1:8000/v1",
+    model: Annotated[str, typer.Option(metavar="NAME", help="the first that the server has")] = "",
+    api_key: Annotated[
+        str, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="sent as Bearer token")
+    ] = "",
+    time_: Annotated[
+        float, typer.Option("--time", metavar="S", min=1.0, help="seconds in which questions are asked")
+    ] = 40.0,
+    num_users: Annotated[
+        int, typer.Option(metavar="N", min=1, help="that are there at a time, if the server keeps up")
+    ] = 20,
+    num_rounds: Annotated[int, typer.Option(metavar="N", min=1, help="questions that each of them asks")] = 3,
+    qps: Annotated[
+        float, typer.Option(metavar="Q", min=0.001, help="a user asks every num-users / qps seconds")
+    ] = 10.0,
+    shared_system_prompt: Annotated[
+        int, typer.Option(metavar="N", min=0, help="words that all chats begin with, about a token each")
+    ] = 200,
+    user_history_prompt: Annotated[
+        int, typer.Option(metavar="N", min=0, help="words of each user's own after them")
+    ] = 400,
+    answer_len: Annotated[int, typer.Option(metavar="N", min=1, help="tokens of each answer")] = 40,
+    fixed_users: Annotated[
+        bool, typer.Option("--fixed-users", help="a user joins only when another has left")
+    ] = False,
+    ttft: Annotated[
+        str, typer.Option(metavar="TIME", help="SLO: the first token comes within this")
+    ] = "500ms",
+    gap: Annotated[str, typer.Option(metavar="TIME", help="and no two tokens are further apart")] = "60ms",
+    warm_up: Annotated[
+        int, typer.Option(metavar="N", min=0, help="requests before it begins, which do not count")
+    ] = 10,
+    timeout: Annotated[
+        float, typer.Option(metavar="S", min=0.1, help="a request without an end by then has failed")
+    ] = 120.0,
+    wait: Annotated[
+        float, typer.Option(metavar="S", min=0.0, help="for the last answers, after --time")
+    ] = 30.0,
+    log_interval: Annotated[
+        float,
+        typer.Option(metavar="S", min=0.1, help="between two lines of news, where there is no terminal"),
+    ] = 30.0,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="of texts and arrivals; a new one each time if not given")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="write all figures there too")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="NAME", help="draw NAME.png and NAME.html, or only the one named")
+    ] = None,
+) -> int:
+    """Multi-round QA: users that join over time, hold a chat of --num-rounds questions each, and leave.
+
+    A chat begins with a system prompt that all users share and a history of the user's own, and goes on with the
+    server's real answers, so that each prompt is longer than the one before and begins with it: prefix caches count.
+    A user asks every num-users / qps seconds, but never before its last answer has come. Users join evenly, every
+    (num-rounds - 1) / qps seconds, so that --num-users are there as long as the server keeps up, and more when it does
+    not (unless --fixed-users). Each asks --num-rounds questions, so that together they ask
+    qps x num-rounds / (num-rounds - 1) a second: with 3 rounds and --qps 10, 15 requests/s. Flags, arithmetic and
+    summary are those of multi-round-qa of vLLM's production stack, so that published figures can be set beside these.
+
+    After --time no question is asked any more; the last answers are waited for, and counted as unfinished where they
+    do not come. Rates are taken over --time alone. Ctrl-C shows what is there so far (exit code 130). A second run
+    with the same --seed says the same texts, which a server's prefix cache may still have.
+
+    examples:
+      pdserve bench multi-round                              the graph of `pdserve serve` on this machine
+      pdserve bench multi-round --plot rounds --json rounds.json
+      pdserve bench multi-round --time 60 --num-users 20 --num-rounds 3 --qps 10 --shared-system-prompt 1000 \\
+          --user-history-prompt 2000 --answer-len 100 --model RAG_LLM --base-url http://0.0.0.0:8009/v1
+      OPENAI_API_KEY=... pdserve bench multi-round --base-url https://llm.example.com/v1 --qps 1 --num-users 5
+    """
+    slo = _slo(ttft, gap)
+    check_outputs(json, plot)
+    load = MultiRound(
+        num_users=num_users,
+        num_rounds=num_rounds,
+        qps=qps,
+        shared_system_prompt=shared_system_prompt,
+        user_history_prompt=user_history_prompt,
+        answer_len=answer_len,
+        seconds=time_,
+        patience=wait,
+        timeout=timeout,
+        seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
+        fixed_users=fixed_users,
+    )
+    results: list[MultiRoundResult] = []
+    schedule = Schedule({_WARM_UP: 2.0, "questions": load.seconds}, every=log_interval)
+
+    async def work() -> None:
+        endpoint = await find_endpoint(base_url, model, key_headers(api_key), chat=True)
+        if endpoint.without:
+            schedule.say(f"the server refuses {' and '.join(sorted(endpoint.without))}: left out")
+        if (grown := load.longest_chat) > endpoint.max_model_len > 0:
+            schedule.say(
+                f"a chat grows to about {grown} tokens, and the model's context has {endpoint.max_model_len}: "
+                "expect its last questions to be refused"
+            )
+        with schedule.phase(_WARM_UP):
+            await _warm_up(endpoint, load, warm_up)
+        results.append(MultiRoundResult(load, endpoint, LoadRun(), slo, complete=False))
+        await _run(results[0], schedule)
+
+    with schedule:
+        complete = run_until_stopped(work)
+    if not results:
+        schedule.say("broken off before the first question")
+        return INTERRUPTED
+    result = results[0]
+    result.complete = complete
+    print(result.block() + "\n")
+    report = result.report()
+    result.report(summary=False).show()
+    report.write(json, plot)
+    if not complete:
+        return INTERRUPTED
+    return 0 if result.run.of(Outcome.FINISHED) else 1
+
+
+async def _warm_up(endpoint: Endpoint, load: MultiRound, count: int) -> None:
+    """Raises Unavailable where no request of it is answered."""
+    texts = Texts(0, 0, load.seed)
+    asked = [Exchange(endpoint.body(texts.warm_up(number), load.answer_len)) for number in range(count)]
+    await asyncio.gather(*(endpoint.ask(exchange, load.timeout) for exchange in asked))
+    if asked and all(exchange.error for exchange in asked):
+        raise Unavailable(f"{endpoint.url} answers no request of the warm-up: {asked[0].error}")
+
+
+async def _run(result: MultiRoundResult, schedule: Schedule) -> None:
+    load, run = result.load, result.run
+    asking = asyncio.create_task(load.run(result.endpoint, run))
+    try:
+        with schedule.phase("questions"):
+            await _watch(run, asking, schedule, load.seconds)
+        if not asking.done():
+            with schedule.phase("last answers", load.patience):
+                await _watch(run, asking, schedule, load.patience)
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    asking.result()
+
+
+async def _watch(run: LoadRun, asking: "asyncio.Task[None]", schedule: Schedule, seconds: float) -> None:
+    """Until it is done, or the time is over."""
+    until = time.monotonic() + seconds
+    while not asking.done() and (left := until - time.monotonic()) > 0:
+        schedule.update(_news(run))
+        await asyncio.wait([asking], timeout=min(0.5, left))
+
+
+def _news(run: LoadRun) -> str:
+    now = time.monotonic()
+    span = min(_LIVE, max(now - run.began, 0.1))
+    ended = [exchange for exchange in run.exchanges if exchange.ended > now - span]
+    finished = [exchange for exchange in ended if exchange.outcome is Outcome.FINISHED]
+    ttfts = [exchange.ttft for exchange in finished if exchange.ttft is not None]
+    failed = len(run.of(Outcome.FAILED))
+    news = f"{len(finished) / span:.1f} req/s, {len(run.of(Outcome.UNFINISHED))} running"
+    if ttfts:
+        news += f", TTFT {_milliseconds(sum(ttfts) / len(ttfts))}"
+    return f"{news}, {failed} failed" if failed else news
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 10 else told(seconds)
+
+
+def _slo(ttft: str, gap: str) -> Slo:
+    """Raises ConfigError."""
+    try:
+        return Slo(seconds(ttft), seconds(gap))
+    except ValueError as error:
+        raise ConfigError([f"--ttft and --gap: {error}."]) from None

@@ -1,0 +1,262 @@
+"""What a run of multi-round QA found."""
+
+import re
+import statistics
+import time
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from pdserve import clock
+from pdserve_bench.client import Outcome
+from pdserve_bench.endpoint import Endpoint
+from pdserve_bench.multi_round.charts import draw_charts
+from pdserve_bench.multi_round.workload import MultiRound, Question
+from pdserve_bench.report import Cell, Column, Report, Rows
+from pdserve_bench.runs import LoadRun
+from pdserve_bench.samples import percentile
+from pdserve_bench.slo import Slo
+
+_TOO_LONG = re.compile(
+    r"context[ _-]?(length|window)|max_model_len|maximum.{0,30}(length|tokens)|too (long|many tokens)", re.I
+)
+_LATE = 0.05
+"""seconds: TTFTs are not much more exact than this program is punctual"""
+_SHOWN_ERRORS = 5
+
+
+@dataclass
+class MultiRoundResult:
+    load: MultiRound
+    endpoint: Endpoint
+    run: LoadRun
+    slo: Slo
+    complete: bool = True
+
+    @property
+    def questions(self) -> list[Question]:
+        return [exchange for exchange in self.run.exchanges if isinstance(exchange, Question)]
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Names and values of the summary that multi-round-qa prints, so that its figures can be set beside these."""
+        figures, run = self.run.summary(), self.run
+        end = clock.unix() - time.monotonic() + run.closes
+        return [
+            ("QPS", f"{self.load.qps:.4f} reqs/s"),
+            ("Processing speed", f"{figures['requests/s']:.4f} reqs/s"),
+            ("Requests on-the-fly", f"{figures['on their way']:.0f}"),
+            ("Input tokens per second", f"{figures['input tokens/s']:.4f} tokens/s"),
+            ("Output tokens per second", f"{figures['output tokens/s']:.4f} tokens/s"),
+            (
+                "Average generation throughput (per request)",
+                f"{figures['tokens/s per request']:.4f} tokens/req/s",
+            ),
+            ("Average TTFT", f"{figures['TTFT mean']:.4f}s"),
+            (
+                "Time range",
+                f"{end - figures['window']:.3f} - {end:.3f} ({figures['window']:.2f}s)",
+            ),
+        ]
+
+    def block(self) -> str:
+        """For the terminal."""
+        *lines, (name, last) = self.lines()
+        body = "".join(f"  {name}: {value}\n" for name, value in lines)
+        return f"==================== Performance summary ======================\n{body}{name}: {last}\n{'=' * 63}"
+
+    def report(self, summary: bool = True) -> Report:
+        """With or without the lines of the summary as its first table."""
+        load, figures = self.load, self.run.summary(self.slo)
+        report = Report(
+            f"Multi-round QA: {load.num_users:g} users of {load.num_rounds} rounds at {self.endpoint.model}, "
+            f"{self.endpoint.url}",
+            self._lead(figures),
+            complete=self.complete,
+        )
+        report.tables = [
+            *([self._summary()] if summary else []),
+            *([self._times()] if figures["finished"] else []),
+            *([self._rounds()] if figures["finished"] else []),
+            *([self._failures()] if figures["failed"] else []),
+        ]
+        report.notes = self._notes(figures)
+        report.charts = draw_charts(self.run, self.questions, self.slo)
+        report.data = self._data(figures)
+        return report
+
+    def _lead(self, figures: dict[str, float]) -> str:
+        if not self.questions:
+            return "No question was asked."
+        return (
+            f"{self.slo}: kept by {figures['kept']:.1%} of all {figures['requests']:.0f} requests, so the goodput is "
+            f"{figures['goodput']:.2f} requests/s of {figures['requests'] / figures['window']:.2f} that were asked."
+        )
+
+    def _summary(self) -> Rows:
+        rows: list[list[Cell]] = [[name, value] for name, value in self.lines()]
+        return Rows("Performance summary", [Column("figure"), Column("value")], rows)
+
+    def _times(self) -> Rows:
+        finished = [question for question in self.questions if question.outcome is Outcome.FINISHED]
+        samples = {
+            "TTFT": [question.ttft for question in finished if question.ttft is not None],
+            "gap between tokens (ITL)": [gap for question in finished for gap in question.gaps],
+            "longest gap of each answer": [max(question.gaps) for question in finished if question.gaps],
+            "whole answer": [question.ended - question.started for question in finished],
+        }
+        shares = (0.5, 0.9, 0.99, 1.0)
+        rows: list[list[Cell]] = [
+            [name, 1000 * statistics.fmean(values), *(1000 * percentile(values, share) for share in shares)]
+            for name, values in samples.items()
+            if values
+        ]
+        names = ("mean", "p50", "p90", "p99", "max")
+        return Rows(
+            "Times of finished requests", [Column("ms"), *(Column(name, ".1f") for name in names)], rows
+        )
+
+    def _rounds(self) -> Rows:
+        """Later rounds find the chat so far in a prefix cache, if the server has one."""
+        rows: list[list[Cell]] = []
+        ordered = sorted(self.questions, key=lambda question: question.round)
+        for number, group in groupby(ordered, lambda question: question.round):
+            asked = list(group)
+            finished = [question for question in asked if question.outcome is Outcome.FINISHED]
+            ttfts = [question.ttft for question in finished if question.ttft is not None]
+            prompts = [question.prompt_tokens for question in finished if question.prompt_tokens]
+            cached = [question.cached_tokens for question in finished if question.cached_tokens is not None]
+            told = [question.prefill for question in finished if question.prefill]
+            rows.append(
+                [
+                    str(number),
+                    len(asked),
+                    len(finished),
+                    statistics.fmean(prompts) if prompts else None,
+                    sum(cached) / sum(prompts) if cached and prompts else None,
+                    told.count("remote") / len(told) if told else None,
+                    1000 * percentile(ttfts, 0.5) if ttfts else None,
+                    1000 * percentile(ttfts, 0.9) if ttfts else None,
+                ]
+            )
+        columns = [
+            Column("round"),
+            Column("asked", ".0f"),
+            Column("finished", ".0f"),
+            Column("prompt tokens", ".0f"),
+            Column("cached", ".0%"),
+            Column("prefilled remotely", ".0%"),
+            Column("TTFT p50, ms", ".1f"),
+            Column("TTFT p90, ms", ".1f"),
+        ]
+        kept = [
+            place for place in range(len(columns)) if any(row[place] is not None for row in rows)
+        ]  # what the server does not tell is not shown
+        return Rows(
+            "Rounds", [columns[place] for place in kept], [[row[place] for place in kept] for row in rows]
+        )
+
+    def _failures(self) -> Rows:
+        errors = self.run.errors()
+        rows: list[list[Cell]] = [[text, count] for text, count in errors[:_SHOWN_ERRORS]]
+        if rest := sum(count for _, count in errors[_SHOWN_ERRORS:]):
+            rows.append([f"other errors, of {len(errors) - _SHOWN_ERRORS} kinds", rest])
+        return Rows("Failed requests", [Column("what was answered"), Column("requests", ".0f")], rows)
+
+    def _notes(self, figures: dict[str, float]) -> list[str]:
+        questions, load = self.questions, self.load
+        if not questions:
+            return []
+        finished = [question for question in questions if question.outcome is Outcome.FINISHED]
+        users = len({question.user for question in questions})
+        notes = [
+            f"{figures['requests']:.0f} requests of {users} users: {figures['finished']:.0f} finished, "
+            f"{figures['failed']:.0f} failed, {figures['unfinished']:.0f} unfinished."
+        ]
+        if late := self.run.on_their_way:
+            states = Counter(question.outcome for question in late)
+            waited = max(0.0, self.run.ended - self.run.closes)
+            ends = {
+                Outcome.FINISHED: f"finished within {waited:.1f} s more",
+                Outcome.FAILED: "failed",
+                Outcome.UNFINISHED: f"did not end within {waited:.1f} s more" if waited else "had no end",
+            }
+            told = ", ".join(f"{states[state]} {text}" for state, text in ends.items() if states[state])
+            notes.append(
+                f"Still on their way when the {figures['window']:.0f} s were over: {len(late)} requests ({told})."
+            )
+        if held := [question.held for question in questions if question.held > 0]:
+            notes.append(
+                f"{len(held)} of the questions were asked late, by {statistics.fmean(held):.1f} s on average, as the "
+                f"answer before them took longer than the {load.pacing.interval:g} s between two questions of a user: "
+                "the server does not keep up."
+            )
+        if (own := percentile([question.late for question in questions], 0.99)) > _LATE:
+            notes.append(
+                f"This program was late itself, by {own:.2f} s (p99): times may be too long. "
+                "Give it more of the machine, or a machine of its own."
+            )
+        if finished and not any(question.prompt_tokens for question in finished):
+            notes.append(
+                "The server tells no usage: input tokens are not known, and events with text count as output tokens."
+            )
+        lengths = [question.output_tokens for question in finished]
+        if lengths and statistics.fmean(lengths) < 0.95 * load.answer_len:
+            notes.append(
+                f"Answers had {statistics.fmean(lengths):.0f} tokens on average, not {load.answer_len}: "
+                + (
+                    "the server does not take `ignore_eos`."
+                    if "ignore_eos" in self.endpoint.without
+                    else "the server ended them, or sends several tokens in an event."
+                )
+            )
+        if refused := sum(count for text, count in self.run.errors() if _TOO_LONG.search(text)):
+            limit = f" ({self.endpoint.max_model_len} tokens)" if self.endpoint.max_model_len else ""
+            notes.append(
+                f"{refused} requests seem to have been longer than the model's context{limit}: lower "
+                "--user-history-prompt, --shared-system-prompt, --num-rounds or --answer-len."
+            )
+        return notes
+
+    def _data(self, figures: dict[str, float]) -> dict[str, Any]:
+        began = self.run.began
+        return {
+            "workload": {
+                "num_users": self.load.num_users,
+                "num_rounds": self.load.num_rounds,
+                "qps": self.load.qps,
+                "shared_system_prompt": self.load.shared_system_prompt,
+                "user_history_prompt": self.load.user_history_prompt,
+                "answer_len": self.load.answer_len,
+                "time": self.load.seconds,
+                "seed": self.load.seed,
+                "fixed_users": self.load.fixed_users,
+                "planned requests/s": self.load.rate,
+            },
+            "slo": {"ttft": self.slo.ttft, "gap": self.slo.gap},
+            "fields left out": sorted(self.endpoint.without),
+            "figures": figures,
+            "errors": self.run.errors(),
+            "requests": [
+                {
+                    "id": question.request_id,
+                    "user": question.user,
+                    "round": question.round,
+                    "asked": round(question.started - began, 4),
+                    "ttft": _rounded(question.ttft),
+                    "whole": _rounded(question.ended - question.started if question.ended else None),
+                    "longest_gap": _rounded(max(question.gaps, default=None)),
+                    "prompt_tokens": question.prompt_tokens,
+                    "cached_tokens": question.cached_tokens,
+                    "output_tokens": question.output_tokens,
+                    "prefill": question.prefill,
+                    "outcome": question.outcome.value,
+                    "error": question.error,
+                }
+                for question in self.questions
+            ],
+        }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
