@@ -10,6 +10,8 @@ A TTFT holds more than steps: HTTP, tokenizing, queues. That part is fitted as a
 no speed of the engine: a graph with simulated engines has a real frontend and spends it anyway. What a longer prompt
 costs there (tokenizing, about a microsecond per token) is counted as prefill. Gaps between tokens hold none of it.
 
+`remote_cost` is for transfers between engines, from a graph that has prefill workers.
+
 Each point of the fit is a median, coefficients are never negative, and points that fit badly are given less weight. The
 fit is to relative errors: a millisecond is much in a step and nothing in a long prompt."""
 
@@ -28,6 +30,7 @@ from pdserve.errors import Unavailable
 from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Endpoint, Prompts, learn_prompts
 from pdserve_bench.progress import Schedule
+from pdserve_bench.systems.system import ALL_LOCAL, ALL_REMOTE, RunningSystem
 
 TIMEOUT = 60.0
 """seconds, of each request"""
@@ -37,9 +40,13 @@ LONG_SEQUENCES = (1, 4, 8)
 PROMPTS = (32, 128, 384, 768, 1536, 3072, 6144)
 MIXED_PROMPTS = (128, 512, 1024)
 MIXED_SEQUENCES = 4
+REMOTE_SECONDS = 15.0
+REMOTE_PROMPTS = (128, 512, 1536)
 _SHORT = 32
 _SHARES = {"prompts": 0.35, "answers": 0.45, "both": 0.2}
 """of the time"""
+FREE_BANDWIDTH = 1e15
+"""bytes per second where a transfer costs nothing for its size"""
 _FREE = 1e9
 """prompt tokens per second of an engine whose prompts cost nothing that could be seen"""
 _HUBER = 1.5
@@ -89,6 +96,20 @@ class EngineSpeed:
     """seconds of a TTFT that are not the engine's"""
     points: tuple[SpeedPoint, ...]
 
+    def with_transfer(
+        self, real: "RemoteCost", simulated: "RemoteCost", bytes_per_token: float = 4096.0
+    ) -> "EngineSpeed":
+        """`simulated` is that of a graph of engines of this speed, whose transfers cost nothing: what remains is queue
+        and processes, which every graph has anyway. `bytes_per_token` of KV only make the bandwidth a true one."""
+        token = max(0.0, real.token_seconds - simulated.token_seconds)
+        model = replace(
+            self.model,
+            transfer_seconds=max(0.0, real.seconds - simulated.seconds),
+            bytes_per_token=round(bytes_per_token),
+            bandwidth=bytes_per_token / token if token > 0 else FREE_BANDWIDTH,
+        )
+        return replace(self, model=model)
+
     def speeds(self) -> dict[str, float]:
         """The keys of `sim` in an engine's `additional-config`."""
         model = self.model
@@ -135,6 +156,24 @@ class EngineSpeed:
         )
 
 
+@dataclass(frozen=True)
+class RemoteCost:
+    """What a remote prefill costs more than a local one in an idle graph, without the step in which the decode engine
+    computes the last token of the prompt: queue, processes and the transfer."""
+
+    seconds: float
+    token_seconds: float
+    """for each token of the prompt"""
+    points: tuple[tuple[int, float], ...]
+    """tokens, seconds"""
+
+    def describe(self) -> str:
+        return (
+            f"a remote prefill costs {1e3 * self.seconds:.3g} ms and {1e6 * self.token_seconds:.3g} us per token more "
+            f"than a local one"
+        )
+
+
 async def calibrate(
     endpoint: Endpoint,
     schedule: Schedule,
@@ -156,6 +195,49 @@ async def calibrate(
     return fit(points)
 
 
+async def remote_cost(
+    system: RunningSystem,
+    speed: EngineSpeed,
+    schedule: Schedule,
+    limits: EngineLimits | None = None,
+    seconds: float = REMOTE_SECONDS,
+    seed: int = 0,
+) -> RemoteCost:
+    """Of a graph with prefill workers, all engines of this speed, idle: the TTFT of prompts that no cache has seen,
+    all remote and all local in turn. Leaves the live settings as they are in its file. Raises Unavailable where prompts
+    do not go where the settings say, or the server fails."""
+    limits = limits or EngineLimits()
+    room = min(limits.max_model_len - 16, limits.max_batched_tokens)
+    lengths = [length for length in REMOTE_PROMPTS if length <= room]
+    questions = _Questions(system.endpoint, await learn_prompts(system.endpoint, seed), limits)
+    seen: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    end, took = time.monotonic() + seconds, 0.0
+    with schedule.phase("calibrate: remote prefill", seconds):
+        for number in range(12):
+            began = time.monotonic()
+            if number > 1 and began + took > end:
+                break
+            for way, settings in (("local", ALL_LOCAL), ("remote", ALL_REMOTE)):
+                await system.apply(settings)
+                for length in lengths:
+                    tokens, ttft = await questions.prefilled(length, way)
+                    if number:  # the first round warms up
+                        seen.setdefault((length, way), []).append((tokens, ttft))
+            took = time.monotonic() - began
+        await system.apply({})
+    points = []
+    for length in lengths:
+        tokens = round(statistics.median(tokens for tokens, _ in seen[length, "remote"]))
+        remote, local = (
+            statistics.median(ttft for _, ttft in seen[length, way]) for way in ("remote", "local")
+        )
+        last = speed.model.step_time(0, 0, [(tokens - 1, 1)])
+        points.append((tokens, max(1e-6, remote - local - last)))
+    rows = np.array([[1.0, tokens] for tokens, _ in points])
+    fixed, each = map(float, _least_squares(rows, np.array([extra for _, extra in points])))
+    return RemoteCost(fixed, each, tuple(points))
+
+
 class _Questions:
     def __init__(self, endpoint: Endpoint, prompts: Prompts, limits: EngineLimits) -> None:
         self._endpoint, self._prompts, self._limits = endpoint, prompts, limits
@@ -169,7 +251,7 @@ class _Questions:
         lengths = [length for length in PROMPTS if length + 16 <= self._limits.max_model_len]
         seen: dict[int, list[tuple[float, int]]] = {length: [] for length in lengths}
         took = 0.0
-        for number in range(8):
+        for number in range(16):
             began = time.monotonic()
             if number > 1 and began + took > end:
                 break
@@ -188,6 +270,15 @@ class _Questions:
                 median = statistics.median(ttft for ttft, _ in samples)
                 points.append(SpeedPoint(f"TTFT of {length} tokens", self._prefill(tokens), median, True))
         return points
+
+    async def prefilled(self, length: int, way: str) -> tuple[int, float]:
+        """Tokens and TTFT of a prompt that is prefilled this way: live settings take a moment to arrive."""
+        for _ in range(20):
+            answer = await self._ask(self._prompts.of(length), 1)
+            if answer.prefill == way:
+                return answer.prompt_tokens or length, answer.ttft or 0.0
+            await asyncio.sleep(0.1)
+        raise Unavailable(f"calibrate: prompts that should be prefilled {way} are not")
 
     def _prefill(self, tokens: int) -> tuple[EngineStep, ...]:
         size = self._limits.max_batched_tokens
@@ -348,6 +439,7 @@ def fit(points: Sequence[SpeedPoint]) -> EngineSpeed:
         context_seconds=context,
         prefill_rate=min(_FREE, 1 / token) if token else _FREE,
         attention_seconds=attention,
+        bandwidth=FREE_BANDWIDTH,
     )
     return EngineSpeed(model, overhead, tuple(points))
 

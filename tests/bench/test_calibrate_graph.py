@@ -1,0 +1,81 @@
+"""Calibrated against a graph of simulated engines as users run it: the speeds that its file names are found."""
+
+import asyncio
+
+import pytest
+from pdserve_bench.compare.calibrate import EngineLimits, EngineSpeed, RemoteCost, calibrate, remote_cost
+from pdserve_bench.progress import Schedule
+from pdserve_bench.simulated import simulated
+from pdserve_bench.systems.system import ALL_LOCAL, GraphSystem
+
+from pdserve.engine.sim.model import SimModel, sim_model
+
+SPEED = {
+    "step-seconds": 0.02,
+    "sequence-seconds": 0.002,
+    "context-seconds": 0.002,
+    "prefill-rate": 4000,
+    "attention-seconds": 0.1,
+    "transfer-seconds": 0.15,
+    "bandwidth": 1.5e7,
+}
+LIMITS = EngineLimits(max_model_len=4096, max_num_seqs=16)
+Found = tuple[EngineSpeed, RemoteCost, float]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """And the seconds that remained when the phases were through."""
+
+    async def measure() -> Found:
+        folder = tmp_path_factory.mktemp("graph")
+        schedule = Schedule()
+        limits = {"max-num-seqs": LIMITS.max_num_seqs}
+        async with GraphSystem("known", simulated(SPEED, common=limits)).start(folder, print) as graph:
+            await graph.apply(ALL_LOCAL)
+            speed = await calibrate(graph.endpoint, schedule, LIMITS, seconds=10)
+            cost = await remote_cost(graph, speed, schedule, LIMITS, seconds=5)
+            return speed, cost, schedule.seconds_left
+
+    return asyncio.run(measure())
+
+
+def test_steps_take_what_they_take(found: Found) -> None:
+    """Within 30 %, on a machine that does other things as well."""
+    model, known = found[0].model, sim_model({"additional-config": {"sim": SPEED}})
+    for count, context in ((1, 50), (4, 200), (16, 800), (8, 16_000)):
+        assert model.step_time(count, context) == pytest.approx(known.step_time(count, context), rel=0.3)
+    for tokens in (256, 1024, 2048):
+        wanted = known.step_time(4, 200, [(0, tokens)])
+        assert model.step_time(4, 200, [(0, tokens)]) == pytest.approx(wanted, rel=0.3)
+    assert found[0].error < 0.15
+
+
+def test_a_remote_prefill_costs_its_transfer(found: Found) -> None:
+    """And some milliseconds on the way, of this machine."""
+    cost = found[1]
+    assert 0.1 < cost.seconds < 0.35
+    assert cost.token_seconds == pytest.approx(4096 / 1.5e7, rel=0.35)
+
+
+def test_what_every_graph_costs_is_no_speed_of_the_engine(found: Found) -> None:
+    speed, cost, _ = found
+    free = RemoteCost(cost.seconds - 0.15, 0.0, ())
+    model = speed.with_transfer(cost, free, 2048).model
+    assert model.transfer_seconds == pytest.approx(0.15)
+    assert 1000 * model.bytes_per_token / model.bandwidth == pytest.approx(1000 * cost.token_seconds)
+    same = speed.with_transfer(cost, cost).model
+    assert same.transfer_seconds == 0
+    assert same.bandwidth > 1e12
+
+
+def test_its_time_is_announced(found: Found) -> None:
+    assert found[2] == 0
+
+
+def test_all_that_was_measured_is_told(found: Found) -> None:
+    speed = found[0]
+    assert {point.name.split()[0] for point in speed.points} == {"TTFT", "ITL", "gap"}
+    assert speed.errors().keys() == {point.name for point in speed.points}
+    assert "fit error" in speed.describe()
+    assert isinstance(sim_model({"additional-config": speed.sim()}), SimModel)
