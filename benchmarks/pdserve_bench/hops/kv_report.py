@@ -1,0 +1,310 @@
+"""What the KV hop found in each round, and the tables and charts that are made of it."""
+
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+
+from pdserve_bench.hops.kv_pair import Measured
+from pdserve_bench.hops.section import HopSection, spread
+from pdserve_bench.report import Cell, Chart, Column, Rows, Series
+from pdserve_bench.samples import median_ratio, percentile
+
+Kind = str
+"""what was measured: `KV`, or its baseline, which is `copy` on one host and `TCP` over the link"""
+
+
+@dataclass(frozen=True)
+class KvCase:
+    over_link: bool
+    layout: str
+    size: int
+    """bytes of a transfer"""
+    pieces: int
+    """of which it is made: one for each layer and block"""
+    blocks: int
+    in_flight: int = 1
+    smallest: bool = False
+    """the time of a single block is wanted, not the speed"""
+
+
+@dataclass(frozen=True)
+class KvFigure:
+    """Of one round."""
+
+    rate: float
+    """bytes per second: of the median transfer or, of several in flight, of all together"""
+    median: float
+    """seconds of a transfer, like the next"""
+    p99: float
+    held: float
+    """seconds until the call returned that began a transfer (median)"""
+    fairness: float
+    """rate of the slowest of those in flight by that of the fastest"""
+    reader_cpu: float
+    """seconds per 10^9 bytes, like the next"""
+    lender_cpu: float
+    transfers: int
+
+
+@dataclass
+class KvFigures:
+    link: str
+    """as the user gave it"""
+    rate: float
+    """of the link, bits per second"""
+    delay: str = ""
+    no_link: str = ""
+    """why there are no figures of a link"""
+    handshakes: dict[tuple[bool, str], list[float]] = field(default_factory=dict)
+    """seconds, of each round, by whether it was over the link, and layout"""
+    found: dict[tuple[KvCase, Kind], list[KvFigure]] = field(default_factory=dict)
+    """by round"""
+
+    def add(self, case: KvCase, kind: Kind, measured: Measured) -> None:
+        self.found.setdefault((case, kind), []).append(_figure(case, measured))
+
+    def cases(self, *, over_link: bool, smallest: bool = False) -> list[KvCase]:
+        return [
+            case
+            for case, kind in self.found
+            if kind == "KV" and case.over_link == over_link and case.smallest == smallest
+        ]
+
+    def median(self, case: KvCase, kind: Kind, name: str) -> float:
+        return statistics.median(self.samples(case, kind, name))
+
+    def samples(self, case: KvCase, kind: Kind, name: str) -> list[float]:
+        return [getattr(figure, name) for figure in self.found[case, kind]]
+
+
+def _figure(case: KvCase, measured: Measured) -> KvFigure:
+    taken = measured.taken
+    samples = [seconds for flight in taken.samples for seconds in flight]
+    means = [statistics.fmean(flight) for flight in taken.samples]
+    moved = case.size * len(samples)
+    median = statistics.median(samples)
+    return KvFigure(
+        rate=case.size / median if case.in_flight == 1 else moved / taken.wall,
+        median=median,
+        p99=percentile(samples, 0.99),
+        held=statistics.median(taken.held) if taken.held else 0.0,
+        fairness=min(means) / max(means),
+        reader_cpu=taken.cpu / moved * 1e9,
+        lender_cpu=measured.lender_cpu / moved * 1e9,
+        transfers=len(samples),
+    )
+
+
+def section(figures: KvFigures) -> HopSection:
+    single = [case for case in figures.cases(over_link=False) if case.in_flight == 1]
+    crowd = [case for case in figures.cases(over_link=False) if case.in_flight > 1]
+    linked = figures.cases(over_link=True)
+    found = HopSection()
+    if single:
+        found.tables += [_speed(figures, single), _smallest(figures)]
+        found.charts.append(_speed_chart(figures, single))
+    if crowd:
+        found.tables.append(_crowd(figures, crowd))
+    if linked:
+        found.tables.append(_link(figures, linked))
+        found.charts.append(_link_chart(figures, [case for case in linked if case.in_flight == 1]))
+    found.notes += list(_notes(figures))
+    found.data["kv"] = {
+        "link": {"rate": figures.link, "bits_per_second": figures.rate, "delay": figures.delay},
+        "handshakes": [
+            {"over_link": over_link, "layout": layout, "seconds": seconds}
+            for (over_link, layout), seconds in figures.handshakes.items()
+        ],
+        "figures": [
+            {**asdict(case), "kind": kind, "rounds": [asdict(figure) for figure in rounds]}
+            for (case, kind), rounds in figures.found.items()
+        ],
+    }
+    return found
+
+
+def _speed(figures: KvFigures, cases: Iterable[KvCase]) -> Rows:
+    columns = [
+        Column("KV of"),
+        Column("MB", ".4g"),
+        Column("pieces", "d"),
+        Column("GB/s", ".2f"),
+        Column("± %", ".0f"),
+        Column("ms", ".2f"),
+        Column("held, ms", ".2f"),
+        Column("copy, GB/s", ".2f"),
+        Column("of copy", ".2f"),
+        Column("CPU s/GB", ".2f"),
+        Column("lender's", ".2f"),
+    ]
+    rows: list[Sequence[Cell]] = []
+    for case in cases:
+        rates, copies = figures.samples(case, "KV", "rate"), figures.samples(case, "copy", "rate")
+        rows.append(
+            [
+                case.layout,
+                case.size / 1e6,
+                case.pieces,
+                statistics.median(rates) / 1e9,
+                spread(rates),
+                figures.median(case, "KV", "median") * 1e3,
+                figures.median(case, "KV", "held") * 1e3,
+                statistics.median(copies) / 1e9,
+                median_ratio(rates, copies),
+                figures.median(case, "KV", "reader_cpu"),
+                figures.median(case, "KV", "lender_cpu"),
+            ]
+        )
+    return Rows("KV between two processes of this host, and a copy of as much inside one", columns, rows)
+
+
+def _smallest(figures: KvFigures) -> Rows:
+    columns = [
+        Column("KV of"),
+        Column("one block, kB", ".0f"),
+        Column("pieces", "d"),
+        Column("p50, ms", ".3f"),
+        Column("p99, ms", ".3f"),
+        Column("handshake, ms", ".1f"),
+    ]
+    rows: list[Sequence[Cell]] = [
+        [
+            case.layout + (f" over {figures.link}" if case.over_link else ""),
+            case.size / 1e3,
+            case.pieces,
+            figures.median(case, "KV", "median") * 1e3,
+            figures.median(case, "KV", "p99") * 1e3,
+            statistics.median(figures.handshakes[case.over_link, case.layout]) * 1e3,
+        ]
+        for over_link in (False, True)
+        for case in figures.cases(over_link=over_link, smallest=True)
+    ]
+    return Rows("The smallest transfer, and the handshake of a fresh pair", columns, rows)
+
+
+def _crowd(figures: KvFigures, cases: Iterable[KvCase]) -> Rows:
+    columns = [
+        Column("KV of"),
+        Column("in flight", "d"),
+        Column("MB each", ".4g"),
+        Column("GB/s in sum", ".2f"),
+        Column("± %", ".0f"),
+        Column("slowest/fastest", ".2f"),
+        Column("ms p50", ".2f"),
+        Column("ms p99", ".2f"),
+    ]
+    rows: list[Sequence[Cell]] = [
+        [
+            case.layout,
+            case.in_flight,
+            case.size / 1e6,
+            figures.median(case, "KV", "rate") / 1e9,
+            spread(figures.samples(case, "KV", "rate")),
+            figures.median(case, "KV", "fairness"),
+            figures.median(case, "KV", "median") * 1e3,
+            figures.median(case, "KV", "p99") * 1e3,
+        ]
+        for case in cases
+    ]
+    return Rows("Many transfers in flight from one agent, on this host", columns, rows)
+
+
+def _link(figures: KvFigures, cases: Iterable[KvCase]) -> Rows:
+    columns = [
+        Column("KV of"),
+        Column("in flight", "d"),
+        Column("MB each", ".4g"),
+        Column("Mbit/s", ".0f"),
+        Column("% of line", ".1f"),
+        Column("± %", ".0f"),
+        Column("TCP, % of line", ".1f"),
+        Column("slowest/fastest", ".2f"),
+        Column("ms p50", ".1f"),
+        Column("CPU s/GB", ".2f"),
+        Column("lender's", ".2f"),
+    ]
+    rows: list[Sequence[Cell]] = [
+        [
+            case.layout,
+            case.in_flight,
+            case.size / 1e6,
+            figures.median(case, "KV", "rate") * 8 / 1e6,
+            _share(figures, case, "KV"),
+            spread(figures.samples(case, "KV", "rate")),
+            _share(figures, case, "TCP"),
+            figures.median(case, "KV", "fairness") if case.in_flight > 1 else None,
+            figures.median(case, "KV", "median") * 1e3,
+            figures.median(case, "KV", "reader_cpu"),
+            figures.median(case, "KV", "lender_cpu"),
+        ]
+        for case in cases
+    ]
+    delay = f", {figures.delay} later at the other end" if figures.delay else ""
+    title = f"KV over a link of {figures.link}{delay}, between two network namespaces (UCX_TLS=tcp)"
+    return Rows(title, columns, rows)
+
+
+def _share(figures: KvFigures, case: KvCase, kind: Kind) -> float | None:
+    """Of the line's rate, in %."""
+    if (case, kind) not in figures.found:
+        return None
+    return figures.median(case, kind, "rate") * 8 / figures.rate * 100
+
+
+def _speed_chart(figures: KvFigures, cases: Sequence[KvCase]) -> Chart:
+    series = []
+    for layout in dict.fromkeys(case.layout for case in cases):
+        own = [case for case in cases if case.layout == layout]
+        sizes = [case.size / 1e6 for case in own]
+        for kind, label in (("KV", f"KV of {layout}"), ("copy", f"copy, {layout}")):
+            rates = [[rate / 1e9 for rate in figures.samples(case, kind, "rate")] for case in own]
+            series.append(
+                Series(
+                    label,
+                    sizes,
+                    [statistics.median(each) for each in rates],
+                    [min(each) for each in rates],
+                    [max(each) for each in rates],
+                    baseline=kind == "copy",
+                )
+            )
+    return Chart(
+        "KV between two processes of one host",
+        "lines",
+        "MB per transfer",
+        "GB/s",
+        series,
+        log_x=True,
+        log_y=True,
+        better="higher",
+    )
+
+
+def _link_chart(figures: KvFigures, cases: Sequence[KvCase]) -> Chart:
+    sizes = [f"{case.size / 1e6:.3g} MB" for case in cases]
+    return Chart(
+        f"KV over a link of {figures.link}",
+        "bars",
+        "bytes per transfer",
+        "% of the line's rate",
+        [
+            Series("KV", sizes, [_share(figures, case, "KV") for case in cases]),
+            Series("plain TCP", sizes, [_share(figures, case, "TCP") for case in cases], baseline=True),
+        ],
+        across={"the line": 100.0},
+        better="higher",
+    )
+
+
+def _notes(figures: KvFigures) -> Iterable[str]:
+    yield (
+        "KV: what was read is compared, word by word, with what was lent, before the clock starts and after it stops. "
+        "`held` is how long the call that begins a transfer keeps its caller: over shared memory that call copies, and "
+        "an engine's step waits for it. GB are 10^9 bytes; the CPU time is that of all threads of the process, waiting "
+        "and looking whether the read is done included."
+    )
+    if chosen := os.environ.get("UCX_TLS"):
+        yield f"KV: UCX_TLS={chosen} in the environment decides how the two processes of one host reach each other."
+    if figures.no_link:
+        yield f"KV: no figures over a link: network namespaces with one cannot be made here ({figures.no_link})."
