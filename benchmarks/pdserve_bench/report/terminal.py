@@ -26,6 +26,8 @@ def show_report(report: Report) -> None:
     terminal = sys.stdout.isatty()
     console = Console(highlight=False, markup=False, emoji=False, width=None if terminal else PIPE_WIDTH)
     for rows in report.tables:
+        if rows.title:
+            _say(console, rows.title, "bold")
         for part in _tables(rows, console.width):
             _print(console, part)
         if rows.note:
@@ -83,7 +85,7 @@ def _tables(rows: Rows, width: int) -> list[Table]:
         for place, (name, most, column) in enumerate(zip(names, widest, rows.columns, strict=True))
     ]
     parts = _parts(least, width)
-    return [_table(rows, names, cells, part, "" if part is parts[0] else " (more columns)") for part in parts]
+    return [_table(rows, names, cells, part) for part in parts]
 
 
 def _parts(least: Sequence[int], width: int) -> list[list[int]]:
@@ -98,11 +100,8 @@ def _parts(least: Sequence[int], width: int) -> list[list[int]]:
     return parts
 
 
-def _table(
-    rows: Rows, names: Sequence[str], cells: Sequence[Sequence[str]], part: list[int], more: str
-) -> Table:
-    title = Text(f"{printable(rows.title)}{more}", "bold") if rows.title else None
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+def _table(rows: Rows, names: Sequence[str], cells: Sequence[Sequence[str]], part: list[int]) -> Table:
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for place in part:
         numeric = rows.columns[place].numeric
         made.add_column(

@@ -1,0 +1,470 @@
+"""One chart's marks and axes, inside a rectangle that `charts.py` gives them."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+
+from pdserve_bench.report import Chart, Series, palette
+from pdserve_bench.report.lettering import folded, label, number, width
+
+SMALL = 9.0
+"""points of ticks, values, legends"""
+_MARKERS = "osD^vPX*"
+_DASHES = (0, (4, 3))
+_CDF_POINTS = 250
+_BEHIND = {"facecolor": palette.PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.6}
+"""texts over lines"""
+_SWARM = 3000
+"""dots from which on a page gets them as an image"""
+
+
+class Marks:
+    """Draws a chart; `handles` are for its legend."""
+
+    def __init__(
+        self, chart: Chart, colours: Mapping[str, str], axes: Axes, inches: tuple[float, float]
+    ) -> None:
+        self.chart, self.axes, self.inches = chart, axes, inches
+        self._colours = colours
+        self.upended = chart.kind == "bars" and not bars_stand(chart, inches[0])
+
+    def draw(self) -> None:
+        chart, axes = self.chart, self.axes
+        axes.set_axisbelow(True)
+        axes.tick_params(length=0, labelsize=SMALL, labelcolor=palette.MUTED, pad=5)
+        axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+        if not has_data(chart):
+            axes.set(xticks=[], yticks=[], xlim=(0, 1), ylim=(0, 1))
+            axes.text(0.5, 0.5, "nothing was measured", ha="center", va="center", color=palette.MUTED)
+            return
+        base = axes.spines["left" if self.upended else "bottom"]
+        base.set_visible(True)
+        base.set_color(palette.MUTED)
+        {"bars": self._bars, "cdf": self._cdf, "dots": self._dots, "lines": self._lines}[chart.kind]()
+        axes.grid(axis="x" if self.upended else "y", color=palette.GRID, linewidth=0.8)
+        axes.set_xlabel(
+            folded(label(self._below), self.inches[0], SMALL),
+            fontsize=SMALL,
+            color=palette.MUTED,
+            loc="right",
+        )
+        self._limits()
+
+    @property
+    def _below(self) -> str:
+        """The words under the chart: of bars that lie the values are there, which the subtitle names already."""
+        return "" if self.upended else self.chart.x_label
+
+    # ----- marks
+
+    def _lines(self) -> None:
+        chart, axes = self.chart, self.axes
+        places = self._places()
+        for number_, series in enumerate(chart.series):
+            xs = [places(x) for x in series.xs]
+            ys = _numbers(series.ys, chart.log_y)
+            colour = self._colours[series.label]
+            axes.plot(
+                xs,
+                ys,
+                marker=_marker(number_),
+                color=colour,
+                markersize=5,
+                linewidth=2,
+                markeredgewidth=0,
+                zorder=2.5 if colour in palette.GREYS else 3,
+            )
+            down, up = _whiskers(series, ys, chart.log_y)
+            if any(math.isfinite(length) for length in (*down, *up)):
+                axes.errorbar(xs, ys, yerr=[down, up], fmt="none", ecolor=colour, elinewidth=1.2, capsize=3)
+        self._value_axis(axes.yaxis, _all_ys(chart), chart.y_unit, chart.log_y, 0.06)
+        self._x_axis([places(x) for series in chart.series for x in series.xs])
+
+    def _dots(self) -> None:
+        chart, axes = self.chart, self.axes
+        places = self._places()
+        for number_, series in enumerate(chart.series):
+            axes.scatter(
+                [places(x) for x in series.xs],
+                _numbers(series.ys, chart.log_y),
+                s=14,
+                marker=_marker(number_),
+                color=self._colours[series.label],
+                alpha=0.65,
+                linewidths=0,
+                rasterized=len(series.xs) > _SWARM,
+            )
+        self._value_axis(axes.yaxis, _all_ys(chart), chart.y_unit, chart.log_y, 0.06)
+        self._x_axis([places(x) for series in chart.series for x in series.xs])
+
+    def _cdf(self) -> None:
+        chart, axes = self.chart, self.axes
+        drawn: list[float] = []
+        for series in chart.series:
+            xs = sorted(x for x in _numbers(series.xs, chart.log_x) if math.isfinite(x))
+            if not xs:
+                continue
+            step = max(1, len(xs) // _CDF_POINTS)
+            places = sorted({*range(0, len(xs), step), len(xs) - 1})
+            drawn += [xs[place] for place in places]
+            axes.plot(
+                [xs[0], *(xs[place] for place in places)],
+                [0.0, *((place + 1) / len(xs) for place in places)],
+                drawstyle="steps-post",
+                color=self._colours[series.label],
+                linewidth=2,
+            )
+        axes.set_ylim(0, 1.02)
+        axes.yaxis.set_major_locator(FixedLocator([0, 0.25, 0.5, 0.75, 1]))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: number(y, "share")))
+        self._value_axis(axes.xaxis, drawn, chart.x_unit, chart.log_x, 0.03)
+
+    def _bars(self) -> None:
+        chart, axes = self.chart, self.axes
+        groups = categories(chart)
+        lone = palette.by_x(chart, self._colours)
+        thick = 0.76 / len(chart.series)
+        values = axes.xaxis if self.upended else axes.yaxis
+        self._value_axis(values, _all_ys(chart), chart.y_unit, chart.log_y, 0.0)
+        floor = 0.0
+        if chart.log_y:
+            floor = axes.get_xlim()[0] if self.upended else axes.get_ylim()[0]
+        for number_, series in enumerate(chart.series):
+            ys = _numbers(series.ys, chart.log_y)
+            down, up = _whiskers(series, ys, chart.log_y)
+            for x, raw, y, below, above in zip(
+                map(str, series.xs), _numbers(series.ys), ys, down, up, strict=False
+            ):
+                at = groups.index(x) - 0.38 + thick * (number_ + 0.5)
+                if math.isfinite(y):
+                    colour = self._colours[x if lone else series.label]
+                    self._bar(at, y, floor, thick * 0.92, colour, (_or_0(below), _or_0(above)))
+                self._value(raw, at, y, _or_0(below if y < 0 else above), floor, thick)
+        names = [label(group) for group in groups]
+        if self.upended:
+            axes.set_yticks(range(len(names)), [beside(name, self.inches[0]) for name in names])
+            axes.set_ylim(len(names) - 0.5, -0.5)
+        else:
+            slot = self.inches[0] / len(names)
+            axes.set_xticks(range(len(names)), [folded(name, 0.94 * slot, SMALL) for name in names])
+            axes.set_xlim(-0.5, len(names) - 0.5)
+        (axes.yaxis if self.upended else axes.xaxis).set_tick_params(labelcolor=palette.INK)
+
+    def _bar(
+        self, at: float, y: float, floor: float, thick: float, colour: str, ends: tuple[float, float]
+    ) -> None:
+        """`ends`: lengths of the whisker downwards and upwards."""
+        error = [[end] for end in ends] if any(ends) else None
+        style: Any = {"color": colour, "error_kw": {"ecolor": palette.INK, "elinewidth": 1.1, "capsize": 3}}
+        if self.upended:
+            self.axes.barh(at, y - floor, thick, left=floor, xerr=error, **style)
+        else:
+            self.axes.bar(at, y - floor, thick, bottom=floor, yerr=error, **style)
+
+    def _value(self, raw: float, at: float, value: float, beyond: float, floor: float, thick: float) -> None:
+        """The number at the end of a bar."""
+        text = number(raw, self.chart.y_unit)
+        size = SMALL
+        if not self.upended:
+            room = self.inches[0] / len(categories(self.chart)) * thick
+            size = min(SMALL, SMALL * 1.05 * room / width(text, SMALL))
+            if size < 5.5:
+                return
+        down = value < 0
+        end = value + (-beyond if down else beyond) if math.isfinite(value) else floor
+        self.axes.annotate(
+            text,
+            (end, at) if self.upended else (at, end),
+            (-4 if down else 4, 0) if self.upended else (0, -4 if down else 3),
+            textcoords="offset points",
+            ha=("right" if down else "left") if self.upended else "center",
+            va="center_baseline" if self.upended else "top" if down else "bottom",
+            fontsize=size,
+            color=palette.INK if math.isfinite(raw) else palette.MUTED,
+            bbox=_BEHIND,
+            zorder=4,
+        )
+
+    # ----- limits that were asked for
+
+    def _limits(self) -> None:
+        """Lines with their names: those of vertical lines above the chart, in as many rows as it takes."""
+        chart = self.chart
+        flat, upright = list(chart.across.items()), list(chart.upright.items())
+        if chart.kind == "bars":
+            flat, upright = ([], flat) if self.upended else (flat, [])
+        for text, value in flat:
+            if self._reach(value, self.axes.yaxis, chart.log_y):
+                self._flat(text, value)
+        log = chart.log_y if self.upended else chart.log_x
+        ends: list[float] = []
+        for text, value in sorted(upright, key=lambda item: item[1]):
+            if self._reach(value, self.axes.xaxis, log):
+                self._upright(text, value, log, ends)
+
+    def _reach(self, value: float, axis: Any, log: bool) -> bool:
+        """Widen the axis so far. False where it cannot be shown."""
+        if not math.isfinite(value) or (log and value <= 0):
+            return False
+        low, high = axis.get_view_interval()
+        if not low <= value <= high:
+            room = 0.06 * (max(high, value) - min(low, value))
+            axis.axes.set(
+                **{
+                    f"{axis.axis_name}lim": (
+                        min(low, value * 0.9 if log else value - room) if value < low else low,
+                        max(high, value * 1.1 if log else value + room) if value > high else high,
+                    )
+                }
+            )
+            if log:
+                low, high = axis.get_view_interval()
+                unit = (
+                    self.chart.x_unit if axis is self.axes.xaxis and not self.upended else self.chart.y_unit
+                )
+                axis.set_major_locator(FixedLocator(self._decades(low, high, unit, axis is self.axes.xaxis)))
+        return True
+
+    def _flat(self, text: str, value: float) -> None:
+        axes, colour = self.axes, self._colours.get(text, palette.INK)
+        axes.axhline(value, color=colour, linewidth=1.3, linestyle=_DASHES)
+        high_up = _share(value, axes.get_ylim(), self.chart.log_y) > 0.93
+        axes.annotate(
+            label(text, 60),
+            (1, value),
+            (-2, -4 if high_up else 3),
+            xycoords=axes.get_yaxis_transform(),
+            textcoords="offset points",
+            ha="right",
+            va="top" if high_up else "bottom",
+            fontsize=SMALL,
+            color=colour,
+            bbox=_BEHIND,
+            zorder=4,
+        )
+
+    def _upright(self, text: str, value: float, log: bool, ends: list[float]) -> None:
+        """`ends`: where the last name of each row above the chart ends, in inches. The name of a series is in the
+        legend already: its line has its colour, and says where it is."""
+        axes, colour = self.axes, self._colours.get(text, palette.INK)
+        axes.axvline(value, color=colour, linewidth=1.3, linestyle=_DASHES)
+        unit = self.chart.y_unit if self.upended else self.chart.x_unit
+        words = number(value, unit) if text in self._colours else label(text, 60)
+        half, wide = width(words, SMALL) / 2, self.inches[0]
+        at = _share(value, axes.get_xlim(), log) * wide
+        middle = min(max(at, half), max(half, wide - half))
+        row = next((row for row, end in enumerate(ends) if middle - half > end + 0.08), len(ends))
+        ends[row : row + 1] = [middle + half]
+        axes.annotate(
+            words,
+            (middle / wide, 1),
+            (0, 3 + 13 * row),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=SMALL,
+            color=colour,
+        )
+
+    # ----- axes
+
+    def _value_axis(self, axis: Any, values: Iterable[float], unit: str, log: bool, margin: float) -> None:
+        """An axis of numbers; from 0 on where it is not logarithmic."""
+        finite = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
+        low, high = min(finite, default=0.0), max(finite, default=1.0)
+        bars = self.chart.kind == "bars"
+        horizontal = axis is self.axes.xaxis
+        if log and finite:
+            (self.axes.set_xscale if horizontal else self.axes.set_yscale)("log")
+            apart = math.log10(high / low)
+            low, high = low / 10 ** (0.06 * apart + 0.03), high * 10 ** (0.06 * apart + 0.03)
+            if bars:
+                low, high = 10 ** math.floor(math.log10(low)), high * 10 ** (0.06 * apart + 0.05)
+            axis.set_major_locator(FixedLocator(self._decades(low, high, unit, horizontal)))
+        else:
+            axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+            low, high = min(0.0, low), max(0.0, high)
+            span = (high - low) or 1.0
+            high += (0.17 if horizontal and bars else 0.1 if bars else margin) * span
+            low -= 0.1 * span if low < 0 else 0.0
+            if unit == "share" and not bars and high <= 1.1:
+                high = 1.03
+        (self.axes.set_xlim if horizontal else self.axes.set_ylim)(low, high)
+        axis.set_minor_locator(NullLocator())
+        axis.set_minor_formatter(NullFormatter())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: number(value, unit, 6)))
+
+    def _places(self) -> Any:
+        """Where an x is: itself, or its place among the texts where there are any."""
+        xs = [x for series in self.chart.series for x in series.xs]
+        if all(isinstance(x, int | float) for x in xs):
+            return lambda x: float(x) if float(x) > 0 or not self.chart.log_x else math.nan
+        names = list(dict.fromkeys(map(str, xs)))
+        self._names = names
+        return lambda x: float(names.index(str(x)))
+
+    _names: Sequence[str] = ()
+
+    def _x_axis(self, places: Sequence[float]) -> None:
+        """Of lines and dots: a tick at each x where they are few."""
+        axes, chart = self.axes, self.chart
+        finite = sorted({x for x in places if math.isfinite(x)})
+        if self._names:
+            slot = self.inches[0] / len(self._names)
+            axes.set_xticks(
+                range(len(self._names)), [folded(label(name, 40), 0.94 * slot, SMALL) for name in self._names]
+            )
+            axes.set_xlim(-0.5, len(self._names) - 0.5)
+            return
+        log = chart.log_x and bool(finite)
+        if log:
+            axes.set_xscale("log")
+        low, high = (finite[0], finite[-1]) if finite else (0.0, 1.0)
+        if log:
+            edge = (high / low) ** 0.04 if high > low else 2.0
+            axes.set_xlim(low / edge, high * edge)
+            axes.xaxis.set_major_locator(FixedLocator(self._decades(*axes.get_xlim(), chart.x_unit, True)))
+        else:
+            edge = 0.04 * (high - low) or 0.5
+            axes.set_xlim(low - edge, high + edge)
+            axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value, chart.x_unit, 6)))
+        if chart.kind == "lines" and len(finite) <= 12:
+            axes.xaxis.set_major_locator(
+                FixedLocator(self._apart(finite, axes.get_xlim(), chart.x_unit, log))
+            )
+
+    def _decades(self, low: float, high: float, unit: str, horizontal: bool) -> list[float]:
+        """Ticks of a logarithmic axis: as many in each decade as there is room for."""
+        for steps in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3), (1,)):
+            powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+            ticks = [step * 10.0**power for power in powers for step in steps]
+            ticks = [tick for tick in ticks if low <= tick <= high]
+            if len(ticks) <= 8 and (not horizontal or self._apart(ticks, (low, high), unit, True) == ticks):
+                return ticks
+        return ticks[:: math.ceil(len(ticks) / 8)]
+
+    def _apart(self, ticks: Sequence[float], view: tuple[float, float], unit: str, log: bool) -> list[float]:
+        """Those of the ticks of a horizontal axis whose labels do not touch."""
+        kept: list[float] = []
+        end = -math.inf
+        for tick in ticks:
+            at, half = _share(tick, view, log) * self.inches[0], width(number(tick, unit, 6), SMALL) / 2
+            if at - half > end + 0.08:
+                kept.append(tick)
+                end = at + half
+        return kept
+
+    # ----- legend
+
+    def handles(self) -> dict[str, Any]:
+        """label -> what stands for it; empty where nothing needs to be told apart."""
+        chart = self.chart
+        labels = [series.label for series in chart.series]
+        if palette.by_x(chart, self._colours) or (len(labels) == 1 and labels[0] in ("", chart.y_label)):
+            return {}
+        if len(labels) == 1 and label(labels[0]) == label(chart.title):
+            return {}
+        made: dict[str, Any] = {}
+        for number_, series in enumerate(chart.series):
+            colour = self._colours[series.label]
+            text = label(series.label, 60) or " "
+            if not _any(series, chart):
+                text += " (no data)"
+            if chart.kind == "bars":
+                made[text] = Patch(color=colour, linewidth=0)
+            else:
+                marker = "" if chart.kind == "cdf" else _marker(number_)
+                style: Any = "" if chart.kind == "dots" else "-"
+                made[text] = Line2D(
+                    [],
+                    [],
+                    color=colour,
+                    marker=marker,
+                    linestyle=style,
+                    markersize=5,
+                    markeredgewidth=0,
+                    linewidth=2,
+                )
+        return made
+
+
+def has_data(chart: Chart) -> bool:
+    return any(_any(series, chart) for series in chart.series)
+
+
+def _any(series: Series, chart: Chart) -> bool:
+    return any(map(math.isfinite, _numbers(series.xs if chart.kind == "cdf" else series.ys)))
+
+
+def categories(chart: Chart) -> list[str]:
+    return list(dict.fromkeys(str(x) for series in chart.series for x in series.xs))
+
+
+def bars_stand(chart: Chart, inches: float) -> bool:
+    """Whether the names fit under them in three lines without broken words, and the numbers above them."""
+    groups, count = categories(chart), max(1, len(chart.series))
+    if not groups:
+        return True
+    slot = inches / len(groups)
+    words = [word for group in groups for word in label(group).split()]
+    fits = all(width(word, SMALL) < 0.94 * slot for word in words)
+    lines = max(folded(label(group), 0.94 * slot, SMALL).count("\n") for group in groups) + 1
+    told = [number(y, chart.y_unit) for series in chart.series for y in _numbers(series.ys)]
+    widest = max((width(text, SMALL) for text in told), default=0.0)
+    return fits and lines <= 3 and widest * 0.8 < slot * 0.76 / count
+
+
+def beside(name: str, inches: float) -> str:
+    """The name of a group of bars that lie, in lines."""
+    return folded(label(name), 0.36 * inches, SMALL)
+
+
+def _marker(place: int) -> str:
+    return _MARKERS[place % len(_MARKERS)]
+
+
+def _numbers(values: Iterable[object], positive: bool = False) -> list[float]:
+    """NaN for what is none, and where they must be positive for what is not."""
+    found = [float(value) if isinstance(value, int | float) else math.nan for value in values]
+    return [value if math.isfinite(value) and (value > 0 or not positive) else math.nan for value in found]
+
+
+def _all_ys(chart: Chart) -> list[float]:
+    """With the ends of the whiskers."""
+    return [
+        value
+        for series in chart.series
+        for values in (series.ys, series.low, series.high)
+        for value in _numbers(values)
+    ]
+
+
+def _whiskers(series: Series, ys: Sequence[float], positive: bool) -> tuple[list[float], list[float]]:
+    """Lengths downwards and upwards, NaN where there are none."""
+
+    def lengths(ends: Iterable[float | None], sign: int) -> list[float]:
+        given = [*_numbers(ends, positive), *[math.nan] * len(ys)]
+        return [
+            max(0.0, sign * (end - y)) if end == end else math.nan for y, end in zip(ys, given, strict=False)
+        ]
+
+    return lengths(series.low, -1), lengths(series.high, 1)
+
+
+def _or_0(length: float | None) -> float:
+    return length if length is not None and math.isfinite(length) else 0.0
+
+
+def _share(value: float, view: tuple[float, float], log: bool) -> float:
+    """How far along the axis it is: 0 to 1."""
+    low, high = view
+    return math.log(value / low) / math.log(high / low) if log else (value - low) / (high - low)

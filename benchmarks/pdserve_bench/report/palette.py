@@ -1,0 +1,70 @@
+"""The colours of charts and pages. Series colours can be told apart with any kind of colour blindness (after Okabe and
+Ito); each has a counterpart for dark pages."""
+
+import re
+from collections.abc import Container, Mapping, Sequence
+
+from pdserve_bench.report import Chart
+
+INK, MUTED, GRID, PAPER = "#1f2328", "#59636f", "#dfe3e8", "#fefefe"
+_STRONG = {
+    "#0072b2": "#58aee8",
+    "#d55e00": "#f79457",
+    "#009e73": "#35c79c",
+    "#b8558f": "#e49ac6",
+    "#c98500": "#f4bd4a",
+    "#2b9bd6": "#9bd6f7",
+    "#4b3aa5": "#a99bf5",
+    "#7d7a1d": "#cdc95f",
+}
+_GREY = {"#7a828c": "#9aa3ad", "#a4abb3": "#747d87", "#545b64": "#c3c9d0"}
+GREYS = tuple(_GREY)
+_NEUTRAL = "#4d6f8f"
+"""of what stands alone in a chart beside others that have systems"""
+_OTHERS = {_NEUTRAL: "#8db4d6", INK: "#e6edf3", MUTED: "#9aa4af", GRID: "#30363d", PAPER: "#161b22"}
+
+_BASELINE = re.compile(r"(plain|bare|one|aggregated|baseline|vllm|memory copy|memcpy|line rate)\b", re.I)
+
+
+def variable(colour: str) -> str:
+    """The CSS variable that a page has for it."""
+    return f"--c{colour.removeprefix('#')}"
+
+
+def css(dark: bool) -> str:
+    """Declarations of all variables."""
+    pairs = {**_STRONG, **_GREY, **_OTHERS}.items()
+    return " ".join(f"{variable(light)}: {night if dark else light};" for light, night in pairs)
+
+
+def of_labels(charts: Sequence[Chart]) -> Mapping[str, str]:
+    """label -> colour, the same in all charts; a baseline is grey."""
+    several = {series.label for chart in charts if len(chart.series) > 1 for series in chart.series}
+    systems, alone = dict[str, None](), dict[str, None]()
+    for chart in charts:
+        if by_x(chart, several):
+            systems.update((str(x), None) for x in chart.series[0].xs)
+        elif len(chart.series) > 1:
+            systems.update((series.label, None) for series in chart.series)
+        else:
+            alone.update((series.label, None) for series in chart.series)
+    marked = {series.label for chart in charts for series in chart.series if series.baseline}
+    named = systems or alone
+    grey = [label for label in named if label in marked or is_baseline(label)]
+    strong = [label for label in named if label not in grey]
+    return {**dict.fromkeys(alone, _NEUTRAL), **_dealt(grey, GREYS), **_dealt(strong, list(_STRONG))}
+
+
+def is_baseline(label: str) -> bool:
+    return _BASELINE.match(label) is not None
+
+
+def by_x(chart: Chart, systems: Container[str]) -> bool:
+    """Whether its bars are systems, each with its colour, rather than points of one series."""
+    if chart.kind != "bars" or len(chart.series) != 1:
+        return False
+    return any(str(x) in systems or is_baseline(str(x)) for x in chart.series[0].xs)
+
+
+def _dealt(labels: Sequence[str], colours: Sequence[str]) -> dict[str, str]:
+    return {label: colours[place % len(colours)] for place, label in enumerate(labels)}
