@@ -112,7 +112,9 @@ class Schedule(AbstractContextManager["Schedule"]):
     def _text(self, after: str = "") -> str:
         """Of the running phase."""
         over = self._in_phase() - self._expected
-        late = f"{told(over)} longer than expected" if self._name and over > _OVERDUE < self._expected else ""
+        late = (
+            f"{told(over)} longer than expected" if self._name and self._expected and over > _OVERDUE else ""
+        )
         left = f"{told(self.seconds_left)} left" if self.seconds_left >= 1 else ""
         times = ", ".join(filter(None, (after, late, left)))
         return " ".join(

@@ -31,6 +31,7 @@ class Marks:
     ) -> None:
         self.chart, self.axes, self.inches = chart, axes, inches
         self._colours = colours
+        self._by_x = palette.by_x(chart) and {str(x) for x in chart.series[0].xs} <= set(colours)
         self.upended = chart.kind == "bars" and not bars_stand(chart, inches[0])
 
     def draw(self) -> None:
@@ -127,7 +128,6 @@ class Marks:
     def _bars(self) -> None:
         chart, axes = self.chart, self.axes
         groups = categories(chart)
-        lone = palette.by_x(chart, self._colours)
         thick = 0.76 / len(chart.series)
         values = axes.xaxis if self.upended else axes.yaxis
         self._value_axis(values, _all_ys(chart), chart.y_unit, chart.log_y, 0.0)
@@ -142,7 +142,7 @@ class Marks:
             ):
                 at = groups.index(x) - 0.38 + thick * (number_ + 0.5)
                 if math.isfinite(y):
-                    colour = self._colours[x if lone else series.label]
+                    colour = self._colours[x if self._by_x else series.label]
                     self._bar(at, y, floor, thick * 0.92, colour, (_or_0(below), _or_0(above)))
                 self._value(raw, at, y, _or_0(below if y < 0 else above), floor, thick)
         names = [label(group) for group in groups]
@@ -369,7 +369,7 @@ class Marks:
         """label -> what stands for it; empty where nothing needs to be told apart."""
         chart = self.chart
         labels = [series.label for series in chart.series]
-        if palette.by_x(chart, self._colours) or (len(labels) == 1 and labels[0] in ("", chart.y_label)):
+        if self._by_x or (len(labels) == 1 and labels[0] in ("", chart.y_label)):
             return {}
         if len(labels) == 1 and label(labels[0]) == label(chart.title):
             return {}

@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib
+from cycler import cycler
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -35,8 +36,7 @@ _LOOK: dict[Any, Any] = {
     "text.parse_math": False,
     "text.color": palette.INK,
     "svg.fonttype": "none",
-    "axes.unicode_minus": True,
-    "path.simplify": True,
+    "axes.prop_cycle": cycler(color=[palette.INK]),
 }
 
 

@@ -2,7 +2,7 @@
 Ito); each has a counterpart for dark pages."""
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from pdserve_bench.report import Chart
 
@@ -42,7 +42,7 @@ def of_labels(charts: Sequence[Chart]) -> Mapping[str, str]:
     several = {series.label for chart in charts if len(chart.series) > 1 for series in chart.series}
     systems, alone = dict[str, None](), dict[str, None]()
     for chart in charts:
-        if by_x(chart, several):
+        if by_x(chart) and any(str(x) in several or is_baseline(str(x)) for x in chart.series[0].xs):
             systems.update((str(x), None) for x in chart.series[0].xs)
         elif len(chart.series) > 1:
             systems.update((series.label, None) for series in chart.series)
@@ -59,11 +59,9 @@ def is_baseline(label: str) -> bool:
     return _BASELINE.match(label) is not None
 
 
-def by_x(chart: Chart, systems: Container[str]) -> bool:
-    """Whether its bars are systems, each with its colour, rather than points of one series."""
-    if chart.kind != "bars" or len(chart.series) != 1:
-        return False
-    return any(str(x) in systems or is_baseline(str(x)) for x in chart.series[0].xs)
+def by_x(chart: Chart) -> bool:
+    """Whether its bars may be systems, each with its colour, rather than points of one series."""
+    return chart.kind == "bars" and len(chart.series) == 1
 
 
 def _dealt(labels: Sequence[str], colours: Sequence[str]) -> dict[str, str]:

@@ -19,7 +19,8 @@ _LINE = 100
 """columns of a sentence in a wide terminal"""
 _NAME, _TEXT = 32, 20
 """columns that the first column, or another one of texts, may be folded to before the table is cut in two"""
-_BETWEEN = 3
+_BETWEEN, _CLOSE = 3, 2
+"""columns between two columns; what `rich` makes of its padding"""
 
 
 def show_report(report: Report) -> None:
@@ -30,12 +31,13 @@ def show_report(report: Report) -> None:
             _say(console, rows.title, "bold")
         for part in _tables(rows, console.width):
             _print(console, part)
+            console.print()
         if rows.note:
             _say(console, rows.note)
             console.print()
     for note in report.notes:
         _say(console, note)
-    if report.tables or report.notes:
+    if report.notes:
         console.print()
     if not report.complete:
         _say(console, BROKEN_OFF, "bold yellow")
@@ -71,53 +73,53 @@ def _say(console: Console, text: str, style: str = "") -> None:
 
 
 def _tables(rows: Rows, width: int) -> list[Table]:
-    """The table, or where it does not fit its columns in several tables, each with the first column."""
+    """One table. Where it does not fit, the names of columns are folded, then the columns stand closer; where that is
+    not enough, its columns are in several tables, each with the first column."""
     cells = [
         [printable(column.told(cell)) for column, cell in zip(rows.columns, row, strict=True)]
         for row in rows.rows
     ]
     names = [printable(column.name) for column in rows.columns]
     widest = [max((cell_len(row[place]) for row in cells), default=0) for place in range(len(names))]
-    if _whole(map(_width, names), widest) > width:
-        names = [_folded(name, most) for name, most in zip(names, widest, strict=True)]
+    full = [max(_width(name), most) for name, most in zip(names, widest, strict=True)]
+    if len(_parts(full, width, _BETWEEN)) <= 1:
+        return [_table(rows, names, cells, range(len(names)), _BETWEEN)]
+    names = [_folded(name, most) for name, most in zip(names, widest, strict=True)]
     least = [
         max(_width(name), most if column.numeric else min(most, _TEXT if place else _NAME))
         for place, (name, most, column) in enumerate(zip(names, widest, rows.columns, strict=True))
     ]
-    parts = _parts(least, width)
-    return [_table(rows, names, cells, part) for part in parts]
+    between = _BETWEEN if len(_parts(least, width, _BETWEEN)) == 1 else _CLOSE
+    return [_table(rows, names, cells, part, between) for part in _parts(least, width, between)]
 
 
-def _parts(least: Sequence[int], width: int) -> list[list[int]]:
+def _parts(widths: Sequence[int], width: int, between: int) -> list[list[int]]:
     """Places of columns: as few tables as it takes."""
-    parts, used = [[0]] if least else [], sum(least[:1])
-    for place in range(1, len(least)):
-        if used + _BETWEEN + least[place] > width - 2 and len(parts[-1]) > 1:
+    parts, used = [[0]] if widths else [], sum(widths[:1])
+    for place in range(1, len(widths)):
+        if used + between + widths[place] > width - 2 and len(parts[-1]) > 1:
             parts.append([0])
-            used = least[0]
+            used = widths[0]
         parts[-1].append(place)
-        used += _BETWEEN + least[place]
+        used += between + widths[place]
     return parts
 
 
-def _table(rows: Rows, names: Sequence[str], cells: Sequence[Sequence[str]], part: list[int]) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+def _table(
+    rows: Rows, names: Sequence[str], cells: Sequence[Sequence[str]], part: Sequence[int], between: int
+) -> Table:
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=between == _CLOSE)
     for place in part:
         numeric = rows.columns[place].numeric
         made.add_column(
             Text(names[place]),
             justify="right" if numeric else "left",
-            vertical="top",
             no_wrap=numeric,
             overflow="fold",
         )
     for number, row in enumerate(cells):
         made.add_row(*(Text(row[place]) for place in part), style="bold" if number == rows.best else None)
     return made
-
-
-def _whole(names: "map[int]", widest: Sequence[int]) -> int:
-    return sum(max(pair) + _BETWEEN for pair in zip(names, widest, strict=True))
 
 
 def _width(name: str) -> int:

@@ -1,0 +1,263 @@
+"""Reports as data: in the terminal, in a pipe, as JSON and back; where figures come from; which files are refused."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from pdserve_bench.report import (
+    BROKEN_OFF,
+    Cell,
+    Chart,
+    Column,
+    Origin,
+    Report,
+    Rows,
+    Series,
+    check_outputs,
+    machine,
+)
+from pdserve_bench.report.__main__ import main
+from pdserve_bench.report.origin import command_line
+from pdserve_bench.report.saved import choose, read, together
+
+from pdserve.errors import ConfigError
+from tests.terminal import Terminal
+
+SYSTEMS = ["plain vLLM", "pdserve, all local", "pdserve, as it decides"]
+COLUMNS = [
+    Column("system"),
+    Column("goodput, requests/s", ".1f"),
+    Column("ratio to plain vLLM", ".2f"),
+    Column("output tokens/s", ",.0f"),
+    Column("TTFT p50, ms", ".0f"),
+    Column("TTFT p99, ms", ".0f"),
+    Column("longest gap p99, ms", ".0f"),
+    Column("CPU seconds per 1,000 tokens", ".2f"),
+    Column("requests", ",d"),
+    Column("failed", "d"),
+]
+EVIL = "[/b]<script>alert('x')</script> & \x1b[31mred 模型"
+
+
+def rows(best: int | None = 2) -> Rows:
+    cells: list[list[Cell]] = [[name, 2.9, 1.0, 1185.4, 131, 480, 230, 1.2, 1240, 0] for name in SYSTEMS]
+    return Rows("Medians of 3 rounds", COLUMNS, cells, "Taken in turns.", best)
+
+
+def report() -> Report:
+    chart = Chart(
+        "Goodput",
+        "bars",
+        "",
+        "requests/s",
+        [Series("goodput", SYSTEMS, [2.9, 5.5, 10.2], [2.7, 5.0, 9.9], [3.0, 6.0, 10.9])],
+        across={"asked for": 8.0},
+        better="higher",
+    )
+    return Report(
+        "One engine against the graph",
+        "The graph carries 3.5 times as many requests.",
+        [rows()],
+        [chart],
+        ["A control run: 1.02."],
+        data={"rounds": [2.9, 3.0]},
+        verdict="Disaggregate.",
+    )
+
+
+def test_in_a_pipe_it_is_plain_text_with_the_answer_last(capsys: pytest.CaptureFixture[str]) -> None:
+    report().show()
+    lines = capsys.readouterr().out.splitlines()
+    assert "\x1b" not in "".join(lines)
+    assert max(map(len, lines)) <= 110
+    assert lines == [line.rstrip() for line in lines]
+    assert lines[-2:] == ["Disaggregate.", "The graph carries 3.5 times as many requests."]
+    assert lines.index("Taken in turns.") < lines.index("A control run: 1.02.")
+
+
+@pytest.mark.parametrize("columns", [80, 110, 200])
+def test_a_table_fits_its_width_and_breaks_no_number(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve_bench.report.terminal.PIPE_WIDTH", columns)
+    Report("", tables=[rows()]).show()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    told = " ".join(line for line in lines if line.lstrip().startswith("pdserve, as it decides"))
+    assert told.replace("pdserve, as it decides", "").split() == (
+        ["2.9", "1.00", "1,185", "131", "480", "230", "1.20", "1,240", "0"]
+    )
+
+
+def test_numbers_are_aligned_by_their_last_digit(capsys: pytest.CaptureFixture[str]) -> None:
+    Report("", tables=[Rows("", [Column("a"), Column("n", ".1f")], [["x", 9.5], ["y", 1000.25]])]).show()
+    ends = [len(line) for line in capsys.readouterr().out.splitlines() if line.strip()[:1] in ("x", "y")]
+    assert len(ends) == 2
+    assert len(set(ends)) == 1
+
+
+def test_what_is_broken_off_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    Report("", "So far: nothing.", complete=False).show()
+    assert capsys.readouterr().out.splitlines() == [BROKEN_OFF, "So far: nothing."]
+
+
+def test_texts_of_servers_do_nothing_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    Report(EVIL, EVIL, [Rows(EVIL, [Column(EVIL)], [[EVIL]], EVIL)], notes=[EVIL], verdict=EVIL).show()
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert out.count("[/b]<script>alert('x')</script> & \N{REPLACEMENT CHARACTER}[31mred 模型") == 7
+
+
+@pytest.mark.parametrize(
+    ("cell", "spec", "told"),
+    [
+        (1234.5, ",.0f", "1,234"),
+        (0, "d", "0"),
+        (None, ".1f", ""),
+        (math.nan, ".1f", ""),
+        (math.inf, ".1f", "inf"),
+        ("none", ".1f", "none"),
+        (0.5, "", "0.5"),
+    ],
+)
+def test_cells(cell: Cell, spec: str, told: str) -> None:
+    assert Column("", spec).told(cell) == told
+
+
+def test_the_best_row_is_bold_in_a_terminal(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    file.write_text(report().as_json())
+    command = [sys.executable, "-m", "pdserve_bench.report", str(file)]
+    with Terminal(command, dict(os.environ)) as terminal:
+        terminal.until("the exit code is 0")
+    bold = [line for line in terminal.text.splitlines() if "\x1b[1m" in line]
+    assert [name for name in SYSTEMS if any(name in line for line in bold)] == ["pdserve, as it decides"]
+
+
+def test_json_is_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    file.write_text(report().as_json())
+    assert read(file) == report()
+    assert list(json.loads(file.read_text())) == [
+        "title",
+        "verdict",
+        "lead",
+        "complete",
+        "tables",
+        "charts",
+        "notes",
+        "origins",
+        "data",
+    ]
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    nan, inf = math.nan, math.inf
+    whole = Report(
+        "",
+        tables=[Rows("", [Column("n", ".1f")], [[nan], [inf], [None]])],
+        charts=[Chart("", "lines", "", "", [Series("a", [1, 2], [nan, None], [inf, 0])])],
+        data={"deep": [{"x": nan}], "path": Path("/x"), "by number": {1: 2}},
+    )
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads(whole.as_json(), parse_constant=refuse)
+    assert found["tables"][0]["rows"] == [[None], [None], [None]]
+    assert found["charts"][0]["series"][0]["ys"] == [None, None]
+    assert found["data"] == {"deep": [{"x": None}], "path": "/x", "by number": {"1": 2}}
+    (tmp_path / "x.json").write_text(whole.as_json())
+    assert read(tmp_path / "x.json").charts[0].series[0].ys == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("<html>", "malformed"),
+        ("{}", "title"),
+        ('{"title": 3}', "title"),
+        ('{"title": "", "charts": [{"title": "", "kind": "pie"}]}', "charts"),
+        (None, "No such file"),
+    ],
+)
+def test_other_files_are_refused(
+    text: str | None, wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.json"
+    if text is not None:
+        file.write_text(text)
+    assert main([str(file)]) == 2
+    assert wrong in capsys.readouterr().err
+
+
+def test_several_reports_become_one() -> None:
+    other = Report("Hops", "A hop costs 20 µs.", [rows(None)], complete=False)
+    whole = together([report(), other])
+    assert whole.title == "One engine against the graph · Hops"
+    assert whole.lead == "The graph carries 3.5 times as many requests. A hop costs 20 µs."
+    assert len(whole.tables) == 2
+    assert not whole.complete
+    assert set(whole.data) == {"One engine against the graph", "Hops"}
+    assert len(whole.origins) == 2
+
+
+def test_charts_are_chosen_by_number_or_title() -> None:
+    charts = [Chart(title, "lines", "", "", []) for title in ("Goodput", "TTFT", "Longest gap")]
+    assert [chart.title for chart in choose(charts, "3, good")] == ["Longest gap", "Goodput"]
+    assert choose(charts, "") == charts
+    with pytest.raises(ConfigError, match="2 TTFT"):
+        choose(charts, "1,latency")
+
+
+def test_the_command_is_there_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [
+        "bench",
+        "goodput",
+        "--api-key",
+        "sk-1",
+        "--base-url",
+        "http://me:pw@host/v1",
+        "--api-key=sk-2",
+        "--note",
+    ]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/pdserve", *arguments, "two words"])
+    assert command_line() == (
+        "pdserve bench goodput --api-key '***' --base-url 'http://***@host/v1' '--api-key=***' --note 'two words'"
+    )
+
+
+def test_the_machine_is_described() -> None:
+    assert machine() is machine()
+    assert machine()["cores"] > 0
+    origin = Origin(
+        "pdserve bench", {"processor": "EPYC", "cores": 2, "packages": {"vllm": "1"}, "date": "D"}
+    )
+    assert origin.short == "EPYC · 2 cores · pdserve · vllm 1 · D"
+    assert Origin("x", {}).short == "pdserve"
+
+
+@pytest.mark.parametrize(
+    ("json_file", "plot", "wrong"),
+    [
+        ("no/x.json", None, "no folder"),
+        (None, "no/x", "no folder"),
+        (None, "x.svg", ".png or .html"),
+        (".", None, "is a folder"),
+        ("x.json", "qwen-2.5", ""),
+        ("x.json", "x.html", ""),
+        (None, None, ""),
+    ],
+)
+def test_outputs_are_checked_before_the_work(
+    json_file: str | None, plot: str | None, wrong: str, tmp_path: Path
+) -> None:
+    places = [tmp_path / name if name else None for name in (json_file, plot)]
+    if wrong:
+        with pytest.raises(ConfigError, match=wrong):
+            check_outputs(*places)
+    else:
+        check_outputs(*places)
