@@ -140,6 +140,7 @@ class OpenAi:
             await asyncio.sleep(self.gap if number else self.ttft)
             text = f"t{number} "
             writer.write(event(delta(content=text) if chat else {"choices": [{"text": text}]}))
+            await writer.drain()  # raises where the client is gone
         if self.usage and body.get("stream_options"):
             used = {"prompt_tokens": len(said.split()), "completion_tokens": count}
             writer.write(event({"choices": [], "usage": used}))

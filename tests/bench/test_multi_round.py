@@ -1,9 +1,30 @@
 """The multi-round workload: when users join and ask, what they say, and what is reported of it."""
 
-from itertools import takewhile
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import count, pairwise, takewhile
+from pathlib import Path
+from typing import Any
 
 import pytest
+from pdserve_bench.client import Outcome
+from pdserve_bench.endpoint import Endpoint
+from pdserve_bench.launch import PDSERVE
 from pdserve_bench.multi_round.pacing import Pacing
+from pdserve_bench.multi_round.summary import MultiRoundResult
+from pdserve_bench.multi_round.texts import Texts
+from pdserve_bench.multi_round.workload import MultiRound, Question
+from pdserve_bench.runs import LoadRun
+from pdserve_bench.slo import Slo
+
+from tests.bench.answers import Asked, OpenAi, Respond, TinyServer, tiny_server, whole
+from tests.conditions import until
 
 
 def _asked(pacing: Pacing, seconds: float, seed: int = 1) -> list[float]:
@@ -59,3 +80,353 @@ def test_a_seed_says_when_users_join() -> None:
     pacing = Pacing(20, 3, 10)
     assert _asked(pacing, 20, seed=1) == _asked(pacing, 20, seed=1)
     assert _asked(pacing, 20, seed=1) != _asked(pacing, 20, seed=2)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_texts_have_as_many_words_as_were_asked_for(seed: int) -> None:
+    texts = Texts(200, 400, seed)
+    first, second = texts.first(1), texts.first(2)
+    shared, history = first.split(". I am user 1, and this is what we spoke about: ")
+    assert (len(shared.split()), len(history.split())) == (200, 400)
+    assert second.startswith(f"{shared}. I am user 2,")
+    assert texts.first(1) == first
+    assert Texts(200, 400, seed + 5).first(1).split()[:20] != first.split()[:20]
+    assert history not in second
+
+
+def _load(**changes: Any) -> MultiRound:
+    """Two users a second, who ask three times, half a second apart."""
+    small = MultiRound(
+        num_users=2,
+        num_rounds=3,
+        qps=4,
+        shared_system_prompt=20,
+        user_history_prompt=10,
+        answer_len=3,
+        seconds=3,
+    )
+    return replace(small, **changes)
+
+
+async def _ran(load: MultiRound, server: Respond | None = None) -> tuple[LoadRun, TinyServer]:
+    run = LoadRun()
+    async with tiny_server(server or OpenAi(gap=0.01)) as tiny:
+        await load.run(Endpoint(tiny.url, "tiny"), run)
+    return run, tiny
+
+
+def _questions(run: LoadRun) -> list[Question]:
+    return [exchange for exchange in run.exchanges if isinstance(exchange, Question)]
+
+
+async def test_chats_grow_with_the_answers() -> None:
+    run, server = await _ran(_load())
+    questions = _questions(run)
+    assert {question.error for question in questions} == {""}
+    assert {question.round for question in questions} == {1, 2, 3}
+    chats: dict[str, list[Any]] = {}
+    for asked in server.asked:
+        assert asked.path == "/v1/chat/completions"
+        assert (asked.body["max_tokens"], asked.body["temperature"], asked.body["stream"]) == (3, 0, True)
+        chats.setdefault(asked.body["messages"][0]["content"], []).append(asked.body["messages"])
+    assert len(chats) == len({question.user for question in questions})
+    for rounds in chats.values():
+        for number, messages in enumerate(rounds, 1):
+            assert [message["role"] for message in messages] == (["user", "assistant"] * number)[:-1]
+            assert [message["content"] for message in messages[1::2]] == ["t0 t1 t2 "] * (number - 1)
+            assert messages[:-2] == (rounds[number - 2] if number > 1 else [])
+    shared = {" ".join(opening.split()[:20]) for opening in chats}
+    assert len(shared) == 1
+    prompts = {place: [q.prompt_tokens for q in questions if q.round == place] for place in (1, 2, 3)}
+    assert max(prompts[1]) < min(prompts[2]) <= max(prompts[2]) < min(prompts[3])
+
+
+async def test_as_many_are_asked_as_the_rate_says() -> None:
+    load = _load(seconds=4)
+    run, _ = await _ran(load)
+    assert load.rate == 6
+    assert len(run.exchanges) == pytest.approx(24, abs=4)
+    assert run.asks_until - run.began == 4
+    assert all(question.started < run.asks_until + 0.5 for question in run.exchanges)
+    of_user: dict[int, list[Question]] = {}
+    for question in _questions(run):
+        of_user.setdefault(question.user, []).append(question)
+    for asked in of_user.values():
+        assert len(asked) <= 3
+        for before, after in pairwise(asked):
+            assert after.started - before.started >= 0.5
+
+
+async def test_no_question_before_the_last_answer() -> None:
+    """Answers take longer than the users' interval, so that users stay longer, and more of them are there."""
+    server = OpenAi(ttft=1.0)
+    run, _ = await _ran(_load(seconds=4), server)
+    of_user: dict[int, list[Question]] = {}
+    for question in _questions(run):
+        of_user.setdefault(question.user, []).append(question)
+    pairs = [pair for asked in of_user.values() for pair in pairwise(asked)]
+    assert pairs
+    assert all(after.started >= before.ended for before, after in pairs)
+    assert all(after.held > 0.3 for _, after in pairs)
+    assert server.most > 2
+
+
+async def test_a_fixed_number_of_users() -> None:
+    server = OpenAi(ttft=0.7)
+    run, _ = await _ran(_load(seconds=4, fixed_users=True), server)
+    assert server.most == 2
+    assert len({question.user for question in _questions(run)}) > 2
+
+
+async def test_what_is_not_answered_in_time_stays_unfinished() -> None:
+    server = OpenAi(ttft=30)
+    run, _ = await _ran(_load(seconds=1, patience=0.5), server)
+    assert {question.outcome for question in run.exchanges} == {Outcome.UNFINISHED}
+    assert len(run.on_their_way) == len(run.exchanges) > 0
+    assert 1.5 <= run.ended - run.began < 6
+    result = _result(run)
+    assert dict(result.lines())["Average TTFT"] == "none"
+    (note,) = [note for note in result.report().notes if "on their way" in note]
+    assert f"{len(run.exchanges)} did not end within 0.5 s more" in note
+
+
+async def test_last_answers_are_waited_for() -> None:
+    run, _ = await _ran(_load(seconds=1, patience=20), OpenAi(ttft=1.2))
+    assert {question.outcome for question in run.exchanges} == {Outcome.FINISHED}
+    assert len(run.on_their_way) == len(run.exchanges)
+    assert run.summary()["requests/s"] == 0
+    assert run.ended - run.began < 15
+
+
+async def test_a_cancelled_run_keeps_what_was_begun() -> None:
+    run = LoadRun()
+    async with tiny_server(OpenAi(ttft=30)) as tiny:
+        task = asyncio.create_task(_load(seconds=60).run(Endpoint(tiny.url, "tiny"), run))
+        await until(lambda: len(run.exchanges) > 1, 20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert run.ended
+    assert {question.outcome for question in run.exchanges} == {Outcome.UNFINISHED}
+    assert run.summary()["window"] < 30
+
+
+async def test_a_failed_question_is_as_if_it_had_not_been_asked() -> None:
+    """The server refuses every other request."""
+    tiny = OpenAi()
+    numbers = count()
+
+    async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        if next(numbers) % 2:
+            writer.write(whole({"error": {"message": "busy"}}, 503))
+        else:
+            await tiny(asked, writer)
+
+    run, server = await _ran(_load(seconds=4), respond)
+    for asked in server.asked:
+        roles = [message["role"] for message in asked.body["messages"]]
+        assert roles == (["user", "assistant"] * len(roles))[: len(roles)]
+        assert len(asked.body["messages"][0]["content"].split()) > 30  # the opening is said until it is heard
+    outcomes = Counter(question.outcome for question in run.exchanges)
+    assert outcomes[Outcome.FAILED] == pytest.approx(outcomes[Outcome.FINISHED], abs=1)
+    report = _result(run).report()
+    (failures,) = [rows for rows in report.tables if rows.title == "Failed requests"]
+    assert failures.rows == [["HTTP 503 busy", outcomes[Outcome.FAILED]]]
+
+
+async def test_a_chat_that_has_become_too_long_is_told() -> None:
+    tiny = OpenAi()
+
+    async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        if len(asked.body["messages"]) > 3:
+            told = f"This model's maximum context length is 64 tokens, you asked for {len(server_asked)}"
+            server_asked.append(asked)
+            writer.write(whole({"error": {"message": told}}, 400))
+        else:
+            await tiny(asked, writer)
+
+    server_asked: list[Asked] = []
+    run, _ = await _ran(_load(), respond)
+    report = _result(run, max_model_len=64).report()
+    (failures,) = [rows for rows in report.tables if rows.title == "Failed requests"]
+    assert [row[1] for row in failures.rows] == [len(server_asked)]
+    (hint,) = [note for note in report.notes if "--user-history-prompt" in note]
+    assert hint.startswith(
+        f"{len(server_asked)} requests seem to have been longer than the model's context (64 tokens)"
+    )
+
+
+def _result(run: LoadRun, complete: bool = True, **endpoint: Any) -> MultiRoundResult:
+    return MultiRoundResult(
+        _load(), Endpoint("http://127.0.0.1:1", "tiny", chat=True, **endpoint), run, Slo(0.5, 0.06), complete
+    )
+
+
+def _question(at: float, ttft: float, round_: int = 1, user: int = 1, **more: Any) -> Question:
+    """Three tokens 40 ms apart; moments after a run's begin at 100."""
+    question = Question(started=100 + at, ended=100 + at + ttft + 0.1, round=round_, user=user, **more)
+    question.arrivals = [100 + at + ttft + 0.04 * number for number in range(3)]
+    question.prompt_tokens = 100 * round_
+    return question
+
+
+def _known() -> LoadRun:
+    """Ten seconds."""
+    failed = Question(started=102, ended=103, error="HTTP 500 no", user=2, round=1)
+    unfinished = Question(started=109.9, user=3, round=2)
+    answered = [_question(0, 0.2), _question(2, 0.1, 2), _question(4, 0.6, 3), _question(9.8, 0.3, user=3)]
+    return LoadRun([*answered, failed, unfinished], 100, 112, 110)
+
+
+def test_the_summary_has_the_lines_of_the_original() -> None:
+    block = _result(_known()).block().splitlines()
+    assert block[:8] == [
+        "==================== Performance summary ======================",
+        "  QPS: 4.0000 reqs/s",
+        "  Processing speed: 0.3000 reqs/s",
+        "  Requests on-the-fly: 2",
+        "  Input tokens per second: 60.0000 tokens/s",
+        "  Output tokens per second: 0.9000 tokens/s",
+        "  Average generation throughput (per request): 30.0000 tokens/req/s",
+        "  Average TTFT: 0.3000s",
+    ]
+    assert re.fullmatch(r"Time range: \d{10}\.\d{3} - \d{10}\.\d{3} \(10\.00s\)", block[8])
+
+
+def test_the_report_accounts_for_every_request() -> None:
+    report = _result(_known()).report()
+    titles = [rows.title for rows in report.tables]
+    assert titles == ["Performance summary", "Times of finished requests", "Rounds", "Failed requests"]
+    assert [row[:4] for row in report.tables[2].rows] == [
+        ["1", 3, 2, 100],
+        ["2", 2, 1, 200],
+        ["3", 1, 1, 300],
+    ]
+    assert report.notes[0] == "6 requests of 3 users: 4 finished, 1 failed, 1 unfinished."
+    assert report.notes[1] == (
+        "Still on their way when the 10 s were over: 2 requests "
+        "(1 finished within 2.0 s more, 1 did not end within 2.0 s more)."
+    )
+    assert report.lead == (
+        "TTFT 500 ms, no gap over 60 ms: kept by 50.0% of all 6 requests, so the goodput is 0.30 requests/s of "
+        "0.60 that were asked."
+    )
+    assert [request["outcome"] for request in report.data["requests"]] == [
+        *["finished"] * 4,
+        "failed",
+        "unfinished",
+    ]
+    assert [chart.kind for chart in report.charts] == ["dots", "lines", "cdf", "cdf"]
+    dots = {series.label: (list(series.xs), list(series.ys)) for series in report.charts[0].series}
+    assert dots["failed, after"] == ([2], [1])
+    assert dots["later questions"][0] == [2, 4]
+    assert dots["later questions"][1] == pytest.approx([0.1, 0.6])
+
+
+def test_what_was_broken_off_is_judged_by_what_had_ended() -> None:
+    report = _result(_known(), complete=False).report()
+    assert not report.complete
+    assert "kept by 60.0% of the 5 requests that had ended" in report.lead
+
+
+def test_what_a_server_does_not_tell_is_told() -> None:
+    run = LoadRun([_question(0, 0.1, late=0.4)], 100, 110, 110)
+    for question in run.exchanges:
+        question.prompt_tokens = 0
+    notes = " ".join(_result(run, without=frozenset({"ignore_eos"})).report().notes)
+    assert "The server tells no usage" in notes
+    assert "This program was late itself, by 0.40 s" in notes
+    run.exchanges[0].arrivals = run.exchanges[0].arrivals[:2]
+    notes = " ".join(_result(run, without=frozenset({"ignore_eos"})).report().notes)
+    assert "Answers had 2 tokens on average, not 3: the server does not take `ignore_eos`." in notes
+
+
+def test_nothing_was_asked() -> None:
+    report = _result(LoadRun(), complete=False).report()
+    assert (report.lead, report.charts) == ("No question was asked.", [])
+
+
+class _Command:
+    """`pdserve bench multi-round`, its output apart."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = ["--warm-up", "2", "--num-users", "4", "--answer-len", "3", *map(str, arguments)]
+
+    async def __aenter__(self) -> "_Command":
+        self.process = await asyncio.create_subprocess_exec(
+            *PDSERVE,
+            "bench",
+            "multi-round",
+            *self.arguments,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENAI_API_KEY": "k"},
+        )
+        return self
+
+    async def ended(self) -> tuple[int | None, str, str]:
+        out, err = await asyncio.wait_for(self.process.communicate(), 60)
+        return self.process.returncode, out.decode(), err.decode()
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+
+async def test_the_command(tmp_path: Path) -> None:
+    """Against a server that refuses what is not in OpenAI's API, and tells no usage."""
+    file, page = tmp_path / "rounds.json", tmp_path / "rounds.html"
+    tiny = OpenAi(gap=0.01, usage=False)
+    tiny.refused = frozenset({"ignore_eos"})
+    async with (
+        tiny_server(tiny) as server,
+        _Command("--base-url", f"{server.url}/v1", "--time", 3, "--json", file, "--plot", page) as command,
+    ):
+        code, out, err = await command.ended()
+    assert code == 0, err
+    found = json.loads(file.read_text())
+    figures = found["data"]["figures"]
+    assert figures["requests"] == figures["finished"] > 10
+    assert len(tiny.chats) == figures["requests"] + 3  # and the first one, and the warm-up
+    assert {asked.headers["authorization"] for asked in server.asked} == {"bearer k"}
+    assert found["complete"]
+    assert "  QPS: 10.0000 reqs/s\n" in out
+    assert "The server tells no usage" in out
+    assert "Broken off" not in out
+    assert "<svg" in page.read_text()
+    assert "questions (3 s left)" in err
+    assert "refuses ignore_eos" in err
+
+
+async def test_ctrl_c_shows_what_is_there() -> None:
+    async with (
+        tiny_server(OpenAi(gap=0.01)) as server,
+        _Command("--base-url", server.url, "--time", 60) as command,
+    ):
+        tiny_chats = server.asked
+        await until(lambda: len(tiny_chats) > 20, 60)
+        command.process.send_signal(signal.SIGINT)
+        code, out, err = await command.ended()
+    assert code == 130, err
+    assert "Performance summary" in out
+    assert re.search(r"^\d+ requests of \d+ users: [1-9]\d* finished, 0 failed, \d+ unfinished", out, re.M)
+    assert "Broken off" in out
+    assert "Traceback" not in err
+
+
+async def test_a_server_that_breaks_down_is_reported() -> None:
+    """After the first request and the warm-up."""
+    tiny = OpenAi()
+
+    async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        if len(tiny.chats) < 3:
+            await tiny(asked, writer)
+        else:
+            writer.write(whole(b"<html><h1>Bad gateway</h1></html>", 502))
+
+    async with tiny_server(respond) as server, _Command("--base-url", server.url, "--time", 2) as command:
+        code, out, _ = await command.ended()
+    assert code == 1
+    assert re.search(r"HTTP 502 Bad gateway +\d+", out)
+    assert "0 finished" in out

@@ -1,6 +1,7 @@
 """`pdserve bench multi-round`."""
 
 import asyncio
+import math
 import random
 import time
 from pathlib import Path
@@ -163,14 +164,16 @@ async def _run(result: MultiRoundResult, schedule: Schedule) -> None:
             await _watch(run, asking, schedule, load.seconds)
         if not asking.done():
             with schedule.phase("last answers", load.patience):
-                await _watch(run, asking, schedule, load.patience)
+                await _watch(run, asking, schedule)
+        await asking
     finally:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-    asking.result()
 
 
-async def _watch(run: LoadRun, asking: "asyncio.Task[None]", schedule: Schedule, seconds: float) -> None:
+async def _watch(
+    run: LoadRun, asking: "asyncio.Task[None]", schedule: Schedule, seconds: float = math.inf
+) -> None:
     """Until it is done, or the time is over."""
     until = time.monotonic() + seconds
     while not asking.done() and (left := until - time.monotonic()) > 0:

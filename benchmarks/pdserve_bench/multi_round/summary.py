@@ -1,5 +1,6 @@
 """What a run of multi-round QA found."""
 
+import math
 import re
 import statistics
 import time
@@ -24,6 +25,8 @@ _TOO_LONG = re.compile(
 _LATE = 0.05
 """seconds: TTFTs are not much more exact than this program is punctual"""
 _SHOWN_ERRORS = 5
+_SHOWN_ROUNDS = 8
+"""lines after that of the first round; more rounds share a line"""
 
 
 @dataclass
@@ -41,6 +44,7 @@ class MultiRoundResult:
     def lines(self) -> list[tuple[str, str]]:
         """Names and values of the summary that multi-round-qa prints, so that its figures can be set beside these."""
         figures, run = self.run.summary(), self.run
+        none = "" if figures["finished"] else "none"
         end = clock.unix() - time.monotonic() + run.closes
         return [
             ("QPS", f"{self.load.qps:.4f} reqs/s"),
@@ -50,9 +54,9 @@ class MultiRoundResult:
             ("Output tokens per second", f"{figures['output tokens/s']:.4f} tokens/s"),
             (
                 "Average generation throughput (per request)",
-                f"{figures['tokens/s per request']:.4f} tokens/req/s",
+                none or f"{figures['tokens/s per request']:.4f} tokens/req/s",
             ),
-            ("Average TTFT", f"{figures['TTFT mean']:.4f}s"),
+            ("Average TTFT", none or f"{figures['TTFT mean']:.4f}s"),
             (
                 "Time range",
                 f"{end - figures['window']:.3f} - {end:.3f} ({figures['window']:.2f}s)",
@@ -88,9 +92,15 @@ class MultiRoundResult:
     def _lead(self, figures: dict[str, float]) -> str:
         if not self.questions:
             return "No question was asked."
+        asked = figures["requests"] / figures["window"]
+        if self.complete:
+            kept, of = figures["kept"], f"all {len(self.questions)} requests"
+        else:
+            ended = [question for question in self.questions if question.ended]
+            kept, of = self.slo.attainment(ended), f"the {len(ended)} requests that had ended"
         return (
-            f"{self.slo}: kept by {figures['kept']:.1%} of all {figures['requests']:.0f} requests, so the goodput is "
-            f"{figures['goodput']:.2f} requests/s of {figures['requests'] / figures['window']:.2f} that were asked."
+            f"{self.slo}: kept by {kept:.1%} of {of}, so the goodput is {figures['goodput']:.2f} requests/s of "
+            f"{asked:.2f} that were asked."
         )
 
     def _summary(self) -> Rows:
@@ -119,9 +129,11 @@ class MultiRoundResult:
     def _rounds(self) -> Rows:
         """Later rounds find the chat so far in a prefix cache, if the server has one."""
         rows: list[list[Cell]] = []
+        width = math.ceil(max(1, self.load.num_rounds - 1) / _SHOWN_ROUNDS)
         ordered = sorted(self.questions, key=lambda question: question.round)
-        for number, group in groupby(ordered, lambda question: question.round):
+        for _, group in groupby(ordered, lambda question: (question.round + width - 2) // width):
             asked = list(group)
+            first, last = asked[0].round, asked[-1].round
             finished = [question for question in asked if question.outcome is Outcome.FINISHED]
             ttfts = [question.ttft for question in finished if question.ttft is not None]
             prompts = [question.prompt_tokens for question in finished if question.prompt_tokens]
@@ -129,7 +141,7 @@ class MultiRoundResult:
             told = [question.prefill for question in finished if question.prefill]
             rows.append(
                 [
-                    str(number),
+                    str(first) if first == last else f"{first} to {last}",
                     len(asked),
                     len(finished),
                     statistics.fmean(prompts) if prompts else None,

@@ -19,7 +19,7 @@ _QUESTION_TOKENS = 25
 class Question(Exchange):
     user: int = 0
     round: int = 0
-    """of its user's chat, from 1 on"""
+    """1 opens its user's chat; later ones follow its answers, and may find them in a prefix cache"""
     late: float = 0.0
     """seconds after it was due, for which this program alone is to blame"""
     held: float = 0.0
@@ -116,7 +116,8 @@ class _Users:
                 late, held = time.monotonic() - max(due, free), max(0.0, free - due)
                 due = time.monotonic() + self.load.pacing.interval
                 said = [*messages, {"role": "user", "content": opening + self.texts.question(number)}]
-                question = Question(self._body(said), user=visit.user, round=number, late=late, held=held)
+                place = number - visit.first_round + 1
+                question = Question(self._body(said), user=visit.user, round=place, late=late, held=held)
                 self.run_.exchanges.append(question)
                 await self.endpoint.ask(question, self.load.timeout)
                 free, question.body = time.monotonic(), {}  # histories of a long run are not kept
