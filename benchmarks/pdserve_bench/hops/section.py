@@ -1,7 +1,7 @@
 """What every hop's benchmark is given, and what it gives back."""
 
 import statistics
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from pdserve_bench.report import Chart, Rows
 class HopOptions:
     folder: Path
     """for whatever it writes; each hop has one of its own, which is removed afterwards"""
-    seconds: float = 4.0
+    seconds: float = 3.0
     """of load for each figure in each round; a hop whose figures are steady sooner takes a part of it"""
     rounds: int = 3
     """how often each figure is measured, its baseline just before or just after it (`alternate`)"""
@@ -43,7 +43,7 @@ class Hop(Protocol):
     def phases(self, options: HopOptions) -> Mapping[str, float]:
         """All that it goes through, with the expected seconds of each: announced to the schedule before any begins."""
 
-    def measure(self, options: HopOptions, schedule: Schedule) -> AsyncIterator[HopSection]:
+    def measure(self, options: HopOptions, schedule: Schedule) -> AsyncGenerator[HopSection, None]:
         """An asynchronous generator: yields what is there by then, whenever something was added (as after each round),
         so that a run that is broken off shows it; the last is the whole. Goes through its phases with
         `schedule.phase`. Raises ConfigError and Unavailable where it cannot be measured here. Cancelled, it stops what

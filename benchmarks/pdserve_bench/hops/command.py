@@ -1,0 +1,115 @@
+"""`pdserve bench hops`."""
+
+import tempfile
+from contextlib import aclosing
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from pdserve.errors import ConfigError, PdserveError
+from pdserve_bench.hops.section import Hop, HopOptions, HopSection
+from pdserve_bench.progress import Schedule
+from pdserve_bench.report import Report, check_outputs
+from pdserve_bench.runs import INTERRUPTED, run_until_stopped
+
+HOPS = {
+    "frontend": "pdserve_bench.hops.frontend",
+    "stream": "pdserve_bench.hops.stream",
+    "queue": "pdserve_bench.hops.queue",
+    "kv": "pdserve_bench.hops.kv",
+}
+"""in the order in which they are measured"""
+
+
+def hops(
+    only: Annotated[
+        str, typer.Option(metavar="NAMES", help="frontend,stream,queue,kv: these hops only")
+    ] = "",
+    seconds: Annotated[
+        float, typer.Option(metavar="S", min=0.1, help="of load for each figure in each round")
+    ] = HopOptions.seconds,
+    rounds: Annotated[
+        int, typer.Option(metavar="N", min=1, help="of each figure; the tables have medians")
+    ] = HopOptions.rounds,
+    seed: Annotated[int, typer.Option(metavar="N", help="of the prompts")] = HopOptions.seed,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="write the report there too")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="NAME", help="write the figures to NAME.png and NAME.html")
+    ] = None,
+) -> int:
+    """What each part of the graph costs, alone, against the simplest thing that does the same work:
+
+      frontend  CPU for each streamed token and each request, at 1, 32, 128 and 1,000 streams, on a simulated
+                engine that costs nothing; against vLLM's own API server on an equal one
+      stream    a message between decode worker and frontend; against a bare TCP echo of the same bytes
+      queue     a prefill request through NATS JetStream, to its ack; against a plain NATS request and reply
+      kv        KV blocks from one engine's memory to the other's, over UCX; against copying memory, and
+                against the rate of a shaped link
+
+    Needs no GPU and no running graph: it starts what it measures in a temporary folder, and stops it. Each figure is
+    measured in every round, its baseline right before or after it. All of it takes some 5 minutes. Ctrl-C
+    shows what is there by then.
+
+    examples:
+      pdserve bench hops                                 everything
+      pdserve bench hops --only stream,queue             some 1.5 minutes
+      pdserve bench hops --only frontend --seconds 10 --rounds 5
+      pdserve bench hops --json hops.json --plot hops    hops.png and hops.html too
+    """
+    check_outputs(json, plot)
+    chosen = choose(only)
+    found: dict[str, HopSection] = {}
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="pdserve-hops-") as folder:
+        options = HopOptions(Path(folder), seconds, rounds, seed)
+        complete = run_until_stopped(lambda: _measure(chosen, options, found, failures))
+    report = make_report(found, complete and not failures)
+    report.notes += failures
+    report.show()
+    report.write(json, plot)
+    if not complete:
+        return INTERRUPTED
+    return 1 if failures else 0
+
+
+def choose(only: str) -> list[str]:
+    """In the order of `HOPS`. Raises ConfigError."""
+    names = {name.strip() for name in only.split(",") if name.strip()} or set(HOPS)
+    if unknown := sorted(names - HOPS.keys()):
+        raise ConfigError([f"--only {', '.join(unknown)}: the hops are {', '.join(HOPS)}."])
+    return [name for name in HOPS if name in names]
+
+
+def make_report(found: dict[str, HopSection], complete: bool) -> Report:
+    sections = found.values()
+    return Report(
+        title="Each hop alone",
+        tables=[table for section in sections for table in section.tables],
+        charts=[chart for section in sections for chart in section.charts],
+        notes=[note for section in sections for note in section.notes],
+        data={name: section.data for name, section in found.items()},
+        complete=complete,
+    )
+
+
+async def _measure(
+    chosen: list[str], options: HopOptions, found: dict[str, HopSection], failures: list[str]
+) -> None:
+    """What a hop cannot do here is told, and the others are measured nevertheless."""
+    modules = {name: cast(Hop, import_module(HOPS[name])) for name in chosen}
+    with Schedule({k: v for hop in modules.values() for k, v in hop.phases(options).items()}) as schedule:
+        for name, hop in modules.items():
+            folder = options.folder / name
+            folder.mkdir()
+            try:
+                async with aclosing(hop.measure(replace(options, folder=folder), schedule)) as sections:
+                    async for section in sections:
+                        found[name] = section
+            except PdserveError as error:
+                failures.append(f"{name}: not measured to its end: {error}")
+                schedule.say(failures[-1])
+                for phase in hop.phases(options):
+                    schedule.cancel(phase)

@@ -1,0 +1,334 @@
+"""The frontend alone: what a streamed token and a request cost its process, against vLLM's own API server.
+
+Both have engines that cost nothing (`servers`). The graph's runs with all of its processes, so its frontend does all
+that it does in production: admission, routing, the stream from the decode worker, metrics. The two take turns under
+the same load (`frontend_load`); what counts is their CPU time, which other load on the machine disturbs little.
+"""
+
+import asyncio
+import statistics
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+
+from pdserve_bench.endpoint import Prompts
+from pdserve_bench.hops import servers
+from pdserve_bench.hops.frontend_load import (
+    SETTLE,
+    Turn,
+    ask_for_one_token,
+    hold_streams,
+    ramp_seconds,
+    step_seconds,
+    tokens_needed,
+)
+from pdserve_bench.hops.section import HopOptions, HopSection, alternate, spread
+from pdserve_bench.progress import Schedule
+from pdserve_bench.report import Cell, Chart, Column, Rows, Series
+from pdserve_bench.samples import median_ratio, percentile
+from pdserve_bench.systems.cpu import CpuMeter
+from pdserve_bench.systems.system import RunningSystem
+
+LEVELS = (1, 32, 128, 1000)
+"""streams"""
+CLIENTS = (1, 32)
+OURS, BASELINE = "pdserve", "vLLM's app"
+_START = 30.0
+_SERVERS = ("nats-server", "etcd")
+_FULL = 0.8
+"""share of a core from which on the load generator may have slowed what it measures"""
+
+
+def phases(
+    options: HopOptions, levels: Sequence[int] = LEVELS, clients: Sequence[int] = CLIENTS
+) -> dict[str, float]:
+    found = {_STARTING: _START, _IDLE: options.seconds}
+    for number in range(options.rounds):
+        for load in levels:
+            found[_streaming(load, number)] = 2 * (options.seconds + ramp_seconds(load) + 3 * SETTLE)
+        for load in clients:
+            found[_asking(load, number)] = 2 * (options.seconds + SETTLE)
+    return found
+
+
+_STARTING = "frontend: starting the graph and vLLM's app"
+_IDLE = "frontend: idle"
+
+
+def _streaming(load: int, number: int) -> str:
+    return f"frontend: {load:,} stream{'s'[: load > 1]}, round {number + 1}"
+
+
+def _asking(load: int, number: int) -> str:
+    return f"frontend: requests of one token from {load} client{'s'[: load > 1]}, round {number + 1}"
+
+
+async def measure(
+    options: HopOptions,
+    schedule: Schedule,
+    levels: Sequence[int] = LEVELS,
+    clients: Sequence[int] = CLIENTS,
+) -> AsyncIterator[HopSection]:
+    found = _Found()
+    possible = [load for load in levels if load <= servers.most_connections()]
+    found.notes += [
+        f"{load:,} streams: left out, ulimit -n is too low." for load in levels if load not in possible
+    ]
+    most, tokens = max(*possible, *clients), max(tokens_needed(load, options.seconds) for load in possible)
+    recipes = {OURS: servers.graph(most, tokens), BASELINE: servers.VllmApp(BASELINE, tokens)}
+    async with AsyncExitStack() as stack:
+        running: dict[str, RunningSystem] = {}
+        with schedule.phase(_STARTING):
+            for name, recipe in recipes.items():
+                folder = options.folder / name.partition(" ")[0]
+                folder.mkdir()
+                running[name] = await stack.enter_async_context(recipe.start(folder, schedule.say))
+        meters = {name: system.cpu_meter() for name, system in running.items()}
+        prompts = Prompts(2.0, options.seed)
+        for name in running:  # the first requests of a process are slower
+            await ask_for_one_token(name, running[name].endpoint, meters[name], 4, 1.0, prompts)
+        with schedule.phase(_IDLE):
+            found.idle = await _idle(meters, options.seconds)
+        for number in range(options.rounds):
+            for kind, loads, phase, turns in (
+                (hold_streams, possible, _streaming, found.streams),
+                (ask_for_one_token, clients, _asking, found.requests),
+            ):
+                for load in loads:
+                    with schedule.phase(phase(load, number)):
+                        for name in alternate(OURS, BASELINE, number):
+                            await _quiet(meters[name])
+                            turns.append(
+                                await kind(
+                                    name, running[name].endpoint, meters[name], load, options.seconds, prompts
+                                )
+                            )
+                            schedule.update(_told(turns[-1]))
+                    yield found.section()
+
+
+def _told(turn: Turn) -> str:
+    return f"{turn.system}: {turn.tokens / turn.seconds:,.0f} tokens/s"
+
+
+async def _idle(meters: Mapping[str, CpuMeter], seconds: float) -> dict[str, float]:
+    """CPU seconds per second of the processes that hold a frontend."""
+    before = {name: meter.read() for name, meter in meters.items()}
+    await asyncio.sleep(seconds)
+    spent = {name: meter.read().since(before[name]) for name, meter in meters.items()}
+    return {name: front(name, reading.seconds) / reading.at for name, reading in spent.items()}
+
+
+async def _quiet(meter: CpuMeter) -> None:
+    """Until what was cut off before is done with."""
+    for _ in range(50):
+        before = meter.read()
+        await asyncio.sleep(0.1)
+        if meter.read().since(before).total < 0.02:
+            return
+
+
+def front(system: str, cpu: Mapping[str, float]) -> float:
+    """Of the frontend's process. vLLM's app is one process, which has no name of its own."""
+    return cpu.get("frontend", 0.0) if system == OURS else sum(cpu.values())
+
+
+# ── tables ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class _Found:
+    streams: list[Turn] = field(default_factory=list)
+    requests: list[Turn] = field(default_factory=list)
+    idle: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def section(self) -> HopSection:
+        tables = [
+            _comparison(
+                "Frontend: CPU of its process for each streamed token",
+                "streams",
+                self.streams,
+                lambda turn: 1e6 * front(turn.system, turn.cpu) / max(1, turn.tokens),
+                note=f"A step of the engines takes {1000 * servers.STEP:g} ms and {1000 * servers.SEQUENCE:.2f} ms for "
+                "each stream, so that many streams get 3,000 tokens/s together. ± is half of the way from the lowest "
+                "to the highest round.",
+            ),
+            _processes(self.streams),
+            _clients_view("Frontend: what its clients see of streams", "streams", self.streams),
+        ]
+        if self.requests:
+            tables += [
+                _comparison(
+                    "Frontend: CPU of its process for each request of one token",
+                    "clients",
+                    self.requests,
+                    lambda turn: 1e6 * front(turn.system, turn.cpu) / max(1, turn.requests),
+                ),
+                _clients_view("Frontend: what clients see of such requests", "clients", self.requests),
+            ]
+        raw = {"streams": self.streams, "requests": self.requests}
+        data = {name: [_raw(turn) for turn in turns] for name, turns in raw.items()}
+        return HopSection(
+            tables=tables,
+            charts=[_chart(self.streams)],
+            data={**data, "idle CPU, seconds per second": self.idle},
+            notes=[*self.notes, *self._more_notes()],
+        )
+
+    def _more_notes(self) -> Iterable[str]:
+        if self.idle:
+            yield (
+                f"Idle, the frontend takes {1000 * self.idle[OURS]:.1f} ms of CPU per second, vLLM's app "
+                f"{1000 * self.idle[BASELINE]:.1f}. vLLM's app makes its tokens within its own process; the frontend "
+                "gets them from the decode worker, over TCP."
+            )
+        everything = [*self.streams, *self.requests]
+        if failed := sum(turn.failed for turn in everything):
+            error = next(turn.error for turn in everything if turn.failed)
+            yield f"{failed} requests failed, or ended too early: {error}"
+        if any(turn.client / turn.seconds > _FULL for turn in everything):
+            yield "The load generator had no CPU time left: throughput and times are partly its own."
+
+
+def _comparison(
+    title: str, load_name: str, turns: Sequence[Turn], cost: Callable[[Turn], float], note: str = ""
+) -> Rows:
+    columns = [
+        Column(load_name, ","),
+        Column("pdserve, us", ".0f"),
+        Column("±, %", ".0f"),
+        Column("vLLM's app, us", ".0f"),
+        Column("± , %", ".0f"),
+        Column("ratio", ".2f"),
+    ]
+    rows = []
+    for load in _loads(turns):
+        ours, baseline = _costs(turns, load, OURS, cost), _costs(turns, load, BASELINE, cost)
+        pairs = min(len(ours), len(baseline))
+        ratio = median_ratio(ours[:pairs], baseline[:pairs]) if pairs and all(baseline) else None
+        rows.append([load, *_with_spread(ours), *_with_spread(baseline), ratio])
+    return Rows(title, columns, rows, note)
+
+
+def _processes(turns: Sequence[Turn]) -> Rows:
+    """Of the graph."""
+    columns = [
+        Column("streams", ","),
+        Column("frontend, us", ".0f"),
+        Column("decode worker, us", ".0f"),
+        Column("NATS and etcd, us", ".1f"),
+        Column("supervisor, us", ".1f"),
+        Column("load generator, us", ".0f"),
+        Column("it has, % of a core", ".0f"),
+    ]
+    parts: list[Callable[[Turn], float]] = [
+        lambda turn: front(OURS, turn.cpu),
+        lambda turn: turn.cpu.get("decode", 0.0),
+        lambda turn: sum(turn.cpu.get(name, 0.0) for name in _SERVERS),
+        lambda turn: turn.cpu.get("supervisor", 0.0) + turn.cpu.get("guardian", 0.0),
+        lambda turn: turn.client,
+    ]
+    rows = []
+    for load in _loads(turns):
+        mine = [turn for turn in turns if turn.load == load and turn.system == OURS]
+        if mine:
+            each = [
+                statistics.median(1e6 * part(turn) / max(1, turn.tokens) for turn in mine) for part in parts
+            ]
+            rows.append([load, *each, 100 * statistics.median(turn.client / turn.seconds for turn in mine)])
+    return Rows("Graph: CPU of every process for each streamed token", columns, rows)
+
+
+def _clients_view(title: str, load_name: str, turns: Sequence[Turn]) -> Rows:
+    streams = any(turn.gaps for turn in turns)
+    columns = [
+        Column(load_name, ","),
+        Column("server"),
+        *([Column("engine step, ms", ".0f"), Column("tokens/s", ",.0f")] if streams else []),
+        *([] if streams else [Column("requests/s", ",.0f")]),
+        Column("TTFT p50, ms", ".0f"),
+        Column("TTFT p99, ms", ".0f"),
+        *([Column("gap p50, ms", ".1f"), Column("gap p99, ms", ".1f")] if streams else []),
+        Column("failed", ","),
+    ]
+    rows: list[list[Cell]] = []
+    for load in _loads(turns):
+        for name in (OURS, BASELINE):
+            mine = [turn for turn in turns if turn.load == load and turn.system == name]
+            if not mine:
+                continue
+            ttfts = [1000 * ttft for turn in mine for ttft in turn.ttfts]
+            gaps = [1000 * gap for turn in mine for gap in turn.gaps]
+            tokens = statistics.median(turn.tokens / turn.seconds for turn in mine)
+            requests = statistics.median(turn.requests / turn.seconds for turn in mine)
+            rows.append(
+                [
+                    load,
+                    name,
+                    *([1000 * step_seconds(load), tokens] if streams else [requests]),
+                    percentile(ttfts, 0.5),
+                    percentile(ttfts, 0.99),
+                    *([percentile(gaps, 0.5), percentile(gaps, 0.99)] if streams else []),
+                    sum(turn.failed for turn in mine),
+                ]
+            )
+    note = (
+        "A stream that begins waits for the running step and for its own: up to two steps are the engine's."
+        * streams
+    )
+    return Rows(title, columns, rows, note)
+
+
+def _chart(turns: Sequence[Turn]) -> Chart:
+    series = []
+    for name in (OURS, BASELINE):
+        loads = [load for load in _loads(turns) if any(t.load == load and t.system == name for t in turns)]
+        costs = [
+            _costs(turns, load, name, lambda t: 1e6 * front(t.system, t.cpu) / max(1, t.tokens))
+            for load in loads
+        ]
+        series.append(
+            Series(
+                name,
+                loads,
+                [statistics.median(each) for each in costs],
+                low=[min(each) for each in costs],
+                high=[max(each) for each in costs],
+                baseline=name == BASELINE,
+            )
+        )
+    return Chart(
+        "Frontend: CPU for each streamed token",
+        "lines",
+        "concurrent streams",
+        "microseconds",
+        series,
+        log_x=True,
+        log_y=True,
+        better="lower",
+    )
+
+
+def _loads(turns: Sequence[Turn]) -> list[int]:
+    return sorted({turn.load for turn in turns})
+
+
+def _costs(turns: Sequence[Turn], load: int, system: str, cost: Callable[[Turn], float]) -> list[float]:
+    """Of each round."""
+    return [cost(turn) for turn in turns if turn.load == load and turn.system == system]
+
+
+def _with_spread(samples: Sequence[float]) -> tuple[float | None, float | None]:
+    return (statistics.median(samples), spread(samples)) if samples else (None, None)
+
+
+def _raw(turn: Turn) -> dict[str, object]:
+    """Without the samples of each request, which are many."""
+    kept = {name: value for name, value in asdict(turn).items() if name not in ("ttfts", "gaps")}
+    times = {"TTFT": turn.ttfts, "gap": turn.gaps}
+    return kept | {
+        f"{name} p{100 * share:g}": percentile(values, share)
+        for name, values in times.items()
+        for share in (0.5, 0.9, 0.99)
+    }

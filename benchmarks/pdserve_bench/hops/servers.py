@@ -1,0 +1,81 @@
+"""The two servers whose frontends are compared, both with engines that cost nothing: the graph on a simulated engine,
+and vLLM's own API server without one (`vllm_app`). Their engines take the same time for a step and generate the same
+token, always: so the text that a client got says how many tokens it is, however they were put into chunks."""
+
+import resource
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdserve.demo import MODEL_DIR
+from pdserve.ports import free_port
+from pdserve_bench.endpoint import Endpoint
+from pdserve_bench.launch import ServerRun
+from pdserve_bench.simulated import simulated
+from pdserve_bench.systems.system import GraphSystem, RunningSystem, Say, System
+
+TOKEN, WORD = 316, " code"
+"""in the demo model's tokenizer"""
+STEP, SEQUENCE = 0.005, 1 / 3000
+"""seconds of a step, and of each request in it: many streams get 3,000 tokens per second together"""
+MODEL = "demo"
+PROMPT = 16
+"""tokens, about; some more for the words around a chat"""
+_BLOCK = 32
+_ROOM = 64
+
+
+def graph(streams: int, tokens: int) -> System:
+    """For so many streams of up to `tokens` tokens at a time."""
+    longest = -(-(tokens + _ROOM) // _BLOCK) * _BLOCK
+    speed = {
+        "step-seconds": STEP,
+        "sequence-seconds": SEQUENCE,
+        "prefill-rate": 1e9,
+        "first-token": TOKEN,
+        "tokens": 1,
+    }
+    engine: Mapping[str, Any] = {
+        "max-num-seqs": streams,
+        "max-num-batched-tokens": max(8192, 2 * _ROOM * streams),
+        "num-gpu-blocks-override": 2 * streams * longest // _BLOCK,
+        "remote-prefill": False,
+    }
+    limits = {"max-waiting": 2 * streams, "max-waiting-tokens": 2 * streams * longest}
+    common = {"max-model-len": longest}
+    sections = simulated(speed, decode=engine, frontend=limits, common=common)
+    del sections["PrefillWorker"]
+    return GraphSystem("pdserve", sections)
+
+
+@dataclass(frozen=True)
+class VllmApp(System):
+    """vLLM's own API server, the engine core beside it simulated."""
+
+    name: str
+    tokens: int
+
+    @asynccontextmanager
+    async def start(self, folder: Path, say: Say) -> AsyncIterator[RunningSystem]:
+        port = free_port("127.0.0.1")
+        ours = ["--step-seconds", str(STEP), "--sequence-seconds", str(SEQUENCE), "--token", str(TOKEN)]
+        vllm = ["--model", str(MODEL_DIR), "--served-model-name", MODEL, "--port", str(port)]
+        vllm += ["--host", "127.0.0.1", "--max-model-len", str(self.tokens + _ROOM)]
+        command = [sys.executable, "-m", "pdserve_bench.hops.vllm_app", *ours, "--", *vllm]
+        server = ServerRun(command, folder / "vllm-app.log", {"VLLM_CPU_KVCACHE_SPACE": "1"})
+        try:
+            pid = server.start().pid
+            await server.until(lambda: "Application startup complete" in server.text, say)
+            yield RunningSystem(Endpoint(f"http://127.0.0.1:{port}", MODEL), pid)
+        finally:
+            await server.stop()
+
+
+def most_connections() -> int:
+    """How many this process, and those that it starts from now on, may have open at a time."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return max(0, hard - 200)

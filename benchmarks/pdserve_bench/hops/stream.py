@@ -1,0 +1,249 @@
+"""The TCP stream between a decode worker and a frontend, alone: two processes (`stream_ends`), and messages like the
+outputs of one engine step. Against a bare TCP connection in the same two processes that carries the same bytes."""
+
+import asyncio
+import signal
+import statistics
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from pdserve.errors import Unavailable
+from pdserve.supervisor.exits import dies_with_parent
+from pdserve_bench.hops.section import HopOptions, HopSection, alternate, spread
+from pdserve_bench.hops.stream_ends import (
+    BURST,
+    SIZES,
+    Listening,
+    StreamFigures,
+    StreamTask,
+    frame_bytes,
+)
+from pdserve_bench.progress import Schedule
+from pdserve_bench.report import Cell, Chart, Column, Rows, Series
+from pdserve_bench.samples import median_ratio
+from pdserve_bench.systems.cpu import cpu_seconds
+
+OURS, BASELINE = "stream", "bare TCP"
+SHARE = 1 / 6
+"""of the options' seconds: thousands of messages"""
+_START = 2.0
+_LATE = 20.0
+_STARTING = "stream: starting two processes"
+
+
+def phases(options: HopOptions) -> dict[str, float]:
+    each = 4 * SHARE * options.seconds
+    return {_STARTING: _START} | {
+        _phase(size, number): each for number in range(options.rounds) for size in SIZES
+    }
+
+
+def _phase(size: int, number: int) -> str:
+    return f"stream: outputs of {size} request{'s'[: size > 1]}, round {number + 1}"
+
+
+@dataclass(frozen=True)
+class StreamTurn:
+    system: str
+    size: int
+    burst: int
+    """1: a round trip; else so many messages are asked for at a time"""
+    messages: int
+    seconds: float
+    p50: float
+    p99: float
+    frontend_cpu: float
+    """seconds"""
+    worker_cpu: float
+
+
+async def measure(options: HopOptions, schedule: Schedule) -> AsyncIterator[HopSection]:
+    turns: list[StreamTurn] = []
+    seconds = SHARE * options.seconds
+    async with AsyncExitStack() as stack:
+        with schedule.phase(_STARTING):
+            both = await stack.enter_async_context(_ends(options.folder))
+        for name in (OURS, BASELINE):  # warms both processes up
+            await both.turn(name, SIZES[0], BURST, 0.2)
+        for number in range(options.rounds):
+            for size in SIZES:
+                with schedule.phase(_phase(size, number)):
+                    for burst in (1, BURST):
+                        for name in alternate(OURS, BASELINE, number):
+                            turns.append(await both.turn(name, size, burst, seconds))
+                yield _section(turns)
+
+
+# ── the two processes ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class _End:
+    process: asyncio.subprocess.Process
+    log: Path
+
+    async def line(self, within: float) -> bytes:
+        assert self.process.stdout is not None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                if line := await self.process.stdout.readline():
+                    return line
+        raise Unavailable(f"the stream's other process does not answer: {self.log.read_text()[-2000:]}")
+
+
+@dataclass(frozen=True)
+class _Ends:
+    worker: _End
+    frontend: _End
+
+    async def turn(self, system: str, size: int, burst: int, seconds: float) -> StreamTurn:
+        pids = self.frontend.process.pid, self.worker.process.pid
+        before = [cpu_seconds(pid) for pid in pids]
+        assert self.frontend.process.stdin is not None
+        task = StreamTask(system == BASELINE, size, burst, seconds)
+        self.frontend.process.stdin.write(msgspec.json.encode(task) + b"\n")
+        found = msgspec.json.decode(await self.frontend.line(seconds + _LATE), type=StreamFigures)
+        frontend, worker = (cpu_seconds(pid) - earlier for pid, earlier in zip(pids, before, strict=True))
+        return StreamTurn(
+            system, size, burst, found.messages, found.seconds, found.p50, found.p99, frontend, worker
+        )
+
+
+@asynccontextmanager
+async def _ends(folder: Path) -> AsyncIterator[_Ends]:
+    """Raises Unavailable where they do not come up."""
+    async with _end(folder, "worker") as worker:
+        listening = msgspec.json.decode(await worker.line(_LATE), type=Listening)
+        async with _end(folder, "frontend", listening.address, str(listening.bare_port)) as frontend:
+            yield _Ends(worker, frontend)
+
+
+@asynccontextmanager
+async def _end(folder: Path, *arguments: str) -> AsyncIterator[_End]:
+    """It ends when its stdin does, and with this process."""
+    log = folder / f"{arguments[0]}.log"
+    with log.open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "pdserve_bench.hops.stream_ends",
+            *arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            process_group=0,
+            preexec_fn=dies_with_parent(signal.SIGKILL),
+        )
+    try:
+        yield _End(process, log)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+# ── tables ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _section(turns: Sequence[StreamTurn]) -> HopSection:
+    sizes = sorted({turn.size for turn in turns})
+    return HopSection(
+        tables=[_round_trips(turns, sizes), _one_way(turns, sizes)],
+        charts=[_chart(turns, sizes)],
+        data={"turns": [asdict(turn) for turn in turns]},
+    )
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A figure of both, in every round that has both."""
+
+    ours: list[float] = field(default_factory=list)
+    baseline: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, turns: Sequence[StreamTurn], size: int, one_way: bool, figure: Callable[[StreamTurn], float]
+    ) -> "_Pair":
+        mine = [turn for turn in turns if turn.size == size and (turn.burst > 1) == one_way]
+        return cls(*([figure(turn) for turn in mine if turn.system == name] for name in (OURS, BASELINE)))
+
+    def cells(self) -> list[Cell]:
+        """Median, its spread, the baseline's median, the ratio."""
+        medians = statistics.median(self.ours), statistics.median(self.baseline)
+        return [medians[0], spread(self.ours), medians[1], median_ratio(self.ours, self.baseline)]
+
+
+def _cpu(turn: StreamTurn) -> float:
+    return 1e6 * (turn.frontend_cpu + turn.worker_cpu) / turn.messages
+
+
+def _round_trips(turns: Sequence[StreamTurn], sizes: Sequence[int]) -> Rows:
+    columns = [
+        Column("requests", ","),
+        Column("bytes", ","),
+        Column("round trip p50, us", ".0f"),
+        Column("±, %", ".0f"),
+        Column("bare p50, us", ".0f"),
+        Column("ratio", ".2f"),
+        Column("p99, us", ".0f"),
+        Column("CPU of both, us", ".0f"),
+        Column("bare CPU, us", ".0f"),
+        Column("CPU ratio", ".2f"),
+    ]
+    rows = []
+    for size in sizes:
+        time = _Pair.of(turns, size, False, lambda turn: 1e6 * turn.p50).cells()
+        late = _Pair.of(turns, size, False, lambda turn: 1e6 * turn.p99).cells()
+        cpu = _Pair.of(turns, size, False, _cpu).cells()
+        rows.append([size, frame_bytes(size), *time, late[0], cpu[0], *cpu[2:]])
+    note = "A small message to the worker, answered by the outputs of a step of so many requests."
+    return Rows("Stream: round trip between frontend and decode worker", columns, rows, note)
+
+
+def _one_way(turns: Sequence[StreamTurn], sizes: Sequence[int]) -> Rows:
+    columns = [
+        Column("requests", ","),
+        Column("messages/s", ",.0f"),
+        Column("±, %", ".0f"),
+        Column("bare, messages/s", ",.0f"),
+        Column("ratio", ".2f"),
+        Column("frontend CPU, us", ".1f"),
+        Column("bare, us", ".1f"),
+        Column("worker CPU, us", ".1f"),
+        Column("bare , us", ".1f"),
+        Column("CPU ratio", ".2f"),
+    ]
+    rows = []
+    for size in sizes:
+        rate = _Pair.of(turns, size, True, lambda turn: turn.messages / turn.seconds).cells()
+        frontend = _Pair.of(turns, size, True, lambda turn: 1e6 * turn.frontend_cpu / turn.messages).cells()
+        worker = _Pair.of(turns, size, True, lambda turn: 1e6 * turn.worker_cpu / turn.messages).cells()
+        cpu = _Pair.of(turns, size, True, _cpu).cells()
+        rows.append([size, *rate, frontend[0], frontend[2], worker[0], worker[2], cpu[3]])
+    note = f"As fast as they go, {BURST} at a time, each in a turn of the event loop of its own; CPU for each message."
+    return Rows("Stream: messages from the decode worker to the frontend", columns, rows, note)
+
+
+def _chart(turns: Sequence[StreamTurn], sizes: Sequence[int]) -> Chart:
+    pairs = [_Pair.of(turns, size, True, _cpu) for size in sizes]
+    return Chart(
+        "Stream: CPU of both sides for each message",
+        "bars",
+        "requests in the message",
+        "microseconds",
+        [
+            Series(OURS, [str(size) for size in sizes], [statistics.median(pair.ours) for pair in pairs]),
+            Series(
+                BASELINE,
+                [str(size) for size in sizes],
+                [statistics.median(pair.baseline) for pair in pairs],
+                baseline=True,
+            ),
+        ],
+        better="lower",
+    )
