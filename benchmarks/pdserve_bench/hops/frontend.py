@@ -15,7 +15,7 @@ from pdserve_bench.endpoint import Prompts
 from pdserve_bench.hops import servers
 from pdserve_bench.hops.frontend_load import (
     SETTLE,
-    Turn,
+    FrontendTurn,
     ask_for_one_token,
     hold_streams,
     ramp_seconds,
@@ -107,7 +107,7 @@ async def measure(
                     yield found.section()
 
 
-def _told(turn: Turn) -> str:
+def _told(turn: FrontendTurn) -> str:
     return f"{turn.system}: {turn.tokens / turn.seconds:,.0f} tokens/s"
 
 
@@ -138,8 +138,8 @@ def front(system: str, cpu: Mapping[str, float]) -> float:
 
 @dataclass
 class _Found:
-    streams: list[Turn] = field(default_factory=list)
-    requests: list[Turn] = field(default_factory=list)
+    streams: list[FrontendTurn] = field(default_factory=list)
+    requests: list[FrontendTurn] = field(default_factory=list)
     idle: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -192,7 +192,11 @@ class _Found:
 
 
 def _comparison(
-    title: str, load_name: str, turns: Sequence[Turn], cost: Callable[[Turn], float], note: str = ""
+    title: str,
+    load_name: str,
+    turns: Sequence[FrontendTurn],
+    cost: Callable[[FrontendTurn], float],
+    note: str = "",
 ) -> Rows:
     columns = [
         Column(load_name, ","),
@@ -211,7 +215,7 @@ def _comparison(
     return Rows(title, columns, rows, note)
 
 
-def _processes(turns: Sequence[Turn]) -> Rows:
+def _processes(turns: Sequence[FrontendTurn]) -> Rows:
     """Of the graph."""
     columns = [
         Column("streams", ","),
@@ -222,7 +226,7 @@ def _processes(turns: Sequence[Turn]) -> Rows:
         Column("load generator, us", ".0f"),
         Column("it has, % of a core", ".0f"),
     ]
-    parts: list[Callable[[Turn], float]] = [
+    parts: list[Callable[[FrontendTurn], float]] = [
         lambda turn: front(OURS, turn.cpu),
         lambda turn: turn.cpu.get("decode", 0.0),
         lambda turn: sum(turn.cpu.get(name, 0.0) for name in _SERVERS),
@@ -240,7 +244,7 @@ def _processes(turns: Sequence[Turn]) -> Rows:
     return Rows("Graph: CPU of every process for each streamed token", columns, rows)
 
 
-def _clients_view(title: str, load_name: str, turns: Sequence[Turn]) -> Rows:
+def _clients_view(title: str, load_name: str, turns: Sequence[FrontendTurn]) -> Rows:
     streams = any(turn.gaps for turn in turns)
     columns = [
         Column(load_name, ","),
@@ -280,7 +284,7 @@ def _clients_view(title: str, load_name: str, turns: Sequence[Turn]) -> Rows:
     return Rows(title, columns, rows, note)
 
 
-def _chart(turns: Sequence[Turn]) -> Chart:
+def _chart(turns: Sequence[FrontendTurn]) -> Chart:
     series = []
     for name in (OURS, BASELINE):
         loads = [load for load in _loads(turns) if any(t.load == load and t.system == name for t in turns)]
@@ -310,11 +314,13 @@ def _chart(turns: Sequence[Turn]) -> Chart:
     )
 
 
-def _loads(turns: Sequence[Turn]) -> list[int]:
+def _loads(turns: Sequence[FrontendTurn]) -> list[int]:
     return sorted({turn.load for turn in turns})
 
 
-def _costs(turns: Sequence[Turn], load: int, system: str, cost: Callable[[Turn], float]) -> list[float]:
+def _costs(
+    turns: Sequence[FrontendTurn], load: int, system: str, cost: Callable[[FrontendTurn], float]
+) -> list[float]:
     """Of each round."""
     return [cost(turn) for turn in turns if turn.load == load and turn.system == system]
 
@@ -323,7 +329,7 @@ def _with_spread(samples: Sequence[float]) -> tuple[float | None, float | None]:
     return (statistics.median(samples), spread(samples)) if samples else (None, None)
 
 
-def _raw(turn: Turn) -> dict[str, object]:
+def _raw(turn: FrontendTurn) -> dict[str, object]:
     """Without the samples of each request, which are many."""
     kept = {name: value for name, value in asdict(turn).items() if name not in ("ttfts", "gaps")}
     times = {"TTFT": turn.ttfts, "gap": turn.gaps}

@@ -24,7 +24,7 @@ _COARSE = 0.02
 
 
 @dataclass(frozen=True)
-class Turn:
+class FrontendTurn:
     """One measurement of one server."""
 
     system: str
@@ -65,7 +65,7 @@ def tokens_needed(streams: int, seconds: float) -> int:
 
 async def hold_streams(
     system: str, endpoint: Endpoint, meter: CpuMeter, streams: int, seconds: float, prompts: Prompts
-) -> Turn:
+) -> FrontendTurn:
     """All streams begin, then a window in which all of them run and none begins or ends; then they are cut off. Raises
     Unavailable where they do not begin."""
     tokens = tokens_needed(streams, seconds)
@@ -90,7 +90,7 @@ async def hold_streams(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return Turn(
+    return FrontendTurn(
         system,
         streams,
         requests=0,
@@ -113,7 +113,7 @@ async def hold_streams(
 
 async def ask_for_one_token(
     system: str, endpoint: Endpoint, meter: CpuMeter, clients: int, seconds: float, prompts: Prompts
-) -> Turn:
+) -> FrontendTurn:
     """So many clients ask for one token each, again and again."""
 
     def requests() -> Iterator[Exchange]:
@@ -129,7 +129,7 @@ async def ask_for_one_token(
     end, spent, used = time.monotonic(), meter.read().since(before), time.process_time() - client
     good = [exchange for exchange in loop.done if exchange.outcome is Outcome.FINISHED]
     bad = [exchange for exchange in loop.done if exchange.outcome is not Outcome.FINISHED]
-    return Turn(
+    return FrontendTurn(
         system,
         clients,
         requests=len(good),
