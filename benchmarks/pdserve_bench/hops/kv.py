@@ -50,6 +50,7 @@ class KvPlan:
     link_layout: KvLayout = DEMO
     """that of the smaller pieces"""
     link_sizes: tuple[float, ...] = (1e6, 16e6)
+    """less where the line takes more than a second for it"""
     link_flight: float = 1e6
 
 
@@ -131,14 +132,17 @@ async def _over_link(
 ) -> None:
     seconds = options.seconds * _LINK
     layout = plan.link_layout
-    largest = max(*plan.link_sizes, max(plan.in_flight) * plan.link_flight)
+    per_second = figures.rate / 8
+    sizes = [min(size, per_second) for size in plan.link_sizes]
+    flight = min(plan.link_flight, per_second / 4)
+    largest = max(*sizes, max(plan.in_flight) * flight)
     async with kv_pair(layout.pool(largest), options.seed + number, link) as pair:
         figures.handshakes.setdefault((True, layout.name), []).append(pair.handshake)
         await _measure(pair, _case(layout, 1, over_link=True, smallest=True), seconds, number, figures)
-        for blocks in dict.fromkeys(map(layout.blocks, plan.link_sizes)):
+        for blocks in dict.fromkeys(map(layout.blocks, sizes)):
             await _measure(pair, _case(layout, blocks, over_link=True), seconds, number, figures, "TCP")
         for count in plan.in_flight:
-            case = _case(layout, layout.blocks(plan.link_flight), over_link=True, in_flight=count)
+            case = _case(layout, layout.blocks(flight), over_link=True, in_flight=count)
             await _measure(pair, case, seconds, number, figures)
 
 

@@ -13,6 +13,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from pdserve.errors import Unavailable
 from pdserve.kv.pool import PoolShape
 from pdserve_bench.hops.kv_ends import Command, Connect, Lent, Taken
 from pdserve_bench.hops.link import DEVICE, NetNamespace
@@ -27,7 +28,7 @@ _PATIENCE = 120.0
 Answer = TypeVar("Answer")
 
 
-class EndLost(Exception):
+class EndLost(Unavailable):
     """A process of a pair ended, or did not answer; the text has its last words."""
 
 

@@ -110,7 +110,7 @@ def section(figures: KvFigures) -> HopSection:
         found.tables.append(_link(figures, linked))
         found.charts.append(_link_chart(figures, [case for case in linked if case.in_flight == 1]))
     found.notes += list(_notes(figures))
-    found.data["kv"] = {
+    found.data = {
         "link": {"rate": figures.link, "bits_per_second": figures.rate, "delay": figures.delay},
         "handshakes": [
             {"over_link": over_link, "layout": layout, "seconds": seconds}
@@ -282,7 +282,7 @@ def _speed_chart(figures: KvFigures, cases: Sequence[KvCase]) -> Chart:
 
 
 def _link_chart(figures: KvFigures, cases: Sequence[KvCase]) -> Chart:
-    sizes = [f"{case.size / 1e6:.3g} MB" for case in cases]
+    sizes = [f"{case.size / 1e6:.2g} MB" for case in cases]
     return Chart(
         f"KV over a link of {figures.link}",
         "bars",
@@ -307,4 +307,4 @@ def _notes(figures: KvFigures) -> Iterable[str]:
     if chosen := os.environ.get("UCX_TLS"):
         yield f"KV: UCX_TLS={chosen} in the environment decides how the two processes of one host reach each other."
     if figures.no_link:
-        yield f"KV: no figures over a link: network namespaces with one cannot be made here ({figures.no_link})."
+        yield f"KV: no figures over a link between two network namespaces: {figures.no_link}."

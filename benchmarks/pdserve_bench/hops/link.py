@@ -32,7 +32,7 @@ _SEGMENT = 16 << 10
 """bytes that the device takes at once, and the least that the bucket holds"""
 _QUEUE = 0.05
 """seconds at full rate that wait in the device before packets are dropped"""
-_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_UNITS = {"mbit": 1e6, "gbit": 1e9}
 
 
 class NoNamespaces(Exception):
@@ -71,7 +71,7 @@ async def shaped_link(rate: float, delay: str = "") -> AsyncIterator[tuple[NetNa
 
 def bits_per_second(text: str) -> float:
     """Of `200mbit` or `1gbit`. Raises ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", text.strip().lower())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([mg]bit)", text.strip().lower())
     if not found or not float(found[1]):
         raise ConfigError([f"--link {text}: give a rate as in 200mbit, 1gbit or 10gbit."])
     return float(found[1]) * _UNITS[found[2]]
@@ -114,7 +114,12 @@ async def _set_up(end: NetNamespace, rate: float, delay: str) -> None:
     await _run(end, "ip", "link", "set", DEVICE, "up", "gso_max_size", str(_SEGMENT))
     place: tuple[str, ...] = ("root",)
     if delay:
-        await _run(end, "tc", "qdisc", "add", "dev", DEVICE, "root", "handle", "1:", "netem", "delay", delay)
+        try:
+            await _run(
+                end, "tc", "qdisc", "add", "dev", DEVICE, "root", "handle", "1:", "netem", "delay", delay
+            )
+        except NoNamespaces as error:
+            raise NoNamespaces(f"this kernel's netem cannot delay them by {delay}: {error}") from error
         place = ("parent", "1:1")
     bucket, queue = max(_SEGMENT, int(rate / 8 * _BUCKET)), max(16 * _SEGMENT, int(rate / 8 * _QUEUE))
     sizes = ("rate", f"{rate:.0f}bit", "burst", str(bucket), "limit", str(queue))
