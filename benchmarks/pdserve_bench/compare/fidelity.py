@@ -81,7 +81,8 @@ async def measure(folder: Path, load: PoissonLoad, schedule: Schedule, report: R
         report.notes.append(f"A real engine: {speed.describe()}.")
         cost = await remote_cost(real, speed, schedule, LIMITS)
         measured = await _loads(real, load, schedule, "real")
-    async with running(folder, "idle", schedule, {}, speed.speeds()) as idle:
+    free = speed.with_transfer(cost, cost).speeds()
+    async with running(folder, "idle", schedule, {}, free) as idle:
         floor = await remote_cost(idle, speed, schedule, LIMITS)
     speed = speed.with_transfer(cost, floor, _KV_BYTES)
     report.notes += [f"Real: {cost.describe()}.", f"Simulated, transfers free: {floor.describe()}."]
