@@ -47,6 +47,8 @@ CPU_NOTE = (
     "Simulated engines do not compete for the cores of this machine: a split with more engines than it has cores for "
     "is predicted as on a machine that has them."
 )
+_SEED = 1_000_003
+"""added to the user's, whose prompts the server may have in its prefix cache"""
 _SHORT = 32
 _SHARES = {"prompts": 0.35, "answers": 0.45, "both": 0.2}
 """of the time"""
@@ -214,7 +216,7 @@ async def calibrate(
     """Of one engine behind the endpoint, which has to be idle, and has to prefill where it decodes (ALL_LOCAL). Takes
     about so many seconds, more where the engine is slow. Raises Unavailable where the server fails."""
     limits = limits or EngineLimits()
-    questions = _Questions(endpoint, await learn_prompts(endpoint, seed), limits)
+    questions = _Questions(endpoint, await learn_prompts(endpoint, _SEED + seed), limits)
     measures = {"prompts": questions.alone, "answers": questions.answers, "both": questions.both}
     points: list[SpeedPoint] = []
     for name in measures:
@@ -239,7 +241,7 @@ async def remote_cost(
     limits = limits or EngineLimits()
     room = min(limits.max_model_len - 16, limits.max_batched_tokens)
     lengths = [length for length in REMOTE_PROMPTS if length <= room]
-    questions = _Questions(system.endpoint, await learn_prompts(system.endpoint, seed), limits)
+    questions = _Questions(system.endpoint, await learn_prompts(system.endpoint, 2 * _SEED + seed), limits)
     seen: dict[tuple[int, str], list[tuple[int, float]]] = {}
     end, took = time.monotonic() + seconds, 0.0
     with schedule.phase(REMOTE_PHASE, seconds):
