@@ -66,11 +66,12 @@ _CHECKS = 1.7
 def phases(options: HopOptions, plan: KvPlan = PLAN) -> Mapping[str, float]:
     """Raises ConfigError."""
     bits_per_second(options.link)
-    local = len(plan.layouts) * (1 + 2 * len(plan.sizes) + len(plan.in_flight))
+    local = 1 + 2 * len(plan.sizes) + len(plan.in_flight)
     linked = 1 + 2 * len(plan.link_sizes) + len(plan.in_flight)
     own = {
-        _local(number): len(plan.layouts) * _START + _CHECKS * local * options.seconds * _LOCAL
+        _local(number, layout): _START + _CHECKS * local * options.seconds * _LOCAL
         for number in range(options.rounds)
+        for layout in plan.layouts
     }
     over = {
         _linked(number, options): _START + _CHECKS * linked * options.seconds * _LINK
@@ -83,10 +84,10 @@ async def measure(options: HopOptions, schedule: Schedule, plan: KvPlan = PLAN) 
     """Raises EndLost, with the reason, where a process ended or the wrong bytes arrived."""
     figures = KvFigures(options.link, bits_per_second(options.link), options.delay)
     for number in range(options.rounds):
-        with schedule.phase(_local(number)):
-            for layout in plan.layouts:
+        for layout in plan.layouts:
+            with schedule.phase(_local(number, layout)):
                 await _on_this_host(options, plan, layout, number, figures)
-        yield section(figures)
+            yield section(figures)
     for number in range(options.rounds):
         if figures.no_link:
             schedule.cancel(_linked(number, options))
@@ -100,8 +101,8 @@ async def measure(options: HopOptions, schedule: Schedule, plan: KvPlan = PLAN) 
         yield section(figures)
 
 
-def _local(number: int) -> str:
-    return f"KV between two processes, round {number + 1}"
+def _local(number: int, layout: KvLayout) -> str:
+    return f"KV of {layout.name} between two processes, round {number + 1}"
 
 
 def _linked(number: int, options: HopOptions) -> str:
