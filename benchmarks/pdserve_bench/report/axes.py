@@ -16,8 +16,6 @@ SMALL = 9.0
 """points of ticks, values, legends"""
 _MARKERS = "osD^vPX*"
 _DASHES = (0, (4, 3))
-_FEW = 40
-"""points of a line that each have a mark"""
 _CDF_POINTS = 250
 _BEHIND = {"facecolor": palette.PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.6}
 """texts over lines"""
@@ -75,7 +73,7 @@ class Marks:
             axes.plot(
                 xs,
                 ys,
-                marker=_marker(number_) if len(xs) <= _FEW else "",
+                marker=_marker(number_),
                 color=colour,
                 markersize=5,
                 linewidth=2,
@@ -235,11 +233,7 @@ class Marks:
     def _flat(self, text: str, value: float) -> None:
         axes, colour = self.axes, self._colours.get(text, palette.INK)
         axes.axhline(value, color=colour, linewidth=1.3, linestyle=_DASHES)
-        low, high = axes.get_ylim()
-        high_up = _share(value, (low, high), self.chart.log_y) > 0.92
-        if high_up and self.chart.y_unit != "share" and not self.chart.log_y:
-            axes.set_ylim(low, value + 0.09 * (value - low))
-            high_up = False
+        high_up = _share(value, axes.get_ylim(), self.chart.log_y) > 0.93
         axes.annotate(
             label(text, 60),
             (1, value),
@@ -304,7 +298,7 @@ class Marks:
         (self.axes.set_xlim if horizontal else self.axes.set_ylim)(low, high)
         axis.set_minor_locator(NullLocator())
         axis.set_minor_formatter(NullFormatter())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: number(value, unit, 4)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: number(value, unit, 6)))
 
     def _places(self) -> Any:
         """Where an x is: itself, or its place among the texts where there are any."""
@@ -342,12 +336,11 @@ class Marks:
             axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value, chart.x_unit, 4)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value, chart.x_unit, 6)))
         if chart.kind == "lines" and len(finite) <= 12:
             axes.xaxis.set_major_locator(
                 FixedLocator(self._apart(finite, axes.get_xlim(), chart.x_unit, log))
             )
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value, chart.x_unit)))
 
     def _decades(self, low: float, high: float, unit: str, horizontal: bool) -> list[float]:
         """Ticks of a logarithmic axis: as many in each decade as there is room for."""
@@ -364,7 +357,7 @@ class Marks:
         kept: list[float] = []
         end = -math.inf
         for tick in ticks:
-            at, half = _share(tick, view, log) * self.inches[0], width(number(tick, unit, 4), SMALL) / 2
+            at, half = _share(tick, view, log) * self.inches[0], width(number(tick, unit, 6), SMALL) / 2
             if at - half > end + 0.08:
                 kept.append(tick)
                 end = at + half

@@ -36,11 +36,7 @@ def as_json(report: Report) -> str:
 def read(file: Path) -> Report:
     """Raises ConfigError with what is wrong about the file."""
     try:
-        text = file.read_bytes()
-        report = _DECODER.decode(text)
-        if "origins" not in msgspec.json.decode(text):
-            report.origins = []  # which are not this process's
-        return report
+        return _DECODER.decode(file.read_bytes())
     except OSError as error:
         raise ConfigError([f"{file}: cannot be read: {error.strerror}."]) from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -1,0 +1,284 @@
+"""`pdserve bench systems`."""
+
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import pdserve
+from pdserve.config.load import load
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.plan.machine import Machine
+from pdserve.plan.plan import Plan, make_plan
+from pdserve.ports import free_port
+from pdserve_bench.endpoint import base_url, find_endpoint
+from pdserve_bench.goodput.measure import GoodputOptions
+from pdserve_bench.launch import derive
+from pdserve_bench.progress import Schedule, told
+from pdserve_bench.report import check_outputs
+from pdserve_bench.runs import INTERRUPTED, run_until_stopped
+from pdserve_bench.slo import Slo
+from pdserve_bench.slo import seconds as parse_seconds
+from pdserve_bench.systems.aggregated import Baseline, batches, gpus_of, layouts
+from pdserve_bench.systems.alternation import alternate
+from pdserve_bench.systems.contest import Contest, Record
+from pdserve_bench.systems.contestants import GRAPH, Contestant, graph_contestants
+from pdserve_bench.systems.loads import ClosedLoad, GoodputLoad, MultiRoundLoad, SystemLoad
+from pdserve_bench.systems.render import make_report
+from pdserve_bench.systems.stage import START_SECONDS, Stage
+from pdserve_bench.systems.system import Elsewhere, GraphSystem
+
+DEFAULT = "configs/local.yaml"
+LOADS = ("closed", "multi-round", "goodput")
+_WARM_UP = 1.5
+"""seconds of load before each window: longer than the workers of the system before spin after their last message"""
+_SCREENING_SECONDS = 3.0
+_GOODPUT_SECONDS = 10.0
+"""of a probe"""
+
+
+def systems(
+    file: Annotated[
+        Path | None,
+        typer.Option("-f", "--file", metavar="FILE", help=f"the graph (default: {DEFAULT}, the demo model)"),
+    ] = None,
+    loads: Annotated[str, typer.Option(metavar="NAMES", help="of closed, multi-round, goodput")] = "closed",
+    clients: Annotated[
+        str, typer.Option(metavar="N,N", help="of the closed loops: a load each (default: 1,8,32)")
+    ] = "",
+    prompt_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="of each request, about")] = 380,
+    output_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="of each answer")] = 64,
+    rounds: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="each measures everything once (default: 3; --in-turn: 2)"),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(metavar="S", min=0.2, help="a load is measured in a turn (default: 4)")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="2 rounds of 3 s, 1 and 8 clients, no screening: some 4 minutes")
+    ] = False,
+    batch: Annotated[
+        str,
+        typer.Option(
+            metavar="N,N", help="the baseline's max-num-batched-tokens to try (default: 256,2048,8192)"
+        ),
+    ] = "",
+    no_screening: Annotated[
+        bool, typer.Option("--no-screening", help="the baseline with vLLM's own batch size")
+    ] = False,
+    in_turn: Annotated[
+        bool, typer.Option("--in-turn", help="never two systems at a time, as on GPUs; takes longer")
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="of all engines: float32 makes answers comparable exactly")
+    ] = "",
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=URL", help="a server that runs already, measured as well; may be repeated"
+        ),
+    ] = None,
+    api_key: Annotated[
+        str,
+        typer.Option(
+            metavar="KEY", envvar="OPENAI_API_KEY", help="of the --also servers", show_default=False
+        ),
+    ] = "",
+    ttft: Annotated[str, typer.Option(metavar="TIME", help="goodput: to the first token")] = "500ms",
+    gap: Annotated[str, typer.Option(metavar="TIME", help="goodput: between two tokens")] = "60ms",
+    seed: Annotated[int, typer.Option(metavar="N", help="of the prompts")] = 1,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="write everything there, raw")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="NAME", help="write charts: NAME.png and NAME.html")
+    ] = None,
+) -> int:
+    """One vLLM engine against the graph, on the same hardware, under the same load.
+    Starts plain vLLM (the baseline, with all the cores or GPUs that FILE's graph has, at the best batch size of those
+    tried) and the graph of FILE, which takes part three times: with all prefills local, all remote, and as it decides.
+    They are measured in alternating order (ABBA) over several rounds. Prints medians, ratios to the baseline, the
+    noise (the baseline against itself) and the CPU seconds of each process per 1,000 output tokens. A ratio with a ~ is
+    inside of the noise. On a CPU host the servers stay up side by side; on GPUs each is started in its turn.
+    Ctrl-C shows what is there by then, and stops what was started. Exit code 1 where requests failed.
+
+    examples:
+      pdserve bench systems                                 the demo model, some 9 minutes
+      pdserve bench systems --quick --plot systems          some 4 minutes, and a page with charts
+      pdserve bench systems -f mine.yaml --batch 512,2048,8192 --rounds 5 --json systems.json
+      pdserve bench systems --loads closed,multi-round,goodput --ttft 500ms --gap 60ms
+      pdserve bench systems --dtype float32 --clients 1     are the answers the same, token for token?
+      pdserve bench systems --also dynamo=http://127.0.0.1:8100/v1
+    """
+    check_outputs(json, plot)
+    plan = _plan(file or _default_file())
+    others = _also(also or [])
+    made_loads = make_loads(
+        _names(loads),
+        _numbers("--clients", clients) or ([1, 8] if quick else [1, 8, 32]),
+        (prompt_tokens, output_tokens),
+        seconds or (3.0 if quick else 4.0),
+        Slo(_time("--ttft", ttft), _time("--gap", gap)),
+        seed,
+    )
+    alternating = in_turn or bool(gpus_of(plan))
+    tried = [] if no_screening or (quick and not batch) else batches(plan, _numbers("--batch", batch))
+    candidates = [Baseline(plan, layout, value, dtype) for layout in layouts(plan) for value in tried] or [
+        Baseline(plan, layouts(plan)[0], None, dtype)
+    ]
+    contestants, notes = graph_contestants(plan.config)
+    baseline_name = "aggregated" if _kind(plan) == "sim" else "aggregated vLLM"
+    contestants = [
+        Contestant(baseline_name, baseline_name, "the baseline"),
+        *contestants,
+        *(Contestant(name, name, f"runs already, at {url}") for name, url in others),
+    ]
+    names = [each.name for each in contestants]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError([f"--also {', '.join(twice)}: there is one of that name already."])
+    turns = alternate(
+        names,
+        [each.name for each in made_loads],
+        rounds or (2 if quick or alternating else 3),
+        grouped=alternating,
+    )
+    record = Record(contestants, made_loads, turns, candidates, alternating, notes=notes)
+    logging.basicConfig(level=logging.ERROR)
+    folder = Path(tempfile.mkdtemp(prefix="pdserve-systems-"))
+    graph = GraphSystem(GRAPH, derive(plan.config.path, 1, *_ports(plan), dtype))
+    problem: PdserveError | None = None
+    complete = False
+    with Schedule() as schedule:
+        start_seconds = START_SECONDS[_kind(plan)]
+        stage = Stage({GRAPH: graph}, folder, schedule, in_turn=alternating, start_seconds=start_seconds)
+        contest = Contest(
+            plan, record, stage, schedule, _screening_loads(made_loads, prompt_tokens, output_tokens), seed
+        )
+        contest.announce(start_seconds)
+        schedule.say(f"{plan.config.path}: about {told(schedule.seconds_left)}; logs in {folder}")
+
+        async def work() -> None:
+            for name, url in others:
+                headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+                stage.systems[name] = Elsewhere(name, await find_endpoint(url, headers=headers))
+            await contest.run()
+
+        try:
+            complete = run_until_stopped(work)
+        except PdserveError as error:
+            problem = error
+    return _finish(record, plan, folder, complete, problem, json, plot)
+
+
+def _finish(
+    record: Record,
+    plan: Plan,
+    folder: Path,
+    complete: bool,
+    problem: PdserveError | None,
+    json: Path | None,
+    plot: Path | None,
+) -> int:
+    """Show what there is, however it ended. The logs are kept where something went wrong."""
+    if record.measurements or record.screened:
+        report = make_report(record, plan, complete)
+        report.show()
+        report.write(json, plot)
+    failed = record.outcomes.get("failed", 0)
+    if problem is not None or (complete and failed):
+        print(f"kept for a look at it: {folder}", file=sys.stderr)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    if problem is not None:
+        raise problem
+    return INTERRUPTED if not complete else int(failed > 0)
+
+
+def make_loads(
+    names: Sequence[str],
+    clients: Sequence[int],
+    tokens: tuple[int, int],
+    seconds: float,
+    slo: Slo,
+    seed: int,
+) -> list[SystemLoad]:
+    made: list[SystemLoad] = []
+    if "closed" in names:
+        made += [ClosedLoad(count, *tokens, _WARM_UP, seconds) for count in clients]
+    if "multi-round" in names:
+        made.append(MultiRoundLoad(max(10.0, 4 * seconds), seed))
+    if "goodput" in names:
+        made.append(GoodputLoad(GoodputOptions(slo=slo, seconds=_GOODPUT_SECONDS, precision=0.15), *tokens))
+    return made
+
+
+def _screening_loads(loads: Sequence[SystemLoad], prompt_tokens: int, output_tokens: int) -> list[SystemLoad]:
+    """The two largest closed loops."""
+    counts = sorted(each.clients for each in loads if isinstance(each, ClosedLoad)) or [8, 32]
+    return [
+        ClosedLoad(count, prompt_tokens, output_tokens, _WARM_UP, _SCREENING_SECONDS) for count in counts[-2:]
+    ]
+
+
+def _default_file() -> Path:
+    """That of the repository which this runs from, or of the folder."""
+    for folder in (Path(pdserve.__file__).parent.parent, Path.cwd()):
+        if (folder / DEFAULT).is_file():
+            return folder / DEFAULT
+    raise ConfigError([f"There is no {DEFAULT} here: give the graph, with -f FILE."])
+
+
+def _plan(file: Path) -> Plan:
+    """Raises ConfigError with all that keeps the graph from running here."""
+    plan = make_plan(load(file, {}), Machine.detect())
+    if plan.config.decode is None:
+        raise ConfigError([f"{file} has no VllmWorker section: there is nothing to compare."])
+    if plan.problems:
+        raise ConfigError(list(plan.problems))
+    return plan
+
+
+def _kind(plan: Plan) -> str:
+    assert plan.config.decode is not None
+    return "sim" if plan.config.decode.engine == "sim" else "gpu" if gpus_of(plan) else "cpu"
+
+
+def _ports(plan: Plan) -> tuple[int, int]:
+    return free_port(plan.config.host), free_port(plan.config.host, 16)
+
+
+def _names(loads: str) -> list[str]:
+    names = [name.strip() for name in loads.split(",") if name.strip()]
+    if not names or set(names) - set(LOADS):
+        raise ConfigError([f"--loads {loads}: choose of {', '.join(LOADS)}."])
+    return names
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError([f"{option} {text}: give whole numbers from 1 on, as in 512,2048."])
+    return list(dict.fromkeys(int(word) for word in words))
+
+
+def _time(option: str, text: str) -> float:
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise ConfigError([f"{option}: {error}."]) from None
+
+
+def _also(texts: Sequence[str]) -> list[tuple[str, str]]:
+    found = []
+    for text in texts:
+        name, equals, url = text.partition("=")
+        if not equals or not name:
+            raise ConfigError(
+                [f"--also {text}: write it as NAME=URL, as in dynamo=http://127.0.0.1:8100/v1."]
+            )
+        found.append((name, base_url(url)))
+    return found

@@ -1,0 +1,160 @@
+"""`pdserve bench systems` as a user runs it, on simulated engines."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pdserve_bench.simulated import simulated, write
+
+from pdserve.cli import main
+
+SPEED = {"step-seconds": 0.01, "prefill-rate": 10_000}
+TINY = (
+    "--prompt-tokens",
+    "200",
+    "--output-tokens",
+    "8",
+    "--seconds",
+    "0.5",
+    "--no-screening",
+    "--rounds",
+    "1",
+)
+
+
+class Benchmark:
+    """A run in a folder of its own, in which nothing but its output is left where all went well."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        file = write(simulated(SPEED), folder / "sim.yaml")
+        command = [sys.executable, "-m", "pdserve", "bench", "systems", "-f", str(file), *TINY, *options]
+        (folder / "tmp").mkdir()
+        with (folder / "out").open("wb") as out, (folder / "log").open("wb") as log:
+            environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "COLUMNS": "110"}
+            self.process = subprocess.Popen(
+                [*command, "--json", str(folder / "systems.json")], env=environment, stdout=out, stderr=log
+            )
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    @property
+    def report(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "systems.json").read_text())
+        return found
+
+    def until(self, text: str) -> None:
+        deadline = time.monotonic() + 180
+        while text not in self.log:
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.1)
+
+    def left(self) -> list[psutil.Process]:
+        """What still runs of it."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if str(self.folder) in process.environ().get("PDSERVE_STATE_DIR", ""):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+@pytest.fixture
+def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Benchmark]:
+    run = Benchmark(tmp_path, *getattr(request, "param", ()))
+    yield run
+    if run.process.poll() is None:
+        run.process.terminate()
+        run.process.wait(120)
+
+
+@pytest.mark.parametrize("running", [("--clients", "2")], indirect=True)
+def test_a_whole_run(running: Benchmark) -> None:
+    assert running.process.wait(240) == 0, running.log + running.out
+    report, data = running.report, running.report["data"]
+    names = ["aggregated", "pdserve local", "pdserve remote", "pdserve"]
+    assert report["complete"]
+    assert [each["name"] for each in data["contestants"]] == names
+    assert "2 simulated workers" in data["baseline"]["hardware"]
+    turns = data["turns"]
+    assert [(turn["system"], turn["control"]) for turn in turns] == [
+        *((name, False) for name in names),
+        ("aggregated", True),
+    ]
+    assert all(turn["complete"] and turn["load"] == "c=2" for turn in turns)
+    assert sum(turn["outcomes"]["finished"] for turn in turns) > 20
+    assert (data["outcomes"]["failed"], data["outcomes"]["unfinished"]) == (0, 0)
+    remote = {turn["system"]: turn["figures"].get("remote prefills") for turn in turns}
+    assert remote == {"aggregated": 0.0, "pdserve local": 0.0, "pdserve remote": 1.0, "pdserve": 1.0}
+    for turn in turns:
+        prefill = {"prefill"} if turn["system"] != "aggregated" else set()
+        assert turn["cpu"].keys() == {
+            "supervisor", "guardian", "nats-server", "etcd", "decode", "frontend", *prefill
+        }  # fmt: skip
+        assert all(turn["cpu"][name] > 0 for name in ("decode", "frontend"))
+        assert 50 < turn["figures"]["output tokens/s"] < 200, "8 tokens in 0.1 s, of two clients"
+        assert turn["figures"]["TTFT p50"] > 200 / SPEED["prefill-rate"]
+    for same in data["answers"].values():
+        assert same == {"alone": 6, "alone_equal": 6, "together": 6, "together_equal": 6, "failed": 0}
+    assert set(data["idle_cpu"]) == {"aggregated", "pdserve"}
+    assert {"c=2", "Ratios to aggregated"} <= {table["title"].split(":")[0] for table in report["tables"]}
+    assert "pdserve against aggregated. c=2: " in running.out
+    assert "noise" in running.out
+    assert running.left() == []
+    assert list((running.folder / "tmp").glob("pdserve-*")) == []
+
+
+@pytest.mark.parametrize("running", [("--clients", "2", "--in-turn")], indirect=True)
+def test_a_run_that_is_broken_off_while_a_graph_starts(running: Benchmark) -> None:
+    """It shows what is there, says that this is not all, and leaves nothing."""
+    running.until("starting pdserve")
+    time.sleep(2)  # somewhere in its start
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(120) == 130, running.log
+    assert "Broken off" in running.out
+    assert "No round is complete" in running.out
+    data = running.report["data"]
+    assert not running.report["complete"]
+    assert [(turn["system"], turn["complete"]) for turn in data["turns"]] == [("aggregated", True)]
+    assert data["outcomes"]["finished"] == data["turns"][0]["outcomes"]["finished"] + 12
+    assert running.left() == []
+    assert list((running.folder / "tmp").glob("pdserve-*")) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--loads", "closed,open"], "--loads closed,open: choose of closed, multi-round, goodput."),
+        (["--clients", "1,x"], "--clients 1,x: give whole numbers"),
+        (["--batch", "0"], "--batch 0: give whole numbers"),
+        (["--also", "http://127.0.0.1:1"], "write it as NAME=URL"),
+        (["--also", "pdserve=http://127.0.0.1:1"], "--also pdserve: there is one of that name already."),
+        (["--ttft", "soon"], "--ttft: 'soon' is no time"),
+        (["--json", "/nowhere/systems.json"], "there is no folder /nowhere"),
+        (["-f", "/nowhere.yaml"], "/nowhere.yaml"),
+    ],
+)
+def test_a_wrong_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], expected: str
+) -> None:
+    """Is told at once, before anything starts."""
+    file = write(simulated(), tmp_path / "sim.yaml")
+    assert main(["bench", "systems", "-f", str(file), *options]) == 2
+    assert expected in capsys.readouterr().err
