@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from pdserve.errors import ConfigError, Unavailable
+from pdserve.errors import Unavailable
 from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint, find_endpoint, key_headers
 from pdserve_bench.multi_round.summary import MultiRoundResult
@@ -18,7 +18,7 @@ from pdserve_bench.multi_round.workload import MultiRound
 from pdserve_bench.progress import Schedule, told
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import INTERRUPTED, LoadRun, run_until_stopped
-from pdserve_bench.slo import Slo, seconds
+from pdserve_bench.slo import read_slo
 
 _LIVE = 5.0
 """seconds that the live figures look back"""
@@ -99,7 +99,7 @@ def multi_round(
           --user-history-prompt 2000 --answer-len 100 --model RAG_LLM --base-url http://0.0.0.0:8009/v1
       OPENAI_API_KEY=... pdserve bench multi-round --base-url https://llm.example.com/v1 --qps 1 --num-users 5
     """
-    slo = _slo(ttft, gap)
+    slo = read_slo(ttft, gap)
     check_outputs(json, plot)
     load = MultiRound(
         num_users=num_users,
@@ -196,11 +196,3 @@ def _news(run: LoadRun) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 10 else told(seconds)
-
-
-def _slo(ttft: str, gap: str) -> Slo:
-    """Raises ConfigError."""
-    try:
-        return Slo(seconds(ttft), seconds(gap))
-    except ValueError as error:
-        raise ConfigError([f"--ttft and --gap: {error}."]) from None
