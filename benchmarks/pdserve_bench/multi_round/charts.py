@@ -11,6 +11,8 @@ from pdserve_bench.slo import Slo
 
 _POINTS = 400
 """of a curve; more cannot be seen"""
+_LEAST = 0.0005
+"""seconds"""
 
 
 def draw_charts(run: LoadRun, questions: Sequence[Question], slo: Slo) -> list[Chart]:
@@ -49,6 +51,7 @@ def draw_charts(run: LoadRun, questions: Sequence[Question], slo: Slo) -> list[C
                 if pairs
             ],
             across=ttft_line,
+            log_y=True,
             y_unit="s",
             better="lower",
         ),
@@ -64,6 +67,7 @@ def draw_charts(run: LoadRun, questions: Sequence[Question], slo: Slo) -> list[C
                 if pairs
             ],
             upright=ttft_line,
+            log_x=True,
             x_unit="s",
             y_unit="share",
         ),
@@ -74,6 +78,7 @@ def draw_charts(run: LoadRun, questions: Sequence[Question], slo: Slo) -> list[C
             "share of gaps",
             [Series(label, _thinned(values), []) for label, values in gaps.items() if values],
             upright=gap_line,
+            log_x=True,
             x_unit="s",
             y_unit="share",
         ),
@@ -110,8 +115,9 @@ def _active(run: LoadRun, questions: Sequence[Question]) -> Chart:
 
 
 def _thinned(values: Sequence[float]) -> list[float]:
-    """As many as can be seen, evenly taken of the ordered ones, with both ends: the same curve."""
-    ordered = sorted(values)
+    """As many as can be seen, evenly taken of the ordered ones, with both ends: the same curve. Tokens that came
+    together are `_LEAST` apart, since the axis is logarithmic."""
+    ordered = [max(value, _LEAST) for value in sorted(values)]
     if len(ordered) <= _POINTS:
         return ordered
     return [ordered[round(place * (len(ordered) - 1) / (_POINTS - 1))] for place in range(_POINTS)]

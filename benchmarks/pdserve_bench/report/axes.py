@@ -73,7 +73,7 @@ class Marks:
             axes.plot(
                 xs,
                 ys,
-                marker=_marker(number_),
+                marker=_marker(number_) if _few(series) else "",
                 color=colour,
                 markersize=5,
                 linewidth=2,
@@ -382,7 +382,8 @@ class Marks:
             if chart.kind == "bars":
                 made[text] = Patch(color=colour, linewidth=0)
             else:
-                marker = "" if chart.kind == "cdf" else _marker(number_)
+                bare = chart.kind == "cdf" or (chart.kind == "lines" and not _few(series))
+                marker = "" if bare else _marker(number_)
                 style: Any = "" if chart.kind == "dots" else "-"
                 made[text] = Line2D(
                     [],
@@ -426,6 +427,11 @@ def bars_stand(chart: Chart, inches: float) -> bool:
 def beside(name: str, inches: float) -> str:
     """The name of a group of bars that lie, in lines."""
     return folded(label(name), 0.36 * inches, SMALL)
+
+
+def _few(series: Series) -> bool:
+    """A curve of so many points would be hidden by its marks."""
+    return len(series.xs) <= 60
 
 
 def _marker(place: int) -> str:
