@@ -12,6 +12,8 @@ from pdserve_bench.client import Exchange
 from pdserve_bench.slo import Slo
 
 _BEAT = 0.01
+_AFTER = 0.01
+"""seconds that it may take until all has been read that came during a stall"""
 _LEAST = 0.003
 """seconds: less is how exactly a timer fires"""
 
@@ -61,7 +63,7 @@ class GeneratorStalls:
         )
 
     def _around(self, moment: float) -> float:
-        return self.within(moment - _LEAST, moment + _LEAST)
+        return self.within(moment - _AFTER, moment + _LEAST)
 
     async def _watch(self) -> None:
         while True:

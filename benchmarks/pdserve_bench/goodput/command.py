@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from pdserve.errors import ConfigError, PdserveError
-from pdserve_bench.endpoint import find_endpoint, learn_prompts
+from pdserve_bench.endpoint import base_url as checked_url
+from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts
 from pdserve_bench.goodput.found import line_of, report_of
 from pdserve_bench.goodput.measure import FoundGoodput, GoodputOptions, find_goodput
 from pdserve_bench.goodput.requests import PoissonRequests
@@ -79,14 +80,14 @@ def goodput(
         budget=_time("--within", within),
         seed=seed,
     )
+    checked_url(base_url)
     check_outputs(json, plot)
     found = FoundGoodput(options)
     title = [f"Goodput of {base_url}"]
     schedule = Schedule()
 
     async def work() -> None:
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        endpoint = await find_endpoint(base_url, model, headers, chat)
+        endpoint = await find_endpoint(base_url, model, key_headers(api_key), chat)
         users = PoissonRequests(await learn_prompts(endpoint, seed), prompt_tokens, answer_len)
         title[0] = (
             f"Goodput of {endpoint.model} at {endpoint.url}: {prompt_tokens} tokens in, {answer_len} out"

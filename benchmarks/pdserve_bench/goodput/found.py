@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve_bench.client import Outcome
 from pdserve_bench.goodput.measure import FoundGoodput, Probe
 from pdserve_bench.report import Chart, Column, Report, Rows, Series
+from pdserve_bench.runs import LoadRun
 from pdserve_bench.samples import percentile, wilson
 from pdserve_bench.slo import Slo, Tally
 
 _STALLED = 0.25
 """of the SLO's gap: a longer stall of the load generator is told"""
+_ERRORS = 3
+"""kinds of them that are told"""
 _COLUMNS = (
     Column("offered, req/s", ".3g"),
     Column("sent", "d"),
@@ -127,7 +129,7 @@ def _row(probe: Probe) -> list[str | float | int | None]:
         remark_of(probe),
         *(1000 * value for value in times),
         1000 * percentile(probe.longest_gaps, 0.9),
-        probe.output_rate,
+        probe.run.summary()["output tokens/s"],
         probe.sent_rate,
     ]
 
@@ -151,9 +153,8 @@ def _notes(found: FoundGoodput, probes: Sequence[Probe]) -> list[str]:
             "The generator was late again where a rate was probed once more: the limit may be this client's or its "
             "machine's, not the server's. Run it where it has a core of its own."
         )
-    errors = [each for probe in probes for each in probe.run.of(Outcome.FAILED)]
-    if errors:
-        notes.append(f"{len(errors)} requests failed, the first one of them: {errors[0].error}")
+    errors = LoadRun([each for probe in probes for each in probe.run.exchanges]).errors()
+    notes += [f"{count} requests failed: {text}" for text, count in errors[:_ERRORS]]
     return notes
 
 

@@ -21,12 +21,10 @@ from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.search import GoodputSearch
 from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import LoadRun, Scalable
-from pdserve_bench.samples import wilson
+from pdserve_bench.samples import CONFIDENCE, wilson
 from pdserve_bench.slo import SHARE, Slo, Tally
 from pdserve_bench.stalls import GeneratorStalls
 
-LEAST_REQUESTS = 50
-"""of a probe: 24 are not sure even if all of them keep the SLO; a low rate is probed for longer"""
 _LONGER = 3.0
 """times the seconds of a probe, at most"""
 _IDLE_WITHIN = 60.0
@@ -100,11 +98,6 @@ class Probe:
         """Requests per second, as they were sent"""
         lasted = min(self.seconds, self.run.seconds)
         return self.tally.requests / lasted if lasted else 0.0
-
-    @property
-    def output_rate(self) -> float:
-        """Tokens per second of all requests, until the last one ended"""
-        return sum(each.output_tokens for each in self.run.exchanges) / self.run.seconds
 
     @property
     def ttfts(self) -> list[float]:
@@ -230,7 +223,10 @@ def _known(found: FoundGoodput) -> str:
 
 
 def _probe_seconds(rate: float, options: GoodputOptions) -> float:
-    return max(options.seconds, min(LEAST_REQUESTS / rate, _LONGER * options.seconds))
+    """A low rate is probed for longer: until there are twice as many requests as it takes to be sure of a rate at which
+    all keep the SLO (Wilson's interval; 49 for 90 %)."""
+    least = 2 * CONFIDENCE**2 * options.share / max(0.02, 1 - options.share)
+    return max(options.seconds, min(least / rate, _LONGER * options.seconds))
 
 
 async def probe(

@@ -1,0 +1,133 @@
+"""The search for the goodput against simulated servers whose border is known."""
+
+import math
+import random
+
+import pytest
+from pdserve_bench.goodput.search import TRIES, GoodputSearch
+
+
+class Curve:
+    """Of a server at which 90 % keep the SLO at `border` requests per second, and fewer above it: the steeper the
+    sooner."""
+
+    def __init__(self, border: float, steep: float) -> None:
+        self.border, self._steep = border, steep
+
+    def share(self, rate: float) -> float:
+        return 1 / (1 + math.exp(min(700.0, math.log(rate / self.border) * self._steep - math.log(9))))
+
+    def sample(self, rate: float, seconds: float, dice: random.Random) -> tuple[int, int]:
+        requests = max(50, round(rate * seconds))
+        return sum(dice.random() < self.share(rate) for _ in range(requests)), requests
+
+
+def _searched(curve: Curve, search: GoodputSearch, seed: int = 1) -> list[float]:
+    dice, rates = random.Random(seed), []
+    while (rate := search.next()) is not None:
+        assert search.left() >= 1
+        rates.append(rate)
+        search.tell(rate, *curve.sample(rate, 20, dice))
+    assert search.left() == 0
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("steep", "typical", "worst"), [(60, 0.045, 0.08), (20, 0.045, 0.1), (8, 0.08, 0.15)]
+)
+def test_the_border_is_found(steep: float, typical: float, worst: float) -> None:
+    """Within half the precision in 19 of 20 cases where the share falls steeply, and with few probes."""
+    errors, probes, inside = [], [], 0
+    for seed in range(200):
+        border = math.exp(random.Random(seed).uniform(math.log(0.3), math.log(60)))
+        search = GoodputSearch(start=4.0)
+        rates = _searched(Curve(border, steep), search, seed)
+        assert search.found
+        assert search.carried is not None
+        assert search.broken is not None
+        assert search.estimate is not None
+        assert search.carried <= search.estimate <= search.broken <= 1.1001 * search.carried
+        errors.append(abs(math.log(search.estimate / border)))
+        probes.append(len(rates))
+        low, high = search.interval
+        inside += (low or 0) <= border <= (high or math.inf)
+        assert max(map(rates.count, rates)) <= TRIES
+    errors.sort()
+    assert errors[190] < typical
+    assert errors[-1] < worst
+    assert inside >= 0.9 * 200
+    assert sum(probes) / 200 < 11
+    assert max(probes) <= 24
+
+
+@pytest.mark.parametrize("precision", [0.02, 0.05, 0.3, 1.0])
+def test_as_precise_as_asked_for(precision: float) -> None:
+    search = GoodputSearch(start=1.0, precision=precision, most=60)
+    _searched(Curve(7.3, 500), search)
+    assert search.carried is not None
+    assert search.broken is not None
+    assert search.broken / search.carried <= (1 + precision) * 1.0001
+    assert search.carried <= 7.31 * (1 + precision)
+    assert search.broken >= 7.29 / (1 + precision)
+
+
+def test_a_server_that_carries_nothing() -> None:
+    search = GoodputSearch(start=4.0, lowest=0.25)
+    rates = _searched(Curve(0.001, 60), search)
+    assert rates == [4.0, 2.0, 1.0, 0.5, 0.25, 0.25]
+    assert (search.carried, search.broken, search.estimate, search.found) == (None, 0.25, None, False)
+    assert search.interval == (None, 0.25)
+
+
+def test_a_server_that_carries_everything() -> None:
+    search = GoodputSearch(start=4.0, highest=50.0)
+    rates = _searched(Curve(1e6, 60), search)
+    assert rates == [4.0, 8.0, 16.0, 32.0, 50.0]
+    assert (search.carried, search.broken, search.estimate, search.found) == (50.0, None, 50.0, False)
+
+
+def test_what_breaks_is_probed_twice_and_a_moment_of_noise_is_overruled() -> None:
+    """At 4 the machine was busy; the border is at 10."""
+    curve, search, dice = Curve(10, 60), GoodputSearch(start=4.0), random.Random(1)
+    while (rate := search.next()) is not None:
+        disturbed = search.probes == 0
+        search.tell(rate, *((40, 80) if disturbed else curve.sample(rate, 20, dice)))
+    assert search.estimate == pytest.approx(10, rel=0.1)
+
+
+def test_outcomes_that_are_not_monotone_are_pooled() -> None:
+    search = GoodputSearch(start=4.0)
+    for rate, kept in ((2.0, 70), (3.0, 100), (4.0, 95), (8.0, 0)):
+        search.tell(rate, kept, 100)
+    shares = 265 / 300  # of the three rates below 8, together
+    assert shares < 0.9
+    assert (search.carried, search.broken) == (None, 2.0)
+    search.tell(2.0, 100, 100)
+    search.tell(2.0, 100, 100)
+    assert search.carried == 4.0
+
+
+def test_probes_are_bounded_whatever_they_find() -> None:
+    dice = random.Random(5)
+    for _ in range(200):
+        search = GoodputSearch(start=4.0, most=15)
+        while (rate := search.next()) is not None:
+            assert 0.05 <= rate <= 1000
+            requests = dice.choice([0, 1, 30, 200])
+            search.tell(rate, dice.randint(0, requests), requests)
+        assert search.probes <= 15
+
+
+def test_doubtful_ends_are_probed_again_and_pooled() -> None:
+    search = GoodputSearch(start=4.0, precision=0.5)
+    search.tell(4.0, 92, 100)
+    search.tell(5.5, 50, 100)
+    assert search.next() == 5.5  # what broke, once more
+    search.tell(5.5, 50, 100)
+    assert search.next() == 4.0  # 92 of 100 leave a doubt
+    assert search.interval == (None, 5.5)
+    search.tell(4.0, 93, 100)
+    assert search.next() == 4.0
+    search.tell(4.0, 97, 100)
+    assert search.next() is None
+    assert search.interval == (4.0, 5.5)

@@ -1,0 +1,101 @@
+"""Load: arrivals at random, and the generator's own stalls."""
+
+import asyncio
+import statistics
+import time
+from itertools import count, pairwise
+
+import pytest
+from pdserve_bench.client import Exchange
+from pdserve_bench.load import open_loop
+from pdserve_bench.slo import Slo
+from pdserve_bench.stalls import GeneratorStalls
+
+
+async def _arrivals(rate: float, seconds: float, seed: int, each: float = 0.0) -> list[float]:
+    async def send(exchange: Exchange) -> None:
+        exchange.started = time.monotonic()
+        await asyncio.sleep(each)
+        exchange.ended = time.monotonic()
+
+    sent = await open_loop((Exchange() for _ in count()), send, rate, seconds, seed)
+    assert all(exchange.ended for exchange in sent)
+    return [exchange.started for exchange in sent]
+
+
+async def test_arrivals_are_poisson() -> None:
+    """Their number has the variance of its mean, and the waits between them are exponential."""
+    begin = time.monotonic()
+    runs = await asyncio.gather(*(_arrivals(40.0, 3.0, seed) for seed in range(20)))
+    assert time.monotonic() - begin < 10
+    numbers = [len(arrivals) for arrivals in runs]
+    assert statistics.fmean(numbers) == pytest.approx(120, abs=3.3 * (120 / 20) ** 0.5)
+    assert 0.35 < statistics.variance(numbers) / 120 < 2.2  # chi square of 19 degrees: 0.1 % on each side
+    waits = [after - before for arrivals in runs for before, after in pairwise(arrivals)]
+    assert statistics.fmean(waits) == pytest.approx(1 / 40, rel=0.1)
+    assert statistics.median(waits) == pytest.approx(0.6931 / 40, rel=0.2)
+
+
+async def test_arrivals_do_not_wait_for_answers() -> None:
+    arrivals = await _arrivals(50.0, 0.5, seed=3, each=1.0)
+    assert len(arrivals) > 10
+    assert arrivals[-1] - arrivals[0] < 0.9
+
+
+async def test_a_seed_says_when_requests_arrive() -> None:
+    first, same, other = await asyncio.gather(*(_arrivals(30.0, 1.0, seed) for seed in (1, 1, 2)))
+    assert len(first) == len(same)
+    assert first != other
+
+
+async def test_cancelled_load_cancels_its_requests() -> None:
+    running, busy = set[int](), asyncio.Event()
+
+    async def send(exchange: Exchange) -> None:
+        running.add(id(exchange))
+        if len(running) == 3:
+            busy.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            running.discard(id(exchange))
+
+    load = open_loop((Exchange() for _ in count()), send, 100.0, 60.0, 1)
+    task: asyncio.Task[list[Exchange]] = asyncio.create_task(load)
+    await busy.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not running
+
+
+def _stall(seconds: float) -> None:
+    """Hold up the event loop."""
+    time.sleep(seconds)
+
+
+async def test_a_stall_is_to_blame_for_what_came_meanwhile_alone() -> None:
+    slo = Slo(0.5, 0.1)
+    async with GeneratorStalls() as stalls:
+        await asyncio.sleep(0.05)
+        before = time.monotonic()
+        _stall(0.3)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        after = time.monotonic()
+        await asyncio.sleep(0.05)
+    assert 0.25 < stalls.longest < 3
+    assert stalls.within(before, after) == pytest.approx(stalls.longest, rel=0.5)
+    assert stalls.within(before - 10, before - 9) == 0
+
+    def ended(*arrivals: float) -> Exchange:
+        return Exchange(started=before - 0.1, arrivals=list(arrivals), ended=arrivals[-1])
+
+    late = ended(before - 0.02, after)
+    assert not slo.kept(late)
+    assert stalls.to_blame(slo, late)
+    assert not stalls.to_blame(slo, ended(before - 0.02, before - 0.01)), "it has kept it"
+    slow = ended(before - 0.02, after, after + 0.2)
+    assert not stalls.to_blame(slo, slow), "a gap after the stall is the server's"
+    waited = Exchange(started=before - 0.1, arrivals=[after + 0.4], ended=after + 0.5)
+    assert not stalls.to_blame(slo, waited), "nothing came during the stall, and nothing was to be sent"

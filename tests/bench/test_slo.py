@@ -1,0 +1,89 @@
+"""SLOs: how they are written, when they are kept, and what became of requests under them."""
+
+from typing import Any
+
+import pytest
+from pdserve_bench.client import Exchange
+from pdserve_bench.slo import Slo, Tally, read_slo, seconds
+
+from pdserve.errors import ConfigError
+
+SLO = Slo(0.5, 0.06)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("500ms", 0.5),
+        ("0.5s", 0.5),
+        ("0.5", 0.5),
+        (".5s", 0.5),
+        ("2.s", 2.0),
+        (" 60 ms ", 0.06),
+        ("250us", 0.00025),
+        ("10m", 600.0),
+        ("2min", 120.0),
+    ],
+)
+def test_times_are_written_with_their_unit(text: str, value: float) -> None:
+    assert seconds(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ms", "5 parsecs", "-1s", "0", "0.0ms", "1e3", "inf", "nan", "1,5s", "1 2s"]
+)
+def test_what_is_no_time_is_said(text: str) -> None:
+    with pytest.raises(ValueError, match=r"write it as 500ms|more than nothing"):
+        seconds(text)
+
+
+def test_both_wrong_bounds_are_named_at_once() -> None:
+    assert read_slo("1s", "40ms") == Slo(1.0, 0.04)
+    with pytest.raises(ConfigError) as found:
+        read_slo("soon", "0ms")
+    assert [problem.split(":")[0] for problem in found.value.problems] == ["--ttft", "--gap"]
+
+
+def _exchange(*arrivals: float, **what: Any) -> Exchange:
+    """Started at 100; arrivals since then. `error`, `ended` as they are."""
+    return Exchange(
+        started=100.0,
+        arrivals=[100.0 + moment for moment in arrivals],
+        ended=what.pop("ended", 100.0 + (arrivals or (0.0,))[-1]),
+        **what,
+    )
+
+
+@pytest.mark.parametrize(
+    ("exchange", "fate"),
+    [
+        (_exchange(0.1, 0.15, 0.2), "kept"),
+        (_exchange(0.5, 0.55), "kept"),
+        (_exchange(0.2), "kept"),
+        (_exchange(0.51, 0.55), "ttft"),
+        (_exchange(0.1, 0.17), "gap"),
+        (_exchange(0.6, 0.7), "both"),
+        (_exchange(0.1, error="HTTP 503"), "failed"),
+        (_exchange(0.6, 0.7, error="connection: gone"), "failed"),
+        (_exchange(ended=100.1), "ttft"),  # finished without any token
+        (_exchange(ended=0.0), "ttft"),  # no token yet, two seconds after it began
+        (_exchange(0.1, 1.99, ended=0.0), "gap"),
+        (_exchange(0.1, 0.15, ended=0.0), "gap"),  # it waits for the next token since nearly two seconds
+        (_exchange(*(0.1 + 0.05 * n for n in range(38)), ended=0.0), "unfinished"),
+    ],
+)
+def test_each_request_has_one_fate(exchange: Exchange, fate: str) -> None:
+    tally = Tally.of(SLO, [exchange], now=102.0)
+    assert tally == Tally(**{fate: 1})
+    assert tally.requests == 1
+    assert tally.missed == (fate not in ("kept", "unfinished"))
+    assert SLO.kept(exchange) == (fate == "kept")
+
+
+def test_attainment_is_of_all_requests() -> None:
+    exchanges = [_exchange(0.1), _exchange(0.6), _exchange(ended=0.0), _exchange(error="x")]
+    assert SLO.attainment(exchanges) == 0.25
+    assert SLO.attainment([]) == 1.0
+    tally = Tally.of(SLO, exchanges, now=102.0)
+    assert (tally.kept, tally.ttft, tally.failed) == (1, 2, 1)
+    assert tally.told() == "TTFT 2, failed 1"
