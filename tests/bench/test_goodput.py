@@ -239,7 +239,8 @@ def test_the_border_of_a_simulated_graph_is_found(graph: Serve, tmp_path: Path) 
     border = _truth(PROMPT / PREFILL_RATE + 0.002, batch=2)
     assert 4 < border < 6
     shape = f"--prompt-tokens {PROMPT} --answer-len 2 --seconds {SECONDS}"
-    asked = f"--ttft {TTFT}s --gap 9s --start-rate 4 --precision 0.25 --share {SHARE} {shape} --json found.json --plot found.html"
+    slo = f"--ttft {TTFT}s --gap 9s --share {SHARE}"
+    asked = f"{slo} --start-rate 4 --precision 0.25 {shape} --json found.json --plot found.html"
     process = subprocess.run(
         [*PDSERVE, "bench", "goodput", "--base-url", graph.url, *asked.split()],
         cwd=tmp_path,
