@@ -125,9 +125,9 @@ def test_doubtful_ends_are_probed_again_and_pooled() -> None:
     assert search.next() == 5.5  # what broke, once more
     search.tell(5.5, 50, 100)
     assert search.next() == 4.0  # 92 of 100 leave a doubt
-    assert search.interval == (None, 5.5)
+    assert list(search.interval) == [None, 5.5]
     search.tell(4.0, 93, 100)
     assert search.next() == 4.0
     search.tell(4.0, 97, 100)
     assert search.next() is None
-    assert search.interval == (4.0, 5.5)
+    assert list(search.interval) == [4.0, 5.5]
