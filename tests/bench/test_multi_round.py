@@ -302,7 +302,7 @@ def test_the_report_accounts_for_every_request() -> None:
         ["2", 2, 1, 200],
         ["3", 1, 1, 300],
     ]
-    assert report.notes[0] == "6 requests of 3 users: 4 finished, 1 failed, 1 unfinished."
+    assert report.notes[0] == "6 requests of 3 users: 4 finished, 1 failed, 1 unfinished. Seed 1."
     assert report.notes[1] == (
         "Still on their way when the 10 s were over: 2 requests "
         "(1 finished within 2.0 s more, 1 did not end within 2.0 s more)."

@@ -24,6 +24,8 @@ _TOO_LONG = re.compile(
 )
 _LATE = 0.05
 """seconds: TTFTs are not much more exact than this program is punctual"""
+_HELD = 0.01
+"""of all questions; fewer are worth no note"""
 _SHOWN_ERRORS = 5
 _SHOWN_ROUNDS = 8
 """lines after that of the first round; more rounds share a line"""
@@ -183,7 +185,7 @@ class MultiRoundResult:
         users = len({question.user for question in questions})
         notes = [
             f"{figures['requests']:.0f} requests of {users} users: {figures['finished']:.0f} finished, "
-            f"{figures['failed']:.0f} failed, {figures['unfinished']:.0f} unfinished."
+            f"{figures['failed']:.0f} failed, {figures['unfinished']:.0f} unfinished. Seed {load.seed}."
         ]
         if late := self.run.on_their_way:
             states = Counter(question.outcome for question in late)
@@ -197,11 +199,12 @@ class MultiRoundResult:
             notes.append(
                 f"Still on their way when the {figures['window']:.0f} s were over: {len(late)} requests ({told})."
             )
-        if held := [question.held for question in questions if question.held > 0]:
+        held = [question.held for question in questions if question.held > 0]
+        if len(held) > _HELD * len(questions):
             notes.append(
-                f"{len(held)} of the questions were asked late, by {statistics.fmean(held):.1f} s on average, as the "
-                f"answer before them took longer than the {load.pacing.interval:g} s between two questions of a user: "
-                "the server does not keep up."
+                f"{len(held)} of the questions were asked late, by {statistics.fmean(held):.1f} s on average, because "
+                f"the answer before took longer than the {load.pacing.interval:g} s between two questions of a user: "
+                "the server did not keep up."
             )
         if (own := percentile([question.late for question in questions], 0.99)) > _LATE:
             notes.append(
