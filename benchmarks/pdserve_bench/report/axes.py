@@ -10,10 +10,21 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from pdserve_bench.report import Chart, Series, palette
-from pdserve_bench.report.lettering import folded, label, number, width
+from pdserve_bench.report.lettering import SMALL, folded, label, number, width
+from pdserve_bench.report.points import (
+    all_ys,
+    bars_stand,
+    beside,
+    categories,
+    has_data,
+    is_there,
+    numbers,
+    or_0,
+    whiskers,
+)
+from pdserve_bench.report.ticks import apart, decades, share
 
-SMALL = 9.0
-"""points of ticks, values, legends"""
+_UNBOUNDED = 1e9
 _MARKERS = "osD^vPX*"
 _DASHES = (0, (4, 3))
 _CDF_POINTS = 250
@@ -68,7 +79,7 @@ class Marks:
         places = self._places()
         for number_, series in enumerate(chart.series):
             xs = [places(x) for x in series.xs]
-            ys = _numbers(series.ys, chart.log_y)
+            ys = numbers(series.ys, chart.log_y)
             colour = self._colours[series.label]
             axes.plot(
                 xs,
@@ -80,10 +91,10 @@ class Marks:
                 markeredgewidth=0,
                 zorder=2.5 if colour in palette.GREYS else 3,
             )
-            down, up = _whiskers(series, ys, chart.log_y)
+            down, up = whiskers(series, ys, chart.log_y)
             if any(math.isfinite(length) for length in (*down, *up)):
                 axes.errorbar(xs, ys, yerr=[down, up], fmt="none", ecolor=colour, elinewidth=1.2, capsize=3)
-        self._value_axis(axes.yaxis, _all_ys(chart), chart.y_unit, chart.log_y, 0.06)
+        self._value_axis(axes.yaxis, all_ys(chart), chart.y_unit, chart.log_y, 0.06)
         self._x_axis([places(x) for series in chart.series for x in series.xs])
 
     def _dots(self) -> None:
@@ -92,7 +103,7 @@ class Marks:
         for number_, series in enumerate(chart.series):
             axes.scatter(
                 [places(x) for x in series.xs],
-                _numbers(series.ys, chart.log_y),
+                numbers(series.ys, chart.log_y),
                 s=14,
                 marker=_marker(number_),
                 color=self._colours[series.label],
@@ -100,14 +111,14 @@ class Marks:
                 linewidths=0,
                 rasterized=len(series.xs) > _SWARM,
             )
-        self._value_axis(axes.yaxis, _all_ys(chart), chart.y_unit, chart.log_y, 0.06)
+        self._value_axis(axes.yaxis, all_ys(chart), chart.y_unit, chart.log_y, 0.06)
         self._x_axis([places(x) for series in chart.series for x in series.xs])
 
     def _cdf(self) -> None:
         chart, axes = self.chart, self.axes
         drawn: list[float] = []
         for series in chart.series:
-            xs = sorted(x for x in _numbers(series.xs, chart.log_x) if math.isfinite(x))
+            xs = sorted(x for x in numbers(series.xs, chart.log_x) if math.isfinite(x))
             if not xs:
                 continue
             step = max(1, len(xs) // _CDF_POINTS)
@@ -130,21 +141,21 @@ class Marks:
         groups = categories(chart)
         thick = 0.76 / len(chart.series)
         values = axes.xaxis if self.upended else axes.yaxis
-        self._value_axis(values, _all_ys(chart), chart.y_unit, chart.log_y, 0.0)
+        self._value_axis(values, all_ys(chart), chart.y_unit, chart.log_y, 0.0)
         floor = 0.0
         if chart.log_y:
             floor = axes.get_xlim()[0] if self.upended else axes.get_ylim()[0]
         for number_, series in enumerate(chart.series):
-            ys = _numbers(series.ys, chart.log_y)
-            down, up = _whiskers(series, ys, chart.log_y)
+            ys = numbers(series.ys, chart.log_y)
+            down, up = whiskers(series, ys, chart.log_y)
             for x, raw, y, below, above in zip(
-                map(str, series.xs), _numbers(series.ys), ys, down, up, strict=False
+                map(str, series.xs), numbers(series.ys), ys, down, up, strict=False
             ):
                 at = groups.index(x) - 0.38 + thick * (number_ + 0.5)
                 if math.isfinite(y):
                     colour = self._colours[x if self._by_x else series.label]
-                    self._bar(at, y, floor, thick * 0.92, colour, (_or_0(below), _or_0(above)))
-                self._value(raw, at, y, _or_0(below if y < 0 else above), floor, thick)
+                    self._bar(at, y, floor, thick * 0.92, colour, (or_0(below), or_0(above)))
+                self._value(raw, at, y, or_0(below if y < 0 else above), floor, thick)
         names = [label(group) for group in groups]
         if self.upended:
             axes.set_yticks(range(len(names)), [beside(name, self.inches[0]) for name in names])
@@ -227,13 +238,19 @@ class Marks:
                 unit = (
                     self.chart.x_unit if axis is self.axes.xaxis and not self.upended else self.chart.y_unit
                 )
-                axis.set_major_locator(FixedLocator(self._decades(low, high, unit, axis is self.axes.xaxis)))
+                axis.set_major_locator(
+                    FixedLocator(decades(low, high, unit, self._along(axis is self.axes.xaxis)))
+                )
         return True
 
     def _flat(self, text: str, value: float) -> None:
         axes, colour = self.axes, self._colours.get(text, palette.INK)
         axes.axhline(value, color=colour, linewidth=1.3, linestyle=_DASHES)
-        high_up = _share(value, axes.get_ylim(), self.chart.log_y) > 0.93
+        low, high = axes.get_ylim()
+        high_up = share(value, (low, high), self.chart.log_y) > 0.92
+        if high_up and self.chart.y_unit != "share" and not self.chart.log_y:
+            axes.set_ylim(low, value + 0.09 * (value - low))
+            high_up = False
         axes.annotate(
             label(text, 60),
             (1, value),
@@ -256,7 +273,7 @@ class Marks:
         unit = self.chart.y_unit if self.upended else self.chart.x_unit
         words = number(value, unit) if text in self._colours else label(text, 60)
         half, wide = width(words, SMALL) / 2, self.inches[0]
-        at = _share(value, axes.get_xlim(), log) * wide
+        at = share(value, axes.get_xlim(), log) * wide
         middle = min(max(at, half), max(half, wide - half))
         row = next((row for row, end in enumerate(ends) if middle - half > end + 0.08), len(ends))
         ends[row : row + 1] = [middle + half]
@@ -286,7 +303,7 @@ class Marks:
             low, high = low / 10 ** (0.06 * apart + 0.03), high * 10 ** (0.06 * apart + 0.03)
             if bars:
                 low, high = 10 ** math.floor(math.log10(low)), high * 10 ** (0.06 * apart + 0.05)
-            axis.set_major_locator(FixedLocator(self._decades(low, high, unit, horizontal)))
+            axis.set_major_locator(FixedLocator(decades(low, high, unit, self._along(horizontal))))
         else:
             axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
             low, high = min(0.0, low), max(0.0, high)
@@ -298,7 +315,11 @@ class Marks:
         (self.axes.set_xlim if horizontal else self.axes.set_ylim)(low, high)
         axis.set_minor_locator(NullLocator())
         axis.set_minor_formatter(NullFormatter())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: number(value, unit, 6)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: number(value, unit, 4)))
+
+    def _along(self, horizontal: bool) -> float:
+        """The room for labels side by side, in inches; no bound where they are one above the other."""
+        return self.inches[0] if horizontal else _UNBOUNDED
 
     def _places(self) -> Any:
         """Where an x is: itself, or its place among the texts where there are any."""
@@ -329,39 +350,21 @@ class Marks:
         if log:
             edge = (high / low) ** 0.04 if high > low else 2.0
             axes.set_xlim(low / edge, high * edge)
-            axes.xaxis.set_major_locator(FixedLocator(self._decades(*axes.get_xlim(), chart.x_unit, True)))
+            axes.xaxis.set_major_locator(
+                FixedLocator(decades(*axes.get_xlim(), chart.x_unit, self.inches[0]))
+            )
         else:
             edge = 0.04 * (high - low) or 0.5
             axes.set_xlim(low - edge, high + edge)
             axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value, chart.x_unit, 6)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value, chart.x_unit, 4)))
         if chart.kind == "lines" and len(finite) <= 12:
             axes.xaxis.set_major_locator(
-                FixedLocator(self._apart(finite, axes.get_xlim(), chart.x_unit, log))
+                FixedLocator(apart(finite, axes.get_xlim(), chart.x_unit, log, self.inches[0]))
             )
-
-    def _decades(self, low: float, high: float, unit: str, horizontal: bool) -> list[float]:
-        """Ticks of a logarithmic axis: as many in each decade as there is room for."""
-        for steps in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3), (1,)):
-            powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-            ticks = [step * 10.0**power for power in powers for step in steps]
-            ticks = [tick for tick in ticks if low <= tick <= high]
-            if len(ticks) <= 8 and (not horizontal or self._apart(ticks, (low, high), unit, True) == ticks):
-                return ticks
-        return ticks[:: math.ceil(len(ticks) / 8)]
-
-    def _apart(self, ticks: Sequence[float], view: tuple[float, float], unit: str, log: bool) -> list[float]:
-        """Those of the ticks of a horizontal axis whose labels do not touch."""
-        kept: list[float] = []
-        end = -math.inf
-        for tick in ticks:
-            at, half = _share(tick, view, log) * self.inches[0], width(number(tick, unit, 6), SMALL) / 2
-            if at - half > end + 0.08:
-                kept.append(tick)
-                end = at + half
-        return kept
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value, chart.x_unit)))
 
     # ----- legend
 
@@ -377,7 +380,7 @@ class Marks:
         for number_, series in enumerate(chart.series):
             colour = self._colours[series.label]
             text = label(series.label, 60) or " "
-            if not _any(series, chart):
+            if not is_there(series, chart):
                 text += " (no data)"
             if chart.kind == "bars":
                 made[text] = Patch(color=colour, linewidth=0)
@@ -398,37 +401,6 @@ class Marks:
         return made
 
 
-def has_data(chart: Chart) -> bool:
-    return any(_any(series, chart) for series in chart.series)
-
-
-def _any(series: Series, chart: Chart) -> bool:
-    return any(map(math.isfinite, _numbers(series.xs if chart.kind == "cdf" else series.ys)))
-
-
-def categories(chart: Chart) -> list[str]:
-    return list(dict.fromkeys(str(x) for series in chart.series for x in series.xs))
-
-
-def bars_stand(chart: Chart, inches: float) -> bool:
-    """Whether the names fit under them in three lines without broken words, and the numbers above them."""
-    groups, count = categories(chart), max(1, len(chart.series))
-    if not groups:
-        return True
-    slot = inches / len(groups)
-    words = [word for group in groups for word in label(group).split()]
-    fits = all(width(word, SMALL) < 0.94 * slot for word in words)
-    lines = max(folded(label(group), 0.94 * slot, SMALL).count("\n") for group in groups) + 1
-    told = [number(y, chart.y_unit) for series in chart.series for y in _numbers(series.ys)]
-    widest = max((width(text, SMALL) for text in told), default=0.0)
-    return fits and lines <= 3 and widest * 0.8 < slot * 0.76 / count
-
-
-def beside(name: str, inches: float) -> str:
-    """The name of a group of bars that lie, in lines."""
-    return folded(label(name), 0.36 * inches, SMALL)
-
-
 def _few(series: Series) -> bool:
     """A curve of so many points would be hidden by its marks."""
     return len(series.xs) <= 60
@@ -436,41 +408,3 @@ def _few(series: Series) -> bool:
 
 def _marker(place: int) -> str:
     return _MARKERS[place % len(_MARKERS)]
-
-
-def _numbers(values: Iterable[object], positive: bool = False) -> list[float]:
-    """NaN for what is none, and where they must be positive for what is not."""
-    found = [float(value) if isinstance(value, int | float) else math.nan for value in values]
-    return [value if math.isfinite(value) and (value > 0 or not positive) else math.nan for value in found]
-
-
-def _all_ys(chart: Chart) -> list[float]:
-    """With the ends of the whiskers."""
-    return [
-        value
-        for series in chart.series
-        for values in (series.ys, series.low, series.high)
-        for value in _numbers(values)
-    ]
-
-
-def _whiskers(series: Series, ys: Sequence[float], positive: bool) -> tuple[list[float], list[float]]:
-    """Lengths downwards and upwards, NaN where there are none."""
-
-    def lengths(ends: Iterable[float | None], sign: int) -> list[float]:
-        given = [*_numbers(ends, positive), *[math.nan] * len(ys)]
-        return [
-            max(0.0, sign * (end - y)) if end == end else math.nan for y, end in zip(ys, given, strict=False)
-        ]
-
-    return lengths(series.low, -1), lengths(series.high, 1)
-
-
-def _or_0(length: float | None) -> float:
-    return length if length is not None and math.isfinite(length) else 0.0
-
-
-def _share(value: float, view: tuple[float, float], log: bool) -> float:
-    """How far along the axis it is: 0 to 1."""
-    low, high = view
-    return math.log(value / low) / math.log(high / low) if log else (value - low) / (high - low)

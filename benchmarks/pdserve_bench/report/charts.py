@@ -17,8 +17,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from pdserve_bench.report import BROKEN_OFF, Chart, Report, palette
-from pdserve_bench.report.axes import SMALL, Marks, bars_stand, beside, categories, has_data
-from pdserve_bench.report.lettering import FONTS, folded, label, width
+from pdserve_bench.report.axes import Marks
+from pdserve_bench.report.lettering import FONTS, SMALL, folded, label, width
+from pdserve_bench.report.points import bars_stand, beside, categories, has_data
 
 _DPI = 150
 _WIDTH = 1600 / _DPI

@@ -9,6 +9,8 @@ from matplotlib.textpath import text_to_path
 
 from pdserve_bench.report.terminal import printable
 
+SMALL = 9.0
+"""points of ticks, values, legends"""
 FONTS = ("DejaVu Sans", "sans-serif")
 _PREFIXES = ((1e-6, "µ"), (1e-3, "m"), (1.0, ""), (1e3, "k"), (1e6, "M"), (1e9, "G"), (1e12, "T"))
 
