@@ -36,7 +36,11 @@ def as_json(report: Report) -> str:
 def read(file: Path) -> Report:
     """Raises ConfigError with what is wrong about the file."""
     try:
-        return _DECODER.decode(file.read_bytes())
+        text = file.read_bytes()
+        report = _DECODER.decode(text)
+        if "origins" not in msgspec.json.decode(text):
+            report.origins = []  # which are not this process's
+        return report
     except OSError as error:
         raise ConfigError([f"{file}: cannot be read: {error.strerror}."]) from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
