@@ -32,6 +32,7 @@ from pdserve_bench.launch import started
 from pdserve_bench.load import ClosedLoop, open_loop
 from pdserve_bench.samples import percentile
 from pdserve_bench.simulated import simulated, write
+from pdserve_bench.stalls import GeneratorStalls
 
 SIMULATED = simulated({"step-seconds": 0.05, "prefill-rate": 4000}, decode={"max-num-seqs": 8})
 CROWD = [f"crowd-{number}" for number in range(8)]
@@ -39,7 +40,6 @@ FLOOD, POLITE = "flood", "polite"
 FACTORS = (1, 2, 5, 10)
 RAMP = 0.25
 """share of each run before its figures count"""
-_BEAT = 0.1
 NAN = float("nan")
 
 
@@ -95,22 +95,11 @@ class Caller:
 
     async def watched(self, work: "Coroutine[None, None, OverloadRun]") -> "OverloadRun":
         """With the CPU time that was taken, and the generator's own longest stall."""
-        longest, begin, before_all = 0.0, time.monotonic(), Cpu.now(self._graph.pid)
-
-        async def watch() -> None:
-            nonlocal longest
-            while True:
-                before = time.monotonic()
-                await asyncio.sleep(_BEAT)
-                longest = max(longest, time.monotonic() - before - _BEAT)
-
-        watcher = asyncio.create_task(watch())
-        try:
+        begin, before = time.monotonic(), Cpu.now(self._graph.pid)
+        async with GeneratorStalls() as stalls:
             run = await work
-            taken, seconds = Cpu.now(self._graph.pid).since(before_all), time.monotonic() - begin
-            return replace(run, stall=longest, cpu=taken, seconds=seconds)
-        finally:
-            watcher.cancel()
+        taken, seconds = Cpu.now(self._graph.pid).since(before), time.monotonic() - begin
+        return replace(run, stall=stalls.longest, cpu=taken, seconds=seconds)
 
     async def closed(self, clients: int, seconds: float, keys: list[str]) -> "OverloadRun":
         """Each client asks again when it is answered; a refused one waits a little."""

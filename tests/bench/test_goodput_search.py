@@ -33,10 +33,10 @@ def _searched(curve: Curve, search: GoodputSearch, seed: int = 1) -> list[float]
 
 
 @pytest.mark.parametrize(
-    ("steep", "typical", "worst"), [(60, 0.045, 0.08), (20, 0.045, 0.1), (8, 0.08, 0.15)]
+    ("steep", "typical", "worst"), [(60, 0.045, 0.08), (20, 0.045, 0.1), (8, 0.08, 0.15), (3, 0.17, 0.35)]
 )
 def test_the_border_is_found(steep: float, typical: float, worst: float) -> None:
-    """Within half the precision in 19 of 20 cases where the share falls steeply, and with few probes."""
+    """Within half the precision in 19 of 20 cases where the share falls steeply; with few probes."""
     errors, probes, inside = [], [], 0
     for seed in range(200):
         border = math.exp(random.Random(seed).uniform(math.log(0.3), math.log(60)))
@@ -56,7 +56,7 @@ def test_the_border_is_found(steep: float, typical: float, worst: float) -> None
     assert errors[190] < typical
     assert errors[-1] < worst
     assert inside >= 0.9 * 200
-    assert sum(probes) / 200 < 11
+    assert sum(probes) / 200 < 12
     assert max(probes) <= 24
 
 
