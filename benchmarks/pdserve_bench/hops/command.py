@@ -56,12 +56,12 @@ def hops(
                 against the rate of a shaped link
 
     Needs no GPU and no running graph: it starts what it measures in a temporary folder, and stops it. Each figure is
-    measured in every round, its baseline right before or after it. All of it takes some 5 minutes. Ctrl-C
+    measured in every round, its baseline right before or after it. All of it takes some 6 minutes. Ctrl-C
     shows what is there by then.
 
     examples:
       pdserve bench hops                                 everything
-      pdserve bench hops --only stream,queue             some 1.5 minutes
+      pdserve bench hops --only stream,queue             half a minute
       pdserve bench hops --only frontend --seconds 10 --rounds 5
       pdserve bench hops --json hops.json --plot hops    hops.png and hops.html too
     """

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 
+from pdserve.errors import Unavailable
 from pdserve_bench.endpoint import Prompts
 from pdserve_bench.hops import servers
 from pdserve_bench.hops.frontend_load import (
@@ -89,21 +90,28 @@ async def measure(
             await ask_for_one_token(name, running[name].endpoint, meters[name], 4, 1.0, prompts)
         with schedule.phase(_IDLE):
             found.idle = await _idle(meters, options.seconds)
+        given_up: set[int] = set()
         for number in range(options.rounds):
             for kind, loads, phase, turns in (
                 (hold_streams, possible, _streaming, found.streams),
                 (ask_for_one_token, clients, _asking, found.requests),
             ):
                 for load in loads:
+                    if kind is hold_streams and load in given_up:
+                        schedule.cancel(phase(load, number))
+                        continue
                     with schedule.phase(phase(load, number)):
-                        for name in alternate(OURS, BASELINE, number):
-                            await _quiet(meters[name])
-                            turns.append(
-                                await kind(
-                                    name, running[name].endpoint, meters[name], load, options.seconds, prompts
+                        try:
+                            for name in alternate(OURS, BASELINE, number):
+                                await _quiet(meters[name])
+                                endpoint, meter = running[name].endpoint, meters[name]
+                                turns.append(
+                                    await kind(name, endpoint, meter, load, options.seconds, prompts)
                                 )
-                            )
-                            schedule.update(_told(turns[-1]))
+                                schedule.update(_told(turns[-1]))
+                        except Unavailable as error:  # too much for this machine, as it is just now
+                            given_up.add(load)
+                            found.notes.append(f"{load:,} streams, round {number + 1}: left out: {error}")
                     yield found.section()
 
 

@@ -18,6 +18,7 @@ RAMP = 150.0
 """streams that begin in a second: each begins with a request, which costs as much as many tokens"""
 SETTLE = 0.5
 BEGIN_WITHIN = 60.0
+"""seconds after the last request was sent"""
 _TIMEOUT = 600.0
 _COARSE = 0.02
 """seconds: a window begins and ends between the bursts of longer steps"""

@@ -14,7 +14,7 @@ from pdserve_bench.report import Chart, Rows
 class HopOptions:
     folder: Path
     """for whatever it writes; each hop has one of its own, which is removed afterwards"""
-    seconds: float = 3.0
+    seconds: float = 2.5
     """of load for each figure in each round; a hop whose figures are steady sooner takes a part of it"""
     rounds: int = 3
     """how often each figure is measured, its baseline just before or just after it (`alternate`)"""
