@@ -196,6 +196,35 @@ def test_a_label_has_one_colour_and_a_baseline_is_grey() -> None:
     assert len(set(palette.of_labels([NASTY[10]]).values())) == 8
 
 
+def test_labels_of_one_chart_differ_where_there_are_more_than_colours() -> None:
+    charts = [
+        Chart("", "bars", "", "", [Series(f"{kind} {place}", ["x"], [1]) for place in range(count)])
+        for kind, count in (("system", 3), ("process", 7), ("hop", 6))
+    ]
+    mixed = Chart("", "bars", "", "", [*charts[0].series, *charts[2].series[-2:]])
+    colours = palette.of_labels([*charts, mixed])
+    for chart in (*charts, mixed):
+        assert len({colours[series.label] for series in chart.series}) == len(chart.series)
+
+
+@pytest.mark.parametrize(
+    ("label", "baseline"),
+    [
+        ("plain vLLM", True),
+        ("Aggregated: 4 engines", True),
+        ("vLLM", True),
+        ("vLLM, 512 tokens", True),
+        ("bare TCP", True),
+        ("vLLM worker", False),
+        ("decode: vLLM worker", False),
+        ("pdserve, all local", False),
+        ("one round", False),
+    ],
+)
+def test_baselines_are_known_by_their_names(label: str, baseline: bool) -> None:
+    assert palette.is_baseline(label) is baseline
+
+
 @pytest.mark.parametrize(
     ("value", "unit", "told"),
     [

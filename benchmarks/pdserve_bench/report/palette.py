@@ -2,7 +2,7 @@
 Ito); each has a counterpart for dark pages."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pdserve_bench.report import Chart
 
@@ -23,7 +23,9 @@ _NEUTRAL = "#4d6f8f"
 """of what stands alone in a chart beside others that have systems"""
 _OTHERS = {_NEUTRAL: "#8db4d6", INK: "#e6edf3", MUTED: "#9aa4af", GRID: "#30363d", PAPER: "#161b22"}
 
-_BASELINE = re.compile(r"(plain|bare|one|aggregated|baseline|vllm|memory copy|memcpy|line rate)\b", re.I)
+_BASELINE = re.compile(
+    r"(plain|bare|baseline|aggregated|one (vllm )?engine|memory copy|memcpy|line rate)\b|vllm($|[,:(])", re.I
+)
 
 
 def variable(colour: str) -> str:
@@ -52,7 +54,12 @@ def of_labels(charts: Sequence[Chart]) -> Mapping[str, str]:
     named = systems or alone
     grey = [label for label in named if label in marked or is_baseline(label)]
     strong = [label for label in named if label not in grey]
-    return {**dict.fromkeys(alone, _NEUTRAL), **_dealt(grey, GREYS), **_dealt(strong, list(_STRONG))}
+    together = [{series.label for series in chart.series} for chart in charts]
+    return {
+        **dict.fromkeys(alone, _NEUTRAL),
+        **_dealt(grey, GREYS, together),
+        **_dealt(strong, list(_STRONG), together),
+    }
 
 
 def is_baseline(label: str) -> bool:
@@ -64,5 +71,13 @@ def by_x(chart: Chart) -> bool:
     return chart.kind == "bars" and len(chart.series) == 1
 
 
-def _dealt(labels: Sequence[str], colours: Sequence[str]) -> dict[str, str]:
-    return {label: colours[place % len(colours)] for place, label in enumerate(labels)}
+def _dealt(
+    labels: Sequence[str], colours: Sequence[str], together: Sequence[Collection[str]]
+) -> dict[str, str]:
+    """Where there are more labels than colours, those that are `together` in a chart differ as long as they can."""
+    dealt: dict[str, str] = {}
+    for label in labels:
+        beside = [dealt.get(other) for chart in together if label in chart for other in chart]
+        used = list(dealt.values())
+        dealt[label] = min(colours, key=lambda colour: (beside.count(colour), used.count(colour)))
+    return dealt
