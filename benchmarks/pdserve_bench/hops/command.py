@@ -93,6 +93,7 @@ def make_report(found: dict[str, HopSection], complete: bool) -> Report:
     sections = found.values()
     return Report(
         title="Each hop alone",
+        lead=" ".join(section.lead for section in sections if section.lead),
         tables=[table for section in sections for table in section.tables],
         charts=[chart for section in sections for chart in section.charts],
         notes=[note for section in sections for note in section.notes],

@@ -141,6 +141,11 @@ def front(system: str, cpu: Mapping[str, float]) -> float:
     return cpu.get("frontend", 0.0) if system == OURS else sum(cpu.values())
 
 
+def _per_token(turn: FrontendTurn) -> float:
+    """Microseconds of CPU."""
+    return 1e6 * front(turn.system, turn.cpu) / max(1, turn.tokens)
+
+
 # ── tables ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -157,7 +162,7 @@ class _Found:
                 "Frontend: CPU of its process for each streamed token",
                 "streams",
                 self.streams,
-                lambda turn: 1e6 * front(turn.system, turn.cpu) / max(1, turn.tokens),
+                _per_token,
                 note=f"A step of the engines takes {1000 * servers.STEP:g} ms and {1000 * servers.SEQUENCE:.2f} ms for "
                 "each stream, so that many streams get 3,000 tokens/s together. ± is half of the way from the lowest "
                 "to the highest round.",
@@ -182,6 +187,20 @@ class _Found:
             charts=[_chart(self.streams)],
             data={**data, "idle CPU, seconds per second": self.idle},
             notes=[*self.notes, *self._more_notes()],
+            lead=self._lead(tables[0]),
+        )
+
+    def _lead(self, per_token: Rows) -> str:
+        known = [row for row in per_token.rows if row[5] is not None]
+        if not known:
+            return ""
+        streams = ", ".join(f"{row[0]:,}" for row in known)
+        costs, ratios = (
+            ", ".join(format(row[at], spec) for row in known) for at, spec in ((1, ".0f"), (5, ".2f"))
+        )
+        return (
+            f"Frontend: a streamed token costs {costs} us of CPU at {streams} streams, {ratios} times what it costs "
+            "vLLM's own app."
         )
 
     def _more_notes(self) -> Iterable[str]:
@@ -211,7 +230,7 @@ def _comparison(
         Column("pdserve, us", ".0f"),
         Column("±, %", ".0f"),
         Column("vLLM's app, us", ".0f"),
-        Column("± , %", ".0f"),
+        Column("vLLM's ±, %", ".0f"),
         Column("ratio", ".2f"),
     ]
     rows = []
@@ -296,10 +315,7 @@ def _chart(turns: Sequence[FrontendTurn]) -> Chart:
     series = []
     for name in (OURS, BASELINE):
         loads = [load for load in _loads(turns) if any(t.load == load and t.system == name for t in turns)]
-        costs = [
-            _costs(turns, load, name, lambda t: 1e6 * front(t.system, t.cpu) / max(1, t.tokens))
-            for load in loads
-        ]
+        costs = [_costs(turns, load, name, _per_token) for load in loads]
         series.append(
             Series(
                 name,

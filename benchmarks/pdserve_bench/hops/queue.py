@@ -236,6 +236,19 @@ def _section(turns: Sequence[QueueTurn]) -> HopSection:
         tables=[_times(turns, cases), _cpu(turns, cases)],
         charts=[_chart(turns, cases)],
         data={"turns": [asdict(turn) for turn in turns]},
+        lead=_lead(turns, cases),
+    )
+
+
+def _lead(turns: Sequence[QueueTurn], cases: Sequence[tuple[int, int]]) -> str:
+    prompt, depth = cases[0]
+    times, cpu = (
+        statistics.median(_of(turns, cases[0], figure)[0])
+        for figure in (lambda turn: 1000 * turn.p50, lambda turn: 1e6 * turn.server_cpu / turn.requests)
+    )
+    return (
+        f"Queue: a request of {prompt:,} tokens is answered {times:.1f} ms after it was published ({depth} in flight) "
+        f"and costs nats-server {cpu:.0f} us of CPU."
     )
 
 
@@ -257,7 +270,7 @@ def _times(turns: Sequence[QueueTurn], cases: Sequence[tuple[int, int]]) -> Rows
         Column("p99, ms", ".1f"),
         Column("stored p50, ms", ".2f"),
         Column("NATS request p50, ms", ".2f"),
-        Column("p99 , ms", ".1f"),
+        Column("NATS request p99, ms", ".1f"),
         Column("ratio of p50", ".2f"),
         Column("requests/s", ",.0f"),
     ]
@@ -291,8 +304,8 @@ def _cpu(turns: Sequence[QueueTurn], cases: Sequence[tuple[int, int]]) -> Rows:
         Column("NATS request, us", ".0f"),
         Column("ratio", ".2f"),
         Column("both workers, us", ".0f"),
-        Column("NATS request , us", ".0f"),
-        Column("ratio ", ".2f"),
+        Column("for a NATS request, us", ".0f"),
+        Column("workers' ratio", ".2f"),
     ]
     rows: list[list[Cell]] = []
     for case in cases:

@@ -35,6 +35,8 @@ class HopSection:
     """the raw figures of every round, for the JSON"""
     notes: list[str] = field(default_factory=list)
     """sentences on how to read the tables, and what disturbed the figures"""
+    lead: str = ""
+    """a sentence with its most important figures"""
 
 
 class Hop(Protocol):

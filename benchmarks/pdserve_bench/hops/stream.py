@@ -155,6 +155,18 @@ def _section(turns: Sequence[StreamTurn]) -> HopSection:
         tables=[_round_trips(turns, sizes), _one_way(turns, sizes)],
         charts=[_chart(turns, sizes)],
         data={"turns": [asdict(turn) for turn in turns]},
+        lead=_lead(turns, sizes[-1]),
+    )
+
+
+def _lead(turns: Sequence[StreamTurn], size: int) -> str:
+    time, cpu = (
+        _Pair.of(turns, size, False, lambda turn: 1e6 * turn.p50).cells(),
+        _Pair.of(turns, size, True, _cpu).cells(),
+    )
+    return (
+        f"Stream: the outputs of {size} requests come {time[0]:.0f} us after they were asked for ({time[3]:.2f} times "
+        f"bare TCP) and cost both sides {cpu[0]:.0f} us of CPU."
     )
 
 
@@ -213,9 +225,9 @@ def _one_way(turns: Sequence[StreamTurn], sizes: Sequence[int]) -> Rows:
         Column("bare, messages/s", ",.0f"),
         Column("ratio", ".2f"),
         Column("frontend CPU, us", ".1f"),
-        Column("bare, us", ".1f"),
+        Column("bare frontend, us", ".1f"),
         Column("worker CPU, us", ".1f"),
-        Column("bare , us", ".1f"),
+        Column("bare worker, us", ".1f"),
         Column("CPU ratio", ".2f"),
     ]
     rows = []
