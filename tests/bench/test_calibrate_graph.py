@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from pdserve_bench.compare.calibrate import EngineLimits, EngineSpeed, RemoteCost, calibrate, remote_cost
+from pdserve_bench.compare.calibrate import EngineLimits, EngineSpeed, RemoteCost, learn_speed, remote_cost
 from pdserve_bench.progress import Schedule
 from pdserve_bench.simulated import simulated
-from pdserve_bench.systems.system import ALL_LOCAL, GraphSystem
+from pdserve_bench.systems.system import GraphSystem
 
 from pdserve.engine.sim.model import SimModel, sim_model
 
@@ -32,9 +32,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         schedule = Schedule()
         limits = {"max-num-seqs": LIMITS.max_num_seqs}
         async with GraphSystem("known", simulated(SPEED, common=limits)).start(folder, print) as graph:
-            await graph.apply(ALL_LOCAL)
-            speed = await calibrate(graph.endpoint, schedule, LIMITS, seconds=10)
-            cost = await remote_cost(graph, speed, schedule, LIMITS, seconds=5)
+            speed = await learn_speed(graph, schedule, LIMITS, remote=True, seconds=14)
+            cost = await remote_cost(graph, speed, schedule, LIMITS, seconds=3)
             return speed, cost, schedule.seconds_left
 
     return asyncio.run(measure())
@@ -53,7 +52,9 @@ def test_steps_take_what_they_take(found: Found) -> None:
 
 def test_a_remote_prefill_costs_its_transfer(found: Found) -> None:
     """And some milliseconds on the way, of this machine."""
-    cost = found[1]
+    model, cost = found[0].model, found[1]
+    assert 0.1 < model.transfer_seconds < 0.35
+    assert model.bytes_per_token / model.bandwidth == pytest.approx(4096 / 1.5e7, rel=0.35)
     assert 0.1 < cost.seconds < 0.35
     assert cost.token_seconds == pytest.approx(4096 / 1.5e7, rel=0.35)
 

@@ -1,16 +1,21 @@
 """Traces are read strictly, and replayed with the lengths, times and shared prefixes that they have."""
 
+import asyncio
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pdserve_bench.client import Exchange
+from pdserve_bench.client import Outcome
 from pdserve_bench.compare.trace import BLOCK, Trace, TraceWorkload, read_trace
 from pdserve_bench.endpoint import Endpoint
+from pdserve_bench.runs import LoadRun
 
 from pdserve.errors import ConfigError
+from tests.bench.answers import DONE, STREAM, Asked, event, tiny_server
+from tests.conditions import until
 
 ENDPOINT = Endpoint("http://127.0.0.1:1", "m")
 WORD = 2.0
@@ -155,4 +160,38 @@ def test_it_is_told_in_a_line(tmp_path: Path) -> None:
         "46 % of the prompt tokens in shared prefixes"
     )
     assert found.requests[0].prompt_tokens == 1000
-    assert isinstance(Exchange(found.requests[0].body(ENDPOINT, WORD, "")).body["prompt"], str)
+
+
+async def test_it_is_sent_at_its_times_whatever_becomes_of_those_before(tmp_path: Path) -> None:
+    """To a server of words of two tokens that never ends an answer of 9 tokens."""
+    found = trace(
+        tmp_path,
+        mooncake(0, 100, [], 9),
+        mooncake(500, 80, []),
+        mooncake(1000, 60, []),
+        mooncake(1500, 40, []),
+    )
+
+    async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        tokens = 2 * len(asked.body["prompt"].split())
+        usage = {"prompt_tokens": tokens, "completion_tokens": asked.body["max_tokens"]}
+        writer.write(STREAM + event({"choices": [{"index": 0, "text": "word"}]}))
+        if asked.body["max_tokens"] == 9:
+            await asyncio.sleep(30)
+        writer.write(event({"choices": [], "usage": usage}) + DONE)
+
+    run = LoadRun()
+    async with tiny_server(respond) as server:
+        workload = found.at(4.0, 1.0, 1)
+        work = asyncio.create_task(workload.run(Endpoint(server.url, "m"), run))
+        await until(lambda: len(run.exchanges) == 4 and len(run.of(Outcome.FINISHED)) == 3)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+    assert len(run.exchanges) == 4
+    (endless,) = run.of(Outcome.UNFINISHED)
+    assert endless.body["max_tokens"] == 9
+    assert sorted(each.prompt_tokens for each in run.of(Outcome.FINISHED)) == [40, 60, 80]
+    times = [each.started - run.began for each in run.exchanges]
+    assert times == pytest.approx([0, 0.25, 0.5, 0.75], abs=0.15)
+    assert run.asks_until == run.began + 1.0
+    assert run.began < run.ended <= time.monotonic()

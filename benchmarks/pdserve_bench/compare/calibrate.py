@@ -42,6 +42,13 @@ MIXED_PROMPTS = (128, 512, 1024)
 MIXED_SEQUENCES = 4
 REMOTE_SECONDS = 15.0
 REMOTE_PROMPTS = (128, 512, 1536)
+REMOTE_PHASE = "calibrate: remote prefill"
+CPU_NOTE = (
+    "Simulated engines do not compete for the cores of this machine: a split with more engines than it has cores for "
+    "is predicted as on a machine that has them."
+)
+_SEED = 1_000_003
+"""added to the user's, whose prompts the server may have in its prefix cache"""
 _SHORT = 32
 _SHARES = {"prompts": 0.35, "answers": 0.45, "both": 0.2}
 """of the time"""
@@ -97,10 +104,12 @@ class EngineSpeed:
     points: tuple[SpeedPoint, ...]
 
     def with_transfer(
-        self, real: "RemoteCost", simulated: "RemoteCost", bytes_per_token: float = 4096.0
+        self, real: "RemoteCost", simulated: "RemoteCost | None" = None, bytes_per_token: float = 4096.0
     ) -> "EngineSpeed":
-        """`simulated` is that of a graph of engines of this speed, whose transfers cost nothing: what remains is queue
-        and processes, which every graph has anyway. `bytes_per_token` of KV only make the bandwidth a true one."""
+        """`simulated` is that of a graph of engines of this speed whose transfers cost nothing, for queue and processes
+        cost simulated engines the same; GRAPH_COST where it was not measured. `bytes_per_token` of KV only make the
+        bandwidth a true one."""
+        simulated = simulated or GRAPH_COST
         token = max(0.0, real.token_seconds - simulated.token_seconds)
         model = replace(
             self.model,
@@ -174,6 +183,29 @@ class RemoteCost:
         )
 
 
+GRAPH_COST = RemoteCost(0.004, 0.0, ())
+"""of a graph of simulated engines with free transfers on two cores: NATS and two processes on the way"""
+
+
+async def learn_speed(
+    system: RunningSystem,
+    schedule: Schedule,
+    limits: EngineLimits | None = None,
+    *,
+    remote: bool,
+    seconds: float = SECONDS,
+    seed: int = 0,
+) -> EngineSpeed:
+    """`calibrate`, and with `remote` (it has prefill workers) what its transfers cost, for a quarter of the time.
+    Leaves the live settings as they are in its file. Raises Unavailable."""
+    if not remote:
+        return await calibrate(system.endpoint, schedule, limits, seconds, seed)
+    await system.apply(ALL_LOCAL)
+    schedule.announce(REMOTE_PHASE, seconds / 4)
+    speed = await calibrate(system.endpoint, schedule, limits, 0.75 * seconds, seed)
+    return speed.with_transfer(await remote_cost(system, speed, schedule, limits, seconds / 4, seed))
+
+
 async def calibrate(
     endpoint: Endpoint,
     schedule: Schedule,
@@ -184,7 +216,7 @@ async def calibrate(
     """Of one engine behind the endpoint, which has to be idle, and has to prefill where it decodes (ALL_LOCAL). Takes
     about so many seconds, more where the engine is slow. Raises Unavailable where the server fails."""
     limits = limits or EngineLimits()
-    questions = _Questions(endpoint, await learn_prompts(endpoint, seed), limits)
+    questions = _Questions(endpoint, await learn_prompts(endpoint, _SEED + seed), limits)
     measures = {"prompts": questions.alone, "answers": questions.answers, "both": questions.both}
     points: list[SpeedPoint] = []
     for name in measures:
@@ -209,10 +241,10 @@ async def remote_cost(
     limits = limits or EngineLimits()
     room = min(limits.max_model_len - 16, limits.max_batched_tokens)
     lengths = [length for length in REMOTE_PROMPTS if length <= room]
-    questions = _Questions(system.endpoint, await learn_prompts(system.endpoint, seed), limits)
+    questions = _Questions(system.endpoint, await learn_prompts(system.endpoint, 2 * _SEED + seed), limits)
     seen: dict[tuple[int, str], list[tuple[int, float]]] = {}
     end, took = time.monotonic() + seconds, 0.0
-    with schedule.phase("calibrate: remote prefill", seconds):
+    with schedule.phase(REMOTE_PHASE, seconds):
         for number in range(12):
             began = time.monotonic()
             if number > 1 and began + took > end:
@@ -439,7 +471,6 @@ def fit(points: Sequence[SpeedPoint]) -> EngineSpeed:
         context_seconds=context,
         prefill_rate=min(_FREE, 1 / token) if token else _FREE,
         attention_seconds=attention,
-        bandwidth=FREE_BANDWIDTH,
     )
     return EngineSpeed(model, overhead, tuple(points))
 

@@ -13,18 +13,16 @@ import asyncio
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pdserve.errors import ConfigError, Unavailable
-from pdserve_bench.client import Exchange
-from pdserve_bench.compare.calibrate import TIMEOUT, EngineLimits, calibrate, remote_cost
-from pdserve_bench.endpoint import Prompts, learn_prompts
-from pdserve_bench.load import open_loop
+from pdserve_bench.compare.calibrate import EngineLimits, calibrate, remote_cost
+from pdserve_bench.endpoint import learn_prompts
+from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Column, Report, Rows, check_outputs
 from pdserve_bench.runs import INTERRUPTED, LoadRun, run_until_stopped
@@ -81,7 +79,8 @@ async def measure(folder: Path, load: PoissonLoad, schedule: Schedule, report: R
         report.notes.append(f"A real engine: {speed.describe()}.")
         cost = await remote_cost(real, speed, schedule, LIMITS)
         measured = await _loads(real, load, schedule, "real")
-    async with running(folder, "idle", schedule, {}, speed.speeds()) as idle:
+    free = speed.with_transfer(cost, cost).speeds()
+    async with running(folder, "idle", schedule, {}, free) as idle:
         floor = await remote_cost(idle, speed, schedule, LIMITS)
     speed = speed.with_transfer(cost, floor, _KV_BYTES)
     report.notes += [f"Real: {cost.describe()}.", f"Simulated, transfers free: {floor.describe()}."]
@@ -109,22 +108,13 @@ async def _loads(found: RunningSystem, load: PoissonLoad, schedule: Schedule, na
     figures: Figures = {}
     for way, settings in WAYS.items():
         await found.apply(settings)
-        for seed, rate in enumerate(load.rates):
-            prompts = await learn_prompts(found.endpoint, seed)
-            run = LoadRun()
-
-            def requests(run: LoadRun = run, prompts: Prompts = prompts) -> Iterator[Exchange]:
-                while True:
-                    run.exchanges.append(Exchange(found.endpoint.body(prompts.of(PROMPT), ANSWER)))
-                    yield run.exchanges[-1]
-
+        for rate in load.rates:
+            seed = len(figures) + 1  # no prompt is in a prefix cache
+            run, prompts = LoadRun(), await learn_prompts(found.endpoint, seed)
+            requests = PoissonRequests(prompts, PROMPT, ANSWER)
             with schedule.phase(_phase(name, way, rate)):
                 await asyncio.sleep(_SETTLE)
-                run.began = time.monotonic()
-                await open_loop(
-                    requests(), lambda each: found.endpoint.ask(each, TIMEOUT), rate, load.seconds, seed
-                )
-                run.ended = time.monotonic()
+                await requests.at(rate, load.seconds, seed).run(found.endpoint, run)
             figures[way, rate] = run.summary()
     return figures
 

@@ -162,7 +162,7 @@ class Trace:
             dues = [(due - turns[0]) * scale for due in turns[:-1]]
         else:
             dues = sorted(dice.uniform(0, seconds) for _ in range(count))  # Poisson, given their number
-        return TraceWorkload(list(zip(dues, picked, salts, strict=True)), self.timeout)
+        return TraceWorkload(list(zip(dues, picked, salts, strict=True)), seconds, self.timeout)
 
     def _due(self, number: int) -> float:
         turn, place = divmod(number, len(self.requests))
@@ -208,20 +208,25 @@ class TraceWorkload:
 
     arrivals: list[tuple[float, TraceRequest, str]]
     """seconds after the beginning, what is asked, and the salt of its prompt"""
+    seconds: float
     timeout: float
 
     async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
         """Raises Unavailable where the server does not answer a first request, which is not in the run."""
         tokens_per_word = (await learn_prompts(endpoint, 0)).tokens_per_word
         run.began = begin = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            for due, request, salt in self.arrivals:
-                body = request.body(endpoint, tokens_per_word, salt)
-                await asyncio.sleep(max(0.0, begin + due - time.monotonic()))
-                exchange = Exchange(body)
-                run.exchanges.append(exchange)
-                target = replace(endpoint, chat="messages" in body)
-                group.create_task(target.ask(exchange, self.timeout))
+        run.asks_until = begin + self.seconds
+        try:
+            async with asyncio.TaskGroup() as group:
+                for due, request, salt in self.arrivals:
+                    body = request.body(endpoint, tokens_per_word, salt)
+                    await asyncio.sleep(max(0.0, begin + due - time.monotonic()))
+                    exchange = Exchange(body)
+                    run.exchanges.append(exchange)
+                    target = replace(endpoint, chat="messages" in body)
+                    group.create_task(target.ask(exchange, self.timeout))
+        finally:
+            run.ended = time.monotonic()
 
 
 def read_trace(file: Path, limit: int = 0) -> Trace:
