@@ -8,7 +8,7 @@ from pdserve_bench.progress import Schedule
 from pdserve_bench.simulated import simulated
 from pdserve_bench.systems.system import GraphSystem
 
-from pdserve.engine.sim.model import SimModel, sim_model
+from pdserve.engine.sim.model import sim_model
 
 SPEED = {
     "step-seconds": 0.02,
@@ -79,4 +79,5 @@ def test_all_that_was_measured_is_told(found: Found) -> None:
     assert {point.name.split()[0] for point in speed.points} == {"TTFT", "ITL", "gap"}
     assert speed.errors().keys() == {point.name for point in speed.points}
     assert "fit error" in speed.describe()
-    assert isinstance(sim_model({"additional-config": speed.sim()}), SimModel)
+    again = sim_model({"additional-config": speed.sim()})
+    assert (again.block_size, again.kv_blocks) == (32, 2048), "as large as the engine that was asked"

@@ -27,6 +27,7 @@ import numpy as np
 
 from pdserve.engine.sim.model import SimModel
 from pdserve.errors import Unavailable
+from pdserve.records import Role
 from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Endpoint, Prompts, learn_prompts
 from pdserve_bench.progress import Schedule
@@ -102,6 +103,8 @@ class EngineSpeed:
     overhead: float
     """seconds of a TTFT that are not the engine's"""
     points: tuple[SpeedPoint, ...]
+    sizes: tuple[tuple[str, int], ...] = ()
+    """keys of `sim` that say how large the engine is, where that is known"""
 
     def with_transfer(
         self, real: "RemoteCost", simulated: "RemoteCost | None" = None, bytes_per_token: float = 4096.0
@@ -132,7 +135,7 @@ class EngineSpeed:
             "bandwidth": model.bandwidth,
             "bytes-per-token": model.bytes_per_token,
         }
-        return {name: float(f"{value:.4g}") for name, value in found.items()}
+        return {name: float(f"{value:.4g}") for name, value in found.items()} | dict(self.sizes)
 
     def sim(self) -> dict[str, dict[str, float]]:
         """`additional-config` of a simulated engine like this one."""
@@ -196,14 +199,26 @@ async def learn_speed(
     seconds: float = SECONDS,
     seed: int = 0,
 ) -> EngineSpeed:
-    """`calibrate`, and with `remote` (it has prefill workers) what its transfers cost, for a quarter of the time.
-    Leaves the live settings as they are in its file. Raises Unavailable."""
+    """`calibrate`; with `remote` (it has prefill workers) also what its transfers cost, for a quarter of the time; and
+    of a graph how large its decode workers' engines are, within whose limits it asks. Leaves the live settings as they
+    are in its file. Raises Unavailable."""
+    limits = limits or EngineLimits()
+    sizes: tuple[tuple[str, int], ...] = ()
+    for worker in (await system.instances(Role.DECODE))[:1]:
+        sizes = (("block-size", worker.block_size), ("kv-blocks", worker.kv_blocks))
+        limits = replace(
+            limits,
+            max_model_len=min(limits.max_model_len, worker.max_model_len),
+            max_num_seqs=min(limits.max_num_seqs, worker.max_num_seqs or limits.max_num_seqs),
+        )
     if not remote:
-        return await calibrate(system.endpoint, schedule, limits, seconds, seed)
+        found = await calibrate(system.endpoint, schedule, limits, seconds, seed)
+        return replace(found, sizes=sizes)
     await system.apply(ALL_LOCAL)
     schedule.announce(REMOTE_PHASE, seconds / 4)
-    speed = await calibrate(system.endpoint, schedule, limits, 0.75 * seconds, seed)
-    return speed.with_transfer(await remote_cost(system, speed, schedule, limits, seconds / 4, seed))
+    found = await calibrate(system.endpoint, schedule, limits, 0.75 * seconds, seed)
+    cost = await remote_cost(system, found, schedule, limits, seconds / 4, seed)
+    return replace(found.with_transfer(cost), sizes=sizes)
 
 
 async def calibrate(

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from pdserve.records import Instance, Role, decode_instance
 from pdserve.registry import connect, keys
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.launch import family, plain_vllm, started
@@ -37,6 +38,10 @@ class RunningSystem:
         """Live settings; the others are those of its file. Raises ValueError where it has none."""
         if settings:
             raise ValueError(f"no such settings here: {', '.join(settings)}")
+
+    async def instances(self, role: Role) -> list[Instance]:
+        """What its processes of this role say of themselves. Empty where it is no graph."""
+        return []
 
 
 class System(ABC):
@@ -99,6 +104,10 @@ class _RunningGraph(RunningSystem):
                 await self._registry.delete(key)
         for name, value in settings.items():
             await self._registry.put(keys.setting(name), value.encode(), leased=False)
+
+    async def instances(self, role: Role) -> list[Instance]:
+        found = await self._registry.read(f"{keys.INSTANCES}{role.value}/")
+        return [decode_instance(value) for value in found.values()]
 
 
 @dataclass(frozen=True)
