@@ -69,8 +69,9 @@ def base_url(url: str) -> str:
 
 
 def key_headers(key: str) -> dict[str, str]:
-    """Of a request to a server that asks for a key; none without a key."""
-    return {"authorization": f"Bearer {key}"} if key else {}
+    """Of a request to a server that asks for a key; none without a key. Keys that were read from files often have the
+    end of a line."""
+    return {"authorization": f"Bearer {key.strip()}"} if key.strip() else {}
 
 
 async def find_endpoint(
@@ -144,7 +145,8 @@ async def _fitted(endpoint: Endpoint) -> Endpoint:
         if without is None:
             break
         endpoint = replace(endpoint, without=without)
-    raise Unavailable(f"{endpoint.url} does not answer a first request: {refusal}")
+    hint = ". Has it chats alone (--chat)?" if exchange.status == 404 and not endpoint.chat else ""
+    raise Unavailable(f"{endpoint.url} does not answer a first request: {refusal}{hint}")
 
 
 class Prompts:

@@ -126,11 +126,12 @@ class Schedule(AbstractContextManager["Schedule"]):
         spent, left = time.monotonic() - self._began, self.seconds_left
         known = bool(self._expected or self._waiting)
         share = min(0.99, spent / (spent + left)) if known and spent else 0.0
+        width = 24 if self._live and self._live.console.width >= 100 else 10  # news need the room
         line = Table.grid(padding=(0, 1), expand=True)
-        line.add_column(width=24)
+        line.add_column(width=width)
         line.add_column(width=12, no_wrap=True)
         line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        bar = ProgressBar(total=1.0, completed=share, width=24, pulse=not known)
+        bar = ProgressBar(total=1.0, completed=share, width=width, pulse=not known)
         line.add_row(
             bar, f"{share:4.0%} {told(spent):>6}" if known else f"{told(spent):>6}", Text(self._text())
         )

@@ -111,9 +111,9 @@ async def test_times_are_those_of_the_tokens() -> None:
     async with tiny_server(respond) as server:
         await LoadClient(server.url).ask(exchange, 10, CHAT)
     assert exchange.ttft is not None
-    assert 0.2 <= exchange.ttft < 0.55
+    assert 0.2 <= exchange.ttft < 3
     assert len(exchange.gaps) == 1
-    assert 0.2 < exchange.gaps[0] < 2
+    assert 0.1 < exchange.gaps[0] < 3
     assert exchange.ended - exchange.started >= 0.7
 
 

@@ -95,28 +95,48 @@ async def test_nothing_listens() -> None:
         await find_endpoint(f"http://127.0.0.1:{free_port('127.0.0.1')}")
 
 
-@pytest.mark.parametrize(
-    "refused",
-    [
-        {"ignore_eos"},
-        {"stream_options"},
-        {"ignore_eos", "stream_options"},
-        {"max_tokens", "temperature", "ignore_eos"},
-    ],
-    ids=lambda fields: " ".join(sorted(fields)),
-)
-@pytest.mark.parametrize("named", [True, False], ids=["by name", "namelessly"])
-async def test_refused_fields_are_left_out(refused: set[str], named: bool) -> None:
-    if not named and "max_tokens" in refused:
-        pytest.skip("cannot be guessed")
+async def test_a_server_that_has_chats_alone() -> None:
     tiny = OpenAi()
-    tiny.refused = frozenset(refused)
+
+    async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        if asked.path == "/v1/completions":
+            writer.write(whole({"detail": "Not Found"}, 404))
+        else:
+            await tiny(asked, writer)
+
+    async with tiny_server(respond) as server:
+        with pytest.raises(Unavailable, match=r"HTTP 404 Not Found\. Has it chats alone \(--chat\)\?"):
+            await find_endpoint(server.url)
+        assert (await find_endpoint(server.url, chat=True)).chat
+
+
+def test_keys() -> None:
+    assert key_headers("k\n") == {"authorization": "Bearer k"}
+    assert key_headers("") == key_headers("\n") == {}
+
+
+@pytest.mark.parametrize(
+    ("refused", "named"),
+    [
+        ("ignore_eos", True),
+        ("ignore_eos", False),
+        ("stream_options", True),
+        ("stream_options", False),
+        ("ignore_eos stream_options", True),
+        ("ignore_eos stream_options", False),
+        ("ignore_eos max_tokens temperature", True),
+    ],
+)
+async def test_refused_fields_are_left_out(refused: str, named: bool) -> None:
+    """Also where the refusal does not name them."""
+    tiny = OpenAi()
+    tiny.refused = frozenset(refused.split())
     tiny.names = named
     async with tiny_server(tiny) as server:
         found = await find_endpoint(server.url)
         exchange = Exchange(found.body("Hello", 3))
         await found.ask(exchange, 10)
-    assert found.without == refused
+    assert found.without == tiny.refused
     assert (exchange.error, exchange.output_tokens) == ("", 3)
 
 

@@ -145,9 +145,9 @@ async def test_as_many_are_asked_as_the_rate_says() -> None:
     load = _load(seconds=4)
     run, _ = await _ran(load)
     assert load.rate == 6
-    assert len(run.exchanges) == pytest.approx(24, abs=4)
+    assert len(run.exchanges) == pytest.approx(24, abs=8)
     assert run.asks_until - run.began == 4
-    assert all(question.started < run.asks_until + 0.5 for question in run.exchanges)
+    assert all(question.started < run.asks_until + 3 for question in run.exchanges)
     of_user: dict[int, list[Question]] = {}
     for question in _questions(run):
         of_user.setdefault(question.user, []).append(question)

@@ -36,7 +36,7 @@ async def test_later_rounds_find_the_chat_in_the_prefix_cache(graph: Serve) -> N
     assert (endpoint.model, endpoint.max_model_len, endpoint.without) == ("demo", 4096, frozenset())
     assert {question.outcome for question in questions} == {Outcome.FINISHED}, run.errors()
     assert {question.output_tokens for question in questions} == {5}
-    assert len(questions) == pytest.approx(load.rate * load.seconds, abs=6)
+    assert len(questions) == pytest.approx(load.rate * load.seconds, abs=12)
     prefilled = {place: [q.prefill for q in questions if q.round == place] for place in (1, 2, 3)}
     assert all(prefilled.values())
     remote = {place: modes.count("remote") / len(modes) for place, modes in prefilled.items()}

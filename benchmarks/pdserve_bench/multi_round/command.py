@@ -163,7 +163,8 @@ async def _run(result: MultiRoundResult, schedule: Schedule) -> None:
         with schedule.phase("questions"):
             await _watch(run, asking, schedule, load.seconds)
         if not asking.done():
-            with schedule.phase("last answers", load.patience):
+            usual = run.summary()["whole p90"] or load.patience
+            with schedule.phase("last answers", min(usual, load.patience)):
                 await _watch(run, asking, schedule)
         await asking
     finally:
@@ -188,10 +189,10 @@ def _news(run: LoadRun) -> str:
     finished = [exchange for exchange in ended if exchange.outcome is Outcome.FINISHED]
     ttfts = [exchange.ttft for exchange in finished if exchange.ttft is not None]
     failed = len(run.of(Outcome.FAILED))
-    news = f"{len(finished) / span:.1f} req/s, {len(run.of(Outcome.UNFINISHED))} running"
-    if ttfts:
-        news += f", TTFT {_milliseconds(sum(ttfts) / len(ttfts))}"
-    return f"{news}, {failed} failed" if failed else news
+    news = [f"{failed} failed"] if failed else []
+    news += [f"{len(finished) / span:.1f} req/s", f"{len(run.of(Outcome.UNFINISHED))} running"]
+    news += [f"TTFT {_milliseconds(sum(ttfts) / len(ttfts))}"] if ttfts else []
+    return ", ".join(news)
 
 
 def _milliseconds(seconds: float) -> str:
