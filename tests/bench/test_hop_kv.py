@@ -31,7 +31,7 @@ LINK = "200mbit"
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> HopSection:
-    options = HopOptions(tmp_path_factory.mktemp("kv"), seconds=1.5, rounds=2, link=LINK)
+    options = HopOptions(tmp_path_factory.mktemp("kv"), seconds=1.2, rounds=2, link=LINK)
     schedule = Schedule(dict(kv.phases(options, PLAN)))
 
     async def measure() -> list[HopSection]:
@@ -81,14 +81,6 @@ def _inhabited() -> set[str]:
 
 async def test_figures_agree_with_each_other(measured: HopSection) -> None:
     speed, smallest, crowd = measured.tables[:3]
-    for size, rate, milliseconds in zip(
-        _column(speed, "MB"), _column(speed, "GB/s"), _column(speed, "ms"), strict=True
-    ):
-        assert isinstance(size, float)
-        assert isinstance(rate, float)
-        assert isinstance(milliseconds, float)
-        assert 0.0 < rate < 200.0
-        assert rate == pytest.approx(size / milliseconds, rel=0.7)  # medians of two rounds
     assert _column(speed, "pieces") == [6, 62]
     assert _column(smallest, "one block, kB")[0] == pytest.approx(32.8, abs=0.1)
     assert all(isinstance(cell, float) and 0 < cell <= 1 for cell in _column(crowd, "slowest/fastest"))
@@ -100,10 +92,17 @@ async def test_figures_agree_with_each_other(measured: HopSection) -> None:
     assert all(len(figures) == 2 for figures in rounds.values())
     for (size, _), figures in rounds.items():
         assert all(each["rate"] * each["median"] == pytest.approx(size) for each in figures)
-        assert all(each["transfers"] > 3 and each["p99"] >= each["median"] for each in figures)
+        assert all(each["transfers"] >= 1 and each["p99"] >= each["median"] for each in figures)
+        assert all(0 < each["rate"] < 200e9 and each["reader_cpu"] > 0 for each in figures)
+    for size, rate, milliseconds in zip(
+        (98304, 1015808), _column(speed, "GB/s"), _column(speed, "ms"), strict=True
+    ):
+        assert rate == pytest.approx(statistics.median(each["rate"] for each in rounds[size, "KV"]) / 1e9)
+        medians = [each["median"] for each in rounds[size, "KV"]]
+        assert milliseconds == pytest.approx(statistics.median(medians) * 1e3)
     ratio = statistics.median(
         ours["rate"] / copy["rate"]
-        for ours, copy in zip(rounds[62 * (16 << 10), "KV"], rounds[62 * (16 << 10), "copy"], strict=True)
+        for ours, copy in zip(rounds[1015808, "KV"], rounds[1015808, "copy"], strict=True)
     )
     assert _column(speed, "of copy")[1] == pytest.approx(ratio)
     json.dumps(measured.data)

@@ -135,7 +135,7 @@ async def _over_link(
     layout = plan.link_layout
     per_second = figures.rate / 8
     sizes = [min(size, per_second) for size in plan.link_sizes]
-    flight = min(plan.link_flight, per_second / 4)
+    flight = min(plan.link_flight, per_second / 8)
     largest = max(*sizes, max(plan.in_flight) * flight)
     async with kv_pair(layout.pool(largest), options.seed + number, link) as pair:
         figures.handshakes.setdefault((True, layout.name), []).append(pair.handshake)

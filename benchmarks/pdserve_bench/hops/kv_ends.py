@@ -26,6 +26,8 @@ Say = Callable[[object], None]
 Place = TypeVar("Place")
 _PLACES = 8
 """different places that each transfer in flight goes through, so that what it moves is in no cache"""
+AT_LEAST = 4
+"""transfers of each that is in flight, also where the time is over before"""
 _AT_ONCE = 1 << 20
 """bytes per call of plain TCP"""
 
@@ -147,7 +149,7 @@ class Borrower:
             for flight in [*busy]:
                 if not flight.landed():
                     continue
-                if time.perf_counter() - began < command.seconds:
+                if time.perf_counter() - began < command.seconds or len(flight.samples) < AT_LEAST:
                     held.append(flight.begin())
                 else:
                     busy.remove(flight)

@@ -35,7 +35,7 @@ class KvFigure:
     rate: float
     """bytes per second: of the median transfer or, of several in flight, of all together"""
     median: float
-    """seconds of a transfer, like the next"""
+    """seconds of a transfer, like the next; of several in flight, while all of them were"""
     p99: float
     held: float
     """seconds until the call returned that began a transfer (median)"""
@@ -80,9 +80,14 @@ class KvFigures:
 
 def _figure(case: KvCase, measured: Measured) -> KvFigure:
     taken = measured.taken
-    samples = [seconds for flight in taken.samples for seconds in flight]
-    means = [statistics.fmean(flight) for flight in taken.samples]
-    moved = case.size * len(samples)
+    moved = case.size * sum(map(len, taken.samples))
+    flights = taken.samples
+    if (
+        case.in_flight > 1
+    ):  # begun one after the other and not replaced at the end: less than all were in flight
+        flights = [flight[1:-1] for flight in flights]
+    samples = [seconds for flight in flights for seconds in flight]
+    means = [statistics.fmean(flight) for flight in flights]
     median = statistics.median(samples)
     return KvFigure(
         rate=case.size / median if case.in_flight == 1 else moved / taken.wall,
@@ -215,7 +220,7 @@ def _link(figures: KvFigures, cases: Iterable[KvCase]) -> Rows:
         Column("KV of"),
         Column("in flight", "d"),
         Column("MB each", ".4g"),
-        Column("Mbit/s", ".0f"),
+        Column("Mbit/s", ".4g"),
         Column("% of line", ".1f"),
         Column("± %", ".0f"),
         Column("TCP, % of line", ".1f"),
