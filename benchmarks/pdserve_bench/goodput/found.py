@@ -59,11 +59,10 @@ def lead_of(found: FoundGoodput) -> str:
         )
     if high is None:
         return f"Goodput: at least {low:.3g} req/s, the highest rate that was tried: {promise}."
-    sure_low, sure_high = found.interval
-    interval = f"{f'{sure_low:.3g}' if sure_low else '?'} to {f'{sure_high:.3g}' if sure_high else '?'}"
+    share = _pooled(found.of(high))
     return (
-        f"Goodput: {found.estimate:.3g} req/s (surely {interval}). Up to {low:.3g} req/s, {promise}. At {high:.3g} "
-        f"req/s only {100 * _pooled(found.of(high)):.0f} % do: {_broken_at(found, high)}."
+        f"Goodput: {found.estimate:.3g} req/s (surely {_between(*found.interval)}). Up to {low:.3g} req/s, {promise}. "
+        f"At {high:.3g} req/s only {100 * share:.0f} % do: {_broken_at(found, high)}."
     )
 
 
@@ -91,7 +90,18 @@ def line_of(found: FoundGoodput, probe: Probe) -> str:
     told = f"{probe.rate:.3g} req/s: {100 * probe.share:.0f} % ± {100 * probe.uncertainty:.0f} of {probe.judged} kept"
     broken = probe.tally.told()
     remark = remark_of(probe)
-    return told + (f"; broke {broken}" if broken else "") + (f" ({remark})" if remark else "")
+    return (
+        told
+        + (f", missed: {broken}" if broken else "")
+        + (f" ({remark})" if remark else "")
+        + f"; goodput {_between(found.carried, found.broken)}"
+    )
+
+
+def _between(low: float | None, high: float | None) -> str:
+    if high is None:
+        return f"over {low:.3g}" if low else "not known yet"
+    return f"{low:.3g} to {high:.3g}" if low else f"under {high:.3g}"
 
 
 def remark_of(probe: Probe) -> str:

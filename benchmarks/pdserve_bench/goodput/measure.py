@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from pdserve.errors import Unavailable
 from pdserve_bench.client import Exchange, Outcome
@@ -195,11 +195,16 @@ async def find_goodput(
             )
             schedule.announce(label, max(0.0, left))
             found.probes.append(Probe(rate, seconds, options.seed + len(found.probes)))
-            with schedule.phase(f"{label}: {rate:.3g} req/s{_known(found)}", seconds):
+            with schedule.phase(f"{label}: {rate:.3g} req/s", seconds):
                 await probe(endpoint, users, found.probes[-1], options, schedule.update)
                 await canary.until_idle()
             _settle(found, found.probes[-1])
             ended(found.probes[-1])
+            if found.carried is None and _none_alone(found):
+                found.notes.append(
+                    "No lower rate was tried: requests that had the server to themselves missed too."
+                )
+                break
         found.complete = True
     finally:
         schedule.cancel(label)
@@ -215,11 +220,18 @@ def _settle(found: FoundGoodput, ended: Probe) -> None:
     found.search.tell(ended.rate, ended.tally.kept, ended.judged)
 
 
-def _known(found: FoundGoodput) -> str:
-    low, high = found.carried, found.broken
-    if low is None and high is None:
-        return ""
-    return f", between {low or 0:.3g} and {f'{high:.3g}' if high else '?'}"
+def _none_alone(found: FoundGoodput) -> bool:
+    """Whether requests that had the server to themselves have missed the SLO too: then no lower rate is carried."""
+    slo, kept, count = found.options.slo, 0, 0
+    for made in (probe for probe in found.probes if probe.counted):
+        until = 0.0
+        exchanges = sorted(made.run.exchanges, key=lambda each: each.started)
+        for exchange, after in zip_longest(exchanges, exchanges[1:]):
+            ended = exchange.ended or made.run.ended
+            if exchange.started >= until and exchange.ended and (after is None or ended <= after.started):
+                kept, count = kept + slo.kept(exchange), count + 1
+            until = max(until, ended)
+    return wilson(kept, count)[1] < found.options.share
 
 
 def _probe_seconds(rate: float, options: GoodputOptions) -> float:
