@@ -1,11 +1,12 @@
 # One command per task. PLATFORM=cpu|gpu chooses the build, PYTHON=python3.12 the interpreter.
 .DEFAULT_GOAL := help
-.PHONY: help install dev serve chaos test lint format lock clean
+.PHONY: help install dev serve chaos bench test lint format lock clean
 SHELL := /bin/bash
 
 CONFIG ?= configs/local.yaml
 BIN := $(or $(VENV),.venv)/bin
 TESTS ?= tests
+RESULTS ?= bench-results
 # Most tests wait, for timeouts and for processes to start: they run beside those with real engines (tests/conftest.py).
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -14,7 +15,8 @@ help:  ## show this list
 	@echo
 	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 	@echo
-	@echo "Options: CONFIG=configs/disagg.yaml (serve)  TESTS=tests/queue PARALLEL= (test)  PLATFORM=cpu|gpu  PYTHON=python3.12"
+	@echo "Options: CONFIG=configs/disagg.yaml (serve, chaos, bench)  RESULTS=bench-results (bench)"
+	@echo "         TESTS=tests/queue PARALLEL= (test)  PLATFORM=cpu|gpu  PYTHON=python3.12"
 
 install:  ## install everything to serve into .venv, for this machine's GPU or CPU
 	@deploy/install.sh
@@ -27,6 +29,12 @@ serve: install  ## install what is missing, then run the graph of CONFIG until C
 
 chaos: install  ## inject every fault into the graph of CONFIG under load, print a scorecard (some 20 minutes)
 	@exec $(BIN)/pdserve chaos -f $(CONFIG) --dtype float32
+
+bench: install  ## measure one engine against the graph of CONFIG, then each hop alone, into RESULTS (some 15 minutes)
+	@mkdir -p $(RESULTS)
+	@$(BIN)/pdserve bench systems -f $(CONFIG) --json $(RESULTS)/systems.json --plot $(RESULTS)/systems
+	@$(BIN)/pdserve bench hops --json $(RESULTS)/hops.json --plot $(RESULTS)/hops
+	@echo; echo "To look at: $(RESULTS)/systems.html and $(RESULTS)/hops.html; all figures are in the .json beside them."
 
 test: lint  ## install what is missing, lint, type-check, and run the tests (what CI runs)
 	$(BIN)/pytest $(PARALLEL) $(TESTS)

@@ -9,6 +9,7 @@ from pdserve_bench.systems.aggregated import (
     Baseline,
     Layout,
     batches,
+    candidates,
     layouts,
     simulated_sections,
     vllm_arguments,
@@ -37,7 +38,7 @@ def on_gpus(folder: Path, count: int, tensor: int, gpus: str, **more: object) ->
 
 def test_on_a_cpu_host_one_engine_has_all_cores_and_the_kv_space_of_all_workers() -> None:
     plan = plan_of(ROOT / "configs/local.yaml")
-    assert layouts(plan) == [Layout()]
+    assert layouts(plan) == [Layout(), Layout(threads=7)]
     system = Baseline(plan, Layout(), 512, dtype="float32").system("base")
     assert isinstance(system, PlainVllm)
     words = " ".join(system.arguments)
@@ -46,6 +47,19 @@ def test_on_a_cpu_host_one_engine_has_all_cores_and_the_kv_space_of_all_workers(
     assert "--max-num-batched-tokens=512" in words
     assert (system.variables["OMP_NUM_THREADS"], system.variables["VLLM_CPU_KVCACHE_SPACE"]) == ("8", "2")
     assert system.served == "demo"
+    fewer = Baseline(plan, Layout(threads=7), 512).system("base")
+    assert isinstance(fewer, PlainVllm)
+    assert fewer.variables["OMP_NUM_THREADS"] == "7"
+
+
+def test_what_is_tried_on_a_cpu_host() -> None:
+    plan = plan_of(ROOT / "configs/local.yaml")
+    assert [each.told for each in candidates(plan, [256, 2048, 8192])] == [
+        "max-num-batched-tokens 2048",
+        "one engine of 7 threads, max-num-batched-tokens 2048",
+    ]
+    (alone,) = candidates(plan, [])
+    assert alone.batch is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 Plain vLLM with the model, block size, lengths and types of the graph's decode workers. On a CPU host one engine has all
 cores and the KV space of all workers. On GPUs it has all GPUs of the graph: as replicas of an engine of the decode
 workers' size, or as one engine over all of them. Where the engines are simulated, a graph of as many workers as decode
-and prefill together, which prefill what they decode.
+and prefill together, which prefill what they decode. Several ways to run it are tried before, so that it takes part at
+its best.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,8 +48,12 @@ class Layout:
     """GPUs of one engine"""
     replicas: int = 1
     """engines behind the same server"""
+    threads: int = 0
+    """that compute, on a CPU host; 0: as many as it has cores"""
 
     def __str__(self) -> str:
+        if self.threads:
+            return f"one engine of {self.threads} thread{'s' * (self.threads > 1)}"
         if self.tensor * self.replicas == 1:
             return "one engine"
         if self.replicas == 1:
@@ -82,7 +87,7 @@ class Baseline:
         if decode.engine == "sim":
             return f"{len(self.plan.workers)} simulated workers that prefill what they decode"
         gpus = gpus_of(self.plan)
-        where = f"GPU {', '.join(map(str, gpus))}" if gpus else f"all {self.plan.machine.cores} cores"
+        where = f"GPU {', '.join(map(str, gpus))}" if gpus else f"{self.plan.machine.cores} cores"
         return f"{self.layout} on {where}"
 
     def system(self, name: str) -> System:
@@ -97,13 +102,27 @@ class Baseline:
             extra += ["--data-parallel-size", str(self.layout.replicas)]
         config = self.plan.config
         words = [*to_argv(arguments), *extra]
-        return PlainVllm(name, Path(config.model), config.served_model_name, words, variables(self.plan))
+        return PlainVllm(
+            name, Path(config.model), config.served_model_name, words, variables(self.plan, self.layout)
+        )
+
+
+def candidates(plan: Plan, batches: Sequence[int], dtype: str = "") -> list[Baseline]:
+    """The layouts, which are tried first, with one of the batches; the best of them is then tried with the others.
+    Without batches the likeliest layout alone."""
+    found = layouts(plan)
+    if not batches:
+        return [Baseline(plan, found[0], None, dtype)]
+    return [Baseline(plan, layout, batches[len(batches) // 2], dtype) for layout in found]
 
 
 def layouts(plan: Plan) -> list[Layout]:
     """That make sense, the likeliest first. One engine over all GPUs only where that is a power of two, which divides
-    the heads of nearly every model."""
-    count = len(gpus_of(plan))
+    the heads of nearly every model. On a CPU host also with a core left to all that does not compute, as vLLM does
+    itself where it binds its threads."""
+    count, cores = len(gpus_of(plan)), plan.machine.cores
+    if not count and _decode(plan).engine != "sim" and cores > 1:
+        return [Layout(), Layout(threads=cores - 1)]
     if count <= 1:
         return [Layout()]
     own = _decode(plan).ranks
@@ -154,7 +173,7 @@ def vllm_arguments(plan: Plan, layout: Layout, batch: int | None) -> dict[str, A
     return found
 
 
-def variables(plan: Plan) -> dict[str, str]:
+def variables(plan: Plan, layout: Layout) -> dict[str, str]:
     """Environment of plain vLLM."""
     if gpus := gpus_of(plan):
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -163,7 +182,7 @@ def variables(plan: Plan) -> dict[str, str]:
         for worker in plan.workers
     )
     return {
-        "OMP_NUM_THREADS": str(plan.machine.cores),
+        "OMP_NUM_THREADS": str(layout.threads or plan.machine.cores),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         CPU_KV_VARIABLE: str(max(1, space // GIB)),
     }

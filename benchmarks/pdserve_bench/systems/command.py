@@ -24,7 +24,7 @@ from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import INTERRUPTED, run_until_stopped
 from pdserve_bench.slo import Slo
 from pdserve_bench.slo import seconds as parse_seconds
-from pdserve_bench.systems.aggregated import Baseline, batches, gpus_of, layouts
+from pdserve_bench.systems.aggregated import batches, candidates, gpus_of
 from pdserve_bench.systems.alternation import alternate
 from pdserve_bench.systems.contest import Contest, Record
 from pdserve_bench.systems.contestants import GRAPH, Contestant, graph_contestants
@@ -35,8 +35,8 @@ from pdserve_bench.systems.system import Elsewhere, GraphSystem
 
 DEFAULT = "configs/local.yaml"
 LOADS = ("closed", "multi-round", "goodput")
-_WARM_UP = 1.5
-"""seconds of load before each window: longer than the workers of the system before spin after their last message"""
+_WARM_UP, _SIM_WARM_UP = 1.5, 0.5
+"""seconds of load before each window: longer than real workers of the system before spin after their last message"""
 _SCREENING_SECONDS = 3.0
 _GOODPUT_SECONDS = 10.0
 """of a probe"""
@@ -124,12 +124,11 @@ def systems(
         seconds or (3.0 if quick else 4.0),
         Slo(_time("--ttft", ttft), _time("--gap", gap)),
         seed,
+        _SIM_WARM_UP if _kind(plan) == "sim" else _WARM_UP,
     )
     alternating = in_turn or bool(gpus_of(plan))
     tried = [] if no_screening or (quick and not batch) else batches(plan, _numbers("--batch", batch))
-    candidates = [Baseline(plan, layout, value, dtype) for layout in layouts(plan) for value in tried] or [
-        Baseline(plan, layouts(plan)[0], None, dtype)
-    ]
+    baselines = candidates(plan, tried, dtype)
     contestants, notes = graph_contestants(plan.config)
     baseline_name = "aggregated" if _kind(plan) == "sim" else "aggregated vLLM"
     contestants = [
@@ -146,7 +145,7 @@ def systems(
         rounds or (2 if quick or alternating else 3),
         grouped=alternating,
     )
-    record = Record(contestants, made_loads, turns, candidates, alternating, notes=notes)
+    record = Record(contestants, made_loads, turns, baselines, tried, alternating, notes=notes)
     logging.basicConfig(level=logging.ERROR)
     folder = Path(tempfile.mkdtemp(prefix="pdserve-systems-"))
     graph = GraphSystem(GRAPH, derive(plan.config.path, 1, *_ports(plan), dtype))
@@ -205,10 +204,11 @@ def make_loads(
     seconds: float,
     slo: Slo,
     seed: int,
+    warm_up: float,
 ) -> list[SystemLoad]:
     made: list[SystemLoad] = []
     if "closed" in names:
-        made += [ClosedLoad(count, *tokens, _WARM_UP, seconds) for count in clients]
+        made += [ClosedLoad(count, *tokens, warm_up, seconds) for count in clients]
     if "multi-round" in names:
         made.append(MultiRoundLoad(max(10.0, 4 * seconds), seed))
     if "goodput" in names:

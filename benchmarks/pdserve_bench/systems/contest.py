@@ -6,7 +6,7 @@
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.plan.plan import Plan
 from pdserve_bench.endpoint import Prompts, learn_prompts
@@ -25,7 +25,7 @@ from pdserve_bench.systems.measurement import (
     count_outcomes,
     different_errors,
 )
-from pdserve_bench.systems.stage import Stage
+from pdserve_bench.systems.stage import Stage, start_phase
 
 SETTLE = 2.5
 """seconds until systems count as idle: vLLM's workers spin for one second after each message"""
@@ -56,7 +56,9 @@ class Record:
     loads: Sequence[SystemLoad]
     plan: Sequence[Turn]
     candidates: Sequence[Baseline]
-    """settings of the baseline, to be screened where there are several"""
+    """ways to run the baseline, which are screened where there are several"""
+    batches: Sequence[int] = ()
+    """of max-num-batched-tokens, with which the best of them is screened then; they have one of these already"""
     in_turn: bool = False
     baseline: Baseline | None = None
     """as it takes part"""
@@ -90,6 +92,9 @@ class Contest:
     schedule: Schedule
     screening: Sequence[SystemLoad]
     seed: int
+    settle: float = SETTLE
+    idle_seconds: float = IDLE_SECONDS
+    """that the idle systems are watched, after they have settled"""
     _prompts: Prompts | None = None
     _reference: Reference | None = None
     _compared: set[str] = field(default_factory=set)
@@ -98,16 +103,17 @@ class Contest:
 
     def announce(self, start_seconds: float) -> None:
         """All that is to come."""
-        screens = len(self.record.candidates) > 1
-        for number, baseline in enumerate(self.record.candidates if screens else ()):
-            self.schedule.announce(f"starting {self._baseline_name}", start_seconds)
+        screenings = self._screenings
+        for number in range(screenings):
             for load in self.screening:
-                self.schedule.announce(self._screening_phase(number, baseline, load), load.seconds)
+                self.schedule.announce(self._screening_phase(number, load), load.seconds)
         for name, starts in self._starts().items():
-            self.schedule.announce(f"starting {name}", starts * start_seconds)
+            starts += screenings if name == self._baseline_name else 0
+            for count in range(1, starts + 1):
+                self.schedule.announce(start_phase(name, count), start_seconds)
         for contestant in self.record.contestants:
             self.schedule.announce(_comparing(contestant), COMPARE_SECONDS)
-        self.schedule.announce("measuring the idle systems", SETTLE + IDLE_SECONDS)
+        self.schedule.announce("measuring the idle systems", self.settle + self.idle_seconds)
         for turn in self.record.plan:
             self.schedule.announce(self._phase(turn), self._load(turn.load).seconds)
 
@@ -124,33 +130,44 @@ class Contest:
 
     # the baseline's best settings
 
-    async def _choose_baseline(self) -> None:
-        candidates = self.record.candidates
-        name = self._baseline_name
-        self.record.baseline = candidates[0]
-        if len(candidates) == 1:
-            self.stage.systems[name] = candidates[0].system(name)
-            return
-        for number, baseline in enumerate(candidates):
-            self.stage.systems[name] = baseline.system(name)
-            await self.stage.get(name)
-            screened = Screened(baseline, [])
-            self.record.screened.append(screened)
-            for load in self.screening:
-                turn = Turn(number, name, load.name)
-                await self._measure(
-                    turn, load, self._screening_phase(number, baseline, load), screened.measurements
-                )
-            best = max(self.record.screened, key=lambda each: each.score)
-            if number < len(candidates) - 1 or best is not screened:
-                await self.stage.stop(name)
-        self.record.baseline = best.baseline
-        self.stage.systems[name] = best.baseline.system(name)
-        self.schedule.say(f"baseline: {best.baseline.told}")
+    @property
+    def _screenings(self) -> int:
+        """How many ways to run the baseline are tried; a single one needs not be."""
+        count = len(self.record.candidates) + max(0, len(self.record.batches) - 1)
+        return count if count > 1 else 0
 
-    def _screening_phase(self, number: int, baseline: Baseline, load: SystemLoad) -> str:
-        of = f"{number + 1}/{len(self.record.candidates)}"
-        return f"{SCREENING} {of}: {baseline.told}, {load.name}"
+    async def _choose_baseline(self) -> None:
+        record, name = self.record, self._baseline_name
+        record.baseline = record.candidates[0]
+        if self._screenings:
+            for baseline in record.candidates:
+                await self._screen(baseline)
+            best = max(record.screened, key=lambda each: each.score).baseline
+            for batch in record.batches:
+                if batch != best.batch:
+                    await self._screen(replace(best, batch=batch))
+            record.baseline = max(record.screened, key=lambda each: each.score).baseline
+            self.schedule.say(f"baseline: {record.baseline.told}")
+            if record.screened[-1].baseline != record.baseline:
+                await self.stage.stop(name)
+            else:  # it goes on running
+                self.schedule.cancel(start_phase(name, self._screenings + self._starts()[name]))
+        if name not in self.stage.up:
+            self.stage.systems[name] = record.baseline.system(name)
+
+    async def _screen(self, baseline: Baseline) -> None:
+        name, number = self._baseline_name, len(self.record.screened)
+        await self.stage.stop(name)
+        self.stage.systems[name] = baseline.system(name)
+        await self.stage.get(name)
+        self.schedule.say(f"{SCREENING} {baseline.told}")
+        self.record.screened.append(screened := Screened(baseline, []))
+        for load in self.screening:
+            turn = Turn(number, name, load.name)
+            await self._measure(turn, load, self._screening_phase(number, load), screened.measurements)
+
+    def _screening_phase(self, number: int, load: SystemLoad) -> str:
+        return f"{SCREENING} {number + 1}/{self._screenings}, {load.name}"
 
     # turns
 
@@ -200,11 +217,11 @@ class Contest:
         return self._prompts
 
     async def _measure_idle(self) -> None:
-        with self.schedule.phase("measuring the idle systems", SETTLE + IDLE_SECONDS):
-            await asyncio.sleep(SETTLE)
+        with self.schedule.phase("measuring the idle systems", self.settle + self.idle_seconds):
+            await asyncio.sleep(self.settle)
             meters = {name: running.cpu_meter() for name, running in self.stage.up.items()}
             before = {name: meter.read() for name, meter in meters.items()}
-            await asyncio.sleep(IDLE_SECONDS)
+            await asyncio.sleep(self.idle_seconds)
             for name, meter in meters.items():
                 self.record.idle.setdefault(name, meter.read().since(before[name]))
 

@@ -120,8 +120,8 @@ def window_figures(exchanges: Sequence[Exchange], began: float, ended: float) ->
         "requests": float(len(ours)),
     }
     for name, samples in (("TTFT", ttfts), ("ITL", gaps), ("longest gap", longest)):
-        for share in (0.5, 0.99):
-            figures[f"{name} p{100 * share:g}"] = percentile(samples, share)
+        if samples:  # else it is not known, which is not 0
+            figures |= {f"{name} p{100 * share:g}": percentile(samples, share) for share in (0.5, 0.99)}
     placed = [exchange.prefill for exchange in ours if exchange.prefill]
     if placed:
         figures[REMOTE] = placed.count("remote") / len(placed)

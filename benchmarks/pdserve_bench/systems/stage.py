@@ -33,7 +33,7 @@ class Stage:
         self.in_turn = in_turn
         self._folder, self._schedule, self._start_seconds = folder, schedule, start_seconds
         self._up: dict[str, tuple[AsyncExitStack, RunningSystem]] = {}
-        self._starts = 0
+        self._starts: dict[str, int] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -57,11 +57,11 @@ class Stage:
         if self.in_turn and here:
             for other in [other for other in self._up if not isinstance(self.systems[other], Elsewhere)]:
                 await self.stop(other)
-        self._starts += 1
-        folder = self._folder / f"{self._starts}-{name.replace(' ', '-').replace('/', '-')}"
+        count = self._starts[name] = self._starts.get(name, 0) + 1
+        folder = self._folder / f"{name.replace(' ', '-').replace('/', '-')}-{count}"
         await asyncio.to_thread(folder.mkdir)
         async with AsyncExitStack() as stack:
-            with self._schedule.phase(f"starting {name}", self._start_seconds if here else 0.0):
+            with self._schedule.phase(start_phase(name, count), self._start_seconds if here else 0.0):
                 running = await stack.enter_async_context(system.start(folder, self._schedule.update))
             self._up[name] = (stack.pop_all(), running)
         return running
@@ -76,3 +76,8 @@ class Stage:
         """Of the processes of this system, and of those of all others that run."""
         others = [running.cpu_meter() for other, running in self.up.items() if other != name]
         return self.up[name].cpu_meter(), CpuMeter.of(*others)
+
+
+def start_phase(name: str, count: int) -> str:
+    """What is shown while a system starts, for the first time, the second time and so on."""
+    return f"starting {name}" + (f" (start {count})" if count > 1 else "")

@@ -75,7 +75,7 @@ def _screening(record: Record) -> Iterator[Rows]:
     best = next((number for number, each in enumerate(screened) if each.baseline == record.baseline), None)
     note = "The best by tokens/s (geometric mean) takes part. A short run each: small differences are noise."
     title = f"Settings of {record.contestants[0].name}, tried first"
-    yield Rows(title, columns, rows, note, best if len(screened) == len(record.candidates) else None)
+    yield Rows(title, columns, rows, note, best if len(screened) > 1 else None)
 
 
 def _screened(measurements: Sequence[Measurement], loads: Sequence[str]) -> Iterator[Cell]:
