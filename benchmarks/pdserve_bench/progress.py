@@ -18,6 +18,10 @@ from pdserve import clock
 
 EVERY = 30.0
 """seconds between two lines of a log"""
+_CTRL_C = 5
+"""columns that are left free: a terminal writes `^C` at the end of the bar, and in the next line where it is full, of
+which the bar would not know when it is erased"""
+_LEAST = 30
 _OVERDUE = 2.0
 """seconds over the expected ones from which on a phase is said to take longer"""
 
@@ -34,7 +38,7 @@ class Schedule(AbstractContextManager["Schedule"]):
         self._name, self._phase_began, self._expected, self._news = "", 0.0, 0.0, ""
         self._every, self._said = every, self._began
         self._closed = threading.Event()
-        console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self._console = console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(
@@ -126,8 +130,9 @@ class Schedule(AbstractContextManager["Schedule"]):
         spent, left = time.monotonic() - self._began, self.seconds_left
         known = bool(self._expected or self._waiting)
         share = min(0.99, spent / (spent + left)) if known and spent else 0.0
-        width = 24 if self._live and self._live.console.width >= 100 else 10  # news need the room
-        line = Table.grid(padding=(0, 1), expand=True)
+        width = 24 if self._console.width >= 100 else 10  # news need the room
+        line = Table.grid(padding=(0, 1))
+        line.width = max(_LEAST, self._console.width - _CTRL_C)
         line.add_column(width=width)
         line.add_column(width=12, no_wrap=True)
         line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")

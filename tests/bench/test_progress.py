@@ -18,11 +18,13 @@ HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
 
 
 def program(text: str) -> list[str]:
-    return [
-        sys.executable,
-        "-c",
-        f"import sys, time\nfrom pdserve_bench.progress import Schedule\n{textwrap.dedent(text)}",
-    ]
+    """Ctrl-C reaches it also where the tests run in a shell's background."""
+    begin = """
+import signal, sys, time
+from pdserve_bench.progress import Schedule
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+    return [sys.executable, "-c", begin + textwrap.dedent(text)]
 
 
 def lines_of(text: str) -> list[str]:
@@ -136,6 +138,18 @@ def test_ctrl_c_leaves_the_terminal_as_it_was() -> None:
     after = terminal.text.rpartition("━")[2]
     assert terminal.text.rindex(SHOWN) > terminal.text.rindex(HIDDEN)
     assert "\x1b[2K" in after
+
+
+def test_the_bar_leaves_room_for_what_ctrl_c_writes() -> None:
+    """In a line that is full it would begin another line, and the bar would be erased there instead."""
+    news = RUN.replace("SECONDS", "1").replace("12 req/s", "12 req/s " * 20)
+    with Terminal(program(news), dict(os.environ)) as terminal:
+        terminal.until("the exit code is 0")
+    drawn = [
+        re.sub(r"\x1b\[[\d;?]*\w", "", line) for line in re.split(r"[\r\n]+", terminal.text) if "━" in line
+    ]
+    assert any("12 req/s 12 req/s" in line and "…" in line for line in drawn)
+    assert max(map(len, drawn)) <= 96
 
 
 def test_results_go_to_their_file_beside_a_bar(tmp_path: Path) -> None:
