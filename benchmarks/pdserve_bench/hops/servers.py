@@ -24,6 +24,8 @@ STEP, SEQUENCE = 0.005, 1 / 3000
 MODEL = "demo"
 PROMPT = 16
 """tokens, about; some more for the words around a chat"""
+_LONG = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+"""long windows need longer streams than the demo model was made for; no model computes them"""
 _BLOCK = 32
 _ROOM = 64
 
@@ -48,7 +50,7 @@ def graph(streams: int, tokens: int) -> System:
     common = {"max-model-len": longest}
     sections = simulated(speed, decode=engine, frontend=limits, common=common)
     del sections["PrefillWorker"]
-    return GraphSystem("pdserve", sections)
+    return GraphSystem("pdserve", sections, variables=_LONG)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class VllmApp(System):
         vllm = ["--model", str(MODEL_DIR), "--served-model-name", MODEL, "--port", str(port)]
         vllm += ["--host", "127.0.0.1", "--max-model-len", str(self.tokens + _ROOM)]
         command = [sys.executable, "-m", "pdserve_bench.hops.vllm_app", *ours, "--", *vllm]
-        server = ServerRun(command, folder / "vllm-app.log", {"VLLM_CPU_KVCACHE_SPACE": "1"})
+        server = ServerRun(command, folder / "vllm-app.log", {**_LONG, "VLLM_CPU_KVCACHE_SPACE": "1"})
         try:
             pid = server.start().pid
             await server.until(lambda: "Application startup complete" in server.text, say)
