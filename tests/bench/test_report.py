@@ -247,6 +247,7 @@ def test_the_machine_is_described() -> None:
         (None, "no/x", "no folder"),
         (None, "x.svg", ".png or .html"),
         (".", None, "is a folder"),
+        (None, "..", "is a folder"),
         ("x.json", "qwen-2.5", ""),
         ("x.json", "x.html", ""),
         (None, None, ""),

@@ -140,6 +140,8 @@ def check_outputs(json_file: Path | None, plot: Path | None) -> None:
     """Before hours of work: raises ConfigError where a result could not be written, and notes how loaded the machine
     is. `plot` is a name without an end, for both a PNG and a page, or has the end of one of them."""
     machine()
+    if plot is not None and plot.name in ("", ".."):
+        raise ConfigError([f"--plot {plot}: is a folder; give the name of a file."])
     problems = []
     for file in ([json_file] if json_file else []) + (_pictures(plot) if plot else []):
         if not file.absolute().parent.is_dir():
