@@ -61,8 +61,8 @@ def lead_of(found: FoundGoodput) -> str:
         return f"Goodput: at least {low:.3g} req/s, the highest rate that was tried: {promise}."
     share = _pooled(found.of(high))
     return (
-        f"Goodput: {found.estimate:.3g} req/s (very likely {_between(*found.interval)}). Up to {low:.3g} req/s, {promise}. "
-        f"At {high:.3g} req/s only {100 * share:.0f} % do: {_broken_at(found, high)}."
+        f"Goodput: {found.estimate:.3g} req/s (very likely {_between(*found.interval)}). "
+        f"Up to {low:.3g} req/s, {promise}. At {high:.3g} req/s only {100 * share:.0f} % do: {_broken_at(found, high)}."
     )
 
 
