@@ -397,8 +397,8 @@ class _Questions:
         return points
 
     async def _beside(self, count: int, length: int) -> tuple[float, int, int] | None:
-        """The longest gap of running answers while a prompt is computed, the tokens of that prompt, and the context of
-        the answers. None where they were over too early."""
+        """The gap of running answers in which a prompt is computed, the tokens of that prompt, and the context of the
+        answers. None where they were over too early."""
         running = [self._exchange(self._prompts.of(_SHORT), 32) for _ in range(count)]
         async with asyncio.TaskGroup() as group:
             for exchange in running:
@@ -410,7 +410,7 @@ class _Questions:
         came = beside.started + (beside.ttft or 0.0)
         if any(each.arrivals[-1] < came for each in running):
             return None
-        longest = [max(_gaps(each, beside.started, math.inf), default=0.0) for each in running]
+        longest = [_gap_at(each, came) for each in running]
         context = sum(each.prompt_tokens + each.output_tokens // 2 for each in running)
         return statistics.median(longest), beside.prompt_tokens or length, context
 
@@ -432,9 +432,12 @@ def _check(exchanges: Sequence[Exchange]) -> None:
             raise Unavailable(f"calibrate: a request failed: {exchange.error or 'no token came'}")
 
 
-def _gaps(exchange: Exchange, begin: float, end: float) -> list[float]:
-    """Those that end between these times."""
-    return [after - before for before, after in pairwise(exchange.arrivals) if begin <= after <= end]
+def _gap_at(exchange: Exchange, moment: float) -> float:
+    """The longest of the few gaps that end about then: of all of its gaps, the longest would be one that something
+    else has made."""
+    gaps = list(pairwise(exchange.arrivals))
+    nearest = min(range(len(gaps)), key=lambda number: abs(gaps[number][1] - moment))
+    return max(after - before for before, after in gaps[max(0, nearest - 2) : nearest + 3])
 
 
 def _pace(exchanges: Sequence[Exchange]) -> float:
