@@ -178,7 +178,7 @@ async def find_goodput(
     options, deadline = found.options, time.monotonic() + found.options.budget
     schedule.cancel(label)
     schedule.announce(label, expected_seconds(options))
-    canary = _Canary(endpoint)
+    canary = Canary(endpoint)
     if options.warm_up:
         with schedule.phase(f"{label}: warming up", _WARM_SECONDS):
             await _warm_up(endpoint, users, options)
@@ -319,7 +319,7 @@ class _Watched:
         return self._slo.broke_ttft(exchange, now - waited) or any(gap > self._slo.gap for gap in gaps)
 
 
-class _Canary:
+class Canary:
     """A tiny request: answered as fast as on the idle server, no backlog is before it."""
 
     def __init__(self, endpoint: Endpoint) -> None:
