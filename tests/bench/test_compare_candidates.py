@@ -28,6 +28,7 @@ def made(maker: CandidateMaker) -> list[Candidate]:
     speed = {"step-seconds": 0.01, "prefill-rate": 1000.0}
     return [
         *maker.aggregated(),
+        *maker.replicas(512),
         *maker.disaggregated([400] * 5, shared=False),
         *maker.imagined(speed, threshold=64, batch=512),
     ]
@@ -95,6 +96,7 @@ def test_splits_of_simulated_workers(tmp_path: Path) -> None:
     assert [candidate.split for candidate in separate] == ["1P+2D", "2P+1D"]
     assert not any(candidate.simulated for candidate in separate)
     assert [candidate.split for candidate in found.aggregated([512])] == ["3 engines"]
+    assert not found.replicas(512)
 
 
 def test_no_worker_of_a_split_is_without_hardware() -> None:

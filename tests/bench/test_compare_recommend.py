@@ -39,6 +39,16 @@ CASES = {
     "only separation carries the load": ([together(), separate()], Criteria(rate=6.0), Verdict.DISAGGREGATE),
     "nothing carries anything": ([together(None, 0.5), separate(None, 0.5)], Criteria(), Verdict.DONT),
     "aggregated carries nothing": ([together(None, 0.5), separate()], Criteria(), Verdict.DISAGGREGATE),
+    "aggregated surely does not carry what separation carries": (
+        [together(None, 3.0, Tally(kept=2, gap=13)), separate(3.0, None)],
+        Criteria(),
+        Verdict.DISAGGREGATE,
+    ),
+    "aggregated nearly carries it": (
+        [together(None, 3.0, Tally(kept=13, gap=2)), separate(3.0, None)],
+        Criteria(),
+        Verdict.SAME,
+    ),
     "no rate was too high": ([together(40.0, None), separate(40.0, None)], Criteria(), Verdict.SAME),
     "too high for aggregated only": ([together(), separate(40.0, None)], Criteria(), Verdict.DISAGGREGATE),
     "the winner dropped requests": ([together(), separate(failed=2)], Criteria(), Verdict.DONT),

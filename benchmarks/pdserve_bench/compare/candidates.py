@@ -20,7 +20,7 @@ from pdserve.plan.machine import Machine
 from pdserve.plan.memory import CPU_KV_GIB, CPU_KV_VARIABLE
 from pdserve.plan.model_folder import ModelFacts
 from pdserve.plan.slots import gpus_needed
-from pdserve_bench.compare.sections import Sections, Shape, reshape
+from pdserve_bench.compare.sections import Sections, Shape, reshape, with_model
 from pdserve_bench.samples import percentile
 from pdserve_bench.systems.system import GraphSystem, PlainVllm, System
 
@@ -170,14 +170,26 @@ class CandidateMaker:
     weights_gib: float = 0.0
 
     def aggregated(self, batches: Sequence[int] = ()) -> list[Candidate]:
-        """Of the same hardware: one engine first, then several."""
+        """Of the same hardware: one engine with all of it at several batch sizes; where that cannot be, several
+        engines."""
         sizes = self._batches(batches)
         found = [self._engines(self._width(), batch) for batch in sizes]
-        if self.here.kind is not HardwareKind.SIM:
-            found = [self._one_engine(batch) for batch in sizes if self._one_engine_fits()]
-            if self._width() > 1 or not found:
-                found += [self._engines(self._width(), batch) for batch in sizes]
+        if self.here.kind is not HardwareKind.SIM and self._one_engine_fits():
+            return [self._one_engine(batch) for batch in sizes]
         return found
+
+    def replicas(self, batch: int) -> list[Candidate]:
+        """As many engines as the file has workers, where `aggregated` has one with all of the hardware."""
+        alone = self.here.kind is not HardwareKind.SIM and self._one_engine_fits()
+        return [self._engines(self._width(), batch)] if alone and self._width() > 1 else []
+
+    def single(self, batch: int) -> Launch:
+        """One engine as large as a decode worker, to learn its speed. It leaves the rest of the hardware idle."""
+        launch = self._graph("one worker", "one worker", Shape(0, 1, batch))
+        if self.here.kind is not HardwareKind.CPU or not isinstance(launch.system, GraphSystem):
+            return launch
+        threads = {"OMP_NUM_THREADS": str(max(1, self.here.units // self.here.slots))}
+        return replace(launch, system=replace(launch.system, variables=threads))
 
     def disaggregated(self, prompts: Sequence[int], shared: bool) -> list[Candidate]:
         """Of the same hardware, the file's own split first, then those like it."""
@@ -264,7 +276,7 @@ class CandidateMaker:
         system = PlainVllm(
             name, Path(self.config.model), self.config.served_model_name, command_line(arguments), variables
         )
-        memory = 0.0 if on_gpu else 3.0 + CPU_KV_GIB * here.slots + self.weights_gib
+        memory = 0.0 if on_gpu else 2.1 + CPU_KV_GIB * here.slots + self.weights_gib
         launch = Launch(f"vllm {batch}", system, True, memory)
         return Candidate(name, True, Shape(0, 1, batch, (0, tensor)), launch, split="1 engine")
 
@@ -299,11 +311,11 @@ class CandidateMaker:
         return kept
 
     def _graph(self, key: str, name: str, shape: Shape, real: bool = True) -> Launch:
-        sections = reshape(self.base, shape)
+        sections = with_model(reshape(self.base, shape), self.config.model)
         real = real and self.here.kind is not HardwareKind.SIM
         workers = shape.prefill + shape.decode
         on_cpu = real and self.here.kind is HardwareKind.CPU
-        memory = 1.5 + (3.0 + CPU_KV_GIB + self.weights_gib) * workers if on_cpu else 0.0
+        memory = 1.0 + (2.1 + CPU_KV_GIB + self.weights_gib) * workers if on_cpu else 0.0
         if not real:
             memory = 1.0 + 0.2 * workers
         return Launch(key, GraphSystem(name, sections), real, memory)

@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdserve_bench.slo import Slo, Tally
+from pdserve_bench.samples import wilson
+from pdserve_bench.slo import SHARE, Slo, Tally
 
 HEADROOM = 1.25
 """times the load that is asked for: what an engine carries beside its ups and downs"""
+LEAST_NOISE = 0.05
+"""assumed where less was seen, or none could be measured"""
 _NOTABLE = 1.15
 """a simulated split that carries so many times what another does is worth a word"""
 
@@ -129,7 +132,7 @@ class Criteria:
     """What the findings are judged by."""
 
     slo: Slo = field(default_factory=Slo)
-    share: float = 0.9
+    share: float = SHARE
     rate: float | None = None
     """requests per second that the user asked about; None: only the ceiling counts"""
     noise: float = 0.0
@@ -138,7 +141,7 @@ class Criteria:
 
 def recommend(findings: Sequence[CandidateResult], criteria: Criteria) -> Recommendation:
     """Findings are in the order of simplicity: of equals the earlier is taken."""
-    out = tuple(_why_out(finding) for finding in findings if not finding.sound)
+    out = tuple(_why_out(finding) for finding in findings if finding.problem or finding.failed)
     here = [finding for finding in findings if finding.hardware == 1.0 and finding.sound]
     simulated = False
     together = _best(here, True, False)
@@ -166,7 +169,7 @@ def _best(findings: Sequence[CandidateResult], aggregated: bool, simulated: bool
 
 
 def _judge(together: CandidateResult, separate: CandidateResult, asked: Criteria) -> tuple[Verdict, str, str]:
-    rate, noise = asked.rate, asked.noise
+    rate, noise = asked.rate, max(asked.noise, LEAST_NOISE)
     both = f"{_carries(separate)}, {_bare(together)} {_number(together)}"
     if not together.carried and not separate.carried:
         reason = (
@@ -176,25 +179,25 @@ def _judge(together: CandidateResult, separate: CandidateResult, asked: Criteria
         return (
             Verdict.DONT,
             reason,
-            "A looser SLO, shorter prompts or more hardware would: see the simulated rows.",
+            "A looser SLO, shorter prompts or more hardware would change that.",
         )
     if rate is not None and together.least >= rate * HEADROOM:
         reason = (
             f"At {rate:.3g} requests/s there is nothing to gain: {_bare(together)} keeps the SLO up to "
             f"{_range(together)} requests/s."
         )
-        return Verdict.DONT, reason, _ceiling(together, separate, noise)
-    gain = _ratio(separate, together)
-    if separate.least > together.most and gain > 1 + noise:
+        return Verdict.DONT, reason, _ceiling(together, separate, asked, noise)
+    gain = _ratio(separate, together, asked.share)
+    if separate.least >= together.most and gain > 1 + noise:
         return (
             Verdict.DISAGGREGATE,
             f"{both}{_times(gain)}. {_limits(together, separate)}",
             _not_enough(separate, rate),
         )
-    if together.least > separate.most and _ratio(together, separate) > 1 + noise:
+    if together.least >= separate.most and _ratio(together, separate, asked.share) > 1 + noise:
         why = _limits(separate, together)
         return Verdict.DONT, f"{both}: separation loses. {why}", _would_change(separate)
-    reason = f"{both}: less apart than what is certain{_noise(noise)}."
+    reason = f"{both}: less apart than what is certain{_noise(asked.noise)}."
     return Verdict.SAME, reason, "Longer probes (--minutes) would tell smaller differences apart."
 
 
@@ -202,7 +205,7 @@ def _one_sided(
     found: CandidateResult | None, findings: Sequence[CandidateResult], out: tuple[str, ...]
 ) -> Recommendation:
     if found is None:
-        return Recommendation(Verdict.UNKNOWN, None, "Nothing was measured.", notes=out)
+        return Recommendation(Verdict.UNKNOWN, None, "Nothing was measured: give --minutes more.", notes=out)
     missing = "disaggregated" if found.aggregated else "aggregated"
     known = [each for each in findings if each.aggregated != found.aggregated and each.hardware == 1.0]
     if known and found.aggregated and all(each.failed for each in known):
@@ -212,11 +215,10 @@ def _one_sided(
     return Recommendation(Verdict.UNKNOWN, None, reason, notes=out)
 
 
-def _ceiling(together: CandidateResult, separate: CandidateResult, noise: float) -> str:
-    if separate.least > together.most and _ratio(separate, together) > 1 + noise:
-        return (
-            f"Above that load separation would pay: {_carries(separate)}{_times(_ratio(separate, together))}."
-        )
+def _ceiling(together: CandidateResult, separate: CandidateResult, asked: Criteria, noise: float) -> str:
+    gain = _ratio(separate, together, asked.share)
+    if separate.least >= together.most and gain > 1 + noise:
+        return f"Above that load separation would pay: {_carries(separate)}{_times(gain)}."
     return ""
 
 
@@ -278,7 +280,7 @@ def _splits(
         )
     others = [each for each in dreamt if each.hardware == 1.0 and not each.aggregated and each is not anchor]
     better = max(others, key=lambda each: each.goodput, default=None)
-    if anchor and better and _ratio(better, anchor) > _NOTABLE and better.least >= anchor.most:
+    if anchor and better and _ratio(better, anchor, SHARE) > _NOTABLE and better.least >= anchor.most:
         notes.append(
             f"Try {better.split}: simulated, it carries {_number(better)} requests/s against {_number(anchor)} "
             f"of the simulated {anchor.split}."
@@ -296,10 +298,8 @@ def _splits(
 def _why_out(finding: CandidateResult) -> str:
     if finding.problem:
         return f"Not measured: {finding.name}: {finding.problem}"
-    if finding.failed:
-        times = "request" if finding.failed == 1 else "requests"
-        return f"Out: {finding.name}: it failed {finding.failed} {times} at a rate that it should carry."
-    return f"Not measured: {finding.name}."
+    noun = "request" if finding.failed == 1 else "requests"
+    return f"Out: {finding.name}: it failed {finding.failed} {noun} at a rate that it should carry."
 
 
 def _bare(finding: CandidateResult) -> str:
@@ -328,10 +328,14 @@ def _range(finding: CandidateResult) -> str:
     return f"{finding.least:.3g} to {finding.most:.3g}"
 
 
-def _ratio(ours: CandidateResult, other: CandidateResult) -> float:
-    if not other.goodput:
-        return ours.goodput / other.most if other.most else float("inf")
-    return ours.goodput / other.goodput
+def _ratio(ours: CandidateResult, other: CandidateResult, share: float) -> float:
+    """Infinite where the other one carries nothing, and surely not the rate at which that was seen."""
+    if other.goodput:
+        return ours.goodput / other.goodput
+    judged = other.broke.requests - other.broke.unfinished
+    if wilson(other.broke.kept, judged)[1] < share:
+        return float("inf")
+    return ours.goodput / other.most if other.most else 1.0
 
 
 def _times(gain: float) -> str:

@@ -1,0 +1,192 @@
+"""`pdserve compare`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdserve.cli.options import File
+from pdserve.errors import ConfigError, PdserveError
+from pdserve_bench.compare.comparison import CompareOptions, Comparison, UserLoad
+from pdserve_bench.compare.shown import report_of, winning_file
+from pdserve_bench.compare.trace import read_trace
+from pdserve_bench.endpoint import Endpoint, learn_prompts
+from pdserve_bench.goodput.requests import PoissonRequests
+from pdserve_bench.multi_round.workload import MultiRound
+from pdserve_bench.progress import Schedule
+from pdserve_bench.report import check_outputs
+from pdserve_bench.runs import INTERRUPTED, Scalable, run_until_stopped
+from pdserve_bench.slo import read_slo
+
+_SHARED = 0.05
+"""of a trace's prompt tokens in shared prefixes: from here on the prefix cache counts"""
+
+
+def compare(
+    file: File,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="your users: requests as JSONL, see below")
+    ] = None,
+    prompt_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="of each prompt, without a trace")
+    ] = 380,
+    answer_len: Annotated[int, typer.Option(metavar="N", min=2, help="tokens of each answer")] = 64,
+    num_users: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="chats as of bench multi-round: users at a time")
+    ] = None,
+    num_rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="questions of each chat")] = None,
+    shared_system_prompt: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="words that all chats begin with")
+    ] = None,
+    user_history_prompt: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="words of each user's own that follow")
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(metavar="R", min=0.001, help="requests per second that you have (default: the trace's)"),
+    ] = None,
+    ttft: Annotated[str, typer.Option(metavar="TIME", help="the first token comes within this")] = "500ms",
+    gap: Annotated[str, typer.Option(metavar="TIME", help="and no two tokens are further apart")] = "60ms",
+    share: Annotated[
+        float, typer.Option(metavar="S", min=0.01, max=1.0, help="of the requests that must keep both")
+    ] = 0.9,
+    minutes: Annotated[float, typer.Option(metavar="M", min=0.2, help="for all of it")] = 9.0,
+    batch_sizes: Annotated[
+        str, typer.Option(metavar="N,N", help="max-num-batched-tokens tried for aggregated engines")
+    ] = "",
+    simulate_only: Annotated[
+        bool, typer.Option("--simulate-only", help="measure one engine's speed, simulate all else")
+    ] = False,
+    simulation: Annotated[
+        bool, typer.Option("--simulation/--no-simulation", help="also splits that are not here, simulated")
+    ] = True,
+    seed: Annotated[int, typer.Option(metavar="N", help="of prompts and arrivals")] = 1,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the winner there, for pdserve serve -f")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="write the result there too")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="NAME", help="draw NAME.png and NAME.html, or only the one named")
+    ] = None,
+) -> int:
+    """Should I disaggregate? Runs your load against aggregated and disaggregated graphs of the same hardware, in turn,
+    and says which one to run and why; also when the answer is "don't".
+
+    Candidates: one vLLM engine with all of the hardware of FILE's graph, at several --batch-sizes; as many engines as
+    the graph has workers; the graph of FILE and other splits, each with several thresholds. The best of each kind are
+    measured by their goodput, the highest rate at which 90 % of the requests keep --ttft and --gap, and the aggregated
+    one twice, to know the noise. Then splits and hardware that are not here are simulated, at the speed of yours.
+
+    The load is a trace (lines as {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [...]}
+    of the open Mooncake traces, or {"prompt": "...", "max_tokens": 64}), chats where one of --num-users, --num-rounds,
+    --shared-system-prompt, --user-history-prompt is given, else single requests with --prompt-tokens. With --rate, or
+    the times of a trace, the answer is for that rate; without, for the highest that can be carried.
+
+    Nothing else should run on the machine. Ctrl-C shows what is known by then. The exit code is 0 whatever the answer.
+
+    examples:
+      pdserve compare -f configs/local.yaml                       nine minutes; the bundled model on this machine
+      pdserve compare -f configs/local.yaml --rate 2 --ttft 300ms --gap 50ms --plot answer
+      pdserve compare -f configs/disagg.yaml --trace users.jsonl --minutes 40 --write best.yaml
+      pdserve compare -f configs/local.yaml --simulate-only --minutes 4       other splits, without running them
+    """
+    if simulate_only and not simulation:
+        raise ConfigError(["--simulate-only and --no-simulation leave nothing to do: give one of them."])
+    check_outputs(json, plot)
+    check_outputs(write, None)
+    shape = (num_users, num_rounds, shared_system_prompt, user_history_prompt)
+    if trace is not None and any(value is not None for value in shape):
+        raise ConfigError(["--trace is one load, --num-users and the like are another: give one of them."])
+    if trace is not None:
+        load, asked = _trace(trace, file)
+    elif any(value is not None for value in shape):
+        load, asked = _chats(shape, answer_len), None
+    else:
+        load, asked = _single(prompt_tokens, answer_len, seed), None
+    options = CompareOptions(
+        file,
+        read_slo(ttft, gap),
+        share,
+        rate if rate is not None else asked,
+        minutes,
+        _sizes(batch_sizes),
+        simulation,
+        not simulate_only,
+        seed,
+    )
+    comparison = Comparison.prepare(options, load)
+    finished, schedule = False, Schedule()
+    try:
+        with schedule:
+            finished = run_until_stopped(lambda: comparison.run(schedule))
+    except PdserveError:
+        if any(each.probes for each in comparison.entrants):
+            _finish(comparison, False, write, json, plot)
+        raise
+    _finish(comparison, finished, write, json, plot)
+    return 0 if finished else INTERRUPTED
+
+
+def _finish(
+    comparison: Comparison, complete: bool, write: Path | None, json: Path | None, plot: Path | None
+) -> None:
+    found = comparison.recommendation()
+    winner = comparison.candidate(found)
+    if write is not None and winner is not None:
+        write.write_text(winning_file(comparison, winner, found))
+    report = report_of(comparison, complete, write if winner is not None else None)
+    report.show()
+    report.write(json, plot)
+
+
+def _trace(trace: Path, file: Path) -> tuple[UserLoad, float | None]:
+    from pdserve.config.load import load
+
+    found = read_trace(trace)
+    decode = load(file, {}).decode
+    longest = decode.engine_args.get("max-model-len") if decode else None
+    if longest is not None:
+        found = found.within(int(str(longest)))
+
+    async def make(endpoint: Endpoint) -> Scalable:
+        return found
+
+    prompts = tuple(request.prompt_tokens for request in found.requests)
+    told = f"{found.name}: {found.describe()}"
+    return UserLoad(told, make, prompts, found.shared > _SHARED), found.rate if found.timed else None
+
+
+def _chats(shape: tuple[int | None, ...], answer_len: int) -> UserLoad:
+    names = ("num_users", "num_rounds", "shared_system_prompt", "user_history_prompt")
+    given = {name: value for name, value in zip(names, shape, strict=True) if value is not None}
+    chats = MultiRound(answer_len=answer_len, **given)  # type: ignore[arg-type]
+
+    async def make(endpoint: Endpoint) -> Scalable:
+        return chats
+
+    first = chats.shared_system_prompt + chats.user_history_prompt
+    told = (
+        f"chats of {chats.num_rounds} rounds, {chats.shared_system_prompt} words shared and "
+        f"{chats.user_history_prompt} of each user, {answer_len} tokens out"
+    )
+    rounds = tuple(first + number * (answer_len + 20) for number in range(chats.num_rounds))
+    return UserLoad(told, make, rounds, shared=True)
+
+
+def _single(prompt_tokens: int, answer_len: int, seed: int) -> UserLoad:
+    async def make(endpoint: Endpoint) -> Scalable:
+        return PoissonRequests(await learn_prompts(endpoint, seed), prompt_tokens, answer_len)
+
+    told = f"{prompt_tokens} tokens in, {answer_len} out"
+    return UserLoad(told, make, (prompt_tokens,), shared=False)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """Raises ConfigError."""
+    try:
+        sizes = tuple(int(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        raise ConfigError([f"--batch-sizes {text}: write numbers, as in 512,2048."]) from None
+    if any(size < 1 for size in sizes):
+        raise ConfigError([f"--batch-sizes {text}: must be more than 0."])
+    return sizes

@@ -1,0 +1,456 @@
+"""One comparison: from a file and users to results, within a budget of time.
+
+Where systems fit side by side (CPU, simulated engines) they run together and are measured in turn; GPUs have room for
+one at a time. What comes when, of the time: aggregated engines at several batch sizes are screened, then the graphs
+with their thresholds, then the best of both kinds are measured in turn, the aggregated one twice, and at the end
+splits that are not here, on simulated engines as fast as the real ones.
+"""
+
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from pdserve.config.host import find_folder
+from pdserve.config.load import load
+from pdserve.config.schema import Config
+from pdserve.errors import ConfigError, Unavailable
+from pdserve.plan.machine import GIB, Machine
+from pdserve.plan.model_folder import ModelFacts, read_model
+from pdserve_bench.compare.calibrate import EngineLimits, EngineSpeed, calibrate
+from pdserve_bench.compare.candidates import (
+    Candidate,
+    CandidateMaker,
+    Hardware,
+    HardwareKind,
+    Launch,
+    hardware,
+    weights_gib,
+)
+from pdserve_bench.compare.launches import RunningLaunches
+from pdserve_bench.compare.measuring import Entrant, Measuring, best_of, common_rate, noise, unstarted
+from pdserve_bench.compare.recommend import CandidateResult, Criteria, Recommendation, recommend
+from pdserve_bench.compare.sections import read_sections
+from pdserve_bench.endpoint import Endpoint
+from pdserve_bench.goodput.search import GoodputSearch
+from pdserve_bench.progress import Schedule
+from pdserve_bench.runs import Scalable
+from pdserve_bench.slo import Slo
+from pdserve_bench.systems.system import ALL_LOCAL
+
+_START = {
+    HardwareKind.CPU: (30.0, 50.0),
+    HardwareKind.GPU: (90.0, 150.0),
+    HardwareKind.SIM: (15.0, 15.0),
+}
+"""seconds until plain vLLM, and a graph, answer: expected"""
+_STOP = 12.0
+"""seconds at the end of the budget, for what runs to stop"""
+_SIMULATED = 0.28
+"""of the time"""
+_CALIBRATED = 0.07
+_SCREENING = 0.45
+"""of the time that is left when a first system runs"""
+_MEMORY = 0.85
+"""of what is free that may be used"""
+_IMAGINED = 4
+_LEAST = 4.5
+"""seconds of a probe"""
+_STEADY = 2.5
+"""times as long as a request takes alone: a probe, at least"""
+_CONTROL = 0.65
+"""of the time of the finalists, from when on the control runs too"""
+_CPU_START = 14.0
+"""CPU seconds until a simulated graph answers"""
+_RATES = (0.05, 50.0)
+"""first rates, in requests per second"""
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    file: Path
+    slo: Slo
+    share: float = 0.9
+    rate: float | None = None
+    """requests per second that the user asks about"""
+    minutes: float = 9.0
+    batches: tuple[int, ...] = ()
+    simulate: bool = True
+    measure: bool = True
+    """false: only simulated, on engines as fast as one that is run for a short time"""
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class UserLoad:
+    """What the users do."""
+
+    described: str
+    make: Callable[[Endpoint], Awaitable[Scalable]]
+    """asks a first server what it has to know"""
+    prompts: tuple[int, ...]
+    """tokens of prompts, samples"""
+    shared: bool
+    """prompts have parts in common, so that a prefix cache has them"""
+
+
+@dataclass
+class Comparison:
+    """Readable at any time."""
+
+    options: CompareOptions
+    asked: UserLoad
+    config: Config
+    here: Hardware
+    maker: CandidateMaker
+    entrants: list[Entrant] = field(default_factory=list)
+    """in the order of simplicity within each kind"""
+    noise: float | None = None
+    speed: EngineSpeed | None = None
+    notes: list[str] = field(default_factory=list)
+    _start: float = 0.0
+    """requests per second of the first probes"""
+    _whole: float = 0.0
+    """seconds that a request takes alone"""
+
+    @classmethod
+    def prepare(cls, options: CompareOptions, asked: UserLoad) -> "Comparison":
+        """Starts nothing. Raises ConfigError."""
+        config, machine = load(options.file, {}), Machine.detect()
+        if config.frontend is None:
+            raise ConfigError(
+                [f"{options.file} has no Frontend section: requests are sent as clients send them."]
+            )
+        here = hardware(config, machine)
+        model = None if here.kind is HardwareKind.SIM else _model(config)
+        base = read_sections(options.file)
+        return cls(
+            options, asked, config, here, CandidateMaker(config, base, here, model, weights_gib(model))
+        )
+
+    # what is known
+
+    @property
+    def finalists(self) -> list[Entrant]:
+        """The best aggregated one first."""
+        measured = [each for each in self.entrants if each.candidate.hardware == 1.0]
+        for simulated in (False, True):
+            pool = [each for each in measured if each.candidate.simulated == simulated]
+            found = _best(pool)
+            if len(found) == 2 or (found and simulated):
+                return found
+        return _best(measured)
+
+    @property
+    def seen_at(self) -> float | None:
+        """The rate whose TTFTs and gaps are shown: the asked one, else one that all finalists were probed at."""
+        asked = self.options.rate
+        if asked is not None and any(each.of(asked) for each in self.entrants):
+            return asked
+        return common_rate(self.finalists)
+
+    def results(self) -> list[CandidateResult]:
+        return [each.result(self.seen_at) for each in self.entrants]
+
+    def recommendation(self) -> Recommendation:
+        options = self.options
+        return recommend(
+            self.results(), Criteria(options.slo, options.share, options.rate, self.noise or 0.0)
+        )
+
+    def candidate(self, recommendation: Recommendation) -> Candidate | None:
+        name = recommendation.choice.name if recommendation.choice else None
+        return next((each.candidate for each in self.entrants if each.name == name), None)
+
+    # how it is found out
+
+    async def run(self, schedule: Schedule) -> None:
+        """Raises ConfigError and Unavailable where nothing at all can be measured."""
+        options, began = self.options, time.monotonic()
+        whole = 60 * options.minutes
+        deadline = began + whole
+        imagine = options.simulate and self.here.kind is not HardwareKind.SIM
+        if options.simulate and not imagine:
+            self.notes.append(
+                "The engines of the file are simulated: nothing else was simulated beside them."
+            )
+        with tempfile.TemporaryDirectory(prefix="pdserve-compare-") as folder:
+            async with RunningLaunches(Path(folder), schedule.say) as stage:
+                measuring = self._measuring(stage, schedule, deadline)
+                if options.measure or self.here.kind is HardwareKind.SIM:
+                    reserved = (_SIMULATED + _CALIBRATED) * whole if imagine else _STOP
+                    await self._measure(measuring, deadline - reserved)
+                if imagine:
+                    await self._learn_speed(measuring, max(10.0, _CALIBRATED * whole))
+            if imagine and self.speed:
+                async with RunningLaunches(Path(folder), schedule.say) as stage:
+                    measuring = self._measuring(stage, schedule, deadline, measuring.users)
+                    await self._simulate(measuring, deadline - _STOP)
+
+    def _measuring(
+        self, stage: RunningLaunches, schedule: Schedule, deadline: float, users: Scalable | None = None
+    ) -> Measuring:
+        options = self.options
+        return Measuring(
+            stage, schedule, options.slo, options.share, options.seed, users=users, deadline=deadline
+        )
+
+    async def _measure(self, measuring: Measuring, until: float) -> None:
+        alone = self.here.kind is HardwareKind.GPU
+        first = [self._enter(each) for each in self.maker.aggregated(self.options.batches)]
+        separate = self._affordable(
+            self.maker.disaggregated(self.asked.prompts, self.asked.shared), len(_launches(first))
+        )
+        if self.here.kind is HardwareKind.SIM:
+            await self._group(measuring, [*first, *map(self._enter, separate)], until)
+        elif alone:
+            await self._in_turn(measuring, first, separate, until)
+            return
+        else:
+            await self._group(measuring, first, until)
+            chosen = best_of(first, True)
+            batch = chosen.candidate.shape.batch if chosen else first[0].candidate.shape.batch
+            graphs = [*self.maker.replicas(batch), *separate]
+            await self._group(measuring, [self._enter(each) for each in graphs], until)
+        await self._final(measuring, until)
+
+    def _affordable(self, candidates: Sequence[Candidate], others: int) -> list[Candidate]:
+        """The file's own split, and as many others as can be started within a part of the time."""
+        launches = _launches_of(candidates)
+        _, graph = _START[self.here.kind]
+        seconds = 60 * self.options.minutes * _SCREENING
+        if self.here.kind is HardwareKind.SIM:
+            most = int(seconds * (psutil.cpu_count() or 1) / _CPU_START) - others
+        else:
+            most = int(seconds / graph) - others // 2
+        kept = {launch.key for launch in launches[: max(1, most)]}
+        if out := [launch.key for launch in launches if launch.key not in kept]:
+            self.notes.append(f"Not run, for lack of time: {', '.join(out)}. Give --minutes more.")
+        return [each for each in candidates if each.launch.key in kept]
+
+    def _enter(self, candidate: Candidate) -> Entrant:
+        entrant = Entrant(candidate, GoodputSearch(self._start or 1.0, self.options.share))
+        self.entrants.append(entrant)
+        return entrant
+
+    async def _group(self, measuring: Measuring, entrants: Sequence[Entrant], until: float) -> None:
+        """Start as many as fit beside the best so far, screen them, and keep the best of each kind running."""
+        waiting = _launches(entrants)
+        while waiting:
+            kept = {launch.key for launch in _launches(_best(self.entrants))}
+            await measuring.stage.stop([key for key in measuring.stage.running if key not in kept])
+            room = _MEMORY * psutil.virtual_memory().available / GIB
+            now = [waiting.pop(0)]
+            while waiting and sum(each.memory_gib for each in now) + waiting[0].memory_gib <= room:
+                now.append(waiting.pop(0))
+            keys = {launch.key for launch in now}
+            some = [each for each in entrants if each.candidate.launch.key in keys]
+            await self._start_up(measuring, now, some)
+            rivals = [each for each in _best(self.entrants) if each not in some]
+            end = time.monotonic() + _SCREENING * (until - time.monotonic())
+            await measuring.screen([*rivals, *some], self._start, self._probe_seconds(end, len(some)), end)
+
+    def _probe_seconds(self, until: float, count: int) -> float:
+        """Of a probe that sorts out, if there are some four for each."""
+        return self._steady(min(10.0, (until - time.monotonic()) / (4 * count + 2)))
+
+    def _steady(self, seconds: float) -> float:
+        """Long enough that as many requests run as will in the long run."""
+        return max(seconds, _LEAST, min(20.0, _STEADY * self._whole))
+
+    async def _start_up(
+        self, measuring: Measuring, launches: Sequence[Launch], entrants: Sequence[Entrant]
+    ) -> None:
+        """Start them and warm them up. Raises Unavailable where nothing has come up, and nothing is known."""
+        plain, graph = _START[self.here.kind if launches[0].real else HardwareKind.SIM]
+        expected = max(plain if launch.key.startswith("vllm") else graph for launch in launches)
+        told = ", ".join(launch.key for launch in launches)
+        with measuring.phase(f"starting {told}", expected + 0.5 * expected * (len(launches) - 1)):
+            problems = await measuring.stage.start(launches)
+        unstarted(entrants, problems)
+        if len(problems) == len(launches) and not any(each.probes for each in self.entrants):
+            raise Unavailable("Nothing came up: " + "; ".join(problems.values()))
+        if measuring.users is None:
+            running = measuring.stage.running[next(key for key in measuring.stage.running)]
+            measuring.users = await self.asked.make(running.endpoint)
+        warm = min(3.0, max(1.0, 60 * self.options.minutes / 150))
+        seen: set[str] = set()
+        for entrant in entrants:
+            key = entrant.candidate.launch.key
+            if entrant.problem or key in seen:
+                continue
+            seen.add(key)
+            with measuring.phase(f"warming up {entrant.name}", warm + 1):
+                alone = await measuring.warm_up(entrant, warm)
+            if not self._start and alone:
+                (low, high), (ttft, self._whole) = _RATES, alone
+                self._start = self.options.rate or float(f"{min(high, max(low, 0.5 / ttft)):.2g}")
+        for entrant in entrants:
+            if not entrant.probes:
+                entrant.search = GoodputSearch(self._start or 1.0, self.options.share)
+
+    async def _final(self, measuring: Measuring, until: float) -> None:
+        """Raises no error: a finalist that fails has a problem."""
+        finalists = self.finalists
+        kept = {launch.key for launch in _launches(finalists)}
+        await measuring.stage.stop([key for key in measuring.stage.running if key not in kept])
+        if not finalists:
+            return
+        searches = [(each, each.search) for each in finalists]
+        together, left = finalists[0], until - time.monotonic()
+        seconds = self._steady(min(20.0, left / 18))
+        await measuring.refine(searches, seconds, time.monotonic() + _CONTROL * left)
+        control = await measuring.again(together, self._start, seconds, until)
+        await measuring.refine([*searches, (together, control)], seconds, until)
+        self.noise = noise(together.search, control)
+
+    async def _in_turn(
+        self, measuring: Measuring, first: Sequence[Entrant], separate: Sequence[Candidate], until: float
+    ) -> None:
+        """One system at a time has all of the GPUs: each is measured to its end while it runs."""
+        waiting = _launches(first)
+        batch = first[0].candidate.shape.batch
+        graphs = [*self.maker.replicas(batch), *separate]
+        launches = [*waiting, *_launches_of(graphs)]
+        for number, launch in enumerate(launches):
+            if any(launch.key == each.key for each in waiting):
+                some = [each for each in first if each.candidate.launch.key == launch.key]
+            else:
+                some = [self._enter(each) for each in graphs if each.launch.key == launch.key]
+            left = (until - time.monotonic()) / (len(launches) - number)
+            if left < 30.0:
+                for entrant in some:
+                    entrant.problem = "no time was left for it: give --minutes more"
+                continue
+            end = time.monotonic() + left
+            await measuring.stage.stop(list(measuring.stage.running))
+            await self._start_up(measuring, [launch], some)
+            end = max(end, time.monotonic() + 0.3 * left)
+            if len(some) > 1:
+                half = time.monotonic() + _SCREENING * (end - time.monotonic())
+                await measuring.screen(some, self._start, self._probe_seconds(half, len(some)), half)
+            chosen = best_of(some, True) or best_of(some, False) or some[0]
+            if chosen.problem:
+                continue
+            left = end - time.monotonic()
+            seconds = self._steady(min(20.0, left / 10))
+            search = (chosen, chosen.search)
+            if not chosen.candidate.aggregated or self.noise is not None:
+                await measuring.refine([search], seconds, end)
+                continue
+            await measuring.refine([search], seconds, time.monotonic() + _CONTROL * left)
+            control = await measuring.again(chosen, self._start, seconds, end)
+            await measuring.refine([search, (chosen, control)], seconds, end)
+            self.noise = noise(chosen.search, control)
+
+    async def _learn_speed(self, measuring: Measuring, seconds: float) -> None:
+        """Of one engine as large as a worker: of the graph that runs where it has one decode worker, else of one that
+        is started for it."""
+        stage, batch = measuring.stage, 2048
+        launch = next(
+            (
+                each.candidate.launch
+                for each in self.entrants
+                if not each.candidate.aggregated
+                and each.candidate.shape.decode == 1
+                and each.candidate.launch.key in stage.running
+            ),
+            None,
+        )
+        try:
+            if launch is None:
+                await stage.stop(list(stage.running))
+                launch = self.maker.single(batch)
+                with measuring.phase("starting one engine, to learn its speed", _START[self.here.kind][1]):
+                    problems = await stage.start([launch])
+                if problems:
+                    raise Unavailable(problems[launch.key])
+                if measuring.users is None:
+                    measuring.users = await self.asked.make(stage.running[launch.key].endpoint)
+            else:
+                await stage.running[launch.key].apply(ALL_LOCAL)
+            measuring.announce_rest(seconds)
+            self.speed = await calibrate(
+                stage.running[launch.key].endpoint,
+                measuring.schedule,
+                self._limits(),
+                seconds,
+                self.options.seed,
+            )
+        except Unavailable as error:
+            self.notes.append(f"Nothing was simulated: the engine's speed could not be learned: {error}")
+
+    def _limits(self) -> EngineLimits:
+        args = self.config.decode.engine_args if self.config.decode else {}
+        defaults = EngineLimits()
+        return EngineLimits(
+            int(str(args.get("max-model-len", defaults.max_model_len))),
+            int(str(args.get("max-num-seqs", defaults.max_num_seqs))),
+            int(str(args.get("max-num-batched-tokens", defaults.max_batched_tokens))),
+        )
+
+    async def _simulate(self, measuring: Measuring, until: float) -> None:
+        assert self.speed is not None
+        together, separate = best_of(self.entrants, True), best_of(self.entrants, False)
+        threshold = 0
+        if self.config.decode is not None and self.config.decode.remote_prefill:
+            threshold = self.config.decode.max_local_prefill_length
+        if separate is not None:
+            threshold = int(separate.candidate.settings["max-local-prefill-length"])
+        batch = together.candidate.shape.batch if together else 512
+        only = separate is None or together is None
+        wanted = _ordered(self.maker.imagined(self.speed.speeds(), threshold, batch), separate, only)
+        left, each = until - time.monotonic(), 30.0
+        most = max(2 if only else 1, min(len(wanted), _IMAGINED, int(left // each)))
+        if len(wanted) > most:
+            out = ", ".join(each.split for each in wanted[most:])
+            self.notes.append(f"Not simulated, for lack of time: {out}.")
+        some = [self._enter(candidate) for candidate in wanted[:most]]
+        await self._start_up(measuring, _launches(some), some)
+        for entrant in some:
+            like = together if entrant.candidate.aggregated else separate
+            start = (like.search.estimate if like else None) or self._start
+            entrant.search = GoodputSearch(
+                float(f"{start * entrant.candidate.hardware:.3g}"), self.options.share, 0.2
+            )
+        seconds = self._steady(min(10.0, (until - time.monotonic()) / (5 * most)))
+        await measuring.refine([(each, each.search) for each in some], seconds, until)
+
+
+def _ordered(candidates: Sequence[Candidate], separate: Entrant | None, only: bool) -> list[Candidate]:
+    """What is worth most first: the split that was measured (how true is it?), others of the same hardware, then twice
+    the hardware, equal halves first. `only`: both kinds on the same hardware, since nothing was measured."""
+
+    def worth(candidate: Candidate) -> tuple[int, int]:
+        known = separate is not None and candidate.split == separate.candidate.split
+        uneven = abs(candidate.shape.prefill - candidate.shape.decode)
+        if candidate.hardware == 1.0:
+            if candidate.aggregated:
+                return (0 if only else 4, 0)
+            return (0 if known else 1, uneven)
+        return (3 if candidate.aggregated else 2, uneven)
+
+    return sorted(candidates, key=worth)
+
+
+def _launches(entrants: Sequence[Entrant]) -> list[Launch]:
+    return _launches_of([entrant.candidate for entrant in entrants])
+
+
+def _launches_of(candidates: Sequence[Candidate]) -> list[Launch]:
+    return list({candidate.launch.key: candidate.launch for candidate in candidates}.values())
+
+
+def _best(entrants: Sequence[Entrant]) -> list[Entrant]:
+    return [best for best in (best_of(entrants, True), best_of(entrants, False)) if best is not None]
+
+
+def _model(config: Config) -> ModelFacts | None:
+    folder = find_folder(config.model, "main")
+    try:
+        return read_model(folder) if folder else None
+    except ConfigError:
+        return None

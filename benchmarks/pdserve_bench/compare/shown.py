@@ -1,0 +1,225 @@
+"""A comparison as a report, and its winner as a file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from pdserve_bench.compare.candidates import Candidate
+from pdserve_bench.compare.comparison import Comparison
+from pdserve_bench.compare.measuring import Entrant
+from pdserve_bench.compare.recommend import CandidateResult, Recommendation, Verdict
+from pdserve_bench.compare.sections import read_sections, reshape, with_model
+from pdserve_bench.report import Cell, Chart, Column, Report, Rows, Series
+
+_COLUMNS = (
+    Column("candidate"),
+    Column("goodput", ".3g"),
+    Column("between"),
+    Column("kept", ".0%"),
+    Column("TTFT p50", ".0f"),
+    Column("p90", ".0f"),
+    Column("gap p90", ".0f"),
+    Column("CPU", ".2f"),
+    Column("breaks on"),
+)
+
+
+def report_of(comparison: Comparison, complete: bool, written: Path | None = None) -> Report:
+    options, found = comparison.options, comparison.recommendation()
+    results = comparison.results()
+    report = Report(
+        f"Should I disaggregate? {comparison.asked.described}, on {comparison.here}",
+        complete=complete,
+        data={
+            "verdict": found.verdict.value,
+            "choice": found.choice.name if found.choice else None,
+            "simulated": found.simulated,
+            "preliminary": not complete,
+            "noise": comparison.noise,
+            "rate": options.rate,
+            "results": msgspec.to_builtins(results),
+        },
+    )
+    report.tables.append(_table(comparison, results, found))
+    report.charts = _charts(comparison, results)
+    report.notes = [*_notes(comparison, found)]
+    if not complete and found.verdict is not Verdict.UNKNOWN:
+        report.verdict = f"Preliminary: {found.headline}"
+    else:
+        report.verdict = found.headline[0].upper() + found.headline[1:]
+    report.lead = " ".join(
+        filter(None, (found.reason, found.otherwise, _next_step(comparison, found, written)))
+    )
+    return report
+
+
+def _table(comparison: Comparison, results: Sequence[CandidateResult], found: Recommendation) -> Rows:
+    seen, options = comparison.seen_at, comparison.options
+    order = sorted(results, key=lambda each: (each.hardware, each.simulated))
+    best = next(
+        (place for place, each in enumerate(order) if found.choice and each.name == found.choice.name), None
+    )
+    at = (
+        f" At {seen:.3g} requests/s: the share that keeps it, TTFT and the longest gap of a request in ms, and CPU "
+        "seconds of all processes for 1,000 tokens, in and out."
+        if seen
+        else ""
+    )
+    note = (
+        f"Goodput: the highest rate, in requests/s, at which {options.share:.0%} of the requests keep the SLO "
+        f"({options.slo}), and between which rates it is certain to be.{at}"
+    )
+    return Rows(
+        f"{comparison.asked.described}, on {comparison.here}",
+        _COLUMNS,
+        [_row(each) for each in order],
+        note,
+        best,
+    )
+
+
+def _row(result: CandidateResult) -> list[Cell]:
+    name = result.name
+    if result.hardware != 1.0:
+        name += f", {result.hardware:g} x hardware"
+    if not result.probed:
+        return [name, None, result.problem or "not measured", *[None] * 6]
+    high = f"{result.broken:.3g}" if result.broken is not None else "?"
+    load = result.load
+    seen: list[Cell] = [None] * 5
+    if load is not None:
+        times = (load.ttft[0], load.ttft[1], load.gap[1])
+        seen = [load.share, *(1000 * each for each in times), load.cpu_per_1000]
+    goodput = result.estimate if result.estimate is not None else 0.0
+    return [name, goodput, f"{result.least:.3g} and {high}", *seen, result.broke.told().partition(" ")[0]]
+
+
+def _notes(comparison: Comparison, found: Recommendation) -> list[str]:
+    notes = [*found.notes, *comparison.notes]
+    if comparison.noise is not None:
+        notes.insert(
+            0,
+            f"Noise: the aggregated engine, measured twice, differed from itself by {comparison.noise:.0%}.",
+        )
+    elif any(each.probes for each in comparison.entrants):
+        notes.insert(0, "Noise: not known, since there was no time to measure the aggregated engine twice.")
+    if comparison.speed is not None:
+        notes.append(f"The simulated engines are as fast as the one here: {comparison.speed.describe()}.")
+    return notes
+
+
+def _next_step(comparison: Comparison, found: Recommendation, written: Path | None) -> str:
+    """What to type now."""
+    candidate = comparison.candidate(found)
+    if candidate is None:
+        return ""
+    if written is not None:
+        return f"Run it: pdserve serve -f {written}"
+    if dict(candidate.settings) and candidate.split == _own_split(comparison):
+        settings = " ".join(f"{name}={value}" for name, value in candidate.settings.items())
+        own = comparison.config.decode and comparison.config.decode.max_local_prefill_length
+        changed = candidate.settings.get("max-local-prefill-length") != str(own)
+        command = f"pdserve serve -f {comparison.options.file}"
+        return f"Run it: {command}" + (f", then pdserve set {settings}" if changed else "")
+    return "Add --write FILE to have its file written, for pdserve serve -f FILE."
+
+
+def _own_split(comparison: Comparison) -> str:
+    decode, prefill = comparison.config.decode, comparison.config.prefill
+    return f"{prefill.count}P+{decode.count}D" if decode and prefill else ""
+
+
+def _charts(comparison: Comparison, results: Sequence[CandidateResult]) -> list[Chart]:
+    finalists = comparison.finalists
+    charts = [_goodput_bars([each for each in results if each.probed])]
+    charts.append(_attainment(comparison, finalists))
+    rate, slo = comparison.seen_at, comparison.options.slo
+    if rate is not None:
+        probed = [each for each in finalists if each.of(rate)]
+        at = f"at {rate:.3g} requests/s"
+        for title, bound, label in (
+            ("TTFT", slo.ttft, "time to first token"),
+            ("Longest gap", slo.gap, "longest gap"),
+        ):
+            series = [
+                Series(
+                    each.name, _samples(each, rate, title == "TTFT"), (), baseline=each.candidate.aggregated
+                )
+                for each in probed
+            ]
+            made = Chart(
+                f"{title} {at}", "cdf", label, "share of the requests", series, upright={"SLO": bound}
+            )
+            charts.append(_in_seconds(made))
+    return [chart for chart in charts if chart.series]
+
+
+def _in_seconds(chart: Chart) -> Chart:
+    return Chart(**{**vars(chart), "x_unit": "s", "y_unit": "share", "log_x": True})
+
+
+def _samples(entrant: Entrant, rate: float, ttft: bool) -> list[float]:
+    probes = entrant.of(rate)
+    return [value for each in probes for value in (each.ttfts if ttft else each.longest_gaps)]
+
+
+def _goodput_bars(results: Sequence[CandidateResult]) -> Chart:
+    series = [
+        Series(
+            each.name,
+            ["goodput"],
+            [each.goodput],
+            [each.least],
+            [each.broken if each.broken is not None else each.least],
+            baseline=each.aggregated,
+        )
+        for each in results
+    ]
+    return Chart("Goodput", "bars", "", "requests/s", series, better="higher")
+
+
+def _attainment(comparison: Comparison, finalists: Sequence[Entrant]) -> Chart:
+    series = []
+    for each in finalists:
+        rates = sorted({probe.rate for probe in each.probes})
+        shares = [each.share(rate) or 0.0 for rate in rates]
+        series.append(Series(each.name, rates, shares, baseline=each.candidate.aggregated))
+    return Chart(
+        "Requests that keep the SLO",
+        "lines",
+        "requests/s",
+        "share",
+        series,
+        across={"asked for": comparison.options.share},
+        y_unit="share",
+    )
+
+
+def winning_file(comparison: Comparison, candidate: Candidate, found: Recommendation) -> str:
+    """YAML, as `pdserve serve -f` takes it."""
+    base = with_model(read_sections(comparison.options.file), _model_as_written(comparison))
+    sections: dict[str, Any] = reshape(base, candidate.shape)
+    head = [
+        f"Written by `pdserve compare -f {comparison.options.file}`: {candidate.name}.",
+        f"Load: {comparison.asked.described}, SLO: {comparison.options.slo}, on {comparison.here}.",
+        *([found.reason] if candidate.shape else []),
+    ]
+    if candidate.launch.key.startswith("vllm"):
+        head.append(
+            "It was measured as plain vLLM (`vllm serve` with these arguments), which has no frontend before it."
+        )
+    if candidate.simulated:
+        head.append("It was simulated only: measure it before you rely on it.")
+    comment = "".join(f"# {line}\n" for line in head)
+    return comment + yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _model_as_written(comparison: Comparison) -> str:
+    """The bundled model by its name; a folder by its whole path, since the file may be elsewhere."""
+    for section in read_sections(comparison.options.file).values():
+        if section.get("model") == "demo":
+            return "demo"
+    return comparison.config.model
