@@ -311,3 +311,15 @@ def test_a_wrong_command_line_is_said_at_once(options: str, complaint: str) -> N
     )
     assert process.returncode == 2
     assert complaint in process.stderr
+
+
+def test_requests_that_no_model_of_the_server_takes_are_a_wrong_command_line(graph: Serve) -> None:
+    process = subprocess.run(
+        [*PDSERVE, "bench", "goodput", "--base-url", graph.url, "--prompt-tokens", "5000"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert process.returncode == 2
+    assert "more than demo takes on this server: 4096 tokens" in process.stderr

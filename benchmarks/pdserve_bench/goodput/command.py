@@ -88,6 +88,13 @@ def goodput(
 
     async def work() -> None:
         endpoint = await find_endpoint(base_url, model, key_headers(api_key), chat)
+        if 0 < endpoint.max_model_len < prompt_tokens + answer_len:
+            raise ConfigError(
+                [
+                    f"--prompt-tokens {prompt_tokens} and --answer-len {answer_len} are more than {endpoint.model} "
+                    f"takes on this server: {endpoint.max_model_len} tokens."
+                ]
+            )
         users = PoissonRequests(await learn_prompts(endpoint, seed), prompt_tokens, answer_len)
         title[0] = (
             f"Goodput of {endpoint.model} at {endpoint.url}: {prompt_tokens} tokens in, {answer_len} out"

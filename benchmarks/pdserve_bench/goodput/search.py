@@ -162,7 +162,7 @@ class GoodputSearch:
         it is that; 1: as far as can be) says how near the border may be."""
         if end == bound:
             return self._again(end)
-        step = min(_STEP, max((1 + self.precision) ** 2, _STEP ** (1.5 * far)))
+        step = min(_STEP, max((1 + self.precision) ** 1.98, _STEP ** (1.5 * far)))
         return self._rounded(min(end * step, bound) if end < bound else max(end / step, bound))
 
     def _rounded(self, rate: float) -> float:
