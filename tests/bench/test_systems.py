@@ -1,5 +1,6 @@
 """`pdserve bench systems` as a user runs it, on simulated engines."""
 
+import asyncio
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from pdserve_bench.simulated import simulated, write
 
 from pdserve.cli import main
+from tests.bench.answers import OpenAi, tiny_server
 
 SPEED = {"step-seconds": 0.01, "prefill-rate": 10_000}
 TINY = (
@@ -76,66 +79,73 @@ class Benchmark:
         return found
 
 
-@pytest.fixture
-def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Benchmark]:
-    run = Benchmark(tmp_path, *getattr(request, "param", ()))
-    yield run
-    if run.process.poll() is None:
+@contextmanager
+def running(folder: Path, *options: str) -> Iterator[Benchmark]:
+    run = Benchmark(folder, *options)
+    try:
+        yield run
+    finally:
         run.process.terminate()
         run.process.wait(120)
 
 
-@pytest.mark.parametrize("running", [("--clients", "2")], indirect=True)
-def test_a_whole_run(running: Benchmark) -> None:
-    assert running.process.wait(240) == 0, running.log + running.out
-    report, data = running.report, running.report["data"]
-    names = ["aggregated", "pdserve local", "pdserve remote", "pdserve"]
+async def test_a_whole_run(tmp_path: Path) -> None:
+    """With a server that runs already, beside those that are started."""
+    async with tiny_server(OpenAi(ttft=0.01, gap=0.01)) as other:
+        with running(tmp_path, "--clients", "2", "--also", f"other={other.url}/v1") as run:
+            assert await asyncio.to_thread(run.process.wait, 240) == 0, run.log + run.out
+    report, data = run.report, run.report["data"]
+    names = ["aggregated", "pdserve local", "pdserve remote", "pdserve", "other"]
     assert report["complete"]
     assert [each["name"] for each in data["contestants"]] == names
     assert "2 simulated workers" in data["baseline"]["hardware"]
     turns = data["turns"]
-    assert [(turn["system"], turn["control"]) for turn in turns] == [
-        *((name, False) for name in names),
-        ("aggregated", True),
-    ]
+    order = [(turn["system"], turn["control"]) for turn in turns]
+    assert order == [*((name, False) for name in names), ("aggregated", True)]
     assert all(turn["complete"] and turn["load"] == "c=2" for turn in turns)
     assert sum(turn["outcomes"]["finished"] for turn in turns) > 20
     assert (data["outcomes"]["failed"], data["outcomes"]["unfinished"]) == (0, 0)
     remote = {turn["system"]: turn["figures"].get("remote prefills") for turn in turns}
-    assert remote == {"aggregated": 0.0, "pdserve local": 0.0, "pdserve remote": 1.0, "pdserve": 1.0}
+    assert remote == {
+        "aggregated": 0.0, "pdserve local": 0.0, "pdserve remote": 1.0, "pdserve": 1.0, "other": None
+    }  # fmt: skip
+    processes = {"supervisor", "guardian", "nats-server", "etcd", "decode", "frontend"}
     for turn in turns:
-        prefill = {"prefill"} if turn["system"] != "aggregated" else set()
-        assert turn["cpu"].keys() == {
-            "supervisor", "guardian", "nats-server", "etcd", "decode", "frontend", *prefill
-        }  # fmt: skip
+        assert turn["figures"]["output tokens/s"] > 10
+        if turn["system"] == "other":
+            assert turn["cpu"] is None
+            continue
+        assert turn["cpu"].keys() == processes | ({"prefill"} if turn["system"] != "aggregated" else set())
         assert all(turn["cpu"][name] > 0 for name in ("decode", "frontend"))
-        assert 50 < turn["figures"]["output tokens/s"] < 200, "8 tokens in 0.1 s, of two clients"
         assert turn["figures"]["TTFT p50"] > 200 / SPEED["prefill-rate"]
+    other_answers = data["answers"].pop("other")
+    assert (other_answers["alone"], other_answers["alone_equal"]) == (6, 0)
     for same in data["answers"].values():
         assert same == {"alone": 6, "alone_equal": 6, "together": 6, "together_equal": 6, "failed": 0}
+    assert any("other answered 6 of 6 prompts otherwise" in note for note in report["notes"])
     assert set(data["idle_cpu"]) == {"aggregated", "pdserve"}
     assert {"c=2", "Ratios to aggregated"} <= {table["title"].split(":")[0] for table in report["tables"]}
-    assert "pdserve against aggregated. c=2: " in running.out
-    assert "noise" in running.out
-    assert running.left() == []
-    assert list((running.folder / "tmp").glob("pdserve-*")) == []
+    assert "pdserve against aggregated. c=2: " in run.out
+    assert "noise" in run.out
+    assert run.left() == []
+    assert list((run.folder / "tmp").glob("pdserve-*")) == []
 
 
-@pytest.mark.parametrize("running", [("--clients", "2", "--in-turn")], indirect=True)
-def test_a_run_that_is_broken_off_while_a_graph_starts(running: Benchmark) -> None:
+def test_a_run_that_is_broken_off_while_a_graph_starts(tmp_path: Path) -> None:
     """It shows what is there, says that this is not all, and leaves nothing."""
-    running.until("starting pdserve")
-    time.sleep(2)  # somewhere in its start
-    running.process.send_signal(signal.SIGINT)
-    assert running.process.wait(120) == 130, running.log
-    assert "Broken off" in running.out
-    assert "No round is complete" in running.out
-    data = running.report["data"]
-    assert not running.report["complete"]
+    with running(tmp_path, "--clients", "2", "--in-turn") as run:
+        run.until("starting pdserve")
+        time.sleep(2)  # somewhere in its start
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(120) == 130, run.log
+    assert "Broken off" in run.out
+    assert "No round is complete" in run.out
+    data = run.report["data"]
+    assert not run.report["complete"]
     assert [(turn["system"], turn["complete"]) for turn in data["turns"]] == [("aggregated", True)]
     assert data["outcomes"]["finished"] == data["turns"][0]["outcomes"]["finished"] + 12
-    assert running.left() == []
-    assert list((running.folder / "tmp").glob("pdserve-*")) == []
+    assert run.left() == []
+    assert list((run.folder / "tmp").glob("pdserve-*")) == []
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pdserve.errors import ConfigError, PdserveError
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import Plan, make_plan
 from pdserve.ports import free_port
-from pdserve_bench.endpoint import base_url, find_endpoint
+from pdserve_bench.endpoint import Endpoint, base_url, find_endpoint
 from pdserve_bench.goodput.measure import GoodputOptions
 from pdserve_bench.launch import derive
 from pdserve_bench.progress import Schedule, told
@@ -31,7 +31,7 @@ from pdserve_bench.systems.contestants import GRAPH, Contestant, graph_contestan
 from pdserve_bench.systems.loads import ClosedLoad, GoodputLoad, MultiRoundLoad, SystemLoad
 from pdserve_bench.systems.render import make_report
 from pdserve_bench.systems.stage import START_SECONDS, Stage
-from pdserve_bench.systems.system import Elsewhere, GraphSystem
+from pdserve_bench.systems.system import Elsewhere, GraphSystem, System
 
 DEFAULT = "configs/local.yaml"
 LOADS = ("closed", "multi-round", "goodput")
@@ -61,7 +61,7 @@ def systems(
         float | None, typer.Option(metavar="S", min=0.2, help="a load is measured in a turn (default: 4)")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="2 rounds of 3 s, 1 and 8 clients, no screening: some 4 minutes")
+        bool, typer.Option("--quick", help="2 rounds of 3 s, 1 and 8 clients, one batch size: some 5 minutes")
     ] = False,
     batch: Annotated[
         str,
@@ -70,7 +70,7 @@ def systems(
         ),
     ] = "",
     no_screening: Annotated[
-        bool, typer.Option("--no-screening", help="the baseline with vLLM's own batch size")
+        bool, typer.Option("--no-screening", help="the baseline on all cores, with vLLM's own batch size")
     ] = False,
     in_turn: Annotated[
         bool, typer.Option("--in-turn", help="never two systems at a time, as on GPUs; takes longer")
@@ -99,16 +99,16 @@ def systems(
     ] = None,
 ) -> int:
     """One vLLM engine against the graph, on the same hardware, under the same load.
-    Starts plain vLLM (the baseline, with all the cores or GPUs that FILE's graph has, at the best batch size of those
-    tried) and the graph of FILE, which takes part three times: with all prefills local, all remote, and as it decides.
-    They are measured in alternating order (ABBA) over several rounds. Prints medians, ratios to the baseline, the
-    noise (the baseline against itself) and the CPU seconds of each process per 1,000 output tokens. A ratio with a ~ is
-    inside of the noise. On a CPU host the servers stay up side by side; on GPUs each is started in its turn.
+    Starts plain vLLM (the baseline, with all the cores or GPUs that FILE's graph has, at the best of the settings that
+    are tried first) and the graph of FILE, which takes part three times: with all prefills local, all remote, and as it
+    decides. They are measured in alternating order (ABBA) over several rounds. Prints medians, ratios to the baseline,
+    the noise (the baseline against itself) and the CPU seconds of each process per 1,000 output tokens. A ratio with a
+    ~ is inside of the noise. On a CPU host the servers stay up side by side; on GPUs each is started in its turn.
     Ctrl-C shows what is there by then, and stops what was started. Exit code 1 where requests failed.
 
     examples:
       pdserve bench systems                                 the demo model, some 9 minutes
-      pdserve bench systems --quick --plot systems          some 4 minutes, and a page with charts
+      pdserve bench systems --quick --plot systems          some 5 minutes, and a page with charts
       pdserve bench systems -f mine.yaml --batch 512,2048,8192 --rounds 5 --json systems.json
       pdserve bench systems --loads closed,multi-round,goodput --ttft 500ms --gap 60ms
       pdserve bench systems --dtype float32 --clients 1     are the answers the same, token for token?
@@ -127,7 +127,8 @@ def systems(
         _SIM_WARM_UP if _kind(plan) == "sim" else _WARM_UP,
     )
     alternating = in_turn or bool(gpus_of(plan))
-    tried = [] if no_screening or (quick and not batch) else batches(plan, _numbers("--batch", batch))
+    tried = [] if no_screening else batches(plan, _numbers("--batch", batch))
+    tried = tried[len(tried) // 2 :][:1] if quick and not batch else tried
     baselines = candidates(plan, tried, dtype)
     contestants, notes = graph_contestants(plan.config)
     baseline_name = "aggregated" if _kind(plan) == "sim" else "aggregated vLLM"
@@ -148,12 +149,13 @@ def systems(
     record = Record(contestants, made_loads, turns, baselines, tried, alternating, notes=notes)
     logging.basicConfig(level=logging.ERROR)
     folder = Path(tempfile.mkdtemp(prefix="pdserve-systems-"))
-    graph = GraphSystem(GRAPH, derive(plan.config.path, 1, *_ports(plan), dtype))
+    started: dict[str, System] = {name: Elsewhere(name, Endpoint(url, "")) for name, url in others}
+    started[GRAPH] = GraphSystem(GRAPH, derive(plan.config.path, 1, *_ports(plan), dtype))
     problem: PdserveError | None = None
     complete = False
     with Schedule() as schedule:
         start_seconds = START_SECONDS[_kind(plan)]
-        stage = Stage({GRAPH: graph}, folder, schedule, in_turn=alternating, start_seconds=start_seconds)
+        stage = Stage(started, folder, schedule, in_turn=alternating, start_seconds=start_seconds)
         contest = Contest(
             plan, record, stage, schedule, _screening_loads(made_loads, prompt_tokens, output_tokens), seed
         )
@@ -187,6 +189,8 @@ def _finish(
         report = make_report(record, plan, complete)
         report.show()
         report.write(json, plot)
+    elif problem is None:
+        print("Broken off before anything was measured.", file=sys.stderr)
     failed = record.outcomes.get("failed", 0)
     if problem is not None or (complete and failed):
         print(f"kept for a look at it: {folder}", file=sys.stderr)

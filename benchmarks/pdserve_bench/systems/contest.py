@@ -26,6 +26,7 @@ from pdserve_bench.systems.measurement import (
     different_errors,
 )
 from pdserve_bench.systems.stage import Stage, start_phase
+from pdserve_bench.systems.system import Elsewhere
 
 SETTLE = 2.5
 """seconds until systems count as idle: vLLM's workers spin for one second after each message"""
@@ -109,6 +110,8 @@ class Contest:
                 self.schedule.announce(self._screening_phase(number, load), load.seconds)
         for name, starts in self._starts().items():
             starts += screenings if name == self._baseline_name else 0
+            if isinstance(self.stage.systems.get(name), Elsewhere):
+                starts = 0
             for count in range(1, starts + 1):
                 self.schedule.announce(start_phase(name, count), start_seconds)
         for contestant in self.record.contestants:
