@@ -20,17 +20,17 @@ from pdserve.cli import main
 from tests.bench.answers import OpenAi, tiny_server
 
 SPEED = {"step-seconds": 0.01, "prefill-rate": 10_000}
-TINY = (
+TINY = [
     "--prompt-tokens",
     "200",
     "--output-tokens",
     "8",
     "--seconds",
-    "0.5",
+    "1.5",
     "--no-screening",
     "--rounds",
     "1",
-)
+]
 
 
 class Benchmark:
