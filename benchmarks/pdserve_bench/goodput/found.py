@@ -185,6 +185,8 @@ def _charts(found: FoundGoodput) -> list[Chart]:
         [low for low, _ in intervals],
         [high for _, high in intervals],
     )
+    promises = {"TTFT": ("ttft", "both"), "gap": ("gap", "both"), "failed": ("failed",)}
+    broken = {name: [_broken(at[rate], *parts) for rate in rates] for name, parts in promises.items()}
     charts = [
         Chart(
             f"Requests that keep: {options.slo}",
@@ -199,18 +201,15 @@ def _charts(found: FoundGoodput) -> list[Chart]:
         ),
         Chart(
             "Which promise was broken",
-            "bars",
+            "lines",
             "offered, req/s",
             "share of the requests",
             [
-                Series(name, [f"{rate:.3g}" for rate in rates], [_broken(at[rate], *parts) for rate in rates])
-                for name, parts in {
-                    "TTFT": ("ttft", "both"),
-                    "gap": ("gap", "both"),
-                    "failed": ("failed",),
-                }.items()
+                Series(name, rates, shares)
+                for name, shares in broken.items()
+                if any(shares) or name != "failed"
             ],
-            across={f"{100 * (1 - options.share):g} % may": 1 - options.share},
+            across={f"{100 * (1 - options.share):.3g} % may": 1 - options.share},
             better="lower",
             y_unit="share",
         ),
