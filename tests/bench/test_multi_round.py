@@ -283,14 +283,14 @@ def test_the_summary_has_the_lines_of_the_original() -> None:
     assert block[:8] == [
         "==================== Performance summary ======================",
         "  QPS: 4.0000 reqs/s",
-        "  Processing speed: 0.3000 reqs/s",
-        "  Requests on-the-fly: 2",
-        "  Input tokens per second: 60.0000 tokens/s",
-        "  Output tokens per second: 0.9000 tokens/s",
+        "  Processing speed: 0.3922 reqs/s",
+        "  Requests on-the-fly: 1",
+        "  Input tokens per second: 68.6275 tokens/s",
+        "  Output tokens per second: 1.1765 tokens/s",
         "  Average generation throughput (per request): 30.0000 tokens/req/s",
         "  Average TTFT: 0.3000s",
     ]
-    assert re.fullmatch(r"Time range: \d{10}\.\d{3} - \d{10}\.\d{3} \(10\.00s\)", block[8])
+    assert re.fullmatch(r"Time range: \d{10}\.\d{3} - \d{10}\.\d{3} \(10\.20s\)", block[8])
 
 
 def test_the_report_accounts_for_every_request() -> None:
@@ -304,6 +304,10 @@ def test_the_report_accounts_for_every_request() -> None:
     ]
     assert report.notes[0] == "6 requests of 3 users: 4 finished, 1 failed, 1 unfinished. Seed 1."
     assert report.notes[1] == (
+        "While questions were asked, for 10 s: 0.30 requests/s were answered of 0.60 that were asked; "
+        "6.00 were planned."
+    )
+    assert report.notes[2] == (
         "Still on their way when the 10 s were over: 2 requests "
         "(1 finished within 2.0 s more, 1 did not end within 2.0 s more)."
     )

@@ -65,7 +65,7 @@ def multi_round(
     ] = 120.0,
     wait: Annotated[
         float, typer.Option(metavar="S", min=0.0, help="for the last answers, after --time")
-    ] = 30.0,
+    ] = 60.0,
     log_interval: Annotated[
         float,
         typer.Option(metavar="S", min=0.1, help="between two lines of news, where there is no terminal"),
@@ -89,8 +89,9 @@ def multi_round(
     summary are those of multi-round-qa of vLLM's production stack, so that published figures can be set beside these.
 
     After --time no question is asked any more; the last answers are waited for, and counted as unfinished where they
-    do not come. Rates are taken over --time alone. Ctrl-C shows what is there so far (exit code 130). A second run
-    with the same --seed says the same texts, which a server's prefix cache may still have.
+    do not come within --wait. The summary's rates are taken until the last of them came. Ctrl-C shows what is there so
+    far. A second run with the same --seed says the same texts, which a server's prefix cache may still have.
+    Exit code 1 where no question was answered, 130 after Ctrl-C.
 
     examples:
       pdserve bench multi-round                              the graph of `pdserve serve` on this machine

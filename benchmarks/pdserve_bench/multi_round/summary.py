@@ -44,25 +44,31 @@ class MultiRoundResult:
         return [exchange for exchange in self.run.exchanges if isinstance(exchange, Question)]
 
     def lines(self) -> list[tuple[str, str]]:
-        """Names and values of the summary that multi-round-qa prints, so that its figures can be set beside these."""
-        figures, run = self.run.summary(), self.run
-        none = "" if figures["finished"] else "none"
-        end = clock.unix() - time.monotonic() + run.closes
+        """Names and values of the summary that multi-round-qa prints, so that its figures can be set beside these: the
+        last answers are waited for, and rates are taken until the last of them came. (There a request that failed
+        stays on the fly for ever.)"""
+        run, figures = self.run, self.run.summary()
+        finished = run.of(Outcome.FINISHED)
+        none = "" if finished else "none"
+        end = max((question.ended for question in finished), default=run.closes)
+        took = max(1e-9, end - run.began)
+        unix = clock.unix() - time.monotonic()
+        speed, ttft = figures["tokens/s per request"], figures["TTFT mean"]
         return [
             ("QPS", f"{self.load.qps:.4f} reqs/s"),
-            ("Processing speed", f"{figures['requests/s']:.4f} reqs/s"),
-            ("Requests on-the-fly", f"{figures['on their way']:.0f}"),
-            ("Input tokens per second", f"{figures['input tokens/s']:.4f} tokens/s"),
-            ("Output tokens per second", f"{figures['output tokens/s']:.4f} tokens/s"),
+            ("Processing speed", f"{len(finished) / took:.4f} reqs/s"),
+            ("Requests on-the-fly", f"{figures['unfinished']:.0f}"),
             (
-                "Average generation throughput (per request)",
-                none or f"{figures['tokens/s per request']:.4f} tokens/req/s",
+                "Input tokens per second",
+                f"{sum(question.prompt_tokens for question in finished) / took:.4f} tokens/s",
             ),
-            ("Average TTFT", none or f"{figures['TTFT mean']:.4f}s"),
             (
-                "Time range",
-                f"{end - figures['window']:.3f} - {end:.3f} ({figures['window']:.2f}s)",
+                "Output tokens per second",
+                f"{sum(question.output_tokens for question in finished) / took:.4f} tokens/s",
             ),
+            ("Average generation throughput (per request)", none or f"{speed:.4f} tokens/req/s"),
+            ("Average TTFT", none or f"{ttft:.4f}s"),
+            ("Time range", f"{unix + run.began:.3f} - {unix + end:.3f} ({took:.2f}s)"),
         ]
 
     def block(self) -> str:
@@ -187,6 +193,10 @@ class MultiRoundResult:
             f"{figures['requests']:.0f} requests of {users} users: {figures['finished']:.0f} finished, "
             f"{figures['failed']:.0f} failed, {figures['unfinished']:.0f} unfinished. Seed {load.seed}."
         ]
+        notes.append(
+            f"While questions were asked, for {figures['window']:.0f} s: {figures['requests/s']:.2f} requests/s were "
+            f"answered of {figures['requests'] / figures['window']:.2f} that were asked; {load.rate:.2f} were planned."
+        )
         if late := self.run.on_their_way:
             states = Counter(question.outcome for question in late)
             waited = max(0.0, self.run.ended - self.run.closes)
