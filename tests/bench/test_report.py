@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pdserve_bench.report import (
     BROKEN_OFF,
@@ -174,6 +175,11 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     assert read(tmp_path / "x.json").charts[0].series[0].ys == [None, None]
 
 
+def test_numbers_of_numpy_are_numbers_in_json() -> None:
+    figures = {"float": np.float64(1.5), "int": np.int64(3), "array": np.array([1, 2])}
+    assert json.loads(Report("", data=figures).as_json())["data"] == {"float": 1.5, "int": 3, "array": [1, 2]}
+
+
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
@@ -201,7 +207,8 @@ def test_several_reports_become_one() -> None:
     assert whole.lead == "The graph carries 3.5 times as many requests. A hop costs 20 µs."
     assert len(whole.tables) == 2
     assert not whole.complete
-    assert set(whole.data) == {"One engine against the graph", "Hops"}
+    assert [each["title"] for each in whole.data["reports"]] == ["One engine against the graph", "Hops"]
+    assert whole.data["reports"][0]["rounds"] == [2.9, 3.0]
     assert len(whole.origins) == 2
 
 
@@ -222,11 +229,16 @@ def test_the_command_is_there_without_its_secrets(monkeypatch: pytest.MonkeyPatc
         "--base-url",
         "http://me:pw@host/v1",
         "--api-key=sk-2",
+        "--hf-token",
+        "hf_1",
+        "--prompt-tokens",
+        "512",
         "--note",
     ]
     monkeypatch.setattr(sys, "argv", ["/usr/bin/pdserve", *arguments, "two words"])
     assert command_line() == (
-        "pdserve bench goodput --api-key '***' --base-url 'http://***@host/v1' '--api-key=***' --note 'two words'"
+        "pdserve bench goodput --api-key '***' --base-url 'http://***@host/v1' '--api-key=***' --hf-token '***' "
+        "--prompt-tokens 512 --note 'two words'"
     )
 
 

@@ -17,7 +17,7 @@ import psutil
 
 from pdserve import __version__, clock
 
-_SECRET = re.compile(r"--?[\w-]*(key|token|password|secret)[\w-]*$")
+_SECRET = re.compile(r"--?[\w-]*(key|token|password|secret)$")
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from pdserve.errors import ConfigError
 from pdserve_bench.report import Chart, Report
@@ -30,17 +31,18 @@ _DECODER = msgspec.json.Decoder(Report)
 def as_json(report: Report) -> str:
     keys = ("title", "verdict", "lead", "complete", "tables", "charts", "notes", "origins", "data")
     whole = {key: getattr(report, key) for key in keys}
-    return msgspec.json.format(msgspec.json.encode(whole, enc_hook=str), indent=2).decode() + "\n"
+    return msgspec.json.format(msgspec.json.encode(whole, enc_hook=_plain), indent=2).decode() + "\n"
+
+
+def _plain(value: object) -> object:
+    """NumPy's numbers are numbers; anything else that JSON does not know, as a path, is a text."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
 def read(file: Path) -> Report:
     """Raises ConfigError with what is wrong about the file."""
     try:
-        text = file.read_bytes()
-        report = _DECODER.decode(text)
-        if "origins" not in msgspec.json.decode(text):
-            report.origins = []  # which are not this process's
-        return report
+        return _DECODER.decode(file.read_bytes())
     except OSError as error:
         raise ConfigError([f"{file}: cannot be read: {error.strerror}."]) from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -58,7 +60,7 @@ def together(reports: Sequence[Report]) -> Report:
         charts=[chart for report in reports for chart in report.charts],
         notes=list(dict.fromkeys(note for report in reports for note in report.notes)),
         complete=all(report.complete for report in reports),
-        data={report.title: report.data for report in reports},
+        data={"reports": [{"title": report.title, **report.data} for report in reports]},
         origins=[origin for report in reports for origin in report.origins],
     )
 
