@@ -160,8 +160,8 @@ class _Stalled:
     async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
         async def stall() -> None:
             while True:
-                await asyncio.sleep(0.3)
-                _hold(0.25)
+                await asyncio.sleep(0.5)
+                _hold(0.8)
 
         stalls = asyncio.create_task(stall())
         try:
@@ -179,7 +179,7 @@ def _hold(seconds: float) -> None:
 async def test_a_probe_that_the_generator_disturbed_is_made_once_more(stalled: int) -> None:
     async with tiny_server(OpenAi(ttft=0.02, gap=0.02)) as tiny:
         options = GoodputOptions(
-            Slo(2.0, 0.15), seconds=2.0, start_rate=20.0, lowest=20.0, highest=20.0, warm_up=False
+            Slo(5.0, 0.6), seconds=3.0, start_rate=20.0, lowest=20.0, highest=20.0, warm_up=False
         )
         found = FoundGoodput(options)
         users = Stalling(_users(tokens=20), stalled)
