@@ -20,7 +20,7 @@ from pdserve.config.schema import Config
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.plan.machine import GIB, Machine
 from pdserve.plan.model_folder import ModelFacts, read_model
-from pdserve_bench.compare.calibrate import EngineLimits, EngineSpeed, calibrate
+from pdserve_bench.compare.calibrate import EngineLimits, EngineSpeed, learn_speed
 from pdserve_bench.compare.candidates import (
     Candidate,
     CandidateMaker,
@@ -39,7 +39,6 @@ from pdserve_bench.goodput.search import GoodputSearch
 from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import Scalable
 from pdserve_bench.slo import Slo
-from pdserve_bench.systems.system import ALL_LOCAL
 
 _START = {
     HardwareKind.CPU: (30.0, 50.0),
@@ -360,6 +359,7 @@ class Comparison:
             ),
             None,
         )
+        remote = launch is not None
         try:
             if launch is None:
                 await stage.stop(list(stage.running))
@@ -370,15 +370,14 @@ class Comparison:
                     raise Unavailable(problems[launch.key])
                 if measuring.users is None:
                     measuring.users = await self.asked.make(stage.running[launch.key].endpoint)
-            else:
-                await stage.running[launch.key].apply(ALL_LOCAL)
             measuring.announce_rest(seconds)
-            self.speed = await calibrate(
-                stage.running[launch.key].endpoint,
+            self.speed = await learn_speed(
+                stage.running[launch.key],
                 measuring.schedule,
                 self._limits(),
-                seconds,
-                self.options.seed,
+                remote=remote,
+                seconds=seconds,
+                seed=self.options.seed,
             )
         except Unavailable as error:
             self.notes.append(f"Nothing was simulated: the engine's speed could not be learned: {error}")
