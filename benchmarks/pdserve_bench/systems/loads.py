@@ -113,7 +113,7 @@ class MultiRoundLoad(SystemLoad):
         example = MultiRound(seconds=seconds)
         self.told = (
             f"multi-round QA for {seconds:g} s: {example.num_users:g} users, {example.num_rounds} rounds, "
-            f"{example.qps:g} questions/s, {example.shared_system_prompt} + {example.user_history_prompt} words, "
+            f"{example.rate:g} questions/s, {example.shared_system_prompt} + {example.user_history_prompt} words, "
             f"{example.answer_len} tokens out"
         )
         self.seconds = seconds + 4.0
