@@ -50,7 +50,7 @@ _STOP = 12.0
 """seconds at the end of the budget, for what runs to stop"""
 _SIMULATED = 0.28
 """of the time"""
-_CALIBRATED = 0.07
+_CALIBRATED = 0.08
 _SCREENING = 0.45
 """of the time that is left when a first system runs"""
 _MEMORY = 0.85
