@@ -61,9 +61,7 @@ class RunningLaunches:
         folder.mkdir(exist_ok=True)
         stop = self._stops[launch.key]
         try:
-            async with launch.system.start(
-                folder, lambda text: self._say(f"{launch.key}: {text}")
-            ) as running:
+            async with launch.system.start(folder, lambda _: None) as running:
                 self.running[launch.key] = running
                 self.meters[launch.key] = running.cpu_meter()
                 ready.set_result("")
