@@ -38,8 +38,8 @@ LOADS = ("closed", "multi-round", "goodput")
 _WARM_UP, _SIM_WARM_UP = 1.5, 0.5
 """seconds of load before each window: longer than real workers of the system before spin after their last message"""
 _SCREENING_SECONDS = 3.0
-_GOODPUT_SECONDS = 10.0
-"""of a probe"""
+_PROBE, _CONVERSATIONS = 2.5, 4.0
+"""times the seconds of a turn: those of a probe of goodput, and of a turn of conversations, at least ten"""
 
 
 def systems(
@@ -214,9 +214,9 @@ def make_loads(
     if "closed" in names:
         made += [ClosedLoad(count, *tokens, warm_up, seconds) for count in clients]
     if "multi-round" in names:
-        made.append(MultiRoundLoad(max(10.0, 4 * seconds), seed))
+        made.append(MultiRoundLoad(max(10.0, _CONVERSATIONS * seconds), seed))
     if "goodput" in names:
-        made.append(GoodputLoad(GoodputOptions(slo=slo, seconds=_GOODPUT_SECONDS, precision=0.15), *tokens))
+        made.append(GoodputLoad(GoodputOptions(slo=slo, seconds=_PROBE * seconds, precision=0.15), *tokens))
     return made
 
 

@@ -135,11 +135,12 @@ def _ratios(loads: Sequence[SystemLoad], names: Sequence[str], figures: Figures)
 def _ratio(found: Compared | None) -> str:
     if found is None or found.ratio is None:
         return ""
-    return f"{'' if found.beyond_noise else '~'}{found.ratio:.2f} ({_span(found.ratios)})"
+    span = f" ({_span(found.ratios)})" if len(found.ratios) > 1 else ""
+    return f"{'' if found.beyond_noise else '~'}{found.ratio:.2f}{span}"
 
 
 def _span(ratios: Sequence[float]) -> str:
-    return f"{min(ratios):.2f}-{max(ratios):.2f}"
+    return f"{min(ratios):.2f}-{max(ratios):.2f}" if len(ratios) > 1 else f"{ratios[0]:.2f}"
 
 
 def _cpu(loads: Sequence[SystemLoad], names: Sequence[str], figures: Figures) -> Iterator[list[Cell]]:
