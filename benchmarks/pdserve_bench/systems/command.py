@@ -40,6 +40,8 @@ _WARM_UP, _SIM_WARM_UP = 1.5, 0.5
 _SCREENING_SECONDS = 3.0
 _PROBE, _CONVERSATIONS = 2.5, 4.0
 """times the seconds of a turn: those of a probe of goodput, and of a turn of conversations, at least ten"""
+_MOST_PROBES = 24
+"""of goodput in a turn, by their time"""
 
 
 def systems(
@@ -110,7 +112,7 @@ def systems(
       pdserve bench systems                                 the demo model, some 9 minutes
       pdserve bench systems --quick --plot systems          some 5 minutes, and a page with charts
       pdserve bench systems -f mine.yaml --batch 512,2048,8192 --rounds 5 --json systems.json
-      pdserve bench systems --loads closed,multi-round,goodput --ttft 500ms --gap 60ms
+      pdserve bench systems --loads multi-round,goodput --rounds 1 --ttft 500ms --gap 60ms    some 15 minutes
       pdserve bench systems --dtype float32 --clients 1     are the answers the same, token for token?
       pdserve bench systems --also dynamo=http://127.0.0.1:8100/v1
     """
@@ -216,7 +218,11 @@ def make_loads(
     if "multi-round" in names:
         made.append(MultiRoundLoad(max(10.0, _CONVERSATIONS * seconds), seed))
     if "goodput" in names:
-        made.append(GoodputLoad(GoodputOptions(slo=slo, seconds=_PROBE * seconds, precision=0.15), *tokens))
+        probe = _PROBE * seconds
+        options = GoodputOptions(
+            slo=slo, seconds=probe, precision=0.15, budget=_MOST_PROBES * probe, seed=seed
+        )
+        made.append(GoodputLoad(options, *tokens))
     return made
 
 
