@@ -106,6 +106,9 @@ def hardware(config: Config, machine: Machine) -> Hardware:
     kinds = {_kind(worker, machine) for worker in workers}
     if len(kinds) > 1:
         raise ConfigError([f"{config.path}: its workers run on different hardware: {', '.join(kinds)}."])
+    pinned = [index for worker in workers for index in worker.gpu_ids]
+    if len(set(pinned)) < len(pinned):
+        raise ConfigError([f"{config.path}: workers share GPUs (gpu-ids): give each its own to compare."])
     kind, count = kinds.pop(), sum(worker.count for worker in workers)
     if kind is HardwareKind.SIM:
         return Hardware(kind, count, slots=count)

@@ -20,6 +20,7 @@ from pdserve.config.schema import Config
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.plan.machine import GIB, Machine
 from pdserve.plan.model_folder import ModelFacts, read_model
+from pdserve.plan.plan import make_plan
 from pdserve_bench.compare.calibrate import EngineLimits, EngineSpeed, learn_speed
 from pdserve_bench.compare.candidates import (
     Candidate,
@@ -124,6 +125,8 @@ class Comparison:
                 [f"{options.file} has no Frontend section: requests are sent as clients send them."]
             )
         here = hardware(config, machine)
+        if options.measure and (problems := make_plan(config, machine).problems):
+            raise ConfigError(list(problems))
         model = None if here.kind is HardwareKind.SIM else _model(config)
         base = read_sections(options.file)
         return cls(

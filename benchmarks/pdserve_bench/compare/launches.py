@@ -67,12 +67,17 @@ class RunningLaunches:
                 ready.set_result("")
                 await stop.wait()
         except (ConfigError, Unavailable, OSError) as error:
-            if ready.done():
-                self._say(f"{launch.key}: {error}")
-            else:
-                ready.set_result(str(error))
+            self._say(f"{launch.key}: {error}")
+            if not ready.done():
+                ready.set_result(_brief(str(error)))
         finally:
             self.running.pop(launch.key, None)
             self.meters.pop(launch.key, None)
             if not ready.done():
                 ready.cancel()
+
+
+def _brief(text: str) -> str:
+    """Without the log in the middle of it, which was said."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys([lines[0], lines[-1]]))[:300] if lines else "no reason was told"

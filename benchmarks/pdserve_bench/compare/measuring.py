@@ -83,11 +83,20 @@ class Entrant:
             self.problem,
         )
 
+    def ttfts(self, rate: float) -> list[float]:
+        """Without requests that were broken off before they had a token."""
+        return [
+            ttft
+            for each in self.of(rate)
+            for exchange, ttft in zip(each.run.exchanges, each.ttfts, strict=True)
+            if exchange.ttft is not None or exchange.outcome is not Outcome.UNFINISHED
+        ]
+
     def at(self, rate: float) -> AtLoad | None:
         probes = self.of(rate)
         if not probes:
             return None
-        ttfts = [ttft for each in probes for ttft in each.ttfts]
+        ttfts = self.ttfts(rate)
         gaps = [gap for each in probes for gap in each.longest_gaps]
         done = [exchange for each in probes for exchange in each.run.of(Outcome.FINISHED)]
         tokens = sum(each.prompt_tokens + each.output_tokens for each in done)

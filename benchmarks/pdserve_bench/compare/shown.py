@@ -162,8 +162,7 @@ def _in_seconds(chart: Chart) -> Chart:
 
 
 def _samples(entrant: Entrant, rate: float, ttft: bool) -> list[float]:
-    probes = entrant.of(rate)
-    return [value for each in probes for value in (each.ttfts if ttft else each.longest_gaps)]
+    return entrant.ttfts(rate) if ttft else [gap for each in entrant.of(rate) for gap in each.longest_gaps]
 
 
 def _goodput_bars(results: Sequence[CandidateResult]) -> Chart:
