@@ -8,14 +8,12 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from pdserve_bench.report import BROKEN_OFF, Report, charts, palette
-from pdserve_bench.report.lettering import bound
 
 
 def write_html(report: Report, file: Path) -> None:
     loaded = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    loaded.filters["bound"] = bound
     colours = palette.of_labels(report.charts)
     # The only text that is not escaped here: matplotlib escapes the texts in its SVG.
     pictures = [

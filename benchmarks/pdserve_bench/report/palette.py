@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pdserve_bench.report import Chart
 
 INK, MUTED, GRID, PAPER = "#1f2328", "#59636f", "#dfe3e8", "#fefefe"
+VERDICT, WARNING = "#0072b2", "#d55e00"
 _STRONG = {
     "#0072b2": "#58aee8",
     "#d55e00": "#f79457",
@@ -44,7 +45,7 @@ def of_labels(charts: Sequence[Chart]) -> Mapping[str, str]:
     several = {series.label for chart in charts if len(chart.series) > 1 for series in chart.series}
     systems, alone = dict[str, None](), dict[str, None]()
     for chart in charts:
-        if by_x(chart) and any(str(x) in several or is_baseline(str(x)) for x in chart.series[0].xs):
+        if _by_x(chart) and any(str(x) in several or is_baseline(str(x)) for x in chart.series[0].xs):
             systems.update((str(x), None) for x in chart.series[0].xs)
         elif len(chart.series) > 1:
             systems.update((series.label, None) for series in chart.series)
@@ -66,8 +67,12 @@ def is_baseline(label: str) -> bool:
     return _BASELINE.match(label) is not None
 
 
-def by_x(chart: Chart) -> bool:
-    """Whether its bars may be systems, each with its colour, rather than points of one series."""
+def has_systems(chart: Chart, colours: Mapping[str, str]) -> bool:
+    """Whether its bars are systems, each with its colour, rather than points of one series."""
+    return _by_x(chart) and {str(x) for x in chart.series[0].xs} <= set(colours)
+
+
+def _by_x(chart: Chart) -> bool:
     return chart.kind == "bars" and len(chart.series) == 1
 
 
