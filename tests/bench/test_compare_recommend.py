@@ -143,3 +143,7 @@ def test_another_split_is_suggested_from_simulations() -> None:
     assert "it says 8.9 (8.5 to 9.3) requests/s for 1P+1D, where 9.45 (9 to 9.9) were measured" in notes
     assert "Try 2P+1D: simulated" in notes
     assert "3P+3D carries most" in notes
+
+
+def test_that_no_rate_was_too_high_is_told() -> None:
+    assert "no rate was tried that is too high" in answer([together(4.0, None), separate(4.0, None)]).reason

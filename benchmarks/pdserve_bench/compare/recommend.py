@@ -197,6 +197,9 @@ def _judge(together: CandidateResult, separate: CandidateResult, asked: Criteria
     if together.least >= separate.most and _ratio(together, separate, asked.share) > 1 + noise:
         why = _limits(separate, together)
         return Verdict.DONT, f"{both}: separation loses. {why}", _would_change(separate)
+    if together.broken is None and separate.broken is None:
+        reason = f"{both}: no rate was tried that is too high for one of them."
+        return Verdict.SAME, reason, "Give --minutes more, or ask about a --rate that you have."
     reason = f"{both}: less apart than what is certain{_noise(asked.noise)}."
     return Verdict.SAME, reason, "Longer probes (--minutes) would tell smaller differences apart."
 
