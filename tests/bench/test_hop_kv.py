@@ -118,6 +118,12 @@ async def test_the_link_limits(measured: HopSection) -> None:
     assert [chart.title for chart in measured.charts][-1] == f"KV over a link of {LINK}"
 
 
+async def test_a_load_may_be_longer_than_any_other_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with kv_pair(SHAPE, 1) as pair:
+        monkeypatch.setattr("pdserve_bench.hops.kv_pair._PATIENCE", 3.0)
+        assert (await pair.measure(PullBlocks(1, 4.0))).taken.wall > 4.0
+
+
 async def test_wrong_bytes_are_noticed() -> None:
     """Told that the lender's pool is another one than it is, the borrower expects other words than arrive."""
 

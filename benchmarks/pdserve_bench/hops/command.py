@@ -37,9 +37,6 @@ def hops(
     link: Annotated[
         str, typer.Option(metavar="RATE", help="of the link over which KV is moved: 200mbit, 10gbit")
     ] = HopOptions.link,
-    delay: Annotated[
-        str, typer.Option(metavar="TIME", help="of that link, each way: 2ms; needs the kernel's netem")
-    ] = HopOptions.delay,
     seed: Annotated[int, typer.Option(metavar="N", help="of the prompts")] = HopOptions.seed,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="write the report there too")] = None,
     plot: Annotated[
@@ -70,7 +67,7 @@ def hops(
     found: dict[str, HopSection] = {}
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="pdserve-hops-") as folder:
-        options = HopOptions(Path(folder), seconds, rounds, seed, link, delay)
+        options = HopOptions(Path(folder), seconds, rounds, seed, link)
         complete = run_until_stopped(lambda: _measure(chosen, options, found, failures))
     report = make_report(found, complete and not failures)
     report.notes += failures

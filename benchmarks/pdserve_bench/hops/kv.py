@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 from pdserve.kv.pool import PoolShape
-from pdserve_bench.hops.kv_ends import Command, CopyBlocks, PullBlocks, ReceiveBytes
-from pdserve_bench.hops.kv_pair import KvPair, kv_pair
+from pdserve_bench.hops.kv_ends import CopyBlocks, Load, PullBlocks, ReceiveBytes
+from pdserve_bench.hops.kv_pair import kv_pair
 from pdserve_bench.hops.kv_report import Kind, KvCase, KvFigures, section
 from pdserve_bench.hops.link import NetNamespace, NoNamespaces, bits_per_second, shaped_link
 from pdserve_bench.hops.section import HopOptions, HopSection, alternate
@@ -82,11 +82,11 @@ def phases(options: HopOptions, plan: KvPlan = PLAN) -> Mapping[str, float]:
 
 async def measure(options: HopOptions, schedule: Schedule, plan: KvPlan = PLAN) -> AsyncIterator[HopSection]:
     """Raises EndLost, with the reason, where a process ended or the wrong bytes arrived."""
-    figures = KvFigures(options.link, bits_per_second(options.link), options.delay)
+    figures = KvFigures(options.link, bits_per_second(options.link))
     for number in range(options.rounds):
         for layout in plan.layouts:
             with schedule.phase(_local(number, layout)):
-                await _on_this_host(options, plan, layout, number, figures)
+                await _round(options, plan, layout, number, figures)
             yield section(figures)
     for number in range(options.rounds):
         if figures.no_link:
@@ -94,8 +94,8 @@ async def measure(options: HopOptions, schedule: Schedule, plan: KvPlan = PLAN) 
             continue
         with schedule.phase(_linked(number, options)):
             try:
-                async with shaped_link(figures.rate, options.delay) as link:
-                    await _over_link(options, plan, link, number, figures)
+                async with shaped_link(figures.rate) as link:
+                    await _round(options, plan, plan.link_layout, number, figures, link)
             except NoNamespaces as error:
                 figures.no_link = str(error)
         yield section(figures)
@@ -109,62 +109,40 @@ def _linked(number: int, options: HopOptions) -> str:
     return f"KV over a link of {options.link}, round {number + 1}"
 
 
-async def _on_this_host(
-    options: HopOptions, plan: KvPlan, layout: KvLayout, number: int, figures: KvFigures
-) -> None:
-    seconds = options.seconds * _LOCAL
-    largest = max(*plan.sizes, max(plan.in_flight) * plan.flight)
-    async with kv_pair(layout.pool(largest), options.seed + number) as pair:
-        figures.handshakes.setdefault((False, layout.name), []).append(pair.handshake)
-        await _measure(pair, _case(layout, 1, smallest=True), seconds, number, figures)
-        for blocks in dict.fromkeys(map(layout.blocks, plan.sizes)):
-            await _measure(pair, _case(layout, blocks), seconds, number, figures, "copy")
-        for count in plan.in_flight:
-            case = _case(layout, layout.blocks(plan.flight), in_flight=count)
-            await _measure(pair, case, seconds, number, figures)
-
-
-async def _over_link(
+async def _round(
     options: HopOptions,
     plan: KvPlan,
-    link: tuple[NetNamespace, NetNamespace],
+    layout: KvLayout,
     number: int,
     figures: KvFigures,
+    link: tuple[NetNamespace, NetNamespace] | None = None,
 ) -> None:
-    seconds = options.seconds * _LINK
-    layout = plan.link_layout
-    per_second = figures.rate / 8
-    sizes = [min(size, per_second) for size in plan.link_sizes]
-    flight = min(plan.link_flight, per_second / 8)
+    """Of one layout, on this host or over the link."""
+    seconds, sizes, flight = options.seconds * _LOCAL, plan.sizes, plan.flight
+    if link:
+        line = figures.rate / 8
+        seconds, sizes = options.seconds * _LINK, tuple(min(size, line) for size in plan.link_sizes)
+        flight = min(plan.link_flight, line / 8)
+
+    def case(blocks: int, in_flight: int = 1, smallest: bool = False) -> KvCase:
+        pieces = layout.layers * blocks
+        size = pieces * layout.block_bytes
+        return KvCase(link is not None, layout.name, size, pieces, blocks, in_flight, smallest)
+
     largest = max(*sizes, max(plan.in_flight) * flight)
     async with kv_pair(layout.pool(largest), options.seed + number, link) as pair:
-        figures.handshakes.setdefault((True, layout.name), []).append(pair.handshake)
-        await _measure(pair, _case(layout, 1, over_link=True, smallest=True), seconds, number, figures)
+        figures.handshakes.setdefault((link is not None, layout.name), []).append(pair.handshake)
+        alone = PullBlocks(1, seconds, look_every=0.0)
+        figures.add(case(1, smallest=True), "KV", await pair.measure(alone))
         for blocks in dict.fromkeys(map(layout.blocks, sizes)):
-            await _measure(pair, _case(layout, blocks, over_link=True), seconds, number, figures, "TCP")
+            baseline: Kind = "TCP" if link else "copy"
+            commands: dict[Kind, Load] = {
+                "KV": PullBlocks(blocks, seconds),
+                "copy": CopyBlocks(blocks, seconds),
+                "TCP": ReceiveBytes(case(blocks).size, seconds),
+            }
+            for kind in alternate("KV", baseline, number):
+                figures.add(case(blocks), kind, await pair.measure(commands[kind]))
         for count in plan.in_flight:
-            case = _case(layout, layout.blocks(flight), over_link=True, in_flight=count)
-            await _measure(pair, case, seconds, number, figures)
-
-
-def _case(
-    layout: KvLayout, blocks: int, *, over_link: bool = False, in_flight: int = 1, smallest: bool = False
-) -> KvCase:
-    pieces = layout.layers * blocks
-    return KvCase(over_link, layout.name, pieces * layout.block_bytes, pieces, blocks, in_flight, smallest)
-
-
-async def _measure(
-    pair: KvPair, case: KvCase, seconds: float, number: int, figures: KvFigures, baseline: Kind | None = None
-) -> None:
-    read = PullBlocks(case.blocks, seconds, case.in_flight)
-    if case.smallest:
-        read = PullBlocks(case.blocks, seconds, look_every=0.0)
-    commands: dict[str, Command] = {
-        "KV": read,
-        "copy": CopyBlocks(case.blocks, seconds),
-        "TCP": ReceiveBytes(case.size, seconds),
-    }
-    order = alternate("KV", baseline, number) if baseline else ("KV",)
-    for kind in order:
-        figures.add(case, kind, await pair.measure(commands[kind]))
+            many = PullBlocks(layout.blocks(flight), seconds, count)
+            figures.add(case(many.blocks, count), "KV", await pair.measure(many))

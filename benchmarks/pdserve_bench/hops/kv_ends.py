@@ -2,7 +2,7 @@
 time. `python -m pdserve_bench.hops.kv_ends lend|borrow SHAPE ADDRESS SEED` speaks JSON in lines over stdin and stdout
 and ends when stdin does; `kv_pair.py` is the other side of that.
 
-No word of the lender's pool is there twice. Each measurement begins with reads that are not timed: what must have
+No word of the lender's pool is there twice. Each measurement begins with reads that are in no figure: what must have
 arrived is compared with what did, and nothing else may have been written. What the last of the timed reads brought is
 compared too."""
 
@@ -79,7 +79,8 @@ class Taken(msgspec.Struct, frozen=True):
     """seconds until the call returned that began a transfer: an engine that makes it does nothing else meanwhile"""
 
 
-Command = Connect | PullBlocks | CopyBlocks | ReceiveBytes
+Load = PullBlocks | CopyBlocks | ReceiveBytes
+Command = Connect | Load
 _COMMANDS = msgspec.json.Decoder(Command)
 
 
@@ -96,7 +97,12 @@ def lend(shape: PoolShape, address: str, say: Say) -> None:
 
 
 def borrow(shape: PoolShape, seed: int, say: Say) -> None:
-    borrower = Borrower(shape, seed)
+    def prepared() -> None:
+        """The other side takes the lender's CPU time before it answers with a line: the clock starts now."""
+        say(True)
+        sys.stdin.readline()
+
+    borrower = Borrower(shape, seed, prepared)
     say(True)
     for line in sys.stdin:
         match _COMMANDS.decode(line):
@@ -111,8 +117,9 @@ def borrow(shape: PoolShape, seed: int, say: Say) -> None:
 
 
 class Borrower:
-    def __init__(self, shape: PoolShape, seed: int) -> None:
+    def __init__(self, shape: PoolShape, seed: int, prepared: Callable[[], None]) -> None:
         self._shape = shape
+        self._prepared = prepared
         self._pool = KvPool("borrower", shape)
         self._random = np.random.default_rng(seed)
         self._source = host_memory(shape)
@@ -140,6 +147,7 @@ class Borrower:
             self._compare(*flight.place)
         self._compare_rest(command.in_flight * command.blocks)
         self._pool.memory[:] = 0
+        self._prepared()
         held = []
         cpu, began = time.process_time(), time.perf_counter()
         busy = list(flights)
@@ -176,7 +184,7 @@ class Borrower:
             rows, start = place
             np.take(source, rows, axis=0, out=target[start : start + count], mode="clip")
 
-        return _repeat(cycle(places), once, seconds)
+        return self._repeat(cycle(places), once, seconds)
 
     def receive(self, size: int, seconds: float) -> Taken:
         buffer = memoryview(bytearray(_AT_ONCE))
@@ -189,7 +197,18 @@ class Borrower:
                     raise ConnectionError("the lender closed the plain TCP connection")
                 left -= count
 
-        return _repeat(cycle([0]), once, seconds)
+        return self._repeat(cycle([0]), once, seconds)
+
+    def _repeat(self, places: Iterator[Place], once: Callable[[Place], None], seconds: float) -> Taken:
+        once(next(places))
+        self._prepared()
+        samples: list[float] = []
+        cpu, began = time.process_time(), time.perf_counter()
+        while len(samples) < AT_LEAST or time.perf_counter() - began < seconds:
+            start = time.perf_counter()
+            once(next(places))
+            samples.append(time.perf_counter() - start)
+        return Taken([samples], time.perf_counter() - began, time.process_time() - cpu)
 
     def _drawn(self, count: int, of: Blocks | None = None) -> Blocks:
         """In any order, as an engine's free blocks are after a while: neighbours could be moved as one."""
@@ -240,17 +259,6 @@ class _Flight:
             self.samples.append(time.perf_counter() - self._began)
             return True
         return False
-
-
-def _repeat(places: Iterator[Place], once: Callable[[Place], None], seconds: float) -> Taken:
-    once(next(places))
-    samples: list[float] = []
-    cpu, began = time.process_time(), time.perf_counter()
-    while not samples or time.perf_counter() - began < seconds:
-        start = time.perf_counter()
-        once(next(places))
-        samples.append(time.perf_counter() - start)
-    return Taken([samples], time.perf_counter() - began, time.process_time() - cpu)
 
 
 def _content(shape: PoolShape, layer: int, blocks: Blocks) -> NDArray[np.uint8]:

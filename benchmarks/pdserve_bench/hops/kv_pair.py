@@ -15,7 +15,7 @@ import msgspec
 
 from pdserve.errors import Unavailable
 from pdserve.kv.pool import PoolShape
-from pdserve_bench.hops.kv_ends import Command, Connect, Lent, Taken
+from pdserve_bench.hops.kv_ends import Connect, Lent, Load, Taken
 from pdserve_bench.hops.link import DEVICE, NetNamespace
 
 _LOOPBACK = {"UCX_NET_DEVICES": "lo"}
@@ -23,7 +23,7 @@ _OVER_LINK = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": DEVICE}
 _QUIET = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", "PYTHONWARNINGS": "ignore"}
 _LONGEST_LINE = 16 << 20
 _PATIENCE = 120.0
-"""seconds for any answer"""
+"""seconds for any answer, beside those of the load"""
 
 Answer = TypeVar("Answer")
 
@@ -45,10 +45,11 @@ class KvPair:
         self.handshake = handshake
         """seconds from the lender's metadata in hand to a first block that had arrived"""
 
-    async def measure(self, command: Command) -> Measured:
+    async def measure(self, load: Load) -> Measured:
         """Raises EndLost, also where the wrong bytes arrived."""
+        await self._borrower.ask(msgspec.json.encode(load), bool)
         before = await self._lender.ask(b"", float)
-        taken = await self._borrower.ask(msgspec.json.encode(command), Taken)
+        taken = await self._borrower.ask(b"", Taken, _PATIENCE + load.seconds)
         return Measured(taken, await self._lender.ask(b"", float) - before)
 
 
@@ -73,20 +74,21 @@ class _End:
     def __init__(self, part: str, process: asyncio.subprocess.Process, log: BinaryIO) -> None:
         self._part, self._process, self._log = part, process, log
 
-    async def ask(self, line: bytes, kind: type[Answer]) -> Answer:
+    async def ask(self, line: bytes, kind: type[Answer], patience: float | None = None) -> Answer:
         assert self._process.stdin is not None
         self._process.stdin.write(line + b"\n")
         with contextlib.suppress(ConnectionError):
             await self._process.stdin.drain()
-        return await self.answer(kind)
+        return await self.answer(kind, patience)
 
-    async def answer(self, kind: type[Answer]) -> Answer:
+    async def answer(self, kind: type[Answer], patience: float | None = None) -> Answer:
+        patience = patience or _PATIENCE
         assert self._process.stdout is not None
         try:
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(patience):
                 line = await self._process.stdout.readline()
         except TimeoutError:
-            raise EndLost(f"the process that {self._part}s KV is silent for {_PATIENCE:g} s") from None
+            raise EndLost(f"the process that {self._part}s KV is silent for {patience:g} s") from None
         if not line:
             self._log.seek(0)
             words = self._log.read().decode(errors="replace").strip().splitlines()

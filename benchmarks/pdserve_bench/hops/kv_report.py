@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from pdserve_bench.hops.kv_pair import Measured
@@ -53,7 +53,6 @@ class KvFigures:
     """as the user gave it"""
     rate: float
     """of the link, bits per second"""
-    delay: str = ""
     no_link: str = ""
     """why there are no figures of a link"""
     handshakes: dict[tuple[bool, str], list[float]] = field(default_factory=dict)
@@ -82,9 +81,7 @@ def _figure(case: KvCase, measured: Measured) -> KvFigure:
     taken = measured.taken
     moved = case.size * sum(map(len, taken.samples))
     flights = taken.samples
-    if (
-        case.in_flight > 1
-    ):  # begun one after the other and not replaced at the end: less than all were in flight
+    if case.in_flight > 1:  # while the first ones began and the last ones ended, less than all were in flight
         flights = [flight[1:-1] for flight in flights]
     samples = [seconds for flight in flights for seconds in flight]
     means = [statistics.fmean(flight) for flight in flights]
@@ -116,7 +113,7 @@ def section(figures: KvFigures) -> HopSection:
         found.charts.append(_link_chart(figures, [case for case in linked if case.in_flight == 1]))
     found.notes += list(_notes(figures))
     found.data = {
-        "link": {"rate": figures.link, "bits_per_second": figures.rate, "delay": figures.delay},
+        "link": {"rate": figures.link, "bits_per_second": figures.rate},
         "handshakes": [
             {"over_link": over_link, "layout": layout, "seconds": seconds}
             for (over_link, layout), seconds in figures.handshakes.items()
@@ -129,125 +126,82 @@ def section(figures: KvFigures) -> HopSection:
     return found
 
 
+Cells = Mapping[Column, Callable[[KvCase], Cell]]
+
+
+def _rows(title: str, cases: Iterable[KvCase], cells: Cells) -> Rows:
+    return Rows(title, list(cells), [[cell(case) for cell in cells.values()] for case in cases])
+
+
 def _speed(figures: KvFigures, cases: Iterable[KvCase]) -> Rows:
-    columns = [
-        Column("KV of"),
-        Column("MB", ".4g"),
-        Column("pieces", "d"),
-        Column("GB/s", ".2f"),
-        Column("± %", ".0f"),
-        Column("ms", ".2f"),
-        Column("held, ms", ".2f"),
-        Column("copy, GB/s", ".2f"),
-        Column("of copy", ".2f"),
-        Column("CPU s/GB", ".2f"),
-        Column("lender's", ".2f"),
-    ]
-    rows: list[Sequence[Cell]] = []
-    for case in cases:
-        rates, copies = figures.samples(case, "KV", "rate"), figures.samples(case, "copy", "rate")
-        rows.append(
-            [
-                case.layout,
-                case.size / 1e6,
-                case.pieces,
-                statistics.median(rates) / 1e9,
-                spread(rates),
-                figures.median(case, "KV", "median") * 1e3,
-                figures.median(case, "KV", "held") * 1e3,
-                statistics.median(copies) / 1e9,
-                median_ratio(rates, copies),
-                figures.median(case, "KV", "reader_cpu"),
-                figures.median(case, "KV", "lender_cpu"),
-            ]
-        )
-    return Rows("KV between two processes of this host, and a copy of as much inside one", columns, rows)
+    def of_copy(case: KvCase) -> float:
+        return median_ratio(*(figures.samples(case, kind, "rate") for kind in ("KV", "copy")))
+
+    cells: Cells = {
+        Column("KV of"): lambda case: case.layout,
+        Column("MB", ".4g"): lambda case: case.size / 1e6,
+        Column("pieces", "d"): lambda case: case.pieces,
+        Column("GB/s", ".2f"): lambda case: figures.median(case, "KV", "rate") / 1e9,
+        Column("± %", ".0f"): lambda case: spread(figures.samples(case, "KV", "rate")),
+        Column("ms", ".2f"): lambda case: figures.median(case, "KV", "median") * 1e3,
+        Column("held, ms", ".2f"): lambda case: figures.median(case, "KV", "held") * 1e3,
+        Column("copy, GB/s", ".2f"): lambda case: figures.median(case, "copy", "rate") / 1e9,
+        Column("of copy", ".2f"): of_copy,
+        Column("CPU s/GB", ".2f"): lambda case: figures.median(case, "KV", "reader_cpu"),
+        Column("lender's", ".2f"): lambda case: figures.median(case, "KV", "lender_cpu"),
+    }
+    return _rows("KV between two processes of this host, and a copy of as much inside one", cases, cells)
 
 
 def _smallest(figures: KvFigures) -> Rows:
-    columns = [
-        Column("KV of"),
-        Column("one block, kB", ".0f"),
-        Column("pieces", "d"),
-        Column("p50, ms", ".3f"),
-        Column("p99, ms", ".3f"),
-        Column("handshake, ms", ".1f"),
-    ]
-    rows: list[Sequence[Cell]] = [
-        [
-            case.layout + (f" over {figures.link}" if case.over_link else ""),
-            case.size / 1e3,
-            case.pieces,
-            figures.median(case, "KV", "median") * 1e3,
-            figures.median(case, "KV", "p99") * 1e3,
-            statistics.median(figures.handshakes[case.over_link, case.layout]) * 1e3,
-        ]
-        for over_link in (False, True)
-        for case in figures.cases(over_link=over_link, smallest=True)
-    ]
-    return Rows("The smallest transfer, and the handshake of a fresh pair", columns, rows)
+    def handshake(case: KvCase) -> float:
+        return statistics.median(figures.handshakes[case.over_link, case.layout]) * 1e3
+
+    cells: Cells = {
+        Column("KV of"): lambda case: case.layout + (f" over {figures.link}" if case.over_link else ""),
+        Column("one block, kB", ".0f"): lambda case: case.size / 1e3,
+        Column("pieces", "d"): lambda case: case.pieces,
+        Column("p50, ms", ".3f"): lambda case: figures.median(case, "KV", "median") * 1e3,
+        Column("p99, ms", ".3f"): lambda case: figures.median(case, "KV", "p99") * 1e3,
+        Column("handshake, ms", ".1f"): handshake,
+    }
+    cases = [case for link in (False, True) for case in figures.cases(over_link=link, smallest=True)]
+    return _rows("The smallest transfer, and the handshake of a fresh pair", cases, cells)
 
 
 def _crowd(figures: KvFigures, cases: Iterable[KvCase]) -> Rows:
-    columns = [
-        Column("KV of"),
-        Column("in flight", "d"),
-        Column("MB each", ".4g"),
-        Column("GB/s in sum", ".2f"),
-        Column("± %", ".0f"),
-        Column("slowest/fastest", ".2f"),
-        Column("ms p50", ".2f"),
-        Column("ms p99", ".2f"),
-    ]
-    rows: list[Sequence[Cell]] = [
-        [
-            case.layout,
-            case.in_flight,
-            case.size / 1e6,
-            figures.median(case, "KV", "rate") / 1e9,
-            spread(figures.samples(case, "KV", "rate")),
-            figures.median(case, "KV", "fairness"),
-            figures.median(case, "KV", "median") * 1e3,
-            figures.median(case, "KV", "p99") * 1e3,
-        ]
-        for case in cases
-    ]
-    return Rows("Many transfers in flight from one agent, on this host", columns, rows)
+    cells: Cells = {
+        Column("KV of"): lambda case: case.layout,
+        Column("in flight", "d"): lambda case: case.in_flight,
+        Column("MB each", ".4g"): lambda case: case.size / 1e6,
+        Column("GB/s in sum", ".2f"): lambda case: figures.median(case, "KV", "rate") / 1e9,
+        Column("± %", ".0f"): lambda case: spread(figures.samples(case, "KV", "rate")),
+        Column("slowest/fastest", ".2f"): lambda case: figures.median(case, "KV", "fairness"),
+        Column("ms p50", ".2f"): lambda case: figures.median(case, "KV", "median") * 1e3,
+        Column("ms p99", ".2f"): lambda case: figures.median(case, "KV", "p99") * 1e3,
+    }
+    return _rows("Many transfers in flight from one agent, on this host", cases, cells)
 
 
 def _link(figures: KvFigures, cases: Iterable[KvCase]) -> Rows:
-    columns = [
-        Column("KV of"),
-        Column("in flight", "d"),
-        Column("MB each", ".4g"),
-        Column("Mbit/s", ".4g"),
-        Column("% of line", ".1f"),
-        Column("± %", ".0f"),
-        Column("TCP, % of line", ".1f"),
-        Column("slowest/fastest", ".2f"),
-        Column("ms p50", ".1f"),
-        Column("CPU s/GB", ".2f"),
-        Column("lender's", ".2f"),
-    ]
-    rows: list[Sequence[Cell]] = [
-        [
-            case.layout,
-            case.in_flight,
-            case.size / 1e6,
-            figures.median(case, "KV", "rate") * 8 / 1e6,
-            _share(figures, case, "KV"),
-            spread(figures.samples(case, "KV", "rate")),
-            _share(figures, case, "TCP"),
-            figures.median(case, "KV", "fairness") if case.in_flight > 1 else None,
-            figures.median(case, "KV", "median") * 1e3,
-            figures.median(case, "KV", "reader_cpu"),
-            figures.median(case, "KV", "lender_cpu"),
-        ]
-        for case in cases
-    ]
-    delay = f", {figures.delay} later at the other end" if figures.delay else ""
-    title = f"KV over a link of {figures.link}{delay}, between two network namespaces (UCX_TLS=tcp)"
-    return Rows(title, columns, rows)
+    def fairness(case: KvCase) -> float | None:
+        return figures.median(case, "KV", "fairness") if case.in_flight > 1 else None
+
+    cells: Cells = {
+        Column("KV of"): lambda case: case.layout,
+        Column("in flight", "d"): lambda case: case.in_flight,
+        Column("MB each", ".4g"): lambda case: case.size / 1e6,
+        Column("Mbit/s", ".4g"): lambda case: figures.median(case, "KV", "rate") * 8 / 1e6,
+        Column("% of line", ".1f"): lambda case: _share(figures, case, "KV"),
+        Column("± %", ".0f"): lambda case: spread(figures.samples(case, "KV", "rate")),
+        Column("TCP, % of line", ".1f"): lambda case: _share(figures, case, "TCP"),
+        Column("slowest/fastest", ".2f"): fairness,
+        Column("ms p50", ".1f"): lambda case: figures.median(case, "KV", "median") * 1e3,
+        Column("CPU s/GB", ".2f"): lambda case: figures.median(case, "KV", "reader_cpu"),
+        Column("lender's", ".2f"): lambda case: figures.median(case, "KV", "lender_cpu"),
+    }
+    title = f"KV over a link of {figures.link}, between two network namespaces (UCX_TLS=tcp)"
+    return _rows(title, cases, cells)
 
 
 def _share(figures: KvFigures, case: KvCase, kind: Kind) -> float | None:

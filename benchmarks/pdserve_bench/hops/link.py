@@ -1,12 +1,12 @@
-"""Two network namespaces, and between them a cable that carries so many bits per second and may delay them.
+"""Two network namespaces, and between them a cable that carries so many bits per second.
 
 The namespaces have no names and no files. Each is held by a process of ours (`cat`) that ends when its stdin closes,
 also when this process is killed; with the last process in it, the kernel removes a namespace and the devices in it. So
 there is nothing that could be left behind. They are made as root or, where the kernel lets it, as any user (root, then,
 inside a user namespace).
 
-The rate is a token bucket's (`tc ... tbf`), at both ends, counted in Ethernet frames as on a cable; a delay needs the
-kernel's `netem`. UCX must be told to use TCP there (`UCX_TLS`): it would go past the cable, through shared memory."""
+The rate is a token bucket's (`tc ... tbf`), at both ends, counted in Ethernet frames as on a cable. UCX must be told to
+use TCP there (`UCX_TLS`): it would go past the cable, through shared memory."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ _UNITS = {"mbit": 1e6, "gbit": 1e9}
 
 
 class NoNamespaces(Exception):
-    """They cannot be made here, or not with this delay; the text says why."""
+    """They cannot be made here; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class NetNamespace:
 
 
 @asynccontextmanager
-async def shaped_link(rate: float, delay: str = "") -> AsyncIterator[tuple[NetNamespace, NetNamespace]]:
-    """`rate` in bits per second, each way; `delay` as tc reads it (`2ms`), each way. Raises NoNamespaces."""
+async def shaped_link(rate: float) -> AsyncIterator[tuple[NetNamespace, NetNamespace]]:
+    """`rate` in bits per second, each way. Raises NoNamespaces."""
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         raise NoNamespaces(f"{' and '.join(missing)} not found (in the packages util-linux and iproute2)")
     async with AsyncExitStack() as stack:
@@ -63,7 +63,7 @@ async def shaped_link(rate: float, delay: str = "") -> AsyncIterator[tuple[NetNa
         peer = ("peer", "name", DEVICE, "netns", str(right.pid))
         await _run(left, "ip", "link", "add", DEVICE, "type", "veth", *peer)
         for end in (left, right):
-            await _set_up(end, rate, delay)
+            await _set_up(end, rate)
         for end in (left, right):
             await _until_up(end)
         yield left, right
@@ -108,22 +108,13 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-async def _set_up(end: NetNamespace, rate: float, delay: str) -> None:
+async def _set_up(end: NetNamespace, rate: float) -> None:
     await _run(end, "ip", "link", "set", "lo", "up")
     await _run(end, "ip", "address", "add", f"{end.address}/30", "dev", DEVICE)
     await _run(end, "ip", "link", "set", DEVICE, "up", "gso_max_size", str(_SEGMENT))
-    place: tuple[str, ...] = ("root",)
-    if delay:
-        try:
-            await _run(
-                end, "tc", "qdisc", "add", "dev", DEVICE, "root", "handle", "1:", "netem", "delay", delay
-            )
-        except NoNamespaces as error:
-            raise NoNamespaces(f"this kernel's netem cannot delay them by {delay}: {error}") from error
-        place = ("parent", "1:1")
     bucket, queue = max(_SEGMENT, int(rate / 8 * _BUCKET)), max(16 * _SEGMENT, int(rate / 8 * _QUEUE))
     sizes = ("rate", f"{rate:.0f}bit", "burst", str(bucket), "limit", str(queue))
-    await _run(end, "tc", "qdisc", "add", "dev", DEVICE, *place, "handle", "10:", "tbf", *sizes)
+    await _run(end, "tc", "qdisc", "add", "dev", DEVICE, "root", "tbf", *sizes)
 
 
 async def _until_up(end: NetNamespace) -> None:

@@ -21,8 +21,6 @@ class HopOptions:
     seed: int = 1
     link: str = "1gbit"
     """rate of the link between two network namespaces over which KV is moved; a word of tc's"""
-    delay: str = ""
-    """of that link, each way, as `2ms`; empty: none. Needs the kernel's netem"""
 
 
 @dataclass
