@@ -97,10 +97,8 @@ class MixedLoad:
         connection = await HttpConnection.open(self._url, self._body(stream=True, max_tokens=200))
         try:
             status = await connection.status()
-            wanted = self._dice.randint(1, 12)
-            async for _ in connection.lines():
-                if (wanted := wanted - 1) <= 0:
-                    break
+            wanted = iter(range(self._dice.randint(0, 11)))
+            await connection.lines(lambda _: next(wanted, None) is None)
         finally:
             connection.abort()
         return status
