@@ -105,6 +105,7 @@ async def test_figures_agree_with_each_other(measured: HopSection) -> None:
         for ours, copy in zip(rounds[1015808, "KV"], rounds[1015808, "copy"], strict=True)
     )
     assert _column(speed, "of copy")[1] == pytest.approx(ratio)
+    assert f"{ratio:.2g} times as fast as a copy" in measured.lead
     json.dumps(measured.data)
 
 
@@ -116,6 +117,8 @@ async def test_the_link_limits(measured: HopSection) -> None:
             rates = [figure["rate"] * 8 for figure in each["rounds"]]
             assert 100e6 < max(rates) < 200e6, each
     assert [chart.title for chart in measured.charts][-1] == f"KV over a link of {LINK}"
+    share = _column(measured.tables[-1], "% of line")[0]
+    assert f"over {LINK} at {share:.0f} % of the line" in measured.lead
 
 
 async def test_a_load_may_be_longer_than_any_other_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from pdserve_bench.report import (
     machine,
 )
 from pdserve_bench.report.__main__ import main
-from pdserve_bench.report.origin import command_line
+from pdserve_bench.report.origin import command_line, revision
 from pdserve_bench.report.saved import choose, read, together
 
 from pdserve.errors import ConfigError
@@ -240,6 +241,16 @@ def test_the_command_is_there_without_its_secrets(monkeypatch: pytest.MonkeyPatc
         "pdserve bench goodput --api-key '***' --base-url 'http://***@host/v1' '--api-key=***' --hf-token '***' "
         "--prompt-tokens 512 --note 'two words'"
     )
+
+
+def test_only_a_repository_of_ours_says_which_revision_it_is(tmp_path: Path) -> None:
+    """An installed package may lie inside another project's."""
+    (ours := tmp_path / "ours.py").touch()
+    (installed := tmp_path / "installed.py").touch()
+    for words in ("init -q", "add ours.py", "-c user.name=a -c user.email=a@b commit -qm x"):
+        subprocess.run(["git", "-C", str(tmp_path), *words.split()], check=True)
+    assert len(revision(ours)) >= 7
+    assert revision(installed) == ""
 
 
 def test_the_machine_is_described() -> None:

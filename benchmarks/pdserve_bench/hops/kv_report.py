@@ -112,6 +112,8 @@ def section(figures: KvFigures) -> HopSection:
         found.tables.append(_link(figures, linked))
         found.charts.append(_link_chart(figures, [case for case in linked if case.in_flight == 1]))
     found.notes += list(_notes(figures))
+    if single:
+        found.lead = _lead(figures, single[-1], [case for case in linked if case.in_flight == 1])
     found.data = {
         "link": {"rate": figures.link, "bits_per_second": figures.rate},
         "handshakes": [
@@ -126,6 +128,22 @@ def section(figures: KvFigures) -> HopSection:
     return found
 
 
+def _lead(figures: KvFigures, largest: KvCase, linked: Sequence[KvCase]) -> str:
+    rate = figures.median(largest, "KV", "rate") / 1e9
+    told = (
+        f"KV: {largest.size / 1e6:.3g} MB ({largest.layout}) pass from process to process at {rate:.2g} GB/s, "
+        f"{_of_copy(figures, largest):.2g} times as fast as a copy inside one"
+    )
+    if linked:
+        size, share = linked[-1].size / 1e6, _share(figures, linked[-1], "KV")
+        told += f", and {size:.3g} MB over {figures.link} at {share:.0f} % of the line"
+    return f"{told}."
+
+
+def _of_copy(figures: KvFigures, case: KvCase) -> float:
+    return median_ratio(*(figures.samples(case, kind, "rate") for kind in ("KV", "copy")))
+
+
 Cells = Mapping[Column, Callable[[KvCase], Cell]]
 
 
@@ -134,9 +152,6 @@ def _rows(title: str, cases: Iterable[KvCase], cells: Cells) -> Rows:
 
 
 def _speed(figures: KvFigures, cases: Iterable[KvCase]) -> Rows:
-    def of_copy(case: KvCase) -> float:
-        return median_ratio(*(figures.samples(case, kind, "rate") for kind in ("KV", "copy")))
-
     cells: Cells = {
         Column("KV of"): lambda case: case.layout,
         Column("MB", ".4g"): lambda case: case.size / 1e6,
@@ -146,7 +161,7 @@ def _speed(figures: KvFigures, cases: Iterable[KvCase]) -> Rows:
         Column("ms", ".2f"): lambda case: figures.median(case, "KV", "median") * 1e3,
         Column("held, ms", ".2f"): lambda case: figures.median(case, "KV", "held") * 1e3,
         Column("copy, GB/s", ".2f"): lambda case: figures.median(case, "copy", "rate") / 1e9,
-        Column("of copy", ".2f"): of_copy,
+        Column("of copy", ".2f"): lambda case: _of_copy(figures, case),
         Column("CPU s/GB", ".2f"): lambda case: figures.median(case, "KV", "reader_cpu"),
         Column("lender's", ".2f"): lambda case: figures.median(case, "KV", "lender_cpu"),
     }

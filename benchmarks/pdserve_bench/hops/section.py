@@ -1,5 +1,6 @@
 """What every hop's benchmark is given, and what it gives back."""
 
+import math
 import statistics
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,9 @@ def alternate(ours: str, baseline: str, round_number: int) -> tuple[str, str]:
 
 
 def spread(samples: Sequence[float]) -> float:
-    """Half of the way from the lowest to the highest, in % of the median: the noise behind a median of rounds."""
+    """Half of the way from the lowest to the highest, in % of the median: the noise behind a median of rounds. NaN of
+    one round, which says nothing of it."""
+    if len(samples) < 2:
+        return math.nan
     middle = statistics.median(samples)
     return 50 * (max(samples) - min(samples)) / middle if middle else 0.0

@@ -68,7 +68,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """`lines` joins points; `bars` has one group of bars for each x (a text) and in it one bar for each series; `cdf`
+    """`lines` joins points; `bars` has one group of bars for each x (a text) and in it one bar for each series, which
+    lie, so that `across` is upright in them, and begin at 0; `cdf`
     takes samples as xs (no ys) and draws the share of them up to each; `dots` leaves points apart."""
 
     title: str

@@ -78,6 +78,9 @@ def svg(chart: Chart, colours: Mapping[str, str]) -> str:
         _panel(chart, colours, _PAGE_WIDTH).savefig(file, format="svg", transparent=True, metadata=nothing)
     text = file.getvalue()
     text = re.sub(r"(?<=: )#[0-9a-f]{6}\b", lambda found: f"var({palette.variable(found[0])})", text)
+    text = re.sub(
+        r' id="(?!C\d)[\w.]+_\d+"', "", text
+    )  # nothing refers to these, and each chart has the same
     return f'<svg role="img" aria-label="{escape(chart.title)}"' + text[text.index("<svg") + 4 :]
 
 

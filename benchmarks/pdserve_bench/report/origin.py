@@ -37,7 +37,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "pdserve": f"{__version__} {_revision()}".strip(),
+        "pdserve": f"{__version__} {revision(Path(__file__))}".strip(),
         "packages": versions,
         "load": round(psutil.getloadavg()[0], 2),
     }
@@ -92,15 +92,16 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _revision() -> str:
-    """Of the repository that this runs from, empty where it is none."""
+def revision(file: Path) -> str:
+    """Of the repository that has this file; empty where there is none, as of an installed package, which may lie inside
+    a repository of others."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(file.parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        found = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except FileNotFoundError:  # git itself
+        git("ls-files", "--error-unmatch", file.name)
+        return git("describe", "--always", "--dirty")
+    except (OSError, subprocess.CalledProcessError):  # without git itself, too
         return ""
-    return found.stdout.strip()
