@@ -56,6 +56,10 @@ _SCREENING = 0.45
 """of the time that is left when a first system runs"""
 _MEMORY = 0.85
 """of what is free that may be used"""
+_FINALS = 120.0
+"""seconds that the finalists have at least: where starting took longer than expected, less is simulated"""
+_WORTH = 50.0
+"""seconds that simulating takes at least"""
 _IMAGINED = 4
 _LEAST = 4.5
 """seconds of a probe"""
@@ -185,8 +189,11 @@ class Comparison:
                 if options.measure or self.here.kind is HardwareKind.SIM:
                     reserved = (_SIMULATED + _CALIBRATED) * whole if imagine else _STOP
                     await self._measure(measuring, deadline - reserved)
-                if imagine:
-                    await self._learn_speed(measuring, max(10.0, _CALIBRATED * whole))
+                calibrated = max(10.0, _CALIBRATED * whole)
+                if imagine and options.measure and time.monotonic() + calibrated + _WORTH > deadline:
+                    self.notes.append("Nothing was simulated, for lack of time. Give --minutes more.")
+                elif imagine:
+                    await self._learn_speed(measuring, calibrated)
             if imagine and self.speed:
                 async with RunningLaunches(Path(folder), schedule.say) as stage:
                     measuring = self._measuring(stage, schedule, deadline, measuring.users)
@@ -302,7 +309,9 @@ class Comparison:
         if not finalists:
             return
         searches = [(each, each.search) for each in finalists]
-        together, left = finalists[0], until - time.monotonic()
+        now = time.monotonic()
+        until = max(until, min(measuring.deadline - _STOP, now + _FINALS))
+        together, left = finalists[0], until - now
         seconds = self._steady(min(20.0, left / 18))
         await measuring.refine(searches, seconds, time.monotonic() + _CONTROL * left)
         control = await measuring.again(together, self._start, seconds, until)
