@@ -20,7 +20,7 @@ class PoissonRequests:
 
     prompts: Prompts
     """of the model that is measured: `learn_prompts`"""
-    prompt_tokens: int = 380
+    prompt_tokens: int = 1300
     answer_tokens: int = 64
     rate: float = 4.0
     patience: float = PATIENCE

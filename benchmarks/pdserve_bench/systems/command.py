@@ -53,7 +53,7 @@ def systems(
     clients: Annotated[
         str, typer.Option(metavar="N,N", help="of the closed loops: a load each (default: 1,8,32)")
     ] = "",
-    prompt_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="of each request, about")] = 380,
+    prompt_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="of each request, about")] = 1300,
     output_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="of each answer")] = 64,
     rounds: Annotated[
         int | None,
