@@ -51,7 +51,8 @@ class GeneratorStalls:
     def to_blame(self, slo: Slo, exchange: Exchange) -> bool:
         """Whether a request that broke the SLO would have kept it, so far, without the stalls: those during which it
         was to be sent, or its late tokens came. A stall while nothing comes does no harm."""
-        if exchange.error or not exchange.arrivals or slo.kept(exchange):
+        broke = slo.broke_ttft(exchange) or slo.broke_gap(exchange)
+        if exchange.error or not exchange.arrivals or not broke:
             return False
         first = exchange.arrivals[0]
         if first - exchange.started - self._around(exchange.started) - self._around(first) > slo.ttft:

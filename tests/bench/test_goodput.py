@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pdserve_bench.client import Outcome
+from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint, Prompts
 from pdserve_bench.goodput.found import lead_of, report_of
 from pdserve_bench.goodput.measure import FoundGoodput, GoodputOptions, Probe, find_goodput, probe
 from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.launch import PDSERVE
 from pdserve_bench.runs import LoadRun, Workload
-from pdserve_bench.slo import Slo
+from pdserve_bench.samples import percentile
+from pdserve_bench.slo import Slo, Tally
 
 from pdserve.errors import Unavailable
 from pdserve.ports import free_port
-from tests.bench.answers import Asked, OpenAi, tiny_server
+from tests.bench.answers import STREAM, Asked, OpenAi, event, tiny_server
 from tests.serving import Serve, kv_ports, running
 
 EASY = Slo(5.0, 5.0)
@@ -67,7 +68,7 @@ async def test_a_hopeless_probe_is_cut_short_and_the_next_one_begins_on_an_idle_
     server = Prefilling(0.1)
     async with tiny_server(server) as tiny:
         options = GoodputOptions(
-            Slo(0.35, 5.0), seconds=5.0, start_rate=60.0, lowest=30.0, most_probes=2, warm_up=False
+            Slo(0.35, 5.0), seconds=3.0, start_rate=60.0, lowest=30.0, most_probes=2, warm_up=False
         )
         found, users = FoundGoodput(options), Noted(_users(), server)
         await find_goodput(Endpoint(tiny.url, "tiny"), users, found)
@@ -81,10 +82,13 @@ async def test_a_hopeless_probe_is_cut_short_and_the_next_one_begins_on_an_idle_
 
 
 class Forgetful(OpenAi):
-    """Every fifth answer never ends."""
+    """Of five answers one never begins, and one does not go on."""
 
     async def _stream(self, body: Any, writer: asyncio.StreamWriter) -> None:
         if len(self.chats) % 5 == 0:
+            await asyncio.sleep(BOUNDLESS)
+        if len(self.chats) % 5 == 1:
+            writer.write(STREAM + event({"choices": [{"text": "t"}]}))
             await asyncio.sleep(BOUNDLESS)
         await super()._stream(body, writer)
 
@@ -92,14 +96,30 @@ class Forgetful(OpenAi):
 async def test_requests_that_never_end_have_kept_nothing() -> None:
     async with tiny_server(Forgetful()) as tiny:
         made = Probe(30.0, 2.0, 1)
-        options = GoodputOptions(Slo(1.0, 5.0), share=0.5)
+        options = GoodputOptions(Slo(1.0, 0.8), share=0.3)
         await probe(Endpoint(tiny.url, "tiny"), _users(), made, options)
     assert not made.hopeless
     assert made.judged == made.tally.requests == len(made.run.exchanges)
-    hung = len(made.run.of(Outcome.UNFINISHED))
-    assert hung == len(made.run.exchanges) // 5
-    assert (made.tally.ttft, made.tally.kept) == (hung, made.judged - hung)
+    silent, stuck = len(made.run.exchanges) // 5, (len(made.run.exchanges) + 4) // 5
+    assert len(made.run.of(Outcome.UNFINISHED)) == silent + stuck
+    assert (made.tally.ttft, made.tally.gap) == (silent, stuck)
+    assert made.tally.kept == made.judged - silent - stuck
     assert made.run.seconds < 30
+    assert percentile(made.longest_gaps, 0.9) > 0.8
+
+
+def test_a_request_that_was_refused_had_no_fast_first_token() -> None:
+    made = Probe(10.0, 1.0, 1, LoadRun(began=100.0, ended=104.0), slo=Slo(0.7, 1.0))
+    made.run.exchanges += [
+        Exchange(started=100.0, ended=100.001, error="HTTP 503"),
+        Exchange(started=100.0, ended=100.9, arrivals=[100.4, 100.5], error="connection: gone"),
+        Exchange(started=101.0, ended=102.0, error="no end within 1 s", hung=True),
+        Exchange(started=103.0),
+        Exchange(started=103.9),
+    ]
+    assert made.ttfts == pytest.approx([0.4, 1.0, 1.0]), "the last one was cut before it was late"
+    made.tally = Tally.of(EASY, made.run.exchanges, 104.0)
+    assert made.sent_rate == pytest.approx(5 / 3.9), "some were sent after the end"
 
 
 async def test_where_requests_alone_miss_no_lower_rate_is_tried() -> None:
@@ -134,7 +154,7 @@ async def test_failed_requests_are_told_with_their_error() -> None:
 
 async def test_a_server_that_does_not_answer_is_said_to_be_so() -> None:
     found = FoundGoodput(GoodputOptions())
-    with pytest.raises(Unavailable, match="answers none"):
+    with pytest.raises(Unavailable, match="does not answer"):
         await find_goodput(Endpoint(f"http://127.0.0.1:{free_port('127.0.0.1')}", "tiny"), _users(), found)
     assert "No probe came to its end" in lead_of(found)
 
@@ -175,15 +195,13 @@ def _hold(seconds: float) -> None:
     time.sleep(seconds)
 
 
-@pytest.mark.parametrize("stalled", [1, 9])
-async def test_a_probe_that_the_generator_disturbed_is_made_once_more(stalled: int) -> None:
+async def test_a_probe_that_the_generator_disturbed_is_made_once_more() -> None:
     async with tiny_server(OpenAi(ttft=0.02, gap=0.02)) as tiny:
         options = GoodputOptions(
-            Slo(5.0, 0.6), seconds=3.0, start_rate=20.0, lowest=20.0, highest=20.0, warm_up=False
+            Slo(5.0, 0.6), seconds=2.0, start_rate=20.0, highest=20.0, most_probes=1, warm_up=False
         )
         found = FoundGoodput(options)
-        users = Stalling(_users(tokens=20), stalled)
-        await find_goodput(Endpoint(tiny.url, "tiny"), users, found)
+        await find_goodput(Endpoint(tiny.url, "tiny"), Stalling(_users(tokens=20), 2), found)
     first, second = found.probes[:2]
     assert first.disturbed
     assert not first.counted
@@ -193,8 +211,7 @@ async def test_a_probe_that_the_generator_disturbed_is_made_once_more(stalled: i
     assert second.counted
     notes = " ".join(report_of(found, "test").notes)
     assert "The load generator itself was late" in notes
-    assert second.disturbed == (stalled > 1)
-    assert ("the limit may be this client's" in notes) == (stalled > 1)
+    assert "the limit may be this client's" in notes
 
 
 def _truth(prefill: float, batch: int) -> float:

@@ -99,3 +99,5 @@ async def test_a_stall_is_to_blame_for_what_came_meanwhile_alone() -> None:
     assert not stalls.to_blame(slo, slow), "a gap after the stall is the server's"
     waited = Exchange(started=before - 0.1, arrivals=[after + 0.4], ended=after + 0.5)
     assert not stalls.to_blame(slo, waited), "nothing came during the stall, and nothing was to be sent"
+    going_on = Exchange(started=before - 0.1, arrivals=[before - 0.02, after - 0.25])
+    assert not stalls.to_blame(slo, going_on), "it has broken nothing: it was cut, or still runs"

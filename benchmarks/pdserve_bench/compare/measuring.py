@@ -84,13 +84,7 @@ class Entrant:
         )
 
     def ttfts(self, rate: float) -> list[float]:
-        """Without requests that were broken off before they had a token."""
-        return [
-            ttft
-            for each in self.of(rate)
-            for exchange, ttft in zip(each.run.exchanges, each.ttfts, strict=True)
-            if exchange.ttft is not None or exchange.outcome is not Outcome.UNFINISHED
-        ]
+        return [ttft for each in self.of(rate) for ttft in each.ttfts]
 
     def at(self, rate: float) -> AtLoad | None:
         probes = self.of(rate)

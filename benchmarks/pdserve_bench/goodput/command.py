@@ -1,5 +1,6 @@
 """`pdserve bench goodput`."""
 
+import random
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from pdserve_bench.endpoint import base_url as checked_url
 from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts
 from pdserve_bench.goodput.found import line_of, report_of
 from pdserve_bench.goodput.measure import FoundGoodput, GoodputOptions, find_goodput
-from pdserve_bench.goodput.requests import PoissonRequests
+from pdserve_bench.goodput.requests import PATIENCE, PoissonRequests
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import INTERRUPTED, run_until_stopped
@@ -32,7 +33,7 @@ def goodput(
     ] = 0.9,
     prompt_tokens: Annotated[
         int, typer.Option(metavar="N", min=1, help="of each prompt; no two prompts are alike")
-    ] = 380,
+    ] = 1300,
     answer_len: Annotated[int, typer.Option(metavar="N", min=2, help="tokens of each answer")] = 64,
     chat: Annotated[
         bool, typer.Option("--chat/--completions", help="ask /v1/chat/completions or /v1/completions")
@@ -49,7 +50,9 @@ def goodput(
     within: Annotated[
         str, typer.Option(metavar="TIME", help="no probe is begun that would end later")
     ] = "10m",
-    seed: Annotated[int, typer.Option(metavar="N", help="of prompts and arrivals")] = 1,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="of prompts and arrivals (default: others each time)")
+    ] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="write the result there too")] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="NAME", help="draw NAME.png and NAME.html, or only the one named")
@@ -63,6 +66,7 @@ def goodput(
     --precision. A probe is a sample: the two ends of the last interval are probed again until there is no doubt,
     three times at most. Ctrl-C shows what is known by then. Takes three to six minutes as a rule.
 
+    A second run with the same --seed sends the same prompts, which a server's prefix cache may still have.
     Run it on a machine of its own where you can: when the generator itself was late, the result says so.
 
     examples:
@@ -78,7 +82,7 @@ def goodput(
         start_rate=start_rate,
         precision=precision,
         budget=_time("--within", within),
-        seed=seed,
+        seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
     )
     checked_url(base_url)
     check_outputs(json, plot)
@@ -95,7 +99,9 @@ def goodput(
                     f"takes on this server: {endpoint.max_model_len} tokens."
                 ]
             )
-        users = PoissonRequests(await learn_prompts(endpoint, seed), prompt_tokens, answer_len)
+        longest = options.slo.ttft + answer_len * options.slo.gap
+        prompts = await learn_prompts(endpoint, options.seed)
+        users = PoissonRequests(prompts, prompt_tokens, answer_len, patience=max(PATIENCE, longest))
         title[0] = (
             f"Goodput of {endpoint.model} at {endpoint.url}: {prompt_tokens} tokens in, {answer_len} out"
         )

@@ -1,13 +1,15 @@
 """What a search for goodput found, as a report."""
 
+import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from pdserve_bench.client import Outcome
 from pdserve_bench.goodput.measure import FoundGoodput, Probe
 from pdserve_bench.report import Chart, Column, Report, Rows, Series
 from pdserve_bench.runs import LoadRun
 from pdserve_bench.samples import percentile, wilson
-from pdserve_bench.slo import Slo, Tally
 
 _STALLED = 0.25
 """of the SLO's gap: a longer stall of the load generator is told"""
@@ -119,13 +121,14 @@ def _table(found: FoundGoodput, probes: Sequence[Probe]) -> Rows:
         _COLUMNS,
         [_row(probe) for probe in ordered],
         "± is half of the 90 % interval of the share. What a hopeless probe cut short is in no share if it had broken "
-        "nothing (unfinished). Without a first token, TTFT is the time until the request ended or was cut.",
+        "nothing (unfinished), and its times are at least those shown: requests still waited. TTFT is of requests that "
+        "had a first token, or waited for it beyond the SLO.",
     )
 
 
 def _row(probe: Probe) -> list[str | float | int | None]:
     tally = probe.tally
-    times: list[float] = [percentile(probe.ttfts, share) for share in (0.5, 0.9, 0.99)]
+    ttfts, gaps = probe.ttfts, probe.longest_gaps
     return [
         probe.rate,
         tally.requests,
@@ -137,8 +140,8 @@ def _row(probe: Probe) -> list[str | float | int | None]:
         tally.failed,
         tally.unfinished,
         remark_of(probe),
-        *(1000 * value for value in times),
-        1000 * percentile(probe.longest_gaps, 0.9),
+        *(1000 * percentile(ttfts, share) if ttfts else None for share in (0.5, 0.9, 0.99)),
+        1000 * percentile(gaps, 0.9) if gaps else None,
         probe.run.summary()["output tokens/s"],
         probe.sent_rate,
     ]
@@ -163,6 +166,13 @@ def _notes(found: FoundGoodput, probes: Sequence[Probe]) -> list[str]:
             "The generator was late again where a rate was probed once more: the limit may be this client's or its "
             "machine's, not the server's. Run it where it has a core of its own."
         )
+    done = [each for probe in probes for each in probe.run.of(Outcome.FINISHED) if each.prompt_tokens]
+    if done:
+        prompt, answer = (
+            statistics.median(sizes)
+            for sizes in zip(*((e.prompt_tokens, e.output_tokens) for e in done), strict=True)
+        )
+        notes.append(f"As the server counts, prompts had {prompt:g} tokens and answers {answer:g} (median).")
     errors = LoadRun([each for probe in probes for each in probe.run.exchanges]).errors()
     notes += [f"{count} requests failed: {text}" for text, count in errors[:_ERRORS]]
     return notes
@@ -174,62 +184,59 @@ def _charts(found: FoundGoodput) -> list[Chart]:
         return []
     options = found.options
     at = {rate: found.of(rate) for rate in rates}
+    upright = {f"goodput {found.estimate:.3g}": found.estimate} if found.estimate else {}
     intervals = [
         wilson(sum(p.tally.kept for p in at[rate]), sum(p.judged for p in at[rate])) for rate in rates
     ]
-    upright = {f"goodput {found.estimate:.3g}": found.estimate} if found.estimate else {}
+    shares = [_pooled(at[rate]) for rate in rates]
     kept = Series(
-        "kept the SLO",
-        rates,
-        [_pooled(at[rate]) for rate in rates],
-        [low for low, _ in intervals],
-        [high for _, high in intervals],
+        "kept the SLO", rates, shares, [low for low, _ in intervals], [high for _, high in intervals]
     )
     promises = {"TTFT": ("ttft", "both"), "gap": ("gap", "both"), "failed": ("failed",)}
-    broken = {name: [_broken(at[rate], *parts) for rate in rates] for name, parts in promises.items()}
+    broken = [
+        Series(name, rates, [_broken(at[rate], *parts) for rate in rates]) for name, parts in promises.items()
+    ]
+
+    def chart(title: str, of: str, series: list[Series], bound: dict[str, float], **more: Any) -> Chart:
+        return Chart(title, "lines", "offered, req/s", of, series, across=bound, **more)
+
+    requests = "share of the requests"
     charts = [
-        Chart(
+        chart(
             f"Requests that keep: {options.slo}",
-            "lines",
-            "offered, req/s",
-            "share of the requests",
+            requests,
             [kept],
-            across={f"{100 * options.share:g} %": options.share},
+            {f"{100 * options.share:g} %": options.share},
             upright=upright,
             better="higher",
             y_unit="share",
         ),
-        Chart(
+        chart(
             "Which promise was broken",
-            "lines",
-            "offered, req/s",
-            "share of the requests",
-            [
-                Series(name, rates, shares)
-                for name, shares in broken.items()
-                if any(shares) or name != "failed"
-            ],
-            across={f"{100 * (1 - options.share):.3g} % may": 1 - options.share},
+            requests,
+            [series for series in broken if any(series.ys) or series.label != "failed"],
+            {f"{100 * (1 - options.share):.3g} % may": 1 - options.share},
             better="lower",
             y_unit="share",
         ),
     ]
-    for name, bound in (("TTFT p90", options.slo.ttft), ("longest gap p90", options.slo.gap)):
-        samples = [
-            [v for probe in at[rate] for v in (probe.ttfts if name == "TTFT p90" else probe.longest_gaps)]
-            for rate in rates
-        ]
-        times = [percentile(each, 0.9) for each in samples]
+    seen = {
+        "TTFT p90": (options.slo.ttft, [[v for p in at[rate] for v in p.ttfts] for rate in rates]),
+        "longest gap p90": (
+            options.slo.gap,
+            [[v for p in at[rate] for v in p.longest_gaps] for rate in rates],
+        ),
+    }
+    for name, (bound, samples) in seen.items():
+        times = [percentile(values, 0.9, none=math.nan) for values in samples]
         charts.append(
-            Chart(
+            chart(
                 f"{name} against rate",
-                "lines",
-                "offered, req/s",
                 name,
                 [Series(name, rates, times)],
-                across={f"SLO {1000 * bound:g} ms": bound},
+                {f"SLO {1000 * bound:g} ms": bound},
                 upright=upright,
-                log_y=max(times) > 20 * bound,
+                log_y=any(value > 20 * bound for value in times),
                 better="lower",
                 y_unit="s",
             )
@@ -245,7 +252,7 @@ def _broken(probes: Sequence[Probe], *parts: str) -> float:
 def _data(found: FoundGoodput, probes: Sequence[Probe]) -> dict[str, Any]:
     options = found.options
     return {
-        "slo": _slo(options.slo),
+        "slo": vars(options.slo),
         "share": options.share,
         "precision": options.precision,
         "goodput": {
@@ -268,17 +275,9 @@ def _data(found: FoundGoodput, probes: Sequence[Probe]) -> dict[str, Any]:
                 "disturbed": probe.disturbed,
                 "blamed": probe.blamed,
                 "stall": probe.stall,
-                "tally": _tally(probe.tally),
+                "tally": vars(probe.tally),
                 **probe.run.summary(options.slo),
             }
             for probe in probes
         ],
     }
-
-
-def _slo(slo: Slo) -> dict[str, float]:
-    return {"ttft": slo.ttft, "gap": slo.gap}
-
-
-def _tally(tally: Tally) -> dict[str, int]:
-    return dict(vars(tally))

@@ -28,7 +28,8 @@ from pdserve_bench.stalls import GeneratorStalls
 _LONGER = 3.0
 """times the seconds of a probe, at most"""
 _IDLE_WITHIN = 60.0
-_WARM_SECONDS = 4.0
+_WARM_SECONDS, _WARM_RATE, _WARM_WITHIN = 4.0, 4.0, 30.0
+"""seconds, requests per second at most, and seconds until first tokens are waited for no longer"""
 _LOOK = 0.2
 _CANARY_TIMEOUT = 30.0
 
@@ -49,8 +50,6 @@ class GoodputOptions:
     budget: float = 900.0
     """seconds for all of it: no probe is begun that would end later"""
     seed: int = 1
-    drain: float = 120.0
-    """after the last request was sent, at most, for those that may still keep the SLO: then they have not"""
     warm_up: bool = True
 
 
@@ -76,6 +75,8 @@ class Probe:
     """the search was told of it: it is neither disturbed nor broken off from outside"""
     stall: float = 0.0
     """the longest, of the load generator, in seconds"""
+    slo: Slo = field(default_factory=Slo)
+    """set by `probe`"""
 
     @property
     def judged(self) -> int:
@@ -95,23 +96,35 @@ class Probe:
 
     @property
     def sent_rate(self) -> float:
-        """Requests per second, as they were sent"""
-        lasted = min(self.seconds, self.run.seconds)
+        """Requests per second, as they were sent: fewer than asked for where the generator did not keep up"""
+        last = max((each.started for each in self.run.exchanges), default=self.run.began)
+        lasted = max(last - self.run.began, min(self.seconds, self.run.seconds))
         return self.tally.requests / lasted if lasted else 0.0
 
     @property
     def ttfts(self) -> list[float]:
-        """Of all requests; without a first token, how long it was waited for."""
+        """Of the requests that had a first token, and of those that waited for it beyond the SLO's bound: how long.
+        A refusal is no fast first token, and what was cut earlier says nothing."""
         until = self.run.ended or time.monotonic()
-        return [
-            each.ttft if each.ttft is not None else (each.ended or until) - each.started
-            for each in self.run.exchanges
-        ]
+        times = []
+        for each in self.run.exchanges:
+            waited = (each.ended or until) - each.started
+            if each.ttft is not None:
+                times.append(each.ttft)
+            elif waited > self.slo.ttft and (each.hung or not each.error):
+                times.append(waited)
+        return times
 
     @property
     def longest_gaps(self) -> list[float]:
-        """One of each request with two tokens."""
-        return [max(each.gaps) for each in self.run.exchanges if each.gaps]
+        """One of each request with two tokens, or that waits for its second; with what a request still waits for."""
+        until = self.run.ended or time.monotonic()
+        waits = [
+            [*each.gaps, *([] if each.ended else [until - each.arrivals[-1]])]
+            for each in self.run.exchanges
+            if each.arrivals
+        ]
+        return [max(gaps) for gaps in waits if gaps]
 
 
 class FoundGoodput:
@@ -179,20 +192,19 @@ async def find_goodput(
     schedule.cancel(label)
     schedule.announce(label, expected_seconds(options))
     canary = Canary(endpoint)
-    if options.warm_up:
-        with schedule.phase(f"{label}: warming up", _WARM_SECONDS):
-            await _warm_up(endpoint, users, options)
     await canary.learn()
     try:
+        if options.warm_up:
+            with schedule.phase(f"{label}: warming up", _WARM_SECONDS):
+                await _warm_up(endpoint, users, options)
+                await canary.until_idle()
         while (rate := found.search.next()) is not None:
             seconds = _probe_seconds(rate, options)
             if time.monotonic() + seconds > deadline:
                 found.notes.append(f"Out of time after {options.budget:g} s: the search was not at its end.")
                 return found
             schedule.cancel(label)
-            left = min(
-                (found.search.left() - 1) * (options.seconds + 2), deadline - time.monotonic() - seconds
-            )
+            left = min((found.search.left() - 1) * (seconds + 2), deadline - time.monotonic() - seconds)
             schedule.announce(label, max(0.0, left))
             found.probes.append(Probe(rate, seconds, options.seed + len(found.probes)))
             with schedule.phase(f"{label}: {rate:.3g} req/s", seconds):
@@ -249,7 +261,7 @@ async def probe(
     news: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Run it to its end. Cancelled, it has what there is: its requests are in `made.run`."""
-    slo, run = options.slo, made.run
+    made.slo, run = options.slo, made.run
     run.began = time.monotonic()
     watched = _Watched(made, options)
     async with GeneratorStalls() as stalls:
@@ -266,9 +278,9 @@ async def probe(
             with suppress(asyncio.CancelledError):
                 await task
             run.ended = run.ended or time.monotonic()
-            made.tally = Tally.of(slo, run.exchanges, run.ended)
+            made.tally = Tally.of(made.slo, run.exchanges, run.ended)
             made.stall = stalls.longest
-            made.blamed = sum(stalls.to_blame(slo, exchange) for exchange in run.exchanges)
+            made.blamed = sum(stalls.to_blame(made.slo, exchange) for exchange in run.exchanges)
     carried_if = (made.tally.kept + made.blamed) / made.judged if made.judged else 1.0
     made.disturbed = made.share < options.share <= carried_if
 
@@ -297,7 +309,7 @@ class _Watched:
         run = self._made.run
         late = time.monotonic() - (run.asks_until or run.began + self._made.seconds)
         running = {each for each in run.exchanges if each.outcome is Outcome.UNFINISHED}
-        return late > self._options.drain or (late > 1 and bool(running) and not running & self._open.keys())
+        return late > 1 and bool(running) and not running & self._open.keys()
 
     def _look(self, stalls: GeneratorStalls) -> None:
         exchanges, now = self._made.run.exchanges, time.monotonic()
@@ -314,9 +326,13 @@ class _Watched:
             self._missed += not self._slo.kept(exchange) and not stalls.to_blame(self._slo, exchange)
 
     def _late(self, exchange: Exchange, seen: int, now: float, stalls: GeneratorStalls) -> bool:
+        """Its first token, or one that came since it was looked at, came too late; or the next one is more than a
+        second late by now."""
+        since = exchange.arrivals[-1] if exchange.arrivals else exchange.started
+        now -= stalls.within(since, now)
         gaps = (after - before for before, after in pairwise(exchange.arrivals[seen:]))
-        waited = stalls.within(exchange.started, now) if not exchange.arrivals else 0.0
-        return self._slo.broke_ttft(exchange, now - waited) or any(gap > self._slo.gap for gap in gaps)
+        hangs = bool(exchange.arrivals) and now - since > self._slo.gap + 1
+        return self._slo.broke_ttft(exchange, now) or hangs or any(gap > self._slo.gap for gap in gaps)
 
 
 class Canary:
@@ -361,8 +377,9 @@ class Canary:
 async def _warm_up(endpoint: Endpoint, users: Scalable, options: GoodputOptions) -> None:
     """Some requests that do not count. Raises Unavailable where the server answers none of them."""
     run = LoadRun()
-    warming = GoodputOptions(slo=Slo(3600.0, 3600.0), share=0.0, drain=30.0)
-    made = Probe(options.start_rate, min(_WARM_SECONDS, options.seconds), options.seed - 1, run)
+    warming = GoodputOptions(slo=Slo(_WARM_WITHIN, 3600.0), share=0.0)
+    rate, seconds = min(_WARM_RATE, options.start_rate), min(_WARM_SECONDS, options.seconds)
+    made = Probe(rate, seconds, options.seed - 1, run)
     await probe(endpoint, users, made, warming)
     failed = run.of(Outcome.FAILED)
     if failed and not run.of(Outcome.FINISHED):
