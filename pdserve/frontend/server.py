@@ -30,7 +30,7 @@ from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id, registered_skew
 from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
-from pdserve.tasks import forever
+from pdserve.tasks import Owner, forever
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,9 @@ class Frontend(Service):
         page = MetricsPage(view, self.id, client)
         app = FrontendApp(models, page, api_keys, config.request_timeout, frontend.max_request_timeout)
         self._connections = ClientConnections(frontend.header_timeout, frontend.write_timeout)
-        self._server = QuietServer(http_config(app, self._connections, config.drain_timeout))
+        self._server = QuietServer(
+            http_config(app, self._connections, config.drain_timeout), self._connections
+        )
 
     def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
         return [self._connections.watch(), forever(self._presence.keep_current, "load report")]
@@ -134,20 +136,40 @@ def cross_origin(app: ASGIApp) -> ASGIApp:
 
 
 class QuietServer(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again at the end, and the exit code would not be 0."""
+    """Signals are ours: uvicorn would raise them again at the end, and the exit code would not be 0. Connections are
+    accepted together: uvloop accepts one in each turn of its loop, and where tokens make turns long, requests would
+    wait in the kernel's queue, neither admitted nor refused."""
+
+    def __init__(self, config: uvicorn.Config, connections: ClientConnections) -> None:
+        super().__init__(config)
+        self._listening: Sequence[socket.socket] = ()
+        self._accepting = Owner()
+        connections.on_open = self._accept_waiting
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._listening = sockets or ()
+        await super().startup(sockets)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take also the connections that the kernel has made and this process has not accepted yet: closing the
         listening socket would reset them."""
-        loop = asyncio.get_running_loop()
-        late = [loop.connect_accepted_socket(self._protocol, sock) for sock in accept_all(sockets or ())]
-        end, *_ = await asyncio.gather(super().shutdown(sockets), *late, return_exceptions=True)
+        late = [self._take(sock) for sock in accept_all(sockets or ())]
+        async with self._accepting:
+            end, *_ = await asyncio.gather(super().shutdown(sockets), *late, return_exceptions=True)
         if isinstance(end, BaseException):
             raise end
+
+    def _accept_waiting(self) -> None:
+        for sock in accept_all(self._listening):
+            self._accepting.start(self._take(sock), "accept")
+
+    async def _take(self, sock: socket.socket) -> None:
+        with suppress(OSError):  # it is gone already
+            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, sock)
 
     def _protocol(self) -> asyncio.Protocol:
         return self.config.http_protocol_class(  # type: ignore[call-arg]

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -124,6 +124,7 @@ class ClientConnection(HttpToolsProtocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
         if self._owner.draining:
             self.shutdown()
+        self._owner.on_open()
 
     def shutdown(self) -> None:
         """Drain. uvicorn would close a connection on which no request is at work, and reset the one that
@@ -215,6 +216,8 @@ class ClientConnections:
         self.interval = min(SWEEP, header_timeout / 4, write_timeout / 4, pause_after / 2)
         """seconds between two looks at all connections"""
         self.open: set[ClientConnection] = set()
+        self.on_open: Callable[[], None] = lambda: None
+        """called with each new connection"""
         self.draining = False
         """set when the server stops: what is accepted now has one request"""
 

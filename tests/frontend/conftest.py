@@ -106,7 +106,7 @@ async def serve(app: ASGIApp, stack: AsyncExitStack, connections: ClientConnecti
         lifespan="off",
         timeout_graceful_shutdown=1,
     )
-    server = QuietServer(config)
+    server = QuietServer(config, connections)
     task = asyncio.create_task(server.serve())
     watching = asyncio.create_task(connections.watch())
     await until(lambda: server.started)

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 
 import httpx
 import pytest
+import uvloop
+from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import ConfigError
-from pdserve.frontend.server import cross_origin
+from pdserve.frontend.server import QuietServer, cross_origin, http_config
 from pdserve.frontend.sockets import ClientConnections, bind
 from tests.conditions import until
 from tests.frontend.conftest import Graph, serve
@@ -76,6 +78,31 @@ def test_ipv6() -> None:
 def test_a_bound_port_gets_no_connections_yet() -> None:
     with bind("127.0.0.1", 0) as sock, pytest.raises(ConnectionRefusedError):
         socket.create_connection(sock.getsockname())
+
+
+def test_connections_are_not_accepted_in_a_turn_each() -> None:
+    """Turns of a busy event loop are long, and uvloop alone accepts a single connection in each."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def turns_until_all_are_open(count: int) -> int:
+        connections = ClientConnections(30.0, 30.0)
+        with bind("127.0.0.1", 0) as sock, ExitStack() as clients:
+            server = QuietServer(http_config(app, connections, 1.0), connections)
+            serving = asyncio.create_task(server.serve(sockets=[sock]))
+            await until(lambda: server.started)
+            for _ in range(count):
+                clients.enter_context(socket.create_connection(sock.getsockname()))
+            turns = 0
+            while len(connections.open) < count and turns < 2 * count:
+                await asyncio.sleep(0)
+                turns += 1
+            server.should_exit = True
+            await serving
+        return turns
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(turns_until_all_are_open(100)) < 20
 
 
 @asynccontextmanager
