@@ -14,25 +14,21 @@ graph.
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import psutil
-
-from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.client import Exchange, LoadClient, Outcome
-from pdserve_bench.launch import started
+from pdserve_bench.launch import RunningGraph, started
 from pdserve_bench.load import ClosedLoop, open_loop
 from pdserve_bench.samples import percentile
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.stalls import GeneratorStalls
+from pdserve_bench.systems.cpu import CpuMeter, CpuReading
 
 SIMULATED = simulated({"step-seconds": 0.05, "prefill-rate": 4000}, decode={"max-num-seqs": 8})
 CROWD = [f"crowd-{number}" for number in range(8)]
@@ -43,34 +39,12 @@ RAMP = 0.25
 NAN = float("nan")
 
 
-@dataclass(frozen=True)
-class Cpu:
-    """Seconds of it, so far or in a run."""
-
-    client: float = 0.0
-    front: float = 0.0
-    rest: float = 0.0
-
-    @classmethod
-    def now(cls, supervisor: int) -> "Cpu":
-        graph = psutil.Process(supervisor)
-        front = rest = 0.0
-        for process in (graph, *graph.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                taken, is_front = sum(process.cpu_times()[:2]), "frontend" in process.cmdline()
-                front, rest = front + is_front * taken, rest + (not is_front) * taken
-        return cls(sum(os.times()[:2]), front, rest)
-
-    def since(self, before: "Cpu") -> "Cpu":
-        return Cpu(self.client - before.client, self.front - before.front, self.rest - before.rest)
-
-
 class Caller:
     """Sends requests of one kind, each with the API key of a client."""
 
-    def __init__(self, graph: GraphRecord, words: int, tokens: int, deadline: float) -> None:
+    def __init__(self, running: RunningGraph, words: int, tokens: int, deadline: float) -> None:
         self.deadline = deadline
-        self._graph = graph
+        self._graph, self._meter = running.graph, CpuMeter(running.family())
         self._words, self._tokens = words, tokens
         self._random = random.Random(4711)
 
@@ -95,11 +69,11 @@ class Caller:
 
     async def watched(self, work: "Coroutine[None, None, OverloadRun]") -> "OverloadRun":
         """With the CPU time that was taken, and the generator's own longest stall."""
-        begin, before = time.monotonic(), Cpu.now(self._graph.pid)
+        before, client = self._meter.read(), time.process_time()
         async with GeneratorStalls() as stalls:
             run = await work
-        taken, seconds = Cpu.now(self._graph.pid).since(before), time.monotonic() - begin
-        return replace(run, stall=stalls.longest, cpu=taken, seconds=seconds)
+        taken, client = self._meter.read().since(before), time.process_time() - client
+        return replace(run, stall=stalls.longest, cpu=taken, client=client)
 
     async def closed(self, clients: int, seconds: float, keys: list[str]) -> "OverloadRun":
         """Each client asks again when it is answered; a refused one waits a little."""
@@ -126,9 +100,10 @@ class OverloadRun:
     exchanges: Sequence[Exchange]
     deadline: float
     stall: float = 0.0
-    cpu: Cpu = Cpu()
-    seconds: float = 1.0
-    """until the last answer"""
+    cpu: CpuReading = field(default_factory=CpuReading)
+    """of the graph, until the last answer"""
+    client: float = 0.0
+    """CPU seconds of the generator, by then"""
 
     @property
     def in_time(self) -> list[Exchange]:
@@ -153,6 +128,8 @@ class OverloadRun:
         good = len(self.in_time)
         in_vain = sum(exchange.status in (200, 503, 504) for exchange in self.exchanges) - good
         refused = [x.ended - x.started for x in self.exchanges if x.status == 429]
+        front = self.cpu.seconds.get("frontend", 0.0)
+        rest = self.cpu.total - front
         return {
             "offered/s": len(self.exchanges) / (self.end - self.begin),
             "goodput/s": self.goodput,
@@ -162,10 +139,10 @@ class OverloadRun:
             "TTFT p50": percentile(self.ttfts, 0.5, none=NAN),
             "TTFT p99": percentile(self.ttfts, 0.99, none=NAN),
             "429 p99": percentile(refused, 0.99, none=NAN),
-            "client": self.cpu.client / self.seconds,
-            "front": self.cpu.front / self.seconds,
-            "rest": self.cpu.rest / self.seconds,
-            "good/core": good / self.cpu.rest,
+            "client": self.client / self.cpu.at,
+            "front": front / self.cpu.at,
+            "rest": rest / self.cpu.at,
+            "good/core": good / rest,
             "stall": self.stall,
         }
 
@@ -217,7 +194,7 @@ async def _main(args: argparse.Namespace) -> None:
         folder = Path(name)
         file = args.real or write(SIMULATED, folder / "sim.yaml")
         async with started(file, folder, print, variables=keys) as running:
-            caller = Caller(running.graph, args.words, args.tokens, args.deadline)
+            caller = Caller(running, args.words, args.tokens, args.deadline)
             report = await measure(caller, args.clients, args.seconds)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2))

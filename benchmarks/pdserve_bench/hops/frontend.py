@@ -6,6 +6,7 @@ the same load (`frontend_load`); what counts is their CPU time, which other load
 """
 
 import asyncio
+import itertools
 import statistics
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -20,22 +21,21 @@ from pdserve_bench.hops.frontend_load import (
     ask_for_one_token,
     hold_streams,
     ramp_seconds,
-    step_seconds,
     tokens_needed,
 )
-from pdserve_bench.hops.section import HopOptions, HopSection, alternate, spread
+from pdserve_bench.hops.section import HopOptions, HopSection, Pair, alternate, cases, compared
 from pdserve_bench.progress import Schedule
-from pdserve_bench.report import Cell, Chart, Column, Rows, Series
-from pdserve_bench.samples import median_ratio, percentile
+from pdserve_bench.report import Cell, Chart, Column, Rows
+from pdserve_bench.samples import percentile
 from pdserve_bench.systems.cpu import CpuMeter
 from pdserve_bench.systems.system import RunningSystem
 
 LEVELS = (1, 32, 128, 1000)
 """streams"""
 CLIENTS = (1, 32)
-OURS, BASELINE = "pdserve", "vLLM's app"
+NAMES = OURS, BASELINE = "pdserve", "vLLM's app"
 _START = 30.0
-_SERVERS = ("nats-server", "etcd")
+_SERVERS, _PARENTS = ("nats-server", "etcd"), ("supervisor", "guardian")
 _FULL = 0.8
 """share of a core from which on the load generator may have slowed what it measures"""
 
@@ -157,19 +157,17 @@ class _Found:
     notes: list[str] = field(default_factory=list)
 
     def section(self) -> HopSection:
-        tables = [
-            _comparison(
-                "Frontend: CPU of its process for each streamed token",
-                "streams",
-                self.streams,
-                _per_token,
-                note=f"A step of the engines takes {1000 * servers.STEP:g} ms and {1000 * servers.SEQUENCE:.2f} ms for "
-                "each stream, so that many streams get 3,000 tokens/s together. ± is half of the way from the lowest "
-                "to the highest round.",
-            ),
-            _processes(self.streams),
-            _clients_view("Frontend: what its clients see of streams", "streams", self.streams),
-        ]
+        per_token = _comparison(
+            "Frontend: CPU of its process for each streamed token",
+            "streams",
+            self.streams,
+            _per_token,
+            note=f"A step of the engines takes {1000 * servers.STEP:g} ms and {1000 * servers.SEQUENCE:.2f} ms for "
+            "each stream, so that many streams get 3,000 tokens/s together. ± is half of the way from the lowest "
+            "to the highest round.",
+        )
+        tables = [per_token, _processes(self.streams)]
+        tables.append(_seen("Frontend: what its clients see of streams", "streams", self.streams))
         if self.requests:
             tables += [
                 _comparison(
@@ -178,29 +176,26 @@ class _Found:
                     self.requests,
                     lambda turn: 1e6 * front(turn.system, turn.cpu) / max(1, turn.requests),
                 ),
-                _clients_view("Frontend: what clients see of such requests", "clients", self.requests),
+                _seen("Frontend: what clients see of such requests", "clients", self.requests),
             ]
+        chart = Chart(
+            "Frontend: CPU for each streamed token",
+            "lines",
+            "concurrent streams",
+            "microseconds",
+            compared(self.streams, NAMES, _per_token, int),
+            log_x=True,
+            log_y=True,
+            better="lower",
+        )
         raw = {"streams": self.streams, "requests": self.requests}
         data = {name: [_raw(turn) for turn in turns] for name, turns in raw.items()}
         return HopSection(
             tables=tables,
-            charts=[_chart(self.streams)],
+            charts=[chart],
             data={**data, "idle CPU, seconds per second": self.idle},
             notes=[*self.notes, *self._more_notes()],
-            lead=self._lead(tables[0]),
-        )
-
-    def _lead(self, per_token: Rows) -> str:
-        known = [row for row in per_token.rows if row[5] is not None]
-        if not known:
-            return ""
-        streams = ", ".join(f"{row[0]:,}" for row in known)
-        costs, ratios = (
-            ", ".join(format(row[at], spec) for row in known) for at, spec in ((1, ".0f"), (5, ".2f"))
-        )
-        return (
-            f"Frontend: a streamed token costs {costs} us of CPU at {streams} streams, {ratios} times what it costs "
-            "vLLM's own app."
+            lead=_lead(per_token),
         )
 
     def _more_notes(self) -> Iterable[str]:
@@ -218,6 +213,15 @@ class _Found:
             yield "The load generator had no CPU time left: throughput and times are partly its own."
 
 
+def _lead(per_token: Rows) -> str:
+    streams, costs, ratios = (
+        ", ".join(format(row[at], spec) for row in per_token.rows if row[-1] is not None)
+        for at, spec in ((0, ","), (1, ".0f"), (-1, ".2f"))
+    )
+    text = f"Frontend: a streamed token costs {costs} us of CPU at {streams} streams, {ratios} times what it costs "
+    return text + "vLLM's own app." if streams else ""
+
+
 def _comparison(
     title: str,
     load_name: str,
@@ -230,127 +234,50 @@ def _comparison(
         Column("pdserve, us", ".0f"),
         Column("±, %", ".0f"),
         Column("vLLM's app, us", ".0f"),
-        Column("vLLM's ±, %", ".0f"),
         Column("ratio", ".2f"),
     ]
-    rows = []
-    for load in _loads(turns):
-        ours, baseline = _costs(turns, load, OURS, cost), _costs(turns, load, BASELINE, cost)
-        pairs = min(len(ours), len(baseline))
-        ratio = median_ratio(ours[:pairs], baseline[:pairs]) if pairs and all(baseline) else None
-        rows.append([load, *_with_spread(ours), *_with_spread(baseline), ratio])
+    rows = [[load, *Pair.of(turns, load, NAMES, cost).cells()] for load in cases(turns)]
     return Rows(title, columns, rows, note)
 
 
 def _processes(turns: Sequence[FrontendTurn]) -> Rows:
     """Of the graph."""
-    columns = [
-        Column("streams", ","),
-        Column("frontend, us", ".0f"),
-        Column("decode worker, us", ".0f"),
-        Column("NATS and etcd, us", ".1f"),
-        Column("supervisor, us", ".1f"),
-        Column("load generator, us", ".0f"),
-        Column("it has, % of a core", ".0f"),
-    ]
-    parts: list[Callable[[FrontendTurn], float]] = [
-        lambda turn: front(OURS, turn.cpu),
-        lambda turn: turn.cpu.get("decode", 0.0),
-        lambda turn: sum(turn.cpu.get(name, 0.0) for name in _SERVERS),
-        lambda turn: turn.cpu.get("supervisor", 0.0) + turn.cpu.get("guardian", 0.0),
-        lambda turn: turn.client,
-    ]
+    parts: dict[Column, Callable[[FrontendTurn], float]] = {
+        Column("frontend, us", ".0f"): lambda turn: front(OURS, turn.cpu),
+        Column("decode worker, us", ".0f"): lambda turn: turn.cpu.get("decode", 0.0),
+        Column("NATS and etcd, us", ".1f"): lambda turn: sum(turn.cpu.get(name, 0.0) for name in _SERVERS),
+        Column("supervisor, us", ".1f"): lambda turn: sum(turn.cpu.get(name, 0.0) for name in _PARENTS),
+        Column("load generator, us", ".0f"): lambda turn: turn.client,
+    }
     rows = []
-    for load in _loads(turns):
-        mine = [turn for turn in turns if turn.load == load and turn.system == OURS]
-        if mine:
-            each = [
-                statistics.median(1e6 * part(turn) / max(1, turn.tokens) for turn in mine) for part in parts
+    for load in cases(turns):
+        if mine := [turn for turn in turns if turn.load == load and turn.system == OURS]:
+            costs = [
+                statistics.median(1e6 * part(turn) / max(1, turn.tokens) for turn in mine)
+                for part in parts.values()
             ]
-            rows.append([load, *each, 100 * statistics.median(turn.client / turn.seconds for turn in mine)])
+            rows.append([load, *costs, 100 * statistics.median(turn.client / turn.seconds for turn in mine)])
+    columns = [Column("streams", ","), *parts, Column("it has, % of a core", ".0f")]
     return Rows("Graph: CPU of every process for each streamed token", columns, rows)
 
 
-def _clients_view(title: str, load_name: str, turns: Sequence[FrontendTurn]) -> Rows:
-    streams = any(turn.gaps for turn in turns)
-    columns = [
-        Column(load_name, ","),
-        Column("server"),
-        *([Column("engine step, ms", ".0f"), Column("tokens/s", ",.0f")] if streams else []),
-        *([] if streams else [Column("requests/s", ",.0f")]),
-        Column("TTFT p50, ms", ".0f"),
-        Column("TTFT p99, ms", ".0f"),
-        *([Column("gap p50, ms", ".1f"), Column("gap p99, ms", ".1f")] if streams else []),
-        Column("failed", ","),
-    ]
+def _seen(title: str, load_name: str, turns: Sequence[FrontendTurn]) -> Rows:
+    times: dict[str, Callable[[FrontendTurn], Sequence[float]]] = {"TTFT": lambda turn: turn.ttfts}
+    if any(turn.gaps for turn in turns):
+        times["gap"] = lambda turn: turn.gaps
+    columns = [Column(load_name, ","), Column("server"), Column("tokens/s", ",.0f")]
+    columns += [Column(f"{name} {share}, ms", ".1f") for name in times for share in ("p50", "p99")]
     rows: list[list[Cell]] = []
-    for load in _loads(turns):
-        for name in (OURS, BASELINE):
-            mine = [turn for turn in turns if turn.load == load and turn.system == name]
-            if not mine:
-                continue
-            ttfts = [1000 * ttft for turn in mine for ttft in turn.ttfts]
-            gaps = [1000 * gap for turn in mine for gap in turn.gaps]
-            tokens = statistics.median(turn.tokens / turn.seconds for turn in mine)
-            requests = statistics.median(turn.requests / turn.seconds for turn in mine)
-            rows.append(
-                [
-                    load,
-                    name,
-                    *([1000 * step_seconds(load), tokens] if streams else [requests]),
-                    percentile(ttfts, 0.5),
-                    percentile(ttfts, 0.99),
-                    *([percentile(gaps, 0.5), percentile(gaps, 0.99)] if streams else []),
-                    sum(turn.failed for turn in mine),
-                ]
-            )
+    for load, name in itertools.product(cases(turns), NAMES):
+        if mine := [turn for turn in turns if turn.load == load and turn.system == name]:
+            rate = statistics.median(turn.tokens / turn.seconds for turn in mine)
+            samples = [[1000 * each for turn in mine for each in of(turn)] for of in times.values()]
+            found = [percentile(each, share) for each in samples for share in (0.5, 0.99)]
+            rows.append([load, name, rate, *found, sum(turn.failed for turn in mine)])
     note = (
         "A stream that begins waits for the running step and for its own: up to two steps are the engine's."
-        * streams
     )
-    return Rows(title, columns, rows, note)
-
-
-def _chart(turns: Sequence[FrontendTurn]) -> Chart:
-    series = []
-    for name in (OURS, BASELINE):
-        loads = [load for load in _loads(turns) if any(t.load == load and t.system == name for t in turns)]
-        costs = [_costs(turns, load, name, _per_token) for load in loads]
-        series.append(
-            Series(
-                name,
-                loads,
-                [statistics.median(each) for each in costs],
-                low=[min(each) for each in costs],
-                high=[max(each) for each in costs],
-                baseline=name == BASELINE,
-            )
-        )
-    return Chart(
-        "Frontend: CPU for each streamed token",
-        "lines",
-        "concurrent streams",
-        "microseconds",
-        series,
-        log_x=True,
-        log_y=True,
-        better="lower",
-    )
-
-
-def _loads(turns: Sequence[FrontendTurn]) -> list[int]:
-    return sorted({turn.load for turn in turns})
-
-
-def _costs(
-    turns: Sequence[FrontendTurn], load: int, system: str, cost: Callable[[FrontendTurn], float]
-) -> list[float]:
-    """Of each round."""
-    return [cost(turn) for turn in turns if turn.load == load and turn.system == system]
-
-
-def _with_spread(samples: Sequence[float]) -> tuple[float | None, float | None]:
-    return (statistics.median(samples), spread(samples)) if samples else (None, None)
+    return Rows(title, [*columns, Column("failed", ",")], rows, note * ("gap" in times))
 
 
 def _raw(turn: FrontendTurn) -> dict[str, object]:

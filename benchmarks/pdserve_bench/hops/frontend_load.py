@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,10 @@ class FrontendTurn:
     failed: int
     error: str = ""
     """of a request that failed"""
+
+    @property
+    def case(self) -> int:
+        return self.load
 
 
 def step_seconds(streams: int) -> float:
@@ -155,7 +160,9 @@ async def _begun(system: str, exchanges: Sequence[Exchange]) -> None:
     deadline = time.monotonic() + BEGIN_WITHIN
     while waiting := sum(not exchange.arrivals and not exchange.ended for exchange in exchanges):
         if time.monotonic() > deadline:
-            raise Unavailable(f"{system}: {waiting} of {len(exchanges)} streams have not begun")
+            load, cores = os.getloadavg()[0], os.cpu_count()
+            why = f"{system}: {waiting} of {len(exchanges)} streams have not begun within {BEGIN_WITHIN:g} s"
+            raise Unavailable(f"{why}; the machine's load is {load:.0f} on {cores} cores")
         await asyncio.sleep(0.02)
     if all(exchange.error for exchange in exchanges):
         raise Unavailable(f"{system}: no stream begins: {exchanges[0].error}")

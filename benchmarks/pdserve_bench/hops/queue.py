@@ -4,7 +4,6 @@ which stores nothing and delivers at most once."""
 
 import asyncio
 import itertools
-import statistics
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -22,13 +21,13 @@ from pdserve.queue.base import PrefillQueue
 from pdserve.queue.jetstream.connection import short_connection
 from pdserve.supervisor.embedded import EmbeddedNats
 from pdserve.tasks import Lifetime, Owner
-from pdserve_bench.hops.section import HopOptions, HopSection, alternate, spread
+from pdserve_bench.hops.section import HopOptions, HopSection, Pair, alternate, cases, compared
 from pdserve_bench.progress import Schedule
-from pdserve_bench.report import Cell, Chart, Column, Rows, Series
-from pdserve_bench.samples import median_ratio, percentile
+from pdserve_bench.report import Chart, Column, Rows
+from pdserve_bench.samples import percentile
 from pdserve_bench.systems.cpu import cpu_seconds
 
-OURS, BASELINE = "prefill queue", "NATS request"
+NAMES = OURS, BASELINE = "prefill queue", "NATS request"
 PROMPTS = (300, 3000)
 """tokens"""
 DEPTHS = (1, 8)
@@ -74,6 +73,10 @@ class QueueTurn:
     """seconds of nats-server"""
     clients_cpu: float
     """seconds of this process, which is both workers"""
+
+    @property
+    def case(self) -> tuple[int, int]:
+        return self.prompt, self.depth
 
 
 async def measure(options: HopOptions, schedule: Schedule) -> AsyncIterator[HopSection]:
@@ -231,63 +234,62 @@ class PlainWay(RequestWay):
 
 
 def _section(turns: Sequence[QueueTurn]) -> HopSection:
-    cases = sorted({(turn.prompt, turn.depth) for turn in turns})
+    prompt, depth = case = cases(turns)[0]
+    answered, server = _pair(turns, case, _answered).cells(), _pair(turns, case, _server_cpu).cells()
     return HopSection(
-        tables=[_times(turns, cases), _cpu(turns, cases)],
-        charts=[_chart(turns, cases)],
+        tables=[_times(turns), _cpu(turns)],
+        charts=[
+            Chart(
+                "Queue: from publishing to the answer",
+                "bars",
+                "",
+                "median, ms",
+                compared(turns, NAMES, _answered, lambda case: f"{case[0]:,} tokens, {case[1]} in flight"),
+                better="lower",
+            )
+        ],
         data={"turns": [asdict(turn) for turn in turns]},
-        lead=_lead(turns, cases),
+        lead=f"Queue: a request of {prompt:,} tokens is answered {answered[0]:.1f} ms after it was published ({depth} "
+        f"in flight) and costs nats-server {server[0]:.0f} us of CPU.",
     )
 
 
-def _lead(turns: Sequence[QueueTurn], cases: Sequence[tuple[int, int]]) -> str:
-    prompt, depth = cases[0]
-    times, cpu = (
-        statistics.median(_of(turns, cases[0], figure)[0])
-        for figure in (lambda turn: 1000 * turn.p50, lambda turn: 1e6 * turn.server_cpu / turn.requests)
-    )
-    return (
-        f"Queue: a request of {prompt:,} tokens is answered {times:.1f} ms after it was published ({depth} in flight) "
-        f"and costs nats-server {cpu:.0f} us of CPU."
-    )
+def _pair(turns: Sequence[QueueTurn], case: tuple[int, int], figure: Callable[[QueueTurn], float]) -> Pair:
+    return Pair.of(turns, case, NAMES, figure)
 
 
-def _of(
-    turns: Sequence[QueueTurn], case: tuple[int, int], figure: Callable[[QueueTurn], float]
-) -> tuple[list[float], list[float]]:
-    """Of the queue and of the baseline, in every round."""
-    mine = [turn for turn in turns if (turn.prompt, turn.depth) == case]
-    ours, baseline = ([figure(turn) for turn in mine if turn.system == name] for name in (OURS, BASELINE))
-    return ours, baseline
+def _answered(turn: QueueTurn) -> float:
+    """Milliseconds."""
+    return 1000 * turn.p50
 
 
-def _times(turns: Sequence[QueueTurn], cases: Sequence[tuple[int, int]]) -> Rows:
+def _server_cpu(turn: QueueTurn) -> float:
+    """Microseconds for each request."""
+    return 1e6 * turn.server_cpu / turn.requests
+
+
+_CASE = [Column("prompt, tokens", ","), Column("in flight", ",")]
+
+
+def _times(turns: Sequence[QueueTurn]) -> Rows:
     columns = [
-        Column("prompt, tokens", ","),
-        Column("in flight", ","),
+        *_CASE,
         Column("answered p50, ms", ".2f"),
         Column("±, %", ".0f"),
-        Column("p99, ms", ".1f"),
-        Column("stored p50, ms", ".2f"),
         Column("NATS request p50, ms", ".2f"),
-        Column("NATS request p99, ms", ".1f"),
         Column("ratio of p50", ".2f"),
+        Column("p99, ms", ".1f"),
+        Column("NATS request p99, ms", ".1f"),
+        Column("stored p50, ms", ".2f"),
         Column("requests/s", ",.0f"),
     ]
-    rows: list[list[Cell]] = []
-    for case in cases:
-        p50, base_p50 = _of(turns, case, lambda turn: 1000 * turn.p50)
-        p99, base_p99 = _of(turns, case, lambda turn: 1000 * turn.p99)
-        stored, _ = _of(turns, case, lambda turn: 1000 * turn.stored_p50)
-        rate, _ = _of(turns, case, lambda turn: turn.requests / turn.seconds)
-        middle = statistics.median
-        rows.append(
-            [
-                *case,
-                *(middle(p50), spread(p50), middle(p99), middle(stored), middle(base_p50), middle(base_p99)),
-                *(median_ratio(p50, base_p50), middle(rate)),
-            ]
-        )
+    rows = []
+    for case in cases(turns):
+        late = _pair(turns, case, lambda turn: 1000 * turn.p99).cells()
+        stored = _pair(turns, case, lambda turn: 1000 * turn.stored_p50).cells()
+        rate = _pair(turns, case, lambda turn: turn.requests / turn.seconds).cells()
+        answered = _pair(turns, case, _answered).cells()
+        rows.append([*case, *answered, late[0], late[2], stored[0], rate[0]])
     note = (
         "From publishing a prefill request to its answer, by a prefill worker that computes nothing. It takes one "
         "request at a time, so those in flight wait for each other; a NATS request waits for none."
@@ -295,44 +297,24 @@ def _times(turns: Sequence[QueueTurn], cases: Sequence[tuple[int, int]]) -> Rows
     return Rows("Queue: a prefill request through JetStream, and its answer", columns, rows, note)
 
 
-def _cpu(turns: Sequence[QueueTurn], cases: Sequence[tuple[int, int]]) -> Rows:
+def _cpu(turns: Sequence[QueueTurn]) -> Rows:
     columns = [
-        Column("prompt, tokens", ","),
-        Column("in flight", ","),
+        *_CASE,
         Column("nats-server, us", ".0f"),
         Column("±, %", ".0f"),
         Column("NATS request, us", ".0f"),
         Column("ratio", ".2f"),
         Column("both workers, us", ".0f"),
+        Column("workers' ±, %", ".0f"),
         Column("for a NATS request, us", ".0f"),
         Column("workers' ratio", ".2f"),
     ]
-    rows: list[list[Cell]] = []
-    for case in cases:
-        cells: list[Cell] = list(case)
-        server, base_server = _of(turns, case, lambda turn: 1e6 * turn.server_cpu / turn.requests)
-        ours, base = _of(turns, case, lambda turn: 1e6 * turn.clients_cpu / turn.requests)
-        cells += [statistics.median(server), spread(server)]
-        cells += [statistics.median(base_server), median_ratio(server, base_server)]
-        cells += [statistics.median(ours), statistics.median(base), median_ratio(ours, base)]
-        rows.append(cells)
-    return Rows("Queue: CPU for each request, its ack included", columns, rows)
-
-
-def _chart(turns: Sequence[QueueTurn], cases: Sequence[tuple[int, int]]) -> Chart:
-    names = [f"{prompt:,} tokens, {depth} in flight" for prompt, depth in cases]
-    found = [_of(turns, case, lambda turn: turn.p50) for case in cases]
-    series = [
-        Series(
-            name,
-            names,
-            [statistics.median(each[place]) for each in found],
-            low=[min(each[place]) for each in found],
-            high=[max(each[place]) for each in found],
-            baseline=name == BASELINE,
-        )
-        for place, name in enumerate((OURS, BASELINE))
+    rows = [
+        [
+            *case,
+            *_pair(turns, case, _server_cpu).cells(),
+            *_pair(turns, case, lambda turn: 1e6 * turn.clients_cpu / turn.requests).cells(),
+        ]
+        for case in cases(turns)
     ]
-    return Chart(
-        "Queue: from publishing to the answer", "bars", "", "median", series, better="lower", y_unit="s"
-    )
+    return Rows("Queue: CPU for each request, its ack included", columns, rows)

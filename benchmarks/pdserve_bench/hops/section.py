@@ -2,13 +2,14 @@
 
 import math
 import statistics
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, TypeVar
 
 from pdserve_bench.progress import Schedule
-from pdserve_bench.report import Chart, Rows
+from pdserve_bench.report import Chart, Rows, Series
+from pdserve_bench.samples import median_ratio
 
 
 @dataclass(frozen=True)
@@ -63,3 +64,60 @@ def spread(samples: Sequence[float]) -> float:
         return math.nan
     middle = statistics.median(samples)
     return 50 * (max(samples) - min(samples)) / middle if middle else 0.0
+
+
+class HopTurn(Protocol):
+    """One measurement of one system."""
+
+    @property
+    def system(self) -> str: ...
+
+    @property
+    def case(self) -> Any:
+        """what it was measured with; cases can be sorted"""
+
+
+T = TypeVar("T", bound=HopTurn)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A figure of ours and of the baseline, of each round."""
+
+    ours: Sequence[float]
+    baseline: Sequence[float]
+
+    @classmethod
+    def of(
+        cls, turns: Sequence[T], case: object, names: tuple[str, str], figure: Callable[[T], float]
+    ) -> Self:
+        """`names`: of ours and of the baseline."""
+        mine = [turn for turn in turns if turn.case == case]
+        return cls(*([figure(turn) for turn in mine if turn.system == name] for name in names))
+
+    def cells(self) -> list[Any]:
+        """Our median, its spread, the baseline's median, and the median of the ratios of each round. In a round that
+        was broken off the second of the two is missing."""
+        if not self.ours or not self.baseline:
+            return [statistics.median(self.ours) if self.ours else None, None, None, None]
+        rounds = min(len(self.ours), len(self.baseline))
+        ratio = median_ratio(self.ours[:rounds], self.baseline[:rounds]) if all(self.baseline) else None
+        return [statistics.median(self.ours), spread(self.ours), statistics.median(self.baseline), ratio]
+
+
+def compared(
+    turns: Sequence[T], names: tuple[str, str], figure: Callable[[T], float], label: Callable[[Any], Any]
+) -> list[Series]:
+    """For a chart: medians over the cases, with whiskers from the lowest round to the highest."""
+    found = []
+    for at, name in enumerate(names):
+        samples: dict[Any, list[float]] = {}
+        for turn in sorted((turn for turn in turns if turn.system == name), key=lambda turn: turn.case):
+            samples.setdefault(label(turn.case), []).append(figure(turn))
+        low, middle, high = ([of(each) for each in samples.values()] for of in (min, statistics.median, max))
+        found.append(Series(name, list(samples), middle, low, high, baseline=at == 1))
+    return found
+
+
+def cases(turns: Sequence[T]) -> list[Any]:
+    return sorted({turn.case for turn in turns})

@@ -3,18 +3,17 @@ outputs of one engine step. Against a bare TCP connection in the same two proces
 
 import asyncio
 import signal
-import statistics
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
 
 from pdserve.errors import Unavailable
 from pdserve.supervisor.exits import dies_with_parent
-from pdserve_bench.hops.section import HopOptions, HopSection, alternate, spread
+from pdserve_bench.hops.section import HopOptions, HopSection, Pair, alternate, cases, compared
 from pdserve_bench.hops.stream_ends import (
     BURST,
     SIZES,
@@ -24,11 +23,10 @@ from pdserve_bench.hops.stream_ends import (
     frame_bytes,
 )
 from pdserve_bench.progress import Schedule
-from pdserve_bench.report import Cell, Chart, Column, Rows, Series
-from pdserve_bench.samples import median_ratio
+from pdserve_bench.report import Chart, Column, Rows
 from pdserve_bench.systems.cpu import cpu_seconds
 
-OURS, BASELINE = "stream", "bare TCP"
+NAMES = OURS, BASELINE = "stream", "bare TCP"
 SHARE = 1 / 6
 """of the options' seconds: thousands of messages"""
 _START = 2.0
@@ -60,6 +58,10 @@ class StreamTurn:
     frontend_cpu: float
     """seconds"""
     worker_cpu: float
+
+    @property
+    def case(self) -> int:
+        return self.size
 
 
 async def measure(options: HopOptions, schedule: Schedule) -> AsyncIterator[HopSection]:
@@ -150,51 +152,42 @@ async def _end(folder: Path, *arguments: str) -> AsyncIterator[_End]:
 
 
 def _section(turns: Sequence[StreamTurn]) -> HopSection:
-    sizes = sorted({turn.size for turn in turns})
+    answered, sent = ([turn for turn in turns if (turn.burst > 1) == one_way] for one_way in (False, True))
+    size = cases(turns)[-1]
+    trip, cpu = _pair(answered, size, _median_time).cells(), _pair(sent, size, _cpu).cells()
     return HopSection(
-        tables=[_round_trips(turns, sizes), _one_way(turns, sizes)],
-        charts=[_chart(turns, sizes)],
+        tables=[_round_trips(answered), _one_way(sent)],
+        charts=[
+            Chart(
+                "Stream: CPU of both sides for each message",
+                "bars",
+                "requests in the message",
+                "microseconds",
+                compared(sent, NAMES, _cpu, str),
+                better="lower",
+            )
+        ],
         data={"turns": [asdict(turn) for turn in turns]},
-        lead=_lead(turns, sizes[-1]),
+        lead=f"Stream: the outputs of {size} requests come {trip[0]:.0f} us after they were asked for ({trip[3]:.2f} "
+        f"times bare TCP) and cost both sides {cpu[0]:.0f} us of CPU.",
     )
 
 
-def _lead(turns: Sequence[StreamTurn], size: int) -> str:
-    time, cpu = (
-        _Pair.of(turns, size, False, lambda turn: 1e6 * turn.p50).cells(),
-        _Pair.of(turns, size, True, _cpu).cells(),
-    )
-    return (
-        f"Stream: the outputs of {size} requests come {time[0]:.0f} us after they were asked for ({time[3]:.2f} times "
-        f"bare TCP) and cost both sides {cpu[0]:.0f} us of CPU."
-    )
+def _pair(turns: Sequence[StreamTurn], size: int, figure: Callable[[StreamTurn], float]) -> Pair:
+    return Pair.of(turns, size, NAMES, figure)
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """A figure of both, in every round that has both."""
-
-    ours: list[float] = field(default_factory=list)
-    baseline: list[float] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls, turns: Sequence[StreamTurn], size: int, one_way: bool, figure: Callable[[StreamTurn], float]
-    ) -> "_Pair":
-        mine = [turn for turn in turns if turn.size == size and (turn.burst > 1) == one_way]
-        return cls(*([figure(turn) for turn in mine if turn.system == name] for name in (OURS, BASELINE)))
-
-    def cells(self) -> list[Cell]:
-        """Median, its spread, the baseline's median, the ratio."""
-        medians = statistics.median(self.ours), statistics.median(self.baseline)
-        return [medians[0], spread(self.ours), medians[1], median_ratio(self.ours, self.baseline)]
+def _median_time(turn: StreamTurn) -> float:
+    """Microseconds."""
+    return 1e6 * turn.p50
 
 
 def _cpu(turn: StreamTurn) -> float:
+    """Microseconds for each message, of both sides."""
     return 1e6 * (turn.frontend_cpu + turn.worker_cpu) / turn.messages
 
 
-def _round_trips(turns: Sequence[StreamTurn], sizes: Sequence[int]) -> Rows:
+def _round_trips(turns: Sequence[StreamTurn]) -> Rows:
     columns = [
         Column("requests", ","),
         Column("bytes", ","),
@@ -203,21 +196,17 @@ def _round_trips(turns: Sequence[StreamTurn], sizes: Sequence[int]) -> Rows:
         Column("bare p50, us", ".0f"),
         Column("ratio", ".2f"),
         Column("p99, us", ".0f"),
-        Column("CPU of both, us", ".0f"),
-        Column("bare CPU, us", ".0f"),
-        Column("CPU ratio", ".2f"),
+        Column("bare p99, us", ".0f"),
     ]
     rows = []
-    for size in sizes:
-        time = _Pair.of(turns, size, False, lambda turn: 1e6 * turn.p50).cells()
-        late = _Pair.of(turns, size, False, lambda turn: 1e6 * turn.p99).cells()
-        cpu = _Pair.of(turns, size, False, _cpu).cells()
-        rows.append([size, frame_bytes(size), *time, late[0], cpu[0], *cpu[2:]])
+    for size in cases(turns):
+        late = _pair(turns, size, lambda turn: 1e6 * turn.p99).cells()
+        rows.append([size, frame_bytes(size), *_pair(turns, size, _median_time).cells(), late[0], late[2]])
     note = "A small message to the worker, answered by the outputs of a step of so many requests."
     return Rows("Stream: round trip between frontend and decode worker", columns, rows, note)
 
 
-def _one_way(turns: Sequence[StreamTurn], sizes: Sequence[int]) -> Rows:
+def _one_way(turns: Sequence[StreamTurn]) -> Rows:
     columns = [
         Column("requests", ","),
         Column("messages/s", ",.0f"),
@@ -231,31 +220,11 @@ def _one_way(turns: Sequence[StreamTurn], sizes: Sequence[int]) -> Rows:
         Column("CPU ratio", ".2f"),
     ]
     rows = []
-    for size in sizes:
-        rate = _Pair.of(turns, size, True, lambda turn: turn.messages / turn.seconds).cells()
-        frontend = _Pair.of(turns, size, True, lambda turn: 1e6 * turn.frontend_cpu / turn.messages).cells()
-        worker = _Pair.of(turns, size, True, lambda turn: 1e6 * turn.worker_cpu / turn.messages).cells()
-        cpu = _Pair.of(turns, size, True, _cpu).cells()
-        rows.append([size, *rate, frontend[0], frontend[2], worker[0], worker[2], cpu[3]])
+    for size in cases(turns):
+        rate = _pair(turns, size, lambda turn: turn.messages / turn.seconds).cells()
+        frontend = _pair(turns, size, lambda turn: 1e6 * turn.frontend_cpu / turn.messages).cells()
+        worker = _pair(turns, size, lambda turn: 1e6 * turn.worker_cpu / turn.messages).cells()
+        ratio = _pair(turns, size, _cpu).cells()[3]
+        rows.append([size, *rate, frontend[0], frontend[2], worker[0], worker[2], ratio])
     note = f"As fast as they go, {BURST} at a time, each in a turn of the event loop of its own; CPU for each message."
     return Rows("Stream: messages from the decode worker to the frontend", columns, rows, note)
-
-
-def _chart(turns: Sequence[StreamTurn], sizes: Sequence[int]) -> Chart:
-    pairs = [_Pair.of(turns, size, True, _cpu) for size in sizes]
-    return Chart(
-        "Stream: CPU of both sides for each message",
-        "bars",
-        "requests in the message",
-        "microseconds",
-        [
-            Series(OURS, [str(size) for size in sizes], [statistics.median(pair.ours) for pair in pairs]),
-            Series(
-                BASELINE,
-                [str(size) for size in sizes],
-                [statistics.median(pair.baseline) for pair in pairs],
-                baseline=True,
-            ),
-        ],
-        better="lower",
-    )

@@ -4,7 +4,8 @@
 
 Everything is vLLM's, from its command line to its AsyncLLM, but for the engine core: that is a few lines in this
 process which give each request one token per step, always the same one. So all CPU time of this process is that of the
-API server; the one thing that it saves against a real one is the message from the engine's process.
+API server. It saves the message from the engine's process against a real one, and where the machine has no CPU time
+left, its engine slows down with it, which one in a process of its own does not: then these figures are not comparable.
 """
 
 import argparse
