@@ -16,6 +16,7 @@ help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 	@echo
 	@echo "Options: CONFIG=configs/disagg.yaml (serve, chaos, bench)  RESULTS=bench-results (bench)"
+	@echo "         SYSTEMS=--quick HOPS='--only stream,queue' (bench: more options of each)"
 	@echo "         TESTS=tests/queue PARALLEL= (test)  PLATFORM=cpu|gpu  PYTHON=python3.12"
 
 install:  ## install everything to serve into .venv, for this machine's GPU or CPU
@@ -31,10 +32,15 @@ chaos: install  ## inject every fault into the graph of CONFIG under load, print
 	@exec $(BIN)/pdserve chaos -f $(CONFIG) --dtype float32
 
 bench: install  ## measure one engine against the graph of CONFIG, then each hop alone, into RESULTS (some 15 minutes)
-	@mkdir -p $(RESULTS)
-	@$(BIN)/pdserve bench systems -f $(CONFIG) --json $(RESULTS)/systems.json --plot $(RESULTS)/systems
-	@$(BIN)/pdserve bench hops --json $(RESULTS)/hops.json --plot $(RESULTS)/hops
-	@echo; echo "To look at: $(RESULTS)/systems.html and $(RESULTS)/hops.html; all figures are in the .json beside them."
+	@mkdir -p $(RESULTS); failed=; code=0; \
+	measure() { \
+	  echo; echo "pdserve bench $$*"; \
+	  $(BIN)/pdserve bench "$$@" --json $(RESULTS)/$$1.json --plot $(RESULTS)/$$1 && return; \
+	  code=$$?; [ $$code -eq 130 ] && exit 130; failed="$$failed $$1"; \
+	}; \
+	measure systems -f $(CONFIG) $(SYSTEMS); measure hops $(HOPS); \
+	echo; echo "To look at: $(RESULTS)/*.html; all figures are in the .json beside them."; \
+	[ -z "$$failed" ] || echo "FAILED:$$failed (see above)"; exit $$code
 
 test: lint  ## install what is missing, lint, type-check, and run the tests (what CI runs)
 	$(BIN)/pytest $(PARALLEL) $(TESTS)

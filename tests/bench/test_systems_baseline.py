@@ -14,7 +14,7 @@ from pdserve_bench.systems.aggregated import (
     simulated_sections,
     vllm_arguments,
 )
-from pdserve_bench.systems.contestants import graph_contestants
+from pdserve_bench.systems.contest import graph_contestants
 from pdserve_bench.systems.system import GraphSystem, PlainVllm
 
 from pdserve.config.load import load

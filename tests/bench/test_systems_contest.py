@@ -11,14 +11,11 @@ from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.progress import Schedule
 from pdserve_bench.systems.aggregated import Baseline, Layout
 from pdserve_bench.systems.alternation import alternate
-from pdserve_bench.systems.contest import Contest, Record
-from pdserve_bench.systems.contestants import Contestant
+from pdserve_bench.systems.contest import Contest, Contestant, Record
 from pdserve_bench.systems.figures import Figures
-from pdserve_bench.systems.loads import ClosedLoad
-from pdserve_bench.systems.measurement import TOKENS
+from pdserve_bench.systems.loads import TOKENS, ClosedLoad
 from pdserve_bench.systems.render import make_report
-from pdserve_bench.systems.stage import Stage
-from pdserve_bench.systems.system import RunningSystem, Say, System
+from pdserve_bench.systems.system import RunningSystem, Say, Stage, System
 
 from pdserve.config.load import load
 from pdserve.errors import Unavailable
@@ -100,8 +97,8 @@ def case(
     schedule = Schedule()
     systems = {other.name: other for other in others}
     stage = Stage(systems, folder, schedule, in_turn=in_turn, start_seconds=0.1)
-    contest = Contest(PLAN, record, stage, schedule, loads, seed=1, settle=0.1, idle_seconds=0.1)
-    contest.announce(0.1)
+    contest = Contest(PLAN, record, stage, schedule, loads[0], seed=1)
+    contest.announce()
     return Case(contest, log)
 
 

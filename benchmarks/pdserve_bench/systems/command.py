@@ -5,6 +5,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,30 +16,25 @@ from pdserve.config.load import load
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import Plan, make_plan
-from pdserve.ports import free_port
-from pdserve_bench.endpoint import Endpoint, base_url, find_endpoint
+from pdserve_bench.endpoint import Endpoint, base_url, find_endpoint, key_headers
 from pdserve_bench.goodput.measure import GoodputOptions
 from pdserve_bench.launch import derive
 from pdserve_bench.progress import Schedule, told
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import INTERRUPTED, run_until_stopped
-from pdserve_bench.slo import Slo
-from pdserve_bench.slo import seconds as parse_seconds
+from pdserve_bench.slo import Slo, read_slo
 from pdserve_bench.systems.aggregated import batches, candidates, gpus_of
 from pdserve_bench.systems.alternation import alternate
-from pdserve_bench.systems.contest import Contest, Record
-from pdserve_bench.systems.contestants import GRAPH, Contestant, graph_contestants
+from pdserve_bench.systems.contest import GRAPH, Contest, Contestant, Record, graph_contestants
 from pdserve_bench.systems.loads import ClosedLoad, GoodputLoad, MultiRoundLoad, SystemLoad
 from pdserve_bench.systems.render import make_report
-from pdserve_bench.systems.stage import START_SECONDS, Stage
-from pdserve_bench.systems.system import Elsewhere, GraphSystem, System
+from pdserve_bench.systems.system import START_SECONDS, Elsewhere, GraphSystem, Stage, System
 
 DEFAULT = "configs/local.yaml"
 LOADS = ("closed", "multi-round", "goodput")
-_WARM_UP, _SIM_WARM_UP = 1.5, 0.5
+_WARM_UP = {"cpu": 1.5, "gpu": 1.5, "sim": 0.5}
 """seconds of load before each window: longer than real workers of the system before spin after their last message"""
-_SCREENING_SECONDS = 3.0
-_PROBE, _CONVERSATIONS = 2.5, 4.0
+_PROBE, _CONVERSATIONS = 3.0, 5.0
 """times the seconds of a turn: those of a probe of goodput, and of a turn of conversations, at least ten"""
 _MOST_PROBES = 24
 """of goodput in a turn, by their time"""
@@ -59,11 +55,9 @@ def systems(
         int | None,
         typer.Option(metavar="N", min=1, help="each measures everything once (default: 3; --in-turn: 2)"),
     ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(metavar="S", min=0.2, help="a load is measured in a turn (default: 4)")
-    ] = None,
+    seconds: Annotated[float, typer.Option(metavar="S", min=0.2, help="a load is measured in a turn")] = 3.0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="2 rounds of 3 s, 1 and 8 clients, one batch size: some 5 minutes")
+        bool, typer.Option("--quick", help="2 rounds, 1 and 8 clients, one batch size: some 5 minutes")
     ] = False,
     batch: Annotated[
         str,
@@ -105,7 +99,7 @@ def systems(
     are tried first) and the graph of FILE, which takes part three times: with all prefills local, all remote, and as it
     decides. They are measured in alternating order (ABBA) over several rounds. Prints medians, ratios to the baseline,
     the noise (the baseline against itself) and the CPU seconds of each process per 1,000 output tokens. A ratio with a
-    ~ is inside of the noise. On a CPU host the servers stay up side by side; on GPUs each is started in its turn.
+    ~ may be noise. On a CPU host the servers stay up side by side; on GPUs each is started in its turn.
     Ctrl-C shows what is there by then, and stops what was started. Exit code 1 where requests failed.
 
     examples:
@@ -118,24 +112,28 @@ def systems(
     """
     check_outputs(json, plot)
     plan = _plan(file or _default_file())
+    assert plan.config.decode is not None
+    kind = "sim" if plan.config.decode.engine == "sim" else "gpu" if gpus_of(plan) else "cpu"
+    most = int(str(plan.config.decode.engine_args.get("max-model-len", 1 << 30)))
+    if prompt_tokens + output_tokens > most:
+        raise ConfigError([f"--prompt-tokens {prompt_tokens}: with the answer over max-model-len {most}."])
     others = _also(also or [])
-    made_loads = make_loads(
+    made_loads, screening = _loads(
         _names(loads),
         _numbers("--clients", clients) or ([1, 8] if quick else [1, 8, 32]),
         (prompt_tokens, output_tokens),
-        seconds or (3.0 if quick else 4.0),
-        Slo(_time("--ttft", ttft), _time("--gap", gap)),
+        seconds,
+        read_slo(ttft, gap),
         seed,
-        _SIM_WARM_UP if _kind(plan) == "sim" else _WARM_UP,
+        _WARM_UP[kind],
     )
-    alternating = in_turn or bool(gpus_of(plan))
+    alternating = in_turn or kind == "gpu"
     tried = [] if no_screening else batches(plan, _numbers("--batch", batch))
     tried = tried[len(tried) // 2 :][:1] if quick and not batch else tried
-    baselines = candidates(plan, tried, dtype)
     contestants, notes = graph_contestants(plan.config)
-    baseline_name = "aggregated" if _kind(plan) == "sim" else "aggregated vLLM"
+    baseline = "aggregated" if kind == "sim" else "aggregated vLLM"
     contestants = [
-        Contestant(baseline_name, baseline_name, "the baseline"),
+        Contestant(baseline, baseline, "the baseline"),
         *contestants,
         *(Contestant(name, name, f"runs already, at {url}") for name, url in others),
     ]
@@ -148,26 +146,23 @@ def systems(
         rounds or (2 if quick or alternating else 3),
         grouped=alternating,
     )
-    record = Record(contestants, made_loads, turns, baselines, tried, alternating, notes=notes)
+    ways = candidates(plan, tried, dtype)
+    record = Record(contestants, made_loads, turns, ways, tried, alternating, notes=notes)
     logging.basicConfig(level=logging.ERROR)
     folder = Path(tempfile.mkdtemp(prefix="pdserve-systems-"))
     started: dict[str, System] = {name: Elsewhere(name, Endpoint(url, "")) for name, url in others}
-    started[GRAPH] = GraphSystem(GRAPH, derive(plan.config.path, 1, *_ports(plan), dtype))
+    started[GRAPH] = GraphSystem(GRAPH, derive(plan.config.path, 1, 8000, 5600, dtype))
     problem: PdserveError | None = None
     complete = False
     with Schedule() as schedule:
-        start_seconds = START_SECONDS[_kind(plan)]
-        stage = Stage(started, folder, schedule, in_turn=alternating, start_seconds=start_seconds)
-        contest = Contest(
-            plan, record, stage, schedule, _screening_loads(made_loads, prompt_tokens, output_tokens), seed
-        )
-        contest.announce(start_seconds)
+        stage = Stage(started, folder, schedule, in_turn=alternating, start_seconds=START_SECONDS[kind])
+        contest = Contest(plan, record, stage, schedule, screening, seed)
+        contest.announce()
         schedule.say(f"{plan.config.path}: about {told(schedule.seconds_left)}; logs in {folder}")
 
         async def work() -> None:
             for name, url in others:
-                headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-                stage.systems[name] = Elsewhere(name, await find_endpoint(url, headers=headers))
+                stage.systems[name] = Elsewhere(name, await find_endpoint(url, headers=key_headers(api_key)))
             await contest.run()
 
         try:
@@ -203,7 +198,7 @@ def _finish(
     return INTERRUPTED if not complete else int(failed > 0)
 
 
-def make_loads(
+def _loads(
     names: Sequence[str],
     clients: Sequence[int],
     tokens: tuple[int, int],
@@ -211,27 +206,20 @@ def make_loads(
     slo: Slo,
     seed: int,
     warm_up: float,
-) -> list[SystemLoad]:
+) -> tuple[list[SystemLoad], SystemLoad]:
+    """And that under which the baseline's settings are tried: what it is measured by, goodput (roughly) or tokens/s."""
+    probe = _PROBE * seconds
+    options = GoodputOptions(slo=slo, seconds=probe, precision=0.15, budget=_MOST_PROBES * probe, seed=seed)
     made: list[SystemLoad] = []
+    screening: SystemLoad = ClosedLoad(max(clients), *tokens, warm_up, seconds)
     if "closed" in names:
         made += [ClosedLoad(count, *tokens, warm_up, seconds) for count in clients]
     if "multi-round" in names:
-        made.append(MultiRoundLoad(max(10.0, _CONVERSATIONS * seconds), seed))
+        made.append(MultiRoundLoad(max(10.0, _CONVERSATIONS * seconds), warm_up, seed))
     if "goodput" in names:
-        probe = _PROBE * seconds
-        options = GoodputOptions(
-            slo=slo, seconds=probe, precision=0.15, budget=_MOST_PROBES * probe, seed=seed
-        )
         made.append(GoodputLoad(options, *tokens))
-    return made
-
-
-def _screening_loads(loads: Sequence[SystemLoad], prompt_tokens: int, output_tokens: int) -> list[SystemLoad]:
-    """The two largest closed loops."""
-    counts = sorted(each.clients for each in loads if isinstance(each, ClosedLoad)) or [8, 32]
-    return [
-        ClosedLoad(count, prompt_tokens, output_tokens, _WARM_UP, _SCREENING_SECONDS) for count in counts[-2:]
-    ]
+        screening = GoodputLoad(replace(options, seconds=probe / 2, precision=0.3), *tokens)
+    return made, screening
 
 
 def _default_file() -> Path:
@@ -252,15 +240,6 @@ def _plan(file: Path) -> Plan:
     return plan
 
 
-def _kind(plan: Plan) -> str:
-    assert plan.config.decode is not None
-    return "sim" if plan.config.decode.engine == "sim" else "gpu" if gpus_of(plan) else "cpu"
-
-
-def _ports(plan: Plan) -> tuple[int, int]:
-    return free_port(plan.config.host), free_port(plan.config.host, 16)
-
-
 def _names(loads: str) -> list[str]:
     names = [name.strip() for name in loads.split(",") if name.strip()]
     if not names or set(names) - set(LOADS):
@@ -275,20 +254,15 @@ def _numbers(option: str, text: str) -> list[int]:
     return list(dict.fromkeys(int(word) for word in words))
 
 
-def _time(option: str, text: str) -> float:
-    try:
-        return parse_seconds(text)
-    except ValueError as error:
-        raise ConfigError([f"{option}: {error}."]) from None
-
-
 def _also(texts: Sequence[str]) -> list[tuple[str, str]]:
     found = []
     for text in texts:
         name, equals, url = text.partition("=")
+        problem = f"--also {text}: write it as NAME=URL, as in dynamo=http://127.0.0.1:8100/v1."
         if not equals or not name:
-            raise ConfigError(
-                [f"--also {text}: write it as NAME=URL, as in dynamo=http://127.0.0.1:8100/v1."]
-            )
-        found.append((name, base_url(url)))
+            raise ConfigError([problem])
+        try:
+            found.append((name, base_url(url)))
+        except ConfigError:
+            raise ConfigError([problem]) from None
     return found

@@ -1,38 +1,76 @@
 """The contest: find the baseline's best settings, then measure all contestants in alternation.
 
-`Record` has all that is known at any moment, so that it can be shown when the contest is broken off.
+The graph takes part under several live settings, which are in force before it is measured. `Record` has all that is
+known at any moment, so that it can be shown when the contest is broken off.
 """
 
 import asyncio
-import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from pdserve.config.schema import Config, DecodeConfig
+from pdserve.decode.policy import LiveSettings, decide
+from pdserve.errors import Unavailable
 from pdserve.plan.plan import Plan
+from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Prompts, learn_prompts
 from pdserve_bench.progress import Schedule
 from pdserve_bench.systems.aggregated import Baseline
 from pdserve_bench.systems.alternation import Turn
-from pdserve_bench.systems.contestants import Contestant, put_in_force
-from pdserve_bench.systems.cpu import CpuReading
 from pdserve_bench.systems.identity import Reference, Sameness
-from pdserve_bench.systems.loads import LoadTurn, SystemLoad
-from pdserve_bench.systems.measurement import (
+from pdserve_bench.systems.loads import (
     CPU,
+    GOODPUT,
     TOKENS,
+    LoadTurn,
     Measurement,
+    SystemLoad,
     Window,
     count_outcomes,
-    different_errors,
 )
-from pdserve_bench.systems.stage import Stage, start_phase
-from pdserve_bench.systems.system import Elsewhere
+from pdserve_bench.systems.system import (
+    ALL_LOCAL,
+    ALL_REMOTE,
+    RunningSystem,
+    Stage,
+    start_phase,
+)
 
-SETTLE = 2.5
-"""seconds until systems count as idle: vLLM's workers spin for one second after each message"""
-IDLE_SECONDS = 4.0
-COMPARE_SECONDS = 4.0
-SCREENING = "screening"
+GRAPH = "pdserve"
+LOCAL, REMOTE_ONLY = f"{GRAPH} local", f"{GRAPH} remote"
+_IN_FORCE_WITHIN = 20.0
+"""seconds"""
+_SHORT, _LONG = 8, 380
+"""prompt tokens of the probes that show which settings are in force"""
+_COMPARE_SECONDS = 4.0
+
+
+@dataclass(frozen=True)
+class Contestant:
+    name: str
+    system: str
+    """that answers, by its name: several contestants may be one system under different settings"""
+    told: str
+    settings: Mapping[str, str] | None = None
+    """live settings; None: it has none"""
+
+
+def graph_contestants(config: Config) -> tuple[list[Contestant], list[str]]:
+    """Of one graph: all local, all remote, and as it decides; and why any of them is left out."""
+    decode = config.decode
+    if decode is None or not decode.remote_prefill:
+        told = "the graph of the file, which has no remote prefill"
+        note = "The file's graph does not separate: there is one of it to measure."
+        return [Contestant(GRAPH, GRAPH, told)], [note]
+    remote = Contestant(REMOTE_ONLY, GRAPH, "every prompt is prefilled by a prefill worker", ALL_REMOTE)
+    if not decode.conditional_disagg:
+        note = "conditional-disagg is false in the file: the graph can be neither all local nor decide by itself."
+        return [remote], [note]
+    local = Contestant(LOCAL, GRAPH, "every prompt is prefilled where it is decoded", ALL_LOCAL)
+    length, queue = decode.max_local_prefill_length, decode.max_prefill_queue_size
+    thresholds = f"remote above {length} tokens while fewer than {queue} requests wait"
+    return [local, remote, Contestant(GRAPH, GRAPH, f"as it decides: {thresholds}", {})], []
 
 
 @dataclass
@@ -40,13 +78,12 @@ class Screened:
     """The baseline under one of the settings that were tried."""
 
     baseline: Baseline
-    measurements: list[Measurement]
+    found: Measurement
 
     @property
     def score(self) -> float:
-        """Output tokens per second, the geometric mean over the loads."""
-        values = [each.figures.get(TOKENS, 0.0) for each in self.measurements]
-        return math.prod(values) ** (1 / len(values)) if values else 0.0
+        """More is better."""
+        return self.found.figures.get(GOODPUT, self.found.figures.get(TOKENS, 0.0))
 
 
 @dataclass
@@ -66,20 +103,17 @@ class Record:
     screened: list[Screened] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
     """in order; the last may be broken off: `complete` is false then"""
-    idle: dict[str, CpuReading] = field(default_factory=dict)
-    """what each system spends while nothing is asked of it"""
     same: dict[str, Sameness] = field(default_factory=dict)
     """answers of each contestant, compared with the baseline's"""
-    checks: dict[str, int] = field(default_factory=dict)
-    """outcomes of the requests of that comparison"""
+    compared: list[Exchange] = field(default_factory=list)
+    """the requests of that comparison"""
     notes: list[str] = field(default_factory=list)
 
     @property
     def outcomes(self) -> dict[str, int]:
         """Of all requests."""
-        total = dict(self.checks)
-        screening = [each for screened in self.screened for each in screened.measurements]
-        for measurement in (*screening, *self.measurements):
+        total = count_outcomes(self.compared)
+        for measurement in (*(each.found for each in self.screened), *self.measurements):
             for outcome, count in measurement.outcomes.items():
                 total[outcome] = total.get(outcome, 0) + count
         return total
@@ -91,34 +125,27 @@ class Contest:
     record: Record
     stage: Stage
     schedule: Schedule
-    screening: Sequence[SystemLoad]
+    screening: SystemLoad
+    """under which the baseline's settings are tried"""
     seed: int
-    settle: float = SETTLE
-    idle_seconds: float = IDLE_SECONDS
-    """that the idle systems are watched, after they have settled"""
     _prompts: Prompts | None = None
     _reference: Reference | None = None
-    _compared: set[str] = field(default_factory=set)
-    _settings: dict[str, object] = field(default_factory=dict)
-    """those in force, by system; a system that was started anew is not in it"""
+    _settings: dict[RunningSystem, Mapping[str, str]] = field(default_factory=dict)
+    """those in force"""
 
-    def announce(self, start_seconds: float) -> None:
+    def announce(self) -> None:
         """All that is to come."""
-        screenings = self._screenings
-        for number in range(screenings):
-            for load in self.screening:
-                self.schedule.announce(self._screening_phase(number, load), load.seconds)
+        for number in range(self._screenings):
+            self.schedule.announce(self._screening_phase(number), self.screening.seconds)
         for name, starts in self._starts().items():
-            starts += screenings if name == self._baseline_name else 0
-            if isinstance(self.stage.systems.get(name), Elsewhere):
-                starts = 0
+            starts += self._screenings if name == self._baseline_name else 0
             for count in range(1, starts + 1):
-                self.schedule.announce(start_phase(name, count), start_seconds)
+                seconds = self.stage.start_seconds * self.stage.ours(name)
+                self.schedule.announce(start_phase(name, count), seconds)
         for contestant in self.record.contestants:
-            self.schedule.announce(_comparing(contestant), COMPARE_SECONDS)
-        self.schedule.announce("measuring the idle systems", self.settle + self.idle_seconds)
+            self.schedule.announce(_comparing(contestant), _COMPARE_SECONDS)
         for turn in self.record.plan:
-            self.schedule.announce(self._phase(turn), self._load(turn.load).seconds)
+            self.schedule.announce(self._phase(turn), self._load(turn).seconds)
 
     async def run(self) -> None:
         """Raises ConfigError and Unavailable. Cancelled, `record` has what there is."""
@@ -127,7 +154,6 @@ class Contest:
             if not self.stage.in_turn:
                 for name in dict.fromkeys(contestant.system for contestant in self.record.contestants):
                     await self.stage.get(name)
-                await self._measure_idle()
             for turn in self.record.plan:
                 await self._take(turn)
 
@@ -145,11 +171,11 @@ class Contest:
         if self._screenings:
             for baseline in record.candidates:
                 await self._screen(baseline)
-            best = max(record.screened, key=lambda each: each.score).baseline
+            best = self._best()
             for batch in record.batches:
                 if batch != best.batch:
                     await self._screen(replace(best, batch=batch))
-            record.baseline = max(record.screened, key=lambda each: each.score).baseline
+            record.baseline = self._best()
             self.schedule.say(f"baseline: {record.baseline.told}")
             if record.screened[-1].baseline != record.baseline:
                 await self.stage.stop(name)
@@ -158,60 +184,50 @@ class Contest:
         if name not in self.stage.up:
             self.stage.systems[name] = record.baseline.system(name)
 
+    def _best(self) -> Baseline:
+        return max(self.record.screened, key=lambda each: each.score).baseline
+
     async def _screen(self, baseline: Baseline) -> None:
         name, number = self._baseline_name, len(self.record.screened)
         await self.stage.stop(name)
         self.stage.systems[name] = baseline.system(name)
         await self.stage.get(name)
-        self.schedule.say(f"{SCREENING} {baseline.told}")
-        self.record.screened.append(screened := Screened(baseline, []))
-        for load in self.screening:
-            turn = Turn(number, name, load.name)
-            await self._measure(turn, load, self._screening_phase(number, load), screened.measurements)
+        self.schedule.say(f"screening {baseline.told}")
+        found = Measurement(Turn(number, name, self.screening.name), {}, {}, complete=False)
+        self.record.screened.append(Screened(baseline, found))
+        await self._measure(found, name, self.screening, self._screening_phase(number))
 
-    def _screening_phase(self, number: int, load: SystemLoad) -> str:
-        return f"{SCREENING} {number + 1}/{self._screenings}, {load.name}"
+    def _screening_phase(self, number: int) -> str:
+        return f"screening {number + 1}/{self._screenings}, {self.screening.name}"
 
     # turns
 
     async def _take(self, turn: Turn) -> None:
         contestant = next(each for each in self.record.contestants if each.name == turn.system)
-        if contestant.system not in self.stage.up:
-            self._settings.pop(contestant.system, None)
         running = await self.stage.get(contestant.system)
-        if self.stage.in_turn and contestant.system not in self.record.idle:
-            await self._measure_idle()
         prompts = await self._learned()
-        if contestant.settings is not None and self._settings.get(contestant.system) != contestant.settings:
+        if contestant.settings is not None and self._settings.get(running) != contestant.settings:
             assert self.plan.config.decode is not None
             await put_in_force(running, contestant.settings, self.plan.config.decode, prompts)
-            self._settings[contestant.system] = contestant.settings
-        await self._compare_answers(contestant, prompts)
-        await self._measure(turn, self._load(turn.load), self._phase(turn), self.record.measurements)
+            self._settings[running] = contestant.settings
+        await self._compare_answers(contestant, running, prompts)
+        found = Measurement(turn, {}, {}, complete=False)
+        self.record.measurements.append(found)
+        await self._measure(found, contestant.system, self._load(turn), self._phase(turn))
 
-    async def _measure(self, turn: Turn, load: SystemLoad, phase: str, into: list[Measurement]) -> None:
-        name = next(each.system for each in self.record.contestants if each.name == turn.system)
-        running = self.stage.up[name]
-        window = Window(*self.stage.meters(name))
-        prompts = await self._learned()
-        seen = LoadTurn(running.endpoint, prompts, window, self.schedule, phase)
-        measurement = Measurement(turn, seen.figures, {}, complete=False)
-        into.append(measurement)
+    async def _measure(self, found: Measurement, system: str, load: SystemLoad, phase: str) -> None:
+        window = Window(*self.stage.meters(system))
+        endpoint = self.stage.up[system].endpoint
+        turn = LoadTurn(endpoint, await self._learned(), window, self.schedule, phase)
         try:
-            await load.measure(seen)
-            measurement.complete = True
+            await load.measure(turn)
+            turn.fill(found, load.steady)
+            found.complete = True
         finally:
-            exchanges = seen.run.exchanges
-            measurement.outcomes = count_outcomes(exchanges)
-            measurement.errors = different_errors(exchanges)
-        measurement.tokens, measurement.generator = seen.tokens, window.generator
-        measurement.cpu = window.measured if window.measured.seconds else None
-        measurement.idle = window.others.total / window.seconds
-        measurement.strangers = window.strangers / window.seconds if measurement.cpu else 0.0
-        measurement.ttfts = [
-            each.ttft for each in exchanges if each.ttft is not None and window.has(each.started)
-        ]
-        self.schedule.say(f"{phase}: {_line(measurement)}")
+            exchanges = turn.run.exchanges
+            found.outcomes = count_outcomes(exchanges)
+            found.errors = list(dict.fromkeys(each.error for each in exchanges if each.error))
+        self.schedule.say(f"{phase}: {_line(found)}")
 
     async def _learned(self) -> Prompts:
         if self._prompts is None:
@@ -219,30 +235,22 @@ class Contest:
             self._prompts = await learn_prompts(baseline.endpoint, self.seed)
         return self._prompts
 
-    async def _measure_idle(self) -> None:
-        with self.schedule.phase("measuring the idle systems", self.settle + self.idle_seconds):
-            await asyncio.sleep(self.settle)
-            meters = {name: running.cpu_meter() for name, running in self.stage.up.items()}
-            before = {name: meter.read() for name, meter in meters.items()}
-            await asyncio.sleep(self.idle_seconds)
-            for name, meter in meters.items():
-                self.record.idle.setdefault(name, meter.read().since(before[name]))
-
-    async def _compare_answers(self, contestant: Contestant, prompts: Prompts) -> None:
+    async def _compare_answers(
+        self, contestant: Contestant, running: RunningSystem, prompts: Prompts
+    ) -> None:
         """Once for each contestant. The baseline is the first: the others are compared with it."""
-        if contestant.name in self._compared:
+        if contestant.name in self.record.same or (
+            self._reference is not None and contestant.name == self._baseline_name
+        ):
             return
-        self._compared.add(contestant.name)
-        endpoint = self.stage.up[contestant.system].endpoint
-        with self.schedule.phase(_comparing(contestant), COMPARE_SECONDS):
-            try:
-                if self._reference is None:
-                    self._reference = Reference.of(prompts)
-                    await self._reference.learn(endpoint)
-                else:
-                    self.record.same[contestant.name] = await self._reference.compare(endpoint)
-            finally:
-                self.record.checks = count_outcomes(self._reference.exchanges if self._reference else ())
+        with self.schedule.phase(_comparing(contestant), _COMPARE_SECONDS):
+            if self._reference is None:
+                self._reference = Reference.of(prompts, self.record.compared)
+                await self._reference.learn(running.endpoint)
+            else:
+                token_ids = self.stage.ours(contestant.system)
+                same = await self._reference.compare(running.endpoint, token_ids)
+                self.record.same[contestant.name] = same
 
     # names
 
@@ -250,8 +258,8 @@ class Contest:
     def _baseline_name(self) -> str:
         return self.record.contestants[0].name
 
-    def _load(self, name: str) -> SystemLoad:
-        return next(load for load in self.record.loads if load.name == name)
+    def _load(self, turn: Turn) -> SystemLoad:
+        return next(load for load in self.record.loads if load.name == turn.load)
 
     def _phase(self, turn: Turn) -> str:
         rounds = max(each.round for each in self.record.plan) + 1
@@ -268,6 +276,32 @@ class Contest:
         return {name: changes.count(name) for name in dict.fromkeys(order)}
 
 
+async def put_in_force(
+    running: RunningSystem, settings: Mapping[str, str], config: DecodeConfig, prompts: Prompts
+) -> None:
+    """Apply the settings, and ask until a short and a long prompt are placed as they say, on as many requests in a row
+    as there are decode workers. Raises Unavailable where they are not in time."""
+    await running.apply(settings)
+    live = LiveSettings(config)
+    live.read(settings)
+    deadline, right = time.monotonic() + _IN_FORCE_WITHIN, 0
+    while right < 2 * config.count:
+        tokens = (_SHORT, _LONG)[right % 2]
+        probe = Exchange(running.endpoint.body(prompts.of(tokens), 2))
+        await running.endpoint.ask(probe, _IN_FORCE_WITHIN)
+        expected = decide(probe.prompt_tokens or tokens, 0, 0, 1, True, live.current).mode
+        if not probe.error and probe.prefill == expected:
+            right += 1
+            continue
+        if time.monotonic() > deadline:
+            went = f"a prompt of {probe.prompt_tokens} tokens went {probe.prefill or 'nowhere'}"
+            raise Unavailable(
+                f"{running.endpoint.url}: the live settings {dict(settings)} are not in force: {probe.error or went}."
+            )
+        right = 0
+        await asyncio.sleep(0.1)
+
+
 def _comparing(contestant: Contestant) -> str:
     return f"comparing the answers of {contestant.name}"
 
@@ -275,9 +309,9 @@ def _comparing(contestant: Contestant) -> str:
 def _line(measurement: Measurement) -> str:
     """What is told of a measurement at once."""
     figures = measurement.figures
-    told = [f"{figures[TOKENS]:.0f} tokens/s"] if TOKENS in figures else []
-    if "TTFT p50" in figures:
-        told.append(f"TTFT {1000 * figures['TTFT p50']:.0f} ms")
+    told = [f"goodput {figures[GOODPUT]:.2f} req/s"] if GOODPUT in figures else []
+    told += [f"{figures[TOKENS]:.0f} tokens/s"] if TOKENS in figures else []
+    told += [f"TTFT {1000 * figures['TTFT p50']:.0f} ms"] if "TTFT p50" in figures else []
     if measurement.cpu_per_token:
         told.append(f"{sum(measurement.cpu_per_token.values()):.2f} {CPU}")
     if failed := measurement.outcomes.get("failed"):

@@ -1,4 +1,4 @@
-"""Medians over rounds, ratios to the baseline pair by pair, and the noise of the baseline against itself. Pure."""
+"""Medians over rounds, ratios to the baseline round by round, and the noise of the baseline against itself. Pure."""
 
 import math
 import statistics
@@ -7,24 +7,11 @@ from dataclasses import dataclass
 
 from pdserve_bench.samples import median_ratio
 from pdserve_bench.systems.alternation import Turn, complete_rounds
-from pdserve_bench.systems.measurement import CPU, Measurement
+from pdserve_bench.systems.loads import CPU, Measurement
 
 ALL, LOAD_GENERATOR = "all", "load generator"
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Of a figure of the baseline: its second turn of a round over its first."""
-
-    ratios: Sequence[float]
-
-    @property
-    def width(self) -> float:
-        """The largest factor, either way, that was seen between two turns of the same thing; 1: none. Infinite where
-        nothing is known."""
-        return max(
-            (max(ratio, 1 / ratio) if ratio > 0 else math.inf for ratio in self.ratios), default=math.inf
-        )
+_STUDENT = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""quantiles of Student's t distribution by its degrees of freedom: 95 % between plus and minus"""
 
 
 @dataclass(frozen=True)
@@ -32,14 +19,10 @@ class Compared:
     """A figure of a contestant under a load, over the complete rounds."""
 
     median: float
-    low: float
-    """the smallest and the largest of the rounds"""
-    high: float
     ratio: float | None = None
     """the median of its ratios to the baseline's, round by round; None: it is the baseline, or that was 0"""
     ratios: Sequence[float] = ()
     beyond_noise: bool = False
-    """the ratio is farther from 1 than the baseline's from itself, and all rounds are on the same side"""
 
 
 class Figures:
@@ -71,44 +54,41 @@ class Figures:
             found.append(statistics.fmean(values))
         return found
 
-    def noise(self, load: str, figure: str) -> Noise:
+    def noise(self, load: str, figure: str) -> list[float]:
+        """The baseline's second turn of a round over its first."""
         ratios = []
         for number in self.rounds[load]:
-            turns = {
-                each.turn.control: figure_of(each, figure)
-                for each in self.measured(self.baseline, load)
-                if each.turn.round == number
-            }
-            first, again = turns.get(False), turns.get(True)
-            if first and again is not None:
+            first, again = (
+                figure_of(self._of[Turn(number, self.baseline, load, control)], figure)
+                for control in (False, True)
+            )
+            if first and again:
                 ratios.append(again / first)
-        return Noise(ratios)
+        return ratios
 
     def compare(self, system: str, load: str, figure: str) -> Compared | None:
         """None where there is no such figure."""
         ours = self.values(system, load, figure)
         if not ours:
             return None
-        plain = Compared(statistics.median(ours), min(ours), max(ours))
+        median = statistics.median(ours)
         base = self.values(self.baseline, load, figure)
         if system == self.baseline or len(base) != len(ours) or not all(base):
-            return plain
+            return Compared(median)
         ratios = [a / b for a, b in zip(ours, base, strict=True)]
-        ratio = median_ratio(ours, base)
-        return Compared(
-            plain.median,
-            plain.low,
-            plain.high,
-            ratio,
-            ratios,
-            beyond(ratio, ratios, self.noise(load, figure)),
-        )
+        is_beyond = beyond(ratios, self.noise(load, figure))
+        return Compared(median, median_ratio(ours, base), ratios, is_beyond)
 
 
-def beyond(ratio: float, ratios: Sequence[float], noise: Noise) -> bool:
-    """Whether such a ratio says something."""
-    apart = ratio > noise.width or ratio < 1 / noise.width
-    return apart and (all(each > 1 for each in ratios) or all(each < 1 for each in ratios))
+def beyond(ratios: Sequence[float], noise: Sequence[float]) -> bool:
+    """Whether such ratios say something: they are all on one side of 1, and their mean is farther from it than the
+    baseline from itself explains (95 %, Student's t, logarithms). A turn that varies by s has noise of variance 2 s^2,
+    and a ratio to the mean of two turns has 1.5 s^2."""
+    if not noise or min(ratios) <= 0 or min(ratios) <= 1 <= max(ratios):
+        return False
+    spread = math.sqrt(statistics.fmean(math.log(each) ** 2 for each in noise) / 2)
+    bound = _STUDENT[min(len(noise), len(_STUDENT) - 1)] * spread * math.sqrt(1.5 / len(ratios))
+    return abs(statistics.fmean(map(math.log, ratios))) > bound
 
 
 def figure_of(measurement: Measurement, figure: str) -> float | None:

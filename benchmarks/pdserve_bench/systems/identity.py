@@ -1,33 +1,21 @@
 """Do all systems answer the same? The same greedy prompts to each, compared token for token with the baseline's."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Endpoint, Prompts
 from pdserve_bench.load import side_by_side
 
-ALONE, TOGETHER = 6, 6
-"""prompts that are asked one at a time, and those that are asked all at once"""
+_EACH = 6
+"""prompts that are asked one at a time, and as many that are asked all at once"""
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 150, 24
 _TIMEOUT = 60.0
 
 
-@dataclass(frozen=True)
-class Answer:
-    tokens: Sequence[int] = ()
-    """empty where the server does not tell them"""
-    text: str = ""
-
-    def equals(self, other: "Answer") -> bool:
-        if self.tokens and other.tokens:
-            return list(self.tokens) == list(other.tokens)
-        return self.text == other.text
-
-
 @dataclass
 class Sameness:
-    """Of one contestant. Counts of answers; those that failed are in neither."""
+    """Of one contestant. Counts of answers; those that failed, or whose baseline's did, are in neither."""
 
     alone: int = 0
     alone_equal: int = 0
@@ -35,55 +23,51 @@ class Sameness:
     together_equal: int = 0
     failed: int = 0
 
-    def told(self) -> str:
-        told = f"{self.alone_equal}/{self.alone} one at a time, {self.together_equal}/{self.together} at once"
-        return told + (f", {self.failed} failed" if self.failed else "")
-
 
 @dataclass
 class Reference:
     """The baseline's answers, each asked alone."""
 
     prompts: Sequence[str]
-    answers: Sequence[Answer | None] = ()
-    """None where it failed"""
-    exchanges: list[Exchange] = field(default_factory=list)
-    """all that were asked for the comparison, of any system"""
+    exchanges: list[Exchange]
+    """all that are asked for the comparison, of any system"""
+    answers: Sequence[Exchange] = ()
 
     @classmethod
-    def of(cls, prompts: Prompts) -> "Reference":
-        return cls([prompts.of(_PROMPT_TOKENS) for _ in range(ALONE + TOGETHER)])
+    def of(cls, prompts: Prompts, exchanges: list[Exchange]) -> "Reference":
+        return cls([prompts.of(_PROMPT_TOKENS) for _ in range(2 * _EACH)], exchanges)
 
     async def learn(self, endpoint: Endpoint) -> None:
-        self.answers = await self._ask(endpoint, self.prompts, 1)
+        self.answers = await self._ask(endpoint, self.prompts, 1, True)
 
-    async def compare(self, endpoint: Endpoint) -> Sameness:
-        alone = await self._ask(endpoint, self.prompts[:ALONE], 1)
-        together = await self._ask(endpoint, self.prompts[ALONE:], TOGETHER)
+    async def compare(self, endpoint: Endpoint, token_ids: bool) -> Sameness:
+        """Without `token_ids`, which other servers may refuse to tell, by the texts."""
+        alone = await self._ask(endpoint, self.prompts[:_EACH], 1, token_ids)
+        together = await self._ask(endpoint, self.prompts[_EACH:], _EACH, token_ids)
         return judge(alone, together, self.answers)
 
-    async def _ask(self, endpoint: Endpoint, prompts: Sequence[str], clients: int) -> list[Answer | None]:
-        asked = [
-            Exchange(endpoint.body(prompt, _OUTPUT_TOKENS) | {"return_token_ids": True}) for prompt in prompts
-        ]
+    async def _ask(
+        self, endpoint: Endpoint, prompts: Sequence[str], clients: int, token_ids: bool
+    ) -> list[Exchange]:
+        more = {"return_token_ids": True} if token_ids else {}
+        asked = [Exchange(endpoint.body(prompt, _OUTPUT_TOKENS) | more) for prompt in prompts]
         self.exchanges += asked
         await side_by_side(asked, lambda exchange: endpoint.ask(exchange, _TIMEOUT), clients)
-        return [None if each.error else Answer(each.tokens, each.text) for each in asked]
+        return asked
 
 
-def judge(
-    alone: Sequence[Answer | None], together: Sequence[Answer | None], expected: Sequence[Answer | None]
-) -> Sameness:
+def judge(alone: Sequence[Exchange], together: Sequence[Exchange], expected: Sequence[Exchange]) -> Sameness:
     """`expected` are the answers to the prompts of both."""
     found = Sameness()
     for number, (ours, theirs) in enumerate(zip([*alone, *together], expected, strict=True)):
-        if ours is None or theirs is None:
+        by_tokens = bool(ours.tokens and theirs.tokens)
+        equal = ours.tokens == theirs.tokens if by_tokens else ours.text == theirs.text
+        if ours.error or theirs.error:
             found.failed += 1
-            continue
-        if number < len(alone):
+        elif number < len(alone):
             found.alone += 1
-            found.alone_equal += ours.equals(theirs)
+            found.alone_equal += equal
         else:
             found.together += 1
-            found.together_equal += ours.equals(theirs)
+            found.together_equal += equal
     return found

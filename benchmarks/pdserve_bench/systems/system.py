@@ -1,11 +1,13 @@
-"""A system under test: plain vLLM, a graph, or a server that runs already."""
+"""A system under test: plain vLLM, a graph, or a server that runs already; and the stage, on which they run."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import psutil
 
@@ -13,6 +15,7 @@ from pdserve.records import Instance, Role, decode_instance
 from pdserve.registry import connect, keys
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.launch import family, plain_vllm, started
+from pdserve_bench.progress import Schedule
 from pdserve_bench.simulated import write
 from pdserve_bench.systems.cpu import CpuMeter
 
@@ -126,3 +129,78 @@ ALL_LOCAL = {"max-local-prefill-length": str(2**31 - 1)}
 """live settings: no prompt is prefilled remotely"""
 ALL_REMOTE = {"max-local-prefill-length": "0", "max-prefill-queue-size": str(2**31 - 1)}
 """live settings: every prompt is, which has tokens outside of the prefix cache"""
+
+
+START_SECONDS = {"cpu": 35.0, "gpu": 90.0, "sim": 12.0}
+"""that a start takes, about"""
+
+
+class Stage:
+    """Which systems run at the moment. Starts them when they are asked for, and stops all of them on leaving, the last
+    one first. `in_turn`: never two of those that it starts itself at a time."""
+
+    def __init__(
+        self,
+        systems: Mapping[str, System],
+        folder: Path,
+        schedule: Schedule,
+        *,
+        in_turn: bool,
+        start_seconds: float,
+    ) -> None:
+        self.systems = dict(systems)
+        """by name; may be changed for those that do not run"""
+        self.in_turn, self.start_seconds = in_turn, start_seconds
+        self._folder, self._schedule = folder, schedule
+        self._up: dict[str, tuple[AsyncExitStack, RunningSystem]] = {}
+        self._starts: dict[str, int] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name in reversed(list(self._up)):
+            await self.stop(name)
+
+    @property
+    def up(self) -> Mapping[str, RunningSystem]:
+        return {name: running for name, (_, running) in self._up.items()}
+
+    def ours(self, name: str) -> bool:
+        """It is started here."""
+        return not isinstance(self.systems.get(name), Elsewhere)
+
+    async def get(self, name: str) -> RunningSystem:
+        """It runs then. Raises ConfigError and Unavailable where it does not come up."""
+        if name in self._up:
+            return self._up[name][1]
+        if self.in_turn and self.ours(name):
+            for other in filter(self.ours, list(self._up)):
+                await self.stop(other)
+        count = self._starts[name] = self._starts.get(name, 0) + 1
+        folder = self._folder / f"{name.replace(' ', '-').replace('/', '-')}-{count}"
+        await asyncio.to_thread(folder.mkdir)
+        async with AsyncExitStack() as stack:
+            with self._schedule.phase(start_phase(name, count), self.start_seconds * self.ours(name)):
+                system = self.systems[name].start(folder, self._schedule.update)
+                running = await stack.enter_async_context(system)
+            self._up[name] = (stack.pop_all(), running)
+        return running
+
+    async def stop(self, name: str) -> None:
+        """Fine where it does not run."""
+        if name in self._up:
+            stack, _ = self._up.pop(name)
+            await stack.aclose()
+
+    def meters(self, name: str) -> tuple[CpuMeter, CpuMeter]:
+        """Of the processes of this system, and of those of all others that run."""
+        others = [running.cpu_meter() for other, running in self.up.items() if other != name]
+        return self.up[name].cpu_meter(), CpuMeter.of(*others)
+
+
+def start_phase(name: str, count: int) -> str:
+    """What is shown while a system starts, for the first time, the second time and so on."""
+    return f"starting {name}" + (f" (start {count})" if count > 1 else "")
