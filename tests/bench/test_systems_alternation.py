@@ -18,18 +18,17 @@ def told(turns: list[Turn]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("systems", "loads", "rounds", "control", "grouped", "expected"),
+    ("systems", "loads", "rounds", "grouped", "expected"),
     [
-        ("AB", "1", 2, False, False, "A1 B1  B1 A1"),
-        ("ABC", "1", 3, True, False, "A1 B1 C1 A1'  A1' C1 B1 A1  A1 B1 C1 A1'"),
-        ("AB", "12", 2, True, False, "A1 B1 A1' A2 B2 A2'  A2' B2 A2 A1' B1 A1"),
-        ("AB", "12", 2, True, True, "A1 A2 B1 B2 A1' A2'  A2' A1' B2 B1 A2 A1"),
-        ("A", "1", 1, True, False, "A1 A1'"),
-        ("AB", "12", 0, True, False, ""),
+        ("ABC", "1", 3, False, "A1 B1 C1 A1'  A1' C1 B1 A1  A1 B1 C1 A1'"),
+        ("AB", "12", 2, False, "A1 B1 A1' A2 B2 A2'  A2' B2 A2 A1' B1 A1"),
+        ("AB", "12", 2, True, "A1 A2 B1 B2 A1' A2'  A2' A1' B2 B1 A2 A1"),
+        ("A", "1", 1, False, "A1 A1'"),
+        ("AB", "12", 0, False, ""),
     ],
 )
-def test_orders(systems: str, loads: str, rounds: int, control: bool, grouped: bool, expected: str) -> None:
-    turns = alternate(systems, loads, rounds, control=control, grouped=grouped)
+def test_orders(systems: str, loads: str, rounds: int, grouped: bool, expected: str) -> None:
+    turns = alternate(systems, loads, rounds, grouped=grouped)
     assert told(turns) == expected
     assert len(set(turns)) == len(turns)
 

@@ -142,19 +142,16 @@ async def test_the_best_of_the_settings_that_were_tried_takes_part(tmp_path: Pat
     assert (table.best, len(table.rows)) == (3, 4)
 
 
-async def test_the_best_is_started_again_where_it_was_not_the_last(tmp_path: Path) -> None:
-    found = case(tmp_path, gaps=(0.005, 0.02), batches=(7,), rounds=1)
+async def test_in_turn_there_are_never_two(tmp_path: Path) -> None:
+    """And the best setting is started again where it was not the last that was tried."""
+    log: list[str] = []
+    other = Known("other", 0.005, log)
+    found = case(tmp_path, other, gaps=(0.005, 0.02), batches=(7,), in_turn=True, log=log)
     await found.contest.run()
     assert found.record.baseline is not None
     assert found.record.baseline.layout.threads == 0
-    assert found.log == ["+base", "-base"] * 3
-
-
-async def test_in_turn_there_are_never_two(tmp_path: Path) -> None:
-    log: list[str] = []
-    found = case(tmp_path, Known("other", 0.005, log), in_turn=True, log=log)
-    await found.contest.run()
-    assert log == ["+base", "-base", "+other", "-other"] * 2 + ["+base", "-base"]
+    rounds = ["+base", "-base", "+other", "-other"] * 2 + ["+base", "-base"]
+    assert log == ["+base", "-base"] * 2 + rounds
     assert found.contest.schedule.seconds_left == 0
 
 

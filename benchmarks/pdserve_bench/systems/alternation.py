@@ -5,7 +5,7 @@ the machine for a while slows all of them, and what grows slowly (heat, a fillin
 twice in each round, at both ends: its two turns differ by nothing but noise.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -20,34 +20,20 @@ class Turn:
 
 
 def alternate(
-    systems: Sequence[str],
-    loads: Sequence[str],
-    rounds: int,
-    *,
-    control: bool = True,
-    grouped: bool = False,
+    systems: Sequence[str], loads: Sequence[str], rounds: int, *, grouped: bool = False
 ) -> list[Turn]:
-    """The first system is the baseline; `control` has it measured against itself. All systems get a load one after the
-    other, so that those that are compared are near each other in time; `grouped`: a system gets all loads one after the
-    other, so that it is started once in a round where only one may run at a time (and the last of a round is the first
-    of the next: it goes on running)."""
-    turns: list[Turn] = []
-    for number in range(rounds):
-        made = list(_round(number, systems, loads, control, grouped))
-        turns += reversed(made) if number % 2 else made
-    return turns
-
-
-def _round(
-    number: int, systems: Sequence[str], loads: Sequence[str], control: bool, grouped: bool
-) -> Iterator[Turn]:
-    entrants = [(system, False) for system in systems] + [(systems[0], True)] * control
+    """The first system is the baseline. All systems get a load one after the other, so that those that are compared are
+    near each other in time; `grouped`: a system gets all loads one after the other, so that it is started once in a
+    round where only one may run at a time (and the last of a round is the first of the next: it goes on running)."""
+    entrants = [*((system, False) for system in systems), (systems[0], True)]
+    pairs = [(entrant, load) for load in loads for entrant in entrants]
     if grouped:
         pairs = [(entrant, load) for entrant in entrants for load in loads]
-    else:
-        pairs = [(entrant, load) for load in loads for entrant in entrants]
-    for (system, again), load in pairs:
-        yield Turn(number, system, load, again)
+    turns: list[Turn] = []
+    for number in range(rounds):
+        made = [Turn(number, system, load, again) for (system, again), load in pairs]
+        turns += reversed(made) if number % 2 else made
+    return turns
 
 
 def complete_rounds(plan: Collection[Turn], done: Collection[Turn], load: str) -> list[int]:
