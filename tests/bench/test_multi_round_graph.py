@@ -31,7 +31,7 @@ async def _ran(graph: Serve, load: MultiRound) -> tuple[Endpoint, LoadRun, list[
 
 async def test_later_rounds_find_the_chat_in_the_prefix_cache(graph: Serve) -> None:
     """So that only the first prompts of chats are long enough to be prefilled remotely."""
-    load = MultiRound(num_users=4, qps=4, answer_len=5, seconds=6, patience=60, seed=11)
+    load = MultiRound(num_users=4, qps=4, answer_len=5, seconds=4, patience=60, seed=11)
     endpoint, run, questions = await _ran(graph, load)
     assert (endpoint.model, endpoint.max_model_len, endpoint.without) == ("demo", 4096, frozenset())
     assert {question.outcome for question in questions} == {Outcome.FINISHED}, run.errors()

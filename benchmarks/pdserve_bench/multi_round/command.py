@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -66,10 +67,6 @@ def multi_round(
     wait: Annotated[
         float, typer.Option(metavar="S", min=0.0, help="for the last answers, after --time")
     ] = 60.0,
-    log_interval: Annotated[
-        float,
-        typer.Option(metavar="S", min=0.1, help="between two lines of news, where there is no terminal"),
-    ] = 30.0,
     seed: Annotated[
         int | None, typer.Option(metavar="N", help="of texts and arrivals; a new one each time if not given")
     ] = None,
@@ -80,25 +77,26 @@ def multi_round(
 ) -> int:
     """Multi-round QA: users that join over time, hold a chat of --num-rounds questions each, and leave.
 
-    A chat begins with a system prompt that all users share and a history of the user's own, and goes on with the
-    server's real answers, so that each prompt is longer than the one before and begins with it: prefix caches count.
-    A user asks every num-users / qps seconds, but never before its last answer has come. Users join evenly, every
-    (num-rounds - 1) / qps seconds, so that --num-users are there as long as the server keeps up, and more when it does
-    not (unless --fixed-users). Each asks --num-rounds questions, so that together they ask
-    qps x num-rounds / (num-rounds - 1) a second: with 3 rounds and --qps 10, 15 requests/s. Flags, arithmetic and
-    summary are those of multi-round-qa of vLLM's production stack, so that published figures can be set beside these.
+    A chat begins with a system prompt that all users share and a history of the
+    user's own, and goes on with the server's real answers: prefix caches count.
+    A user asks every num-users / qps seconds, but never before its last answer.
+    Users join evenly, so that --num-users are there as long as the server keeps
+    up, and more when it does not (unless --fixed-users). Together they ask
+    qps x num-rounds / (num-rounds - 1) a second: with 3 rounds and --qps 10,
+    15 requests/s. Flags, arithmetic and summary are those of multi-round-qa of
+    vLLM's production stack.
 
-    After --time no question is asked any more; the last answers are waited for, and counted as unfinished where they
-    do not come within --wait. The summary's rates are taken until the last of them came. Ctrl-C shows what is there so
-    far. A second run with the same --seed says the same texts, which a server's prefix cache may still have.
-    Exit code 1 where no question was answered, 130 after Ctrl-C.
+    After --time no question is asked any more, and the last answers are waited
+    for; the summary's rates are taken until the last of them came. Ctrl-C shows
+    what is there so far. Exit code 1 where no question was answered, 130 after
+    Ctrl-C.
 
     examples:
-      pdserve bench multi-round                              the graph of `pdserve serve` on this machine
+      pdserve bench multi-round                  the graph of `pdserve serve` here
       pdserve bench multi-round --plot rounds --json rounds.json
-      pdserve bench multi-round --time 60 --num-users 20 --num-rounds 3 --qps 10 --shared-system-prompt 1000 \\
-          --user-history-prompt 2000 --answer-len 100 --model RAG_LLM --base-url http://0.0.0.0:8009/v1
-      OPENAI_API_KEY=... pdserve bench multi-round --base-url https://llm.example.com/v1 --qps 1 --num-users 5
+      pdserve bench multi-round --time 60 --num-users 20 --num-rounds 3 --qps 10 \\
+          --shared-system-prompt 1000 --user-history-prompt 2000 --answer-len 100 \\
+          --model RAG_LLM --base-url http://0.0.0.0:8009/v1
     """
     slo = read_slo(ttft, gap)
     check_outputs(json, plot)
@@ -116,7 +114,7 @@ def multi_round(
         fixed_users=fixed_users,
     )
     results: list[MultiRoundResult] = []
-    schedule = Schedule({_WARM_UP: 2.0, "questions": load.seconds}, every=log_interval)
+    schedule = Schedule({_WARM_UP: 2.0, "questions": load.seconds})
 
     async def work() -> None:
         endpoint = await find_endpoint(base_url, model, key_headers(api_key), chat=True)
@@ -141,7 +139,7 @@ def multi_round(
     result.complete = complete
     print(result.block() + "\n")
     report = result.report()
-    result.report(summary=False).show()
+    replace(report, tables=report.tables[1:]).show()
     report.write(json, plot)
     if not complete:
         return INTERRUPTED

@@ -1,12 +1,10 @@
 """What a run of multi-round QA found."""
 
-import math
 import re
 import statistics
 import time
-from collections import Counter
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import asdict, dataclass
+from itertools import compress
 from typing import Any
 
 from pdserve import clock
@@ -27,8 +25,6 @@ _LATE = 0.05
 _HELD = 0.01
 """of all questions; fewer are worth no note"""
 _SHOWN_ERRORS = 5
-_SHOWN_ROUNDS = 8
-"""lines after that of the first round; more rounds share a line"""
 
 
 @dataclass
@@ -40,35 +36,35 @@ class MultiRoundResult:
     complete: bool = True
 
     @property
+    def finished(self) -> list[Question]:
+        return [question for question in self.questions if question.outcome is Outcome.FINISHED]
+
+    @property
     def questions(self) -> list[Question]:
         return [exchange for exchange in self.run.exchanges if isinstance(exchange, Question)]
 
     def lines(self) -> list[tuple[str, str]]:
         """Names and values of the summary that multi-round-qa prints, so that its figures can be set beside these: the
-        last answers are waited for, and rates are taken until the last of them came. (There a request that failed
-        stays on the fly for ever.)"""
-        run, figures = self.run, self.run.summary()
-        finished = run.of(Outcome.FINISHED)
+        last answers are waited for, and rates are taken from the first question until the last of them came. (There a
+        request that failed stays on the fly for ever.)"""
+        run, finished, figures = self.run, self.finished, self.run.summary()
         none = "" if finished else "none"
+        begin = min((question.started for question in finished), default=run.began)
         end = max((question.ended for question in finished), default=run.closes)
-        took = max(1e-9, end - run.began)
+        took = max(1e-9, end - begin)
+        inputs = sum(question.prompt_tokens for question in finished) / took
+        outputs = sum(question.output_tokens for question in finished) / took
         unix = clock.unix() - time.monotonic()
         speed, ttft = figures["tokens/s per request"], figures["TTFT mean"]
         return [
             ("QPS", f"{self.load.qps:.4f} reqs/s"),
             ("Processing speed", f"{len(finished) / took:.4f} reqs/s"),
             ("Requests on-the-fly", f"{figures['unfinished']:.0f}"),
-            (
-                "Input tokens per second",
-                f"{sum(question.prompt_tokens for question in finished) / took:.4f} tokens/s",
-            ),
-            (
-                "Output tokens per second",
-                f"{sum(question.output_tokens for question in finished) / took:.4f} tokens/s",
-            ),
+            ("Input tokens per second", f"{inputs:.4f} tokens/s"),
+            ("Output tokens per second", f"{outputs:.4f} tokens/s"),
             ("Average generation throughput (per request)", none or f"{speed:.4f} tokens/req/s"),
             ("Average TTFT", none or f"{ttft:.4f}s"),
-            ("Time range", f"{unix + run.began:.3f} - {unix + end:.3f} ({took:.2f}s)"),
+            ("Time range", f"{unix + begin:.3f} - {unix + end:.3f} ({took:.2f}s)"),
         ]
 
     def block(self) -> str:
@@ -77,8 +73,8 @@ class MultiRoundResult:
         body = "".join(f"  {name}: {value}\n" for name, value in lines)
         return f"==================== Performance summary ======================\n{body}{name}: {last}\n{'=' * 63}"
 
-    def report(self, summary: bool = True) -> Report:
-        """With or without the lines of the summary as its first table."""
+    def report(self) -> Report:
+        """Its first table has the lines of the summary."""
         load, figures = self.load, self.run.summary(self.slo)
         report = Report(
             f"Multi-round QA: {load.num_users:g} users of {load.num_rounds} rounds at {self.endpoint.model}, "
@@ -86,10 +82,10 @@ class MultiRoundResult:
             self._lead(figures),
             complete=self.complete,
         )
+        summary: list[list[Cell]] = [[name, value] for name, value in self.lines()]
         report.tables = [
-            *([self._summary()] if summary else []),
-            *([self._times()] if figures["finished"] else []),
-            *([self._rounds()] if figures["finished"] else []),
+            Rows("Performance summary", [Column("figure"), Column("value")], summary),
+            *([self._times(), self._rounds()] if self.finished else []),
             *([self._failures()] if figures["failed"] else []),
         ]
         report.notes = self._notes(figures)
@@ -111,12 +107,8 @@ class MultiRoundResult:
             f"{asked:.2f} that were asked."
         )
 
-    def _summary(self) -> Rows:
-        rows: list[list[Cell]] = [[name, value] for name, value in self.lines()]
-        return Rows("Performance summary", [Column("figure"), Column("value")], rows)
-
     def _times(self) -> Rows:
-        finished = [question for question in self.questions if question.outcome is Outcome.FINISHED]
+        finished = self.finished
         samples = {
             "TTFT": [question.ttft for question in finished if question.ttft is not None],
             "gap between tokens (ITL)": [gap for question in finished for gap in question.gaps],
@@ -137,11 +129,8 @@ class MultiRoundResult:
     def _rounds(self) -> Rows:
         """Later rounds find the chat so far in a prefix cache, if the server has one."""
         rows: list[list[Cell]] = []
-        width = math.ceil(max(1, self.load.num_rounds - 1) / _SHOWN_ROUNDS)
-        ordered = sorted(self.questions, key=lambda question: question.round)
-        for _, group in groupby(ordered, lambda question: (question.round + width - 2) // width):
-            asked = list(group)
-            first, last = asked[0].round, asked[-1].round
+        for number in sorted({question.round for question in self.questions}):
+            asked = [question for question in self.questions if question.round == number]
             finished = [question for question in asked if question.outcome is Outcome.FINISHED]
             ttfts = [question.ttft for question in finished if question.ttft is not None]
             prompts = [question.prompt_tokens for question in finished if question.prompt_tokens]
@@ -149,7 +138,7 @@ class MultiRoundResult:
             told = [question.prefill for question in finished if question.prefill]
             rows.append(
                 [
-                    str(first) if first == last else f"{first} to {last}",
+                    str(number),
                     len(asked),
                     len(finished),
                     statistics.fmean(prompts) if prompts else None,
@@ -159,22 +148,19 @@ class MultiRoundResult:
                     1000 * percentile(ttfts, 0.9) if ttfts else None,
                 ]
             )
-        columns = [
-            Column("round"),
-            Column("asked", ".0f"),
-            Column("finished", ".0f"),
-            Column("prompt tokens", ".0f"),
-            Column("cached", ".0%"),
-            Column("prefilled remotely", ".0%"),
-            Column("TTFT p50, ms", ".1f"),
-            Column("TTFT p90, ms", ".1f"),
-        ]
-        kept = [
-            place for place in range(len(columns)) if any(row[place] is not None for row in rows)
-        ]  # what the server does not tell is not shown
-        return Rows(
-            "Rounds", [columns[place] for place in kept], [[row[place] for place in kept] for row in rows]
+        names = (
+            "asked",
+            "finished",
+            "prompt tokens",
+            "cached",
+            "prefilled remotely",
+            "TTFT p50, ms",
+            "TTFT p90, ms",
         )
+        specs = (".0f", ".0f", ".0f", ".0%", ".0%", ".1f", ".1f")
+        columns = [Column("round"), *map(Column, names, specs)]
+        known = [any(row[place] is not None for row in rows) for place in range(len(columns))]
+        return Rows("Rounds", list(compress(columns, known)), [list(compress(row, known)) for row in rows])
 
     def _failures(self) -> Rows:
         errors = self.run.errors()
@@ -184,10 +170,9 @@ class MultiRoundResult:
         return Rows("Failed requests", [Column("what was answered"), Column("requests", ".0f")], rows)
 
     def _notes(self, figures: dict[str, float]) -> list[str]:
-        questions, load = self.questions, self.load
+        questions, finished, load = self.questions, self.finished, self.load
         if not questions:
             return []
-        finished = [question for question in questions if question.outcome is Outcome.FINISHED]
         users = len({question.user for question in questions})
         notes = [
             f"{figures['requests']:.0f} requests of {users} users: {figures['finished']:.0f} finished, "
@@ -198,22 +183,16 @@ class MultiRoundResult:
             f"answered of {figures['requests'] / figures['window']:.2f} that were asked; {load.rate:.2f} were planned."
         )
         if late := self.run.on_their_way:
-            states = Counter(question.outcome for question in late)
-            waited = max(0.0, self.run.ended - self.run.closes)
-            ends = {
-                Outcome.FINISHED: f"finished within {waited:.1f} s more",
-                Outcome.FAILED: "failed",
-                Outcome.UNFINISHED: f"did not end within {waited:.1f} s more" if waited else "had no end",
-            }
-            told = ", ".join(f"{states[state]} {text}" for state, text in ends.items() if states[state])
+            later = sum(question.outcome is Outcome.FINISHED for question in late)
             notes.append(
-                f"Still on their way when the {figures['window']:.0f} s were over: {len(late)} requests ({told})."
+                f"Still on their way when the {figures['window']:.0f} s were over: {len(late)} requests, of which "
+                f"{later} finished within {max(0.0, self.run.ended - self.run.closes):.1f} s more."
             )
         held = [question.held for question in questions if question.held > 0]
         if len(held) > _HELD * len(questions):
             notes.append(
                 f"{len(held)} of the questions were asked late, by {statistics.fmean(held):.1f} s on average, because "
-                f"the answer before took longer than the {load.pacing.interval:g} s between two questions of a user: "
+                f"the answer before took longer than the {load.interval:g} s between two questions of a user: "
                 "the server did not keep up."
             )
         if (own := percentile([question.late for question in questions], 0.99)) > _LATE:
@@ -228,12 +207,8 @@ class MultiRoundResult:
         lengths = [question.output_tokens for question in finished]
         if lengths and statistics.fmean(lengths) < 0.95 * load.answer_len:
             notes.append(
-                f"Answers had {statistics.fmean(lengths):.0f} tokens on average, not {load.answer_len}: "
-                + (
-                    "the server does not take `ignore_eos`."
-                    if "ignore_eos" in self.endpoint.without
-                    else "the server ended them, or sends several tokens in an event."
-                )
+                f"Answers had {statistics.fmean(lengths):.0f} tokens on average, not {load.answer_len}: the server "
+                "ends them itself (it does not take `ignore_eos`), or sends several tokens in an event."
             )
         if refused := sum(count for text, count in self.run.errors() if _TOO_LONG.search(text)):
             limit = f" ({self.endpoint.max_model_len} tokens)" if self.endpoint.max_model_len else ""
@@ -246,18 +221,7 @@ class MultiRoundResult:
     def _data(self, figures: dict[str, float]) -> dict[str, Any]:
         began = self.run.began
         return {
-            "workload": {
-                "num_users": self.load.num_users,
-                "num_rounds": self.load.num_rounds,
-                "qps": self.load.qps,
-                "shared_system_prompt": self.load.shared_system_prompt,
-                "user_history_prompt": self.load.user_history_prompt,
-                "answer_len": self.load.answer_len,
-                "time": self.load.seconds,
-                "seed": self.load.seed,
-                "fixed_users": self.load.fixed_users,
-                "planned requests/s": self.load.rate,
-            },
+            "workload": {**asdict(self.load), "planned requests/s": self.load.rate},
             "slo": {"ttft": self.slo.ttft, "gap": self.slo.gap},
             "fields left out": sorted(self.endpoint.without),
             "figures": figures,

@@ -1,18 +1,39 @@
-"""Multi-round QA: users that join over time, hold a chat of several rounds each, and leave."""
+"""Multi-round QA: users that join over time, hold a chat of several rounds each, and leave.
+
+A user asks its questions `interval = users / qps` seconds apart, so its chat lasts `interval x (rounds - 1)`, and
+then its place is free. So that `users` are there at all times, one joins every `(rounds - 1) / qps` seconds. Each
+of them asks `rounds` questions: together they ask `qps x rounds / (rounds - 1)` a second, half as many again as
+`qps` where a chat has three rounds. This is how multi-round-qa of vLLM's production stack counts, and how published
+figures were made.
+"""
 
 import asyncio
+import heapq
 import time
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from random import Random
+from typing import NamedTuple
 
 from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Endpoint
-from pdserve_bench.multi_round.pacing import Pacing, Visit
 from pdserve_bench.multi_round.texts import Texts
 from pdserve_bench.runs import LoadRun
 
 _QUESTION_TOKENS = 25
 """about: with what a chat template adds"""
+
+
+class Visit(NamedTuple):
+    """A user's chat."""
+
+    user: int
+    """from 1 on"""
+    at: float
+    """seconds after the run's begin; its first question of the run is due then"""
+    first_round: int
+    """1, or later for a user that was already there when the run began"""
 
 
 @dataclass(eq=False)
@@ -31,6 +52,7 @@ class MultiRound:
     """A `Workload`, and `Scalable`: as many users of this kind as it takes for a rate."""
 
     num_users: float = 20
+    """that are there at a time; a fraction where the load was scaled"""
     num_rounds: int = 3
     qps: float = 10.0
     """sets how often each user asks (every `num_users / qps` seconds); for what they ask together see `rate`"""
@@ -52,13 +74,19 @@ class MultiRound:
     are; else users join at their times, and there are more of them at a server that does not keep up"""
 
     @property
-    def pacing(self) -> Pacing:
-        return Pacing(self.num_users, self.num_rounds, self.qps)
+    def interval(self) -> float:
+        """Seconds between two questions of a user."""
+        return self.num_users / self.qps
+
+    @property
+    def joining(self) -> float:
+        """Seconds from one user to the next."""
+        return max(1, self.num_rounds - 1) / self.qps
 
     @property
     def rate(self) -> float:
-        """Requests per second, as long as answers come in time: `qps x rounds / (rounds - 1)`."""
-        return self.pacing.rate
+        """Questions per second of all users, as long as answers come within the interval."""
+        return self.num_rounds / self.joining
 
     @property
     def longest_chat(self) -> int:
@@ -67,67 +95,79 @@ class MultiRound:
         return self.shared_system_prompt + self.user_history_prompt + self.num_rounds * round_
 
     def at(self, rate: float, seconds: float, seed: int) -> "MultiRound":
-        scaled = self.pacing.scaled(rate)
-        return replace(self, num_users=scaled.users, qps=scaled.qps, seconds=seconds, seed=seed)
+        """More or fewer users, each of which asks as often as before."""
+        more = rate / self.rate
+        return replace(self, num_users=self.num_users * more, qps=self.qps * more, seconds=seconds, seed=seed)
+
+    def visits(self) -> Iterator[Visit]:
+        """In the order of their times, without an end. As if users had joined long before: those whose chats still last
+        when the run begins come first, in the middle of their rounds, so that the rate is the same from the first
+        second on. Users join evenly, each somewhere within its share of the time: the seed says where, so that users
+        do not ask at the same moments for ever."""
+        dice = Random(f"{self.seed} arrivals")
+        early = list[tuple[float, int]]()
+        for slot in range(-int(self.interval * (self.num_rounds - 1) / self.joining) - 1, 0):
+            joined = (slot + dice.random()) * self.joining
+            asked = int(-joined / self.interval) + 1
+            if asked < self.num_rounds:
+                early.append((joined + asked * self.interval, asked + 1))
+        joining = (((slot + dice.random()) * self.joining, 1) for slot in count())
+        for user, (at, first_round) in enumerate(heapq.merge(sorted(early), joining), 1):
+            yield Visit(user, at, first_round)
 
     async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
         """Each exchange is a `Question`. Sets when `run` began, until when it asked, and when it ended."""
-        await _Users(self, replace(endpoint, chat=True), run).run()
-
-
-@dataclass
-class _Users:
-    load: MultiRound
-    endpoint: Endpoint
-    run_: LoadRun
-    texts: Texts = field(init=False)
-
-    def __post_init__(self) -> None:
-        load = self.load
-        self.texts = Texts(load.shared_system_prompt, load.user_history_prompt, load.seed)
-        places = max(1, round(load.num_users)) if load.fixed_users else 1 << 30
-        self._places = asyncio.Semaphore(places)
-
-    async def run(self) -> None:
-        run, load = self.run_, self.load
+        users = _Users(self, replace(endpoint, chat=True), run)
         run.began = time.monotonic()
-        run.asks_until = run.began + load.seconds
+        run.asks_until = run.began + self.seconds
         try:
-            async with asyncio.timeout(load.seconds + load.patience), asyncio.TaskGroup() as group:
-                for visit in load.pacing.visits(load.seed):
-                    if visit.at >= load.seconds:
-                        break
-                    await _until(run.began + visit.at)
-                    await self._places.acquire()
-                    group.create_task(self._chat(visit))
+            async with asyncio.timeout(self.seconds + self.patience):
+                await users.come()
         except TimeoutError:
             pass  # what is not answered by now stays unfinished
         finally:
             run.ended = time.monotonic()
 
-    async def _chat(self, visit: Visit) -> None:
+
+class _Users:
+    def __init__(self, load: MultiRound, endpoint: Endpoint, run: LoadRun) -> None:
+        self._load, self._endpoint, self._run = load, endpoint, run
+        self._texts = Texts(load.shared_system_prompt, load.user_history_prompt, load.seed)
+        self._places = asyncio.Semaphore(max(1, round(load.num_users)) if load.fixed_users else 1 << 30)
+
+    async def come(self) -> None:
+        """Until the last of them has left."""
+        async with asyncio.TaskGroup() as group:
+            for visit in self._load.visits():
+                if visit.at >= self._load.seconds:
+                    break
+                due = self._run.began + visit.at
+                await _until(due)
+                full = self._places.locked()
+                await self._places.acquire()
+                group.create_task(self._chat(visit, time.monotonic() if full else due))
+
+    async def _chat(self, visit: Visit, due: float) -> None:
+        load, free = self._load, 0.0
         messages: list[dict[str, str]] = []
-        opening, due, free = self.texts.first(visit.user), time.monotonic(), 0.0
+        opening = self._texts.first(visit.user)
         try:
-            for number in range(visit.first_round, self.load.num_rounds + 1):
-                if max(due, free) >= self.run_.asks_until:
+            for number in range(visit.first_round, load.num_rounds + 1):
+                if max(due, free) >= self._run.asks_until:
                     return
                 await _until(due)
                 late, held = time.monotonic() - max(due, free), max(0.0, free - due)
-                due = time.monotonic() + self.load.pacing.interval
-                said = [*messages, {"role": "user", "content": opening + self.texts.question(number)}]
-                place = number - visit.first_round + 1
-                question = Question(self._body(said), user=visit.user, round=place, late=late, held=held)
-                self.run_.exchanges.append(question)
-                await self.endpoint.ask(question, self.load.timeout)
+                due = time.monotonic() + load.interval
+                said = [*messages, {"role": "user", "content": opening + self._texts.question(number)}]
+                body, place = self._endpoint.body(said, load.answer_len), number - visit.first_round + 1
+                question = Question(body, user=visit.user, round=place, late=late, held=held)
+                self._run.exchanges.append(question)
+                await self._endpoint.ask(question, load.timeout)
                 free, question.body = time.monotonic(), {}  # histories of a long run are not kept
                 if not question.error:  # else it is as if it had not been asked
                     messages, opening = [*said, {"role": "assistant", "content": question.answer}], ""
         finally:
             self._places.release()
-
-    def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        return self.endpoint.body(messages, self.load.answer_len)
 
 
 async def _until(moment: float) -> None:
