@@ -75,7 +75,6 @@ def test_in_a_pipe_it_is_plain_text_with_the_answer_last(capsys: pytest.CaptureF
     lines = capsys.readouterr().out.splitlines()
     assert "\x1b" not in "".join(lines)
     assert max(map(len, lines)) <= 110
-    assert lines == [line.rstrip() for line in lines]
     assert lines[-2:] == ["Disaggregate.", "The graph carries 3.5 times as many requests."]
     assert lines.index("Taken in turns.") < lines.index("A control run: 1.02.")
 
@@ -92,13 +91,6 @@ def test_a_table_fits_its_width_and_breaks_no_number(
     assert told.replace("pdserve, as it decides", "").split() == (
         ["2.9", "1.00", "1,185", "131", "480", "230", "1.20", "1,240", "0"]
     )
-
-
-def test_numbers_are_aligned_by_their_last_digit(capsys: pytest.CaptureFixture[str]) -> None:
-    Report("", tables=[Rows("", [Column("a"), Column("n", ".1f")], [["x", 9.5], ["y", 1000.25]])]).show()
-    ends = [len(line) for line in capsys.readouterr().out.splitlines() if line.strip()[:1] in ("x", "y")]
-    assert len(ends) == 2
-    assert len(set(ends)) == 1
 
 
 def test_what_is_broken_off_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ def show_report(report: Report) -> None:
         if rows.title:
             _say(console, rows.title, "bold")
         for part in _tables(rows, console.width):
-            _print(console, part)
+            console.print(part)
             console.print()
         if rows.note:
             _say(console, rows.note)
@@ -52,16 +52,6 @@ def printable(text: str) -> str:
     return "".join(
         char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text
     )
-
-
-def _print(console: Console, made: Table) -> None:
-    """In a pipe without the spaces at the ends of lines."""
-    if console.is_terminal:
-        console.print(made)
-        return
-    with console.capture() as captured:
-        console.print(made)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _say(console: Console, text: str, style: str = "") -> None:
