@@ -27,9 +27,9 @@ class KvLayout:
         """That have about so many bytes."""
         return max(1, round(size / (self.layers * self.block_bytes)))
 
-    def pool(self, size: float) -> PoolShape:
+    def pool(self, blocks: int) -> PoolShape:
         """With room for more than that, so that the blocks of a transfer lie apart."""
-        return PoolShape(self.layers, self.blocks(1.25 * size) + 8, self.block_bytes)
+        return PoolShape(self.layers, round(1.25 * blocks) + 8, self.block_bytes)
 
 
 DEMO = KvLayout("demo", 4, 2 * 2 * 64 * 2 * 32)
@@ -129,12 +129,13 @@ async def _round(
         size = pieces * layout.block_bytes
         return KvCase(link is not None, layout.name, size, pieces, blocks, in_flight, smallest)
 
-    largest = max(*sizes, max(plan.in_flight) * flight)
-    async with kv_pair(layout.pool(largest), options.seed + number, link) as pair:
+    single, each = list(dict.fromkeys(map(layout.blocks, sizes))), layout.blocks(flight)
+    room = max(*single, max(plan.in_flight) * each)
+    async with kv_pair(layout.pool(room), options.seed + number, link) as pair:
         figures.handshakes.setdefault((link is not None, layout.name), []).append(pair.handshake)
         alone = PullBlocks(1, seconds, look_every=0.0)
         figures.add(case(1, smallest=True), "KV", await pair.measure(alone))
-        for blocks in dict.fromkeys(map(layout.blocks, sizes)):
+        for blocks in single:
             baseline: Kind = "TCP" if link else "copy"
             commands: dict[Kind, Load] = {
                 "KV": PullBlocks(blocks, seconds),
@@ -144,5 +145,4 @@ async def _round(
             for kind in alternate("KV", baseline, number):
                 figures.add(case(blocks), kind, await pair.measure(commands[kind]))
         for count in plan.in_flight:
-            many = PullBlocks(layout.blocks(flight), seconds, count)
-            figures.add(case(many.blocks, count), "KV", await pair.measure(many))
+            figures.add(case(each, count), "KV", await pair.measure(PullBlocks(each, seconds, count)))

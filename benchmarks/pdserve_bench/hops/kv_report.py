@@ -132,7 +132,7 @@ def _lead(figures: KvFigures, largest: KvCase, linked: Sequence[KvCase]) -> str:
     rate = figures.median(largest, "KV", "rate") / 1e9
     told = (
         f"KV: {largest.size / 1e6:.3g} MB ({largest.layout}) pass from process to process at {rate:.2g} GB/s, "
-        f"{_of_copy(figures, largest):.2g} times as fast as a copy inside one"
+        f"{_of_copy(figures, largest):.2g} of the speed of a copy inside one"
     )
     if linked:
         size, share = linked[-1].size / 1e6, _share(figures, linked[-1], "KV")
