@@ -7,6 +7,7 @@ import pytest
 from pdserve_bench.compare.candidates import Candidate, CandidateMaker, hardware, splits, thresholds
 from pdserve_bench.compare.sections import read_sections, reshape
 from pdserve_bench.simulated import simulated, write
+from pdserve_bench.systems.system import PlainVllm
 
 from pdserve.config.load import load
 from pdserve.config.schema import Config
@@ -21,7 +22,7 @@ SMALL = ModelFacts(Path(), 2, 8, 2, 64, 512, 2048, 1000, 4096, "bfloat16", {"BF1
 
 def maker(file: Path, machine: Machine, model: ModelFacts | None = None) -> CandidateMaker:
     config = load(file, {})
-    return CandidateMaker(config, read_sections(file), hardware(config, machine), model)
+    return CandidateMaker(config, read_sections(file), hardware(config, machine), machine, model)
 
 
 def made(maker: CandidateMaker) -> list[Candidate]:
@@ -64,9 +65,15 @@ def test_each_candidate_is_a_file_that_can_be_served(file: str, machine: Machine
 def test_on_the_cpu_engines_share_the_threads() -> None:
     found = names(made(maker(CONFIGS / "local.yaml", CPU)))
     assert found[:2] == [
-        "aggregated: 1 engine x 4 threads, batch 128",
-        "aggregated: 1 engine x 4 threads, batch 512",
+        "aggregated: 1 engine x 4 threads",
+        "aggregated: 1 engine x 3 threads",
     ]
+    rebatched = maker(CONFIGS / "local.yaml", CPU).rebatched(3)
+    assert names(rebatched) == ["aggregated: 1 engine x 3 threads, batch 512"]
+    system = rebatched[0].launch.system
+    assert isinstance(system, PlainVllm)
+    assert system.variables["OMP_NUM_THREADS"] == "3"
+    assert "--max-num-batched-tokens=512" in system.arguments
     assert "aggregated: 2 engines x 2 threads, batch 512" in found
     assert "1 prefill + 1 decode, remote above 64 tokens" in found
     assert "aggregated: 4 engines x 2 threads, batch 512 (simulated)" in found
@@ -129,4 +136,5 @@ def test_batch_sizes_are_no_smaller_than_vllm_takes(tmp_path: Path) -> None:
     sections["VllmWorker"]["max-num-seqs"] = 256
     sections["VllmWorker"]["max-num-batched-tokens"] = 1024
     found = maker(write(sections, tmp_path / "file.yaml"), CPU)
-    assert sorted({candidate.shape.batch for candidate in found.aggregated()}) == [512, 1024, 2048]
+    assert {candidate.shape.batch for candidate in found.aggregated()} == {1024}
+    assert [candidate.shape.batch for candidate in found.rebatched(3, [128, 264])] == [264]

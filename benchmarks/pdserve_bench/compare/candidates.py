@@ -10,23 +10,22 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from pathlib import Path
-
-import msgspec
 
 from pdserve.config.schema import Config, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.plan.machine import Machine
-from pdserve.plan.memory import CPU_KV_GIB, CPU_KV_VARIABLE
+from pdserve.plan.memory import CPU_KV_GIB
 from pdserve.plan.model_folder import ModelFacts
+from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import gpus_needed
 from pdserve_bench.compare.sections import Sections, Shape, reshape, with_model
 from pdserve_bench.samples import percentile
-from pdserve_bench.systems.system import GraphSystem, PlainVllm, System
+from pdserve_bench.systems.aggregated import Baseline, Layout, layouts
+from pdserve_bench.systems.system import GraphSystem, System
 
-BATCHES = {"cpu": (128, 512, 2048), "gpu": (512, 2048, 8192), "sim": (128, 512, 2048)}
+BATCHES = {"cpu": (0, 512), "gpu": (512, 2048, 8192), "sim": (128, 512, 2048)}
 """values of max-num-batched-tokens that are tried for aggregated engines: small ones keep the gaps short, large ones
-prefill faster"""
+prefill faster; 0: vLLM's own choice"""
 _WIDE = 1.2
 """prompt lengths whose 90th percentile is so many times the median differ enough for a threshold between them"""
 
@@ -85,6 +84,8 @@ class Candidate:
     """on engines that only imitate the speed of the user's; where the user's own are simulated, they are real here"""
     split: str = ""
     """`1P+1D`, or the number of engines"""
+    threads: int = 0
+    """OMP_NUM_THREADS of an engine that has fewer than the machine has cores; 0: as many"""
 
 
 @dataclass(frozen=True)
@@ -168,18 +169,27 @@ class CandidateMaker:
     config: Config
     base: Sections
     here: Hardware
+    machine: Machine
     model: ModelFacts | None = None
     """None where its files are not there, and for simulated engines"""
     weights_gib: float = 0.0
 
     def aggregated(self, batches: Sequence[int] = ()) -> list[Candidate]:
-        """Of the same hardware: one engine with all of it at several batch sizes; where that cannot be, several
-        engines."""
+        """Of the same hardware: one engine with all of it; where that cannot be, several engines. At several batch
+        sizes; on the CPU with several numbers of threads at the first size, for `rebatched` has the others."""
         sizes = self._batches(batches)
-        found = [self._engines(self._width(), batch) for batch in sizes]
+        if self.here.kind is HardwareKind.CPU:
+            return [self._one_engine(layout, sizes[0]) for layout in self._layouts()]
         if self.here.kind is not HardwareKind.SIM and self._one_engine_fits():
-            return [self._one_engine(batch) for batch in sizes]
-        return found
+            return [self._one_engine(Layout(tensor=self.here.units), batch) for batch in sizes]
+        return [self._engines(self._width(), batch) for batch in sizes]
+
+    def rebatched(self, threads: int, batches: Sequence[int] = ()) -> list[Candidate]:
+        """On the CPU, one engine of so many threads at the batch sizes that `aggregated` leaves out."""
+        return [self._one_engine(Layout(threads=threads), batch) for batch in self._batches(batches)[1:]]
+
+    def _layouts(self) -> list[Layout]:
+        return layouts(make_plan(self.config, self.machine))
 
     def replicas(self, batch: int) -> list[Candidate]:
         """As many engines as the file has workers, where `aggregated` has one with all of the hardware."""
@@ -257,31 +267,22 @@ class CandidateMaker:
     def _engines(self, count: int, batch: int, times: int = 1) -> Candidate:
         narrower = self.here.kind is HardwareKind.GPU and self.config.prefill is None and count > 1
         shape = Shape(0, count, batch, (0, self.here.decode_width if narrower else 0))
-        name = f"aggregated: {counted(count, 'engine')}{self._each(count, times)}, batch {batch}"
+        name = f"aggregated: {counted(count, 'engine')}{self._each(count, times)}{_batch(batch)}"
         launch = self._graph(f"{count} x {batch}", name, shape)
         return Candidate(name, True, shape, launch, processes=count + 1, split=counted(count, "engine"))
 
-    def _one_engine(self, batch: int) -> Candidate:
+    def _one_engine(self, layout: Layout, batch: int) -> Candidate:
         here, decode = self.here, self.config.decode
         assert decode is not None
         on_gpu = here.kind is HardwareKind.GPU
         tensor = here.units if on_gpu and here.units != decode.ranks else 0
-        name = f"aggregated: 1 engine{self._each(1)}, batch {batch}"
-        arguments = {**decode.engine_args, "max-num-batched-tokens": batch}
-        variables: dict[str, str] = {}
-        if on_gpu:
-            arguments["tensor-parallel-size"] = here.units
-        else:
-            arguments.setdefault("enforce-eager", True)
-            variables["OMP_NUM_THREADS"] = str(max(1, here.units // decode.ranks))
-            if "kv-cache-memory-bytes" not in decode.engine_args:
-                variables[CPU_KV_VARIABLE] = str(CPU_KV_GIB * here.slots)
-        system = PlainVllm(
-            name, Path(self.config.model), self.config.served_model_name, command_line(arguments), variables
-        )
+        threads = f" x {counted(layout.threads, 'thread')}" if layout.threads else self._each(1)
+        name = f"aggregated: 1 engine{threads}{_batch(batch)}"
+        system = Baseline(make_plan(self.config, self.machine), layout, batch or None).system(name)
         memory = 0.0 if on_gpu else 2.1 + CPU_KV_GIB * here.slots + self.weights_gib
-        launch = Launch(f"vllm {batch}", system, True, memory)
-        return Candidate(name, True, Shape(0, 1, batch, (0, tensor)), launch, split="1 engine")
+        launch = Launch(f"vllm{threads}{_batch(batch)}", system, True, memory)
+        shape = Shape(0, 1, batch, (0, tensor))
+        return Candidate(name, True, shape, launch, split="1 engine", threads=layout.threads)
 
     def _one_engine_fits(self) -> bool:
         """A tensor-parallel engine divides the heads among its ranks."""
@@ -300,17 +301,18 @@ class CandidateMaker:
         return f" x {counted(max(1, times * self.here.units // count), noun)}"
 
     def _batches(self, wanted: Sequence[int]) -> list[int]:
-        """The file's own too. vLLM wants them no smaller than max-num-seqs."""
+        """The file's own first. vLLM wants them no smaller than max-num-seqs."""
         args = self.config.decode.engine_args if self.config.decode else {}
-        own, most = args.get("max-num-batched-tokens"), int(str(args.get("max-num-seqs", 256)))
+        workers = [worker for worker in (self.config.decode, self.config.prefill) if worker is not None]
+        most = sum(int(str(each.engine_args.get("max-num-seqs", 256))) * each.count for each in workers)
         if self.here.kind is HardwareKind.SIM:
             most = 1
         sizes = list(wanted or BATCHES[self.here.kind])
-        if own is not None:
-            sizes.append(int(str(own)))
-        kept = sorted({size for size in sizes if size >= most})
+        if (own := args.get("max-num-batched-tokens")) is not None:
+            sizes = [int(str(own)), *filter(None, sizes)]
+        kept = list(dict.fromkeys(size for size in sizes if size >= most or not size))
         if not kept:
-            raise ConfigError([f"--batch-sizes: vLLM takes none below max-num-seqs, which is {most}."])
+            raise ConfigError([f"--batch-sizes: vLLM takes none below max-num-seqs, {most} of all workers."])
         return kept
 
     def _graph(self, key: str, name: str, shape: Shape, real: bool = True) -> Launch:
@@ -324,21 +326,8 @@ class CandidateMaker:
         return Launch(key, GraphSystem(name, sections), real, memory)
 
 
-def command_line(arguments: Mapping[str, object]) -> tuple[str, ...]:
-    """vLLM's arguments, as its own command takes them."""
-    words: list[str] = []
-    for name, value in arguments.items():
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, Mapping):
-            words += [f"--{name}", msgspec.json.encode(value).decode()]
-        elif isinstance(value, list | tuple):
-            words += [f"--{name}", *map(str, value)]
-        else:
-            words += [f"--{name}", str(value)]
-    return tuple(words)
+def _batch(size: int) -> str:
+    return f", batch {size}" if size else ""
 
 
 def counted(count: int, noun: str) -> str:

@@ -29,7 +29,7 @@ def compare(
     ] = None,
     prompt_tokens: Annotated[
         int, typer.Option(metavar="N", min=1, help="of each prompt, without a trace")
-    ] = 380,
+    ] = 1300,
     answer_len: Annotated[int, typer.Option(metavar="N", min=2, help="tokens of each answer")] = 64,
     num_users: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="chats as of bench multi-round: users at a time")
@@ -52,7 +52,8 @@ def compare(
     ] = 0.9,
     minutes: Annotated[float, typer.Option(metavar="M", min=0.2, help="for all of it")] = 9.0,
     batch_sizes: Annotated[
-        str, typer.Option(metavar="N,N", help="max-num-batched-tokens tried for aggregated engines")
+        str,
+        typer.Option(metavar="N,N", help="max-num-batched-tokens of aggregated engines, beside the file's"),
     ] = "",
     simulate_only: Annotated[
         bool, typer.Option("--simulate-only", help="measure one engine's speed, simulate all else")

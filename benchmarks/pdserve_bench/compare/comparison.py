@@ -6,6 +6,7 @@ with their thresholds, then the best of both kinds are measured in turn, the agg
 splits that are not here, on simulated engines as fast as the real ones.
 """
 
+import math
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -51,13 +52,17 @@ _STOP = 12.0
 """seconds at the end of the budget, for what runs to stop"""
 _SIMULATED = 0.28
 """of the time"""
-_CALIBRATED = 0.08
+_CALIBRATED = 0.055
 _SCREENING = 0.45
 """of the time that is left when a first system runs"""
 _MEMORY = 0.85
 """of what is free that may be used"""
-_FINALS = 120.0
-"""seconds that the finalists have at least: where starting took longer than expected, less is simulated"""
+_FINALS = 0.37
+"""of the time, that the finalists have at least: where starting took longer than expected, less is simulated"""
+_ANOTHER = 90.0
+"""seconds that another aggregated engine takes: started and screened"""
+_CPU_SCREENING = 0.3
+"""of the time until the finals"""
 _WORTH = 50.0
 """seconds that simulating takes at least"""
 _IMAGINED = 4
@@ -134,7 +139,11 @@ class Comparison:
         model = None if here.kind is HardwareKind.SIM else _model(config)
         base = read_sections(options.file)
         return cls(
-            options, asked, config, here, CandidateMaker(config, base, here, model, weights_gib(model))
+            options,
+            asked,
+            config,
+            here,
+            CandidateMaker(config, base, here, machine, model, weights_gib(model)),
         )
 
     # what is known
@@ -219,11 +228,17 @@ class Comparison:
             await self._in_turn(measuring, first, separate, until)
             return
         else:
-            await self._group(measuring, first, until)
-            chosen = best_of(first, True)
-            batch = chosen.candidate.shape.batch if chosen else first[0].candidate.shape.batch
-            graphs = [*self.maker.replicas(batch), *separate]
-            await self._group(measuring, [self._enter(each) for each in graphs], until)
+            finals = measuring.deadline - _STOP - _FINALS * 60 * self.options.minutes
+            await self._group(measuring, [*first, *map(self._enter, separate)], finals, _CPU_SCREENING)
+            chosen = (best_of(first, True) or first[0]).candidate
+            more = [
+                *self.maker.rebatched(chosen.threads, self.options.batches),
+                *self.maker.replicas(chosen.shape.batch),
+            ]
+            most = int(max(0.0, finals - time.monotonic()) // _ANOTHER)
+            if out := [each.name for each in more[most:]]:
+                self.notes.append(f"Not run, for lack of time: {', '.join(out)}. Give --minutes more.")
+            await self._group(measuring, list(map(self._enter, more[:most])), finals, _CPU_SCREENING)
         await self._final(measuring, until)
 
     def _affordable(self, candidates: Sequence[Candidate], others: int) -> list[Candidate]:
@@ -245,7 +260,9 @@ class Comparison:
         self.entrants.append(entrant)
         return entrant
 
-    async def _group(self, measuring: Measuring, entrants: Sequence[Entrant], until: float) -> None:
+    async def _group(
+        self, measuring: Measuring, entrants: Sequence[Entrant], until: float, part: float = _SCREENING
+    ) -> None:
         """Start as many as fit beside the best so far, screen them, and keep the best of each kind running."""
         waiting = _launches(entrants)
         while waiting:
@@ -259,7 +276,7 @@ class Comparison:
             some = [each for each in entrants if each.candidate.launch.key in keys]
             await self._start_up(measuring, now, some)
             rivals = [each for each in _best(self.entrants) if each not in some]
-            end = time.monotonic() + _SCREENING * (until - time.monotonic())
+            end = time.monotonic() + part * (until - time.monotonic())
             await measuring.screen([*rivals, *some], self._start, self._probe_seconds(end, len(some)), end)
 
     def _probe_seconds(self, until: float, count: int) -> float:
@@ -286,17 +303,17 @@ class Comparison:
             running = measuring.stage.running[next(key for key in measuring.stage.running)]
             measuring.users = await self.asked.make(running.endpoint)
         warm = min(3.0, max(1.0, 60 * self.options.minutes / 150))
-        seen: set[str] = set()
+        seen: dict[str, tuple[float, float]] = {}
         for entrant in entrants:
             key = entrant.candidate.launch.key
             if entrant.problem or key in seen:
                 continue
-            seen.add(key)
             with measuring.phase(f"warming up {entrant.name}", warm + 1):
-                alone = await measuring.warm_up(entrant, warm)
-            if not self._start and alone:
-                (low, high), (ttft, self._whole) = _RATES, alone
-                self._start = self.options.rate or float(f"{min(high, max(low, 0.5 / ttft)):.2g}")
+                seen[key] = await measuring.warm_up(entrant, warm) or (math.inf, math.inf)
+        ttft, whole = min(seen.values(), default=(math.inf, math.inf))
+        if not self._start and whole < math.inf:
+            (low, high), self._whole = _RATES, whole
+            self._start = self.options.rate or float(f"{min(high, max(low, 0.5 / ttft)):.2g}")
         for entrant in entrants:
             if not entrant.probes:
                 entrant.search = GoodputSearch(self._start or 1.0, self.options.share)
@@ -310,7 +327,7 @@ class Comparison:
             return
         searches = [(each, each.search) for each in finalists]
         now = time.monotonic()
-        until = max(until, min(measuring.deadline - _STOP, now + _FINALS))
+        until = max(until, min(measuring.deadline - _STOP, now + _FINALS * 60 * self.options.minutes))
         together, left = finalists[0], until - now
         seconds = self._steady(min(20.0, left / 18))
         await measuring.refine(searches, seconds, time.monotonic() + _CONTROL * left)

@@ -117,7 +117,8 @@ def _next_step(comparison: Comparison, found: Recommendation, written: Path | No
     if candidate is None:
         return ""
     if written is not None:
-        return f"Run it: pdserve serve -f {written}"
+        threads = f"OMP_NUM_THREADS={candidate.threads} " if candidate.threads else ""
+        return f"Run it: {threads}pdserve serve -f {written}"
     if dict(candidate.settings) and candidate.split == _own_split(comparison):
         settings = " ".join(f"{name}={value}" for name, value in candidate.settings.items())
         own = comparison.config.decode and comparison.config.decode.max_local_prefill_length
@@ -209,6 +210,10 @@ def winning_file(comparison: Comparison, candidate: Candidate, found: Recommenda
     if candidate.launch.key.startswith("vllm"):
         head.append(
             "It was measured as plain vLLM (`vllm serve` with these arguments), which has no frontend before it."
+        )
+    if candidate.threads:
+        head.append(
+            f"It was measured with OMP_NUM_THREADS={candidate.threads} in its environment: start it with that too."
         )
     if candidate.simulated:
         head.append("It was simulated only: measure it before you rely on it.")
