@@ -15,7 +15,7 @@ import pytest
 from pdserve_bench.hops import frontend, queue, stream
 from pdserve_bench.hops.command import HOPS, choose, make_report
 from pdserve_bench.hops.frontend_load import RAMP, step_seconds, tokens_needed
-from pdserve_bench.hops.section import HopOptions, HopSection, alternate, spread
+from pdserve_bench.hops.section import HopOptions, HopSection, Pair, spread
 from pdserve_bench.hops.stream_ends import SIZES
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Rows
@@ -120,14 +120,16 @@ def test_no_stream_ends_within_its_window(streams: int, seconds: float) -> None:
     assert tokens < tokens_needed(streams, seconds) < 3 * tokens + 500
 
 
+def test_a_pair_that_was_broken_off() -> None:
+    """Ratios are of the rounds that have both."""
+    assert Pair([2.0, 3.0, 9.0], [1.0, 2.0]).cells() == [3.0, pytest.approx(50 * 7 / 3), 1.5, 1.75]
+    assert Pair([2.0], []).cells() == [2.0, None, None, None]
+
+
 def test_spread_is_half_of_the_range() -> None:
     assert spread([90.0, 100.0, 110.0]) == pytest.approx(10)
     assert math.isnan(spread([5.0])), "one round says nothing of the noise"
     assert spread([0.0, 0.0]) == 0
-
-
-def test_the_order_alternates() -> None:
-    assert [alternate("a", "b", number) for number in range(3)] == [("a", "b"), ("b", "a"), ("a", "b")]
 
 
 # ── the command ────────────────────────────────────────────────────────────────────────────────────────────

@@ -276,10 +276,10 @@ def _times(turns: Sequence[QueueTurn]) -> Rows:
         *_CASE,
         Column("answered p50, ms", ".2f"),
         Column("±, %", ".0f"),
-        Column("NATS request p50, ms", ".2f"),
+        Column("plain p50, ms", ".2f"),
         Column("ratio of p50", ".2f"),
         Column("p99, ms", ".1f"),
-        Column("NATS request p99, ms", ".1f"),
+        Column("plain p99, ms", ".1f"),
         Column("stored p50, ms", ".2f"),
         Column("requests/s", ",.0f"),
     ]
@@ -292,7 +292,7 @@ def _times(turns: Sequence[QueueTurn]) -> Rows:
         rows.append([*case, *answered, late[0], late[2], stored[0], rate[0]])
     note = (
         "From publishing a prefill request to its answer, by a prefill worker that computes nothing. It takes one "
-        "request at a time, so those in flight wait for each other; a NATS request waits for none."
+        "request at a time, so those in flight wait for each other. Plain: a NATS request, which waits for none."
     )
     return Rows("Queue: a prefill request through JetStream, and its answer", columns, rows, note)
 
@@ -302,11 +302,11 @@ def _cpu(turns: Sequence[QueueTurn]) -> Rows:
         *_CASE,
         Column("nats-server, us", ".0f"),
         Column("±, %", ".0f"),
-        Column("NATS request, us", ".0f"),
+        Column("plain, us", ".0f"),
         Column("ratio", ".2f"),
         Column("both workers, us", ".0f"),
         Column("workers' ±, %", ".0f"),
-        Column("for a NATS request, us", ".0f"),
+        Column("plain, us", ".0f"),
         Column("workers' ratio", ".2f"),
     ]
     rows = [
