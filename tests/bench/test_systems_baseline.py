@@ -38,7 +38,7 @@ def on_gpus(folder: Path, count: int, tensor: int, gpus: str, **more: object) ->
 
 def test_on_a_cpu_host_one_engine_has_all_cores_and_the_kv_space_of_all_workers() -> None:
     plan = plan_of(ROOT / "configs/local.yaml")
-    assert layouts(plan) == [Layout(), Layout(threads=7)]
+    assert layouts(plan) == [Layout(threads=7), Layout(threads=8)]
     system = Baseline(plan, Layout(), 512, dtype="float32").system("base")
     assert isinstance(system, PlainVllm)
     words = " ".join(system.arguments)
@@ -55,8 +55,8 @@ def test_on_a_cpu_host_one_engine_has_all_cores_and_the_kv_space_of_all_workers(
 def test_what_is_tried_on_a_cpu_host() -> None:
     plan = plan_of(ROOT / "configs/local.yaml")
     assert [each.told for each in candidates(plan, [256, 2048, 8192])] == [
-        "max-num-batched-tokens 2048",
         "one engine of 7 threads, max-num-batched-tokens 2048",
+        "one engine of 8 threads, max-num-batched-tokens 2048",
     ]
     (alone,) = candidates(plan, [])
     assert alone.batch is None

@@ -97,7 +97,7 @@ def case(
     schedule = Schedule()
     systems = {other.name: other for other in others}
     stage = Stage(systems, folder, schedule, in_turn=in_turn, start_seconds=0.1)
-    contest = Contest(PLAN, record, stage, schedule, loads[0], seed=1)
+    contest = Contest(PLAN, record, stage, schedule, loads, seed=1)
     contest.announce()
     return Case(contest, log)
 

@@ -66,7 +66,7 @@ def systems(
         ),
     ] = "",
     no_screening: Annotated[
-        bool, typer.Option("--no-screening", help="the baseline on all cores, with vLLM's own batch size")
+        bool, typer.Option("--no-screening", help="the baseline with vLLM's own threads and batch size")
     ] = False,
     in_turn: Annotated[
         bool, typer.Option("--in-turn", help="never two systems at a time, as on GPUs; takes longer")
@@ -206,19 +206,21 @@ def _loads(
     slo: Slo,
     seed: int,
     warm_up: float,
-) -> tuple[list[SystemLoad], SystemLoad]:
-    """And that under which the baseline's settings are tried: what it is measured by, goodput (roughly) or tokens/s."""
+) -> tuple[list[SystemLoad], list[SystemLoad]]:
+    """And those under which the baseline's settings are tried: what it is measured by, goodput (roughly), or the fewest
+    and the most clients: an engine with as many threads as cores may be the best with many, and break down with one."""
     probe = _PROBE * seconds
     options = GoodputOptions(slo=slo, seconds=probe, precision=0.15, budget=_MOST_PROBES * probe, seed=seed)
     made: list[SystemLoad] = []
-    screening: SystemLoad = ClosedLoad(max(clients), *tokens, warm_up, seconds)
+    closed = [ClosedLoad(count, *tokens, warm_up, seconds) for count in sorted(clients)]
+    screening: list[SystemLoad] = [*dict.fromkeys((closed[0], closed[-1]))]
     if "closed" in names:
-        made += [ClosedLoad(count, *tokens, warm_up, seconds) for count in clients]
+        made += closed
     if "multi-round" in names:
         made.append(MultiRoundLoad(max(10.0, _CONVERSATIONS * seconds), warm_up, seed))
     if "goodput" in names:
         made.append(GoodputLoad(options, *tokens))
-        screening = GoodputLoad(replace(options, seconds=probe / 2, precision=0.3), *tokens)
+        screening = [GoodputLoad(replace(options, seconds=probe / 2, precision=0.3), *tokens)]
     return made, screening
 
 

@@ -5,6 +5,7 @@ known at any moment, so that it can be shown when the contest is broken off.
 """
 
 import asyncio
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,12 +79,15 @@ class Screened:
     """The baseline under one of the settings that were tried."""
 
     baseline: Baseline
-    found: Measurement
+    measurements: list[Measurement] = field(default_factory=list)
+    """under each of the loads for that"""
 
     @property
     def score(self) -> float:
-        """More is better."""
-        return self.found.figures.get(GOODPUT, self.found.figures.get(TOKENS, 0.0))
+        """More is better: goodput or tokens/s, the geometric mean over the loads."""
+        figures = [each.figures for each in self.measurements]
+        values = [each.get(GOODPUT, each.get(TOKENS, 0.0)) for each in figures]
+        return statistics.geometric_mean(values) if values and all(values) else 0.0
 
 
 @dataclass
@@ -110,10 +114,14 @@ class Record:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def screening(self) -> list[Measurement]:
+        return [found for each in self.screened for found in each.measurements]
+
+    @property
     def outcomes(self) -> dict[str, int]:
         """Of all requests."""
         total = count_outcomes(self.compared)
-        for measurement in (*(each.found for each in self.screened), *self.measurements):
+        for measurement in (*self.screening, *self.measurements):
             for outcome, count in measurement.outcomes.items():
                 total[outcome] = total.get(outcome, 0) + count
         return total
@@ -125,7 +133,7 @@ class Contest:
     record: Record
     stage: Stage
     schedule: Schedule
-    screening: SystemLoad
+    screening: Sequence[SystemLoad]
     """under which the baseline's settings are tried"""
     seed: int
     _prompts: Prompts | None = None
@@ -136,7 +144,8 @@ class Contest:
     def announce(self) -> None:
         """All that is to come."""
         for number in range(self._screenings):
-            self.schedule.announce(self._screening_phase(number), self.screening.seconds)
+            for load in self.screening:
+                self.schedule.announce(self._screening_phase(number, load), load.seconds)
         for name, starts in self._starts().items():
             starts += self._screenings if name == self._baseline_name else 0
             for count in range(1, starts + 1):
@@ -193,12 +202,14 @@ class Contest:
         self.stage.systems[name] = baseline.system(name)
         await self.stage.get(name)
         self.schedule.say(f"screening {baseline.told}")
-        found = Measurement(Turn(number, name, self.screening.name), {}, {}, complete=False)
-        self.record.screened.append(Screened(baseline, found))
-        await self._measure(found, name, self.screening, self._screening_phase(number))
+        self.record.screened.append(screened := Screened(baseline))
+        for load in self.screening:
+            found = Measurement(Turn(number, name, load.name), {}, {}, complete=False)
+            screened.measurements.append(found)
+            await self._measure(found, name, load, self._screening_phase(number, load))
 
-    def _screening_phase(self, number: int) -> str:
-        return f"screening {number + 1}/{self._screenings}, {self.screening.name}"
+    def _screening_phase(self, number: int, load: SystemLoad) -> str:
+        return f"screening {number + 1}/{self._screenings}, {load.name}"
 
     # turns
 

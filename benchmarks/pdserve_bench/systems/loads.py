@@ -160,7 +160,7 @@ class ClosedLoad(SystemLoad):
             f"{clients} client{'s' * (clients > 1)} in a closed loop, new prompts of {prompt_tokens} tokens, "
             f"{output_tokens} tokens out"
         )
-        self.seconds = warm_up + window + 1.0 + clients / 16  # what it takes on two cores, demo model
+        self.seconds = warm_up + window + 0.5 + clients / 16  # what the last answers take on two cores
         self.clients, self._warm_up, self._window = clients, warm_up, window
         self._tokens = prompt_tokens, output_tokens
 

@@ -2,7 +2,7 @@
 and what they say in sentences."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from pdserve.plan.plan import Plan
@@ -26,6 +26,8 @@ BUSY_IDLE = 0.25
 """share of a core that idle systems may take before it is warned of"""
 SHORTER = 0.05
 """share by which answers may differ in length from the baseline's before it is warned of"""
+UNSTEADY = 1.5
+"""factor between two turns of the baseline from which on it is warned of"""
 WORTH_TELLING = 0.03
 """of a ratio: smaller differences stand in the table only"""
 LEAST_CPU = 0.005
@@ -62,6 +64,7 @@ FIGURES = (
     Figure(CPU, "CPU s per 1k tokens", ".2f", more_is_better=False, charted=True),
     Figure(REMOTE, "remote", ".0f", "%", 100),
 )
+_SCREENED = [figure for figure in FIGURES if figure.name in ("TTFT p50", "longest gap p99")]
 _RATED = [figure for figure in FIGURES if figure.more_is_better is not None]
 
 
@@ -104,24 +107,8 @@ def lead(record: Record, figures: Figures) -> str:
 def _tables(record: Record, figures: Figures) -> Iterator[Rows]:
     names = [contestant.name for contestant in record.contestants]
     loads = [load for load in record.loads if figures.rounds[load.name]]
-    if screened := [each for each in record.screened if each.found.complete]:
-        shown = [
-            each
-            for each in FIGURES
-            if each.name in (GOODPUT, TOKENS, "TTFT p50", "longest gap p99")
-            and any(each.name in tried.found.figures for tried in screened)
-        ]
-        best = next((at for at, each in enumerate(screened) if each.baseline == record.baseline), None)
-        yield Rows(
-            f"Settings of {names[0]}, tried first under {screened[0].found.turn.load}",
-            [Column("settings"), *(each.column for each in shown)],
-            [
-                [tried.baseline.told, *(_scaled(tried.found.figures.get(each.name), each) for each in shown)]
-                for tried in screened
-            ],
-            f"The best by {shown[0].title} takes part. A short run each: small differences are noise.",
-            best if len(screened) > 1 else None,
-        )
+    if any(found.complete for found in record.screening):
+        yield _screening(record, names[0])
     for load in loads:
         yield _of_load(load, names, record, figures)
     if loads and len(names) > 1:
@@ -142,6 +129,23 @@ def _tables(record: Record, figures: Figures) -> Iterator[Rows]:
             "With 16-bit types a batch of another size rounds differently, and a greedy answer may turn out "
             "otherwise: --dtype float32 compares exactly.",
         )
+
+
+def _screening(record: Record, baseline: str) -> Rows:
+    loads = list(dict.fromkeys(found.turn.load for found in record.screening))
+    by = next(each for each in FIGURES if any(each.name in found.figures for found in record.screening))
+    figures = [by] if by.name == GOODPUT else [by, *_SCREENED]
+    columns = [replace(each.column, name=f"{load}: {each.column.name}") for load in loads for each in figures]
+    rows: list[list[Cell]] = []
+    for tried in record.screened:
+        of = {found.turn.load: found.figures for found in tried.measurements}
+        cells = [_scaled(of.get(load, {}).get(each.name), each) for load in loads for each in figures]
+        rows.append([tried.baseline.told, *cells])
+    mean = " (geometric mean)" if len(loads) > 1 else ""
+    note = f"The best by {by.title}{mean} takes part. A short run each: small differences are noise."
+    best = next((at for at, each in enumerate(record.screened) if each.baseline == record.baseline), None)
+    title = f"Settings of {baseline}, tried first"
+    return Rows(title, [Column("settings"), *columns], rows, note, best if len(rows) > 1 else None)
 
 
 def _of_load(load: SystemLoad, names: Sequence[str], record: Record, figures: Figures) -> Rows:
@@ -297,6 +301,12 @@ def _warnings(record: Record, figures: Figures, cores: int) -> Iterator[str]:
                 f"{baseline}, though asked one at a time."
             )
     for load in record.loads:
+        noise = figures.noise(load.name, TOKENS)
+        if noise and max(*noise, 1 / min(noise)) > UNSTEADY:
+            yield (
+                f"WARNING: {load.name}: {baseline} differs from itself by a factor of up to "
+                f"{max(*noise, 1 / min(noise)):.1f} in tokens/s: ratios to it say little."
+            )
         for contestant in record.contestants[1:]:
             found = figures.compare(contestant.name, load.name, ANSWER)
             if found and found.ratio and abs(found.ratio - 1) > SHORTER:
@@ -304,7 +314,7 @@ def _warnings(record: Record, figures: Figures, cores: int) -> Iterator[str]:
                     f"WARNING: {load.name}: {contestant.name}'s answers have {found.median:.0f} tokens, "
                     f"{found.ratio:.2f} times those of {baseline}: its load was another."
                 )
-    tried = (*(each.found for each in record.screened), *record.measurements)
+    tried = (*record.screening, *record.measurements)
     errors = [error for each in tried for error in each.errors]
     errors += [each.error for each in record.compared if each.error]
     yield from (f"Failed: {error}" for error in list(dict.fromkeys(errors))[:_MOST_ERRORS])
@@ -324,7 +334,14 @@ def _data(record: Record, figures: Figures) -> dict[str, object]:
         "loads": {load.name: load.told for load in record.loads},
         "planned_turns": len(record.plan),
         "complete_rounds": figures.rounds,
-        "screening": [{"settings": each.baseline.told, **_turn(each.found)} for each in record.screened],
+        "screening": [
+            {
+                "settings": each.baseline.told,
+                "score": each.score,
+                "turns": list(map(_turn, each.measurements)),
+            }
+            for each in record.screened
+        ],
         "turns": list(map(_turn, record.measurements)),
         "answers": {name: asdict(each) for name, each in record.same.items()},
         "outcomes": record.outcomes,
