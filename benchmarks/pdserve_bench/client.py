@@ -290,7 +290,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._buffer = memoryview(bytearray(1 << 14))
         self._body = bytearray()
         self._take: Callable[[bytes], bool] | None = None
-        self._begun = self._over = self._enough = False
+        self._begun = self._over = self._enough = self._line_ended = False
         self._error: Exception | None = None
         self._news: asyncio.Future[None] | None = None
 
@@ -352,8 +352,9 @@ class HttpConnection(asyncio.BufferedProtocol):
             await self._news
 
     def _split(self) -> None:
-        if self._take is None or self._enough:
+        if self._take is None or self._enough or not (self._line_ended or self._over):
             return
+        self._line_ended = False
         *lines, self._body = self._body.split(b"\n")
         if self._over:
             lines.append(self._body)  # counts where the answer is complete
@@ -376,11 +377,13 @@ class HttpConnection(asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
+        if self._error:
+            return
         try:
             self._parser.feed_data(self._buffer[:nbytes])
             self._split()
         except Exception as error:  # raised where the answer is waited for
-            self._error = error
+            self._error, self._over = error, False
             self.abort()
         if self._take is None or self._enough or self._over:
             self._tell()
@@ -402,6 +405,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._body += body
+        self._line_ended = self._line_ended or b"\n" in body
 
     def on_message_complete(self) -> None:
         self._over = True

@@ -128,6 +128,7 @@ async def test_times_are_those_of_the_tokens() -> None:
         (whole({"error": "in a 200"}), "in a 200", False),
         (STREAM + event({"error": {"message": "lost"}}), "in the stream: lost", False),
         (STREAM + event({"object": "error", "message": "lost"}), "in the stream: lost", False),
+        (STREAM + event(CHOICES) + event({"error": "lost"}) + DONE, "in the stream: lost", False),
         (STREAM + TWO + b"0\r\n\r\n", "the stream ended without [DONE]", False),
         (STREAM + TWO, "connection: it ended before the answer did", True),
         (b"", "connection: it ended before the answer did", True),
