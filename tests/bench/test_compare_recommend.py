@@ -101,6 +101,16 @@ def test_why_the_loser_lost() -> None:
     assert "decode side is the bottleneck" in decode_bound.reason
 
 
+def test_that_separation_loses_is_told_with_the_numbers() -> None:
+    found = answer([together(), separate(1.0, 1.1)])
+    assert found.headline == "don't disaggregate: run 1 engine x 2 threads, batch 512."
+    assert (
+        "carries 3.15 (3 to 3.3) requests/s, 1 prefill + 1 decode 1.05 (1 to 1.1): 3 times as much"
+        in found.reason
+    )
+    assert answer([together(), separate(3.0, 3.3)]).headline.startswith("don't disaggregate: no difference")
+
+
 def test_the_ceiling_is_told_even_where_the_load_is_carried() -> None:
     found = answer([together(), separate()], Criteria(rate=1.0))
     assert "nothing to gain" in found.reason

@@ -73,10 +73,11 @@ def compare(
     """Should I disaggregate? Runs your load against aggregated and disaggregated graphs of the same hardware, in turn,
     and says which one to run and why; also when the answer is "don't".
 
-    Candidates: one vLLM engine with all of the hardware of FILE's graph, at several --batch-sizes; as many engines as
-    the graph has workers; the graph of FILE and other splits, each with several thresholds. The best of each kind are
-    measured by their goodput, the highest rate at which 90 % of the requests keep --ttft and --gap, and the aggregated
-    one twice, to know the noise. Then splits and hardware that are not here are simulated, at the speed of yours.
+    Candidates: one vLLM engine with all of the hardware of FILE's graph, at several --batch-sizes, on a CPU also with
+    a thread less than it has cores; as many engines as the graph has workers; the graph of FILE and other splits, each
+    with several thresholds. The best of each kind are measured by their goodput, the highest rate at which 90 % of the
+    requests keep --ttft and --gap, and the aggregated one twice, to know the noise. Then, if there is time, splits
+    and hardware that are not here are simulated, at the speed of yours.
 
     The load is a trace (lines as {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [...]}
     of the open Mooncake traces, or {"prompt": "...", "max_tokens": 64}), chats where one of --num-users, --num-rounds,

@@ -120,7 +120,8 @@ class Recommendation:
             return f"{simulated}disaggregate: {self.choice.name}."
         if self.verdict is Verdict.DONT:
             return f"{simulated}don't disaggregate: run {_bare(self.choice)}."
-        return f"{simulated}no difference that could be measured; the simpler one: run {_bare(self.choice)}."
+        simpler = f"run {_bare(self.choice)}, the simpler one"
+        return f"{simulated}don't disaggregate: no difference could be measured; {simpler}."
 
     def told(self) -> str:
         headline = self.headline[0].upper() + self.headline[1:]
@@ -192,11 +193,12 @@ def _judge(together: CandidateResult, separate: CandidateResult, asked: Criteria
         return (
             Verdict.DISAGGREGATE,
             f"{both}{_times(gain)}. {_limits(together, separate)}",
-            _not_enough(separate, rate),
+            _not_enough(together, separate, rate),
         )
-    if together.least >= separate.most and _ratio(together, separate, asked.share) > 1 + noise:
-        why = _limits(separate, together)
-        return Verdict.DONT, f"{both}: separation loses. {why}", _would_change(separate)
+    loss = _ratio(together, separate, asked.share)
+    if together.least >= separate.most and loss > 1 + noise:
+        reason = f"{_carries(together)}, {_bare(separate)} {_number(separate)}{_times(loss)}. "
+        return Verdict.DONT, reason + _limits(separate, together), _would_change(separate)
     if together.broken is None and separate.broken is None:
         reason = f"{both}: no rate was tried that is too high for one of them."
         return Verdict.SAME, reason, "Give --minutes more, or ask about a --rate that you have."
@@ -225,16 +227,17 @@ def _ceiling(together: CandidateResult, separate: CandidateResult, asked: Criter
     return ""
 
 
-def _not_enough(separate: CandidateResult, rate: float | None) -> str:
+def _not_enough(together: CandidateResult, separate: CandidateResult, rate: float | None) -> str:
     if rate is not None and separate.most <= rate:
         return f"Neither carries the {rate:.3g} requests/s that were asked about: that needs more hardware."
-    return "Shorter prompts, a looser bound on gaps or less load would change it: prompts would stall less."
+    bound = "gaps" if _first_broken(together) == "gap" else "TTFT"
+    return f"Shorter prompts or a looser bound on {bound} would change it."
 
 
 def _would_change(separate: CandidateResult) -> str:
     if _first_broken(separate) == "gap":
-        return "Longer prompts beside shorter answers, or a tighter bound on gaps, would change it."
-    return "Longer answers beside shorter prompts make prefill workers idle; longer prompts would change it."
+        return "Longer prompts beside shorter answers would change it: the prefill side would have more of the work."
+    return "More prefill workers would change it, or a bound on gaps so tight that prompts in the same engine break it."
 
 
 def _limits(loser: CandidateResult, winner: CandidateResult) -> str:
@@ -255,18 +258,23 @@ def _cause(finding: CandidateResult) -> str:
             return "TTFT: prompts wait for their turn"
         case "TTFT", False:
             return "TTFT: prompts queue for the prefill side, which is the bottleneck"
-        case _, _:
-            return "failed requests"
+        case broken, _:
+            return f"{broken} requests"
 
 
 def _first_broken(finding: CandidateResult) -> str:
     broke = finding.broke
-    counts = {"gap": broke.gap + broke.both, "TTFT": broke.ttft + broke.both, "failed": broke.failed}
+    counts = {
+        "gap": broke.gap + broke.both,
+        "TTFT": broke.ttft + broke.both,
+        "failed": broke.failed,
+        "unfinished": broke.unfinished,
+    }
     return max(counts, key=lambda name: counts[name])
 
 
 def _broke(finding: CandidateResult) -> str:
-    return f"{_bare(finding)} breaks {finding.broke.told() or 'nothing'} of {finding.broke.requests}"
+    return f"{_bare(finding)} broke {finding.broke.told() or 'nothing'} of {finding.broke.requests} requests"
 
 
 def _splits(
