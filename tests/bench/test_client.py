@@ -128,7 +128,6 @@ async def test_times_are_those_of_the_tokens() -> None:
         (whole({"error": "in a 200"}), "in a 200", False),
         (STREAM + event({"error": {"message": "lost"}}), "in the stream: lost", False),
         (STREAM + event({"object": "error", "message": "lost"}), "in the stream: lost", False),
-        (STREAM + event(CHOICES) + event({"error": "lost"}) + DONE, "in the stream: lost", False),
         (STREAM + TWO + b"0\r\n\r\n", "the stream ended without [DONE]", False),
         (STREAM + TWO, "connection: it ended before the answer did", True),
         (b"", "connection: it ended before the answer did", True),
@@ -143,6 +142,20 @@ async def test_failures_say_why(answer: bytes, error: str, reset: bool) -> None:
     assert exchange.error.startswith(error)
     assert exchange.outcome is Outcome.FAILED
     assert (exchange.reset, exchange.hung) == (reset, False)
+
+
+async def test_an_error_that_comes_together_with_the_end_is_told() -> None:
+    async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM + event(CHOICES))
+        await writer.drain()
+        await asyncio.sleep(0.3)  # so that the stream is read by now
+        writer.write(event({"error": "lost"}) + DONE)
+        await writer.drain()
+
+    exchange = Exchange(STREAMED)
+    async with tiny_server(respond) as server:
+        await LoadClient(server.url).ask(exchange, 10, CHAT)
+    assert (exchange.outcome, exchange.error) == (Outcome.FAILED, "in the stream: lost")
 
 
 async def test_a_refused_connection() -> None:
