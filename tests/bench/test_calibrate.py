@@ -79,7 +79,7 @@ def test_no_coefficient_is_negative() -> None:
 
 def test_what_is_found_is_what_simulated_engines_are_given() -> None:
     found = fit(points(REAL))
-    engine = sim_model({"additional-config": found.sim()})
+    engine = sim_model({"additional-config": {"sim": found.speeds()}})
     assert engine.step_time(3, 600, [(0, 700)]) == pytest.approx(REAL.step_time(3, 600, [(0, 700)]), rel=1e-3)
 
 

@@ -65,7 +65,7 @@ class Noted:
 
 async def test_a_hopeless_probe_is_cut_short_and_the_next_one_begins_on_an_idle_server() -> None:
     """This server does not even notice that requests were given up."""
-    server = Prefilling(0.1)
+    server = Prefilling(0.05)
     async with tiny_server(server) as tiny:
         options = GoodputOptions(
             Slo(0.35, 5.0), seconds=3.0, start_rate=60.0, lowest=30.0, most_probes=2, warm_up=False
@@ -240,7 +240,7 @@ def _truth(prefill: float, batch: int) -> float:
     return low
 
 
-PREFILL_RATE, PROMPT, SECONDS, TTFT, SHARE = 4000, 800, 4.0, 1.0, 0.75
+PREFILL_RATE, PROMPT, SECONDS, TTFT, SHARE = 4000, 800, 3.0, 1.0, 0.75
 """a fifth of a second for each prompt: no more than five a second can be carried for long"""
 GRAPH = f"""
 Common: {{model: demo, block-size: 32, max-model-len: 4096}}
@@ -267,7 +267,7 @@ def test_the_border_of_a_simulated_graph_is_found(graph: Serve, tmp_path: Path) 
     assert 4 < border < 6
     shape = f"--prompt-tokens {PROMPT} --answer-len 2 --seconds {SECONDS}"
     slo = f"--ttft {TTFT}s --gap 9s --share {SHARE}"
-    asked = f"{slo} --start-rate 4 --precision 0.25 {shape} --json found.json --plot found.html"
+    asked = f"{slo} --start-rate 15 --precision 0.25 {shape} --json found.json --plot found.html"
     process = subprocess.run(
         [*PDSERVE, "bench", "goodput", "--base-url", graph.url, *asked.split()],
         cwd=tmp_path,

@@ -1,6 +1,6 @@
 """How fast a real engine is, as the speeds of a simulated one that takes as long.
 
-`calibrate` asks the server short questions of three kinds and fits `SimModel.step_time`, the function by which
+`learn_speed` asks the server short questions of three kinds and fits `SimModel.step_time`, the function by which
 simulated engines take their time, to what it sees:
 - prompts alone: the TTFT of a prompt that no cache has seen, of several lengths, in an idle engine;
 - answers: the time between tokens at several numbers of sequences and lengths of context;
@@ -10,7 +10,7 @@ A TTFT holds more than steps: HTTP, tokenizing, queues. That part is fitted as a
 no speed of the engine: a graph with simulated engines has a real frontend and spends it anyway. What a longer prompt
 costs there (tokenizing, about a microsecond per token) is counted as prefill. Gaps between tokens hold none of it.
 
-`remote_cost` is for transfers between engines, from a graph that has prefill workers.
+In a graph that has prefill workers, prompts all remote and all local in turn tell what transfers cost.
 
 Each point of the fit is a median, coefficients are never negative, and points that fit badly are given less weight. The
 fit is to relative errors: a millisecond is much in a step and nothing in a long prompt."""
@@ -19,7 +19,8 @@ import asyncio
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
@@ -41,20 +42,17 @@ LONG_SEQUENCES = (1, 4, 8)
 PROMPTS = (32, 128, 384, 768, 1536, 3072, 6144)
 MIXED_PROMPTS = (128, 512, 1024)
 MIXED_SEQUENCES = 4
-REMOTE_SECONDS = 15.0
 REMOTE_PROMPTS = (128, 512, 1536)
 REMOTE_PHASE = "calibrate: remote prefill"
-CPU_NOTE = (
-    "Simulated engines do not compete for the cores of this machine: a split with more engines than it has cores for "
-    "is predicted as on a machine that has them."
-)
 _SEED = 1_000_003
 """added to the user's, whose prompts the server may have in its prefix cache"""
 _SHORT = 32
 _SHARES = {"prompts": 0.35, "answers": 0.45, "both": 0.2}
 """of the time"""
-FREE_BANDWIDTH = 1e15
+_FREE_BANDWIDTH = 1e15
 """bytes per second where a transfer costs nothing for its size"""
+_GRAPH_SECONDS = 0.004
+"""of a remote prefill that simulated engines cost too: NATS and two processes on the way, on two cores"""
 _FREE = 1e9
 """prompt tokens per second of an engine whose prompts cost nothing that could be seen"""
 _HUBER = 1.5
@@ -106,22 +104,6 @@ class EngineSpeed:
     sizes: tuple[tuple[str, int], ...] = ()
     """keys of `sim` that say how large the engine is, where that is known"""
 
-    def with_transfer(
-        self, real: "RemoteCost", simulated: "RemoteCost | None" = None, bytes_per_token: float = 4096.0
-    ) -> "EngineSpeed":
-        """`simulated` is that of a graph of engines of this speed whose transfers cost nothing, for queue and processes
-        cost simulated engines the same; GRAPH_COST where it was not measured. `bytes_per_token` of KV only make the
-        bandwidth a true one."""
-        simulated = simulated or GRAPH_COST
-        token = max(0.0, real.token_seconds - simulated.token_seconds)
-        model = replace(
-            self.model,
-            transfer_seconds=max(0.0, real.seconds - simulated.seconds),
-            bytes_per_token=round(bytes_per_token),
-            bandwidth=bytes_per_token / token if token > 0 else FREE_BANDWIDTH,
-        )
-        return replace(self, model=model)
-
     def speeds(self) -> dict[str, float]:
         """The keys of `sim` in an engine's `additional-config`."""
         model = self.model
@@ -136,10 +118,6 @@ class EngineSpeed:
             "bytes-per-token": model.bytes_per_token,
         }
         return {name: float(f"{value:.4g}") for name, value in found.items()} | dict(self.sizes)
-
-    def sim(self) -> dict[str, dict[str, float]]:
-        """`additional-config` of a simulated engine like this one."""
-        return {"sim": self.speeds()}
 
     def errors(self) -> dict[str, float]:
         """Point -> predicted by measured, less 1."""
@@ -168,41 +146,19 @@ class EngineSpeed:
         )
 
 
-@dataclass(frozen=True)
-class RemoteCost:
-    """What a remote prefill costs more than a local one in an idle graph, without the step in which the decode engine
-    computes the last token of the prompt: queue, processes and the transfer."""
-
-    seconds: float
-    token_seconds: float
-    """for each token of the prompt"""
-    points: tuple[tuple[int, float], ...]
-    """tokens, seconds"""
-
-    def describe(self) -> str:
-        return (
-            f"a remote prefill costs {1e3 * self.seconds:.3g} ms and {1e6 * self.token_seconds:.3g} us per token more "
-            f"than a local one"
-        )
-
-
-GRAPH_COST = RemoteCost(0.004, 0.0, ())
-"""of a graph of simulated engines with free transfers on two cores: NATS and two processes on the way"""
-
-
 async def learn_speed(
     system: RunningSystem,
     schedule: Schedule,
-    limits: EngineLimits | None = None,
+    limits: EngineLimits,
     *,
     remote: bool,
     seconds: float = SECONDS,
     seed: int = 0,
 ) -> EngineSpeed:
-    """`calibrate`; with `remote` (it has prefill workers) also what its transfers cost, for a quarter of the time; and
-    of a graph how large its decode workers' engines are, within whose limits it asks. Leaves the live settings as they
-    are in its file. Raises Unavailable."""
-    limits = limits or EngineLimits()
+    """Of an idle system whose engines are all alike. Takes about so many seconds, more where they are slow. With
+    `remote` (it has prefill workers) also what its transfers cost, for a quarter of the time; and of a graph how large
+    its decode workers' engines are, within whose limits it asks. Leaves the live settings as they are in its file.
+    Raises Unavailable where the server fails, or prompts do not go where the settings say."""
     sizes: tuple[tuple[str, int], ...] = ()
     for worker in (await system.instances(Role.DECODE))[:1]:
         sizes = (("block-size", worker.block_size), ("kv-blocks", worker.kv_blocks))
@@ -211,78 +167,70 @@ async def learn_speed(
             max_model_len=min(limits.max_model_len, worker.max_model_len),
             max_num_seqs=min(limits.max_num_seqs, worker.max_num_seqs or limits.max_num_seqs),
         )
-    if not remote:
-        found = await calibrate(system.endpoint, schedule, limits, seconds, seed)
-        return replace(found, sizes=sizes)
-    await system.apply(ALL_LOCAL)
-    schedule.announce(REMOTE_PHASE, seconds / 4)
-    found = await calibrate(system.endpoint, schedule, limits, 0.75 * seconds, seed)
-    cost = await remote_cost(system, found, schedule, limits, seconds / 4, seed)
-    return replace(found.with_transfer(cost), sizes=sizes)
-
-
-async def calibrate(
-    endpoint: Endpoint,
-    schedule: Schedule,
-    limits: EngineLimits | None = None,
-    seconds: float = SECONDS,
-    seed: int = 0,
-) -> EngineSpeed:
-    """Of one engine behind the endpoint, which has to be idle, and has to prefill where it decodes (ALL_LOCAL). Takes
-    about so many seconds, more where the engine is slow. Raises Unavailable where the server fails."""
-    limits = limits or EngineLimits()
-    questions = _Questions(endpoint, await learn_prompts(endpoint, _SEED + seed), limits)
+    questions = _Questions(system.endpoint, await learn_prompts(system.endpoint, _SEED + seed), limits)
     measures = {"prompts": questions.alone, "answers": questions.answers, "both": questions.both}
-    points: list[SpeedPoint] = []
+    local = (0.75 if remote else 1.0) * seconds
     for name in measures:
-        schedule.announce(f"calibrate: {name}", _SHARES[name] * seconds)
+        schedule.announce(f"calibrate: {name}", _SHARES[name] * local)
+    if remote:
+        schedule.announce(REMOTE_PHASE, seconds - local)
+        await system.apply(ALL_LOCAL)
+    points: list[SpeedPoint] = []
     for name, measure in measures.items():
         with schedule.phase(f"calibrate: {name}"):
-            points += await measure(_SHARES[name] * seconds)
-    return fit(points)
+            points += await measure(_SHARES[name] * local)
+    found = replace(fit(points), sizes=sizes)
+    if remote:
+        with schedule.phase(REMOTE_PHASE, seconds - local):
+            model = await _with_transfers(system, found.model, questions, seconds - local)
+            await system.apply({})
+        found = replace(found, model=model)
+    return found
 
 
-async def remote_cost(
-    system: RunningSystem,
-    speed: EngineSpeed,
-    schedule: Schedule,
-    limits: EngineLimits | None = None,
-    seconds: float = REMOTE_SECONDS,
-    seed: int = 0,
-) -> RemoteCost:
-    """Of a graph with prefill workers, all engines of this speed, idle: the TTFT of prompts that no cache has seen,
-    all remote and all local in turn. Leaves the live settings as they are in its file. Raises Unavailable where prompts
-    do not go where the settings say, or the server fails."""
-    limits = limits or EngineLimits()
-    room = min(limits.max_model_len - 16, limits.max_batched_tokens)
-    lengths = [length for length in REMOTE_PROMPTS if length <= room]
-    questions = _Questions(system.endpoint, await learn_prompts(system.endpoint, 2 * _SEED + seed), limits)
-    seen: dict[tuple[int, str], list[tuple[int, float]]] = {}
-    end, took = time.monotonic() + seconds, 0.0
-    with schedule.phase(REMOTE_PHASE, seconds):
-        for number in range(12):
-            began = time.monotonic()
-            if number > 1 and began + took > end:
-                break
-            for way, settings in (("local", ALL_LOCAL), ("remote", ALL_REMOTE)):
-                await system.apply(settings)
-                for length in lengths:
-                    tokens, ttft = await questions.prefilled(length, way)
-                    if number:  # the first round warms up
-                        seen.setdefault((length, way), []).append((tokens, ttft))
-            took = time.monotonic() - began
-        await system.apply({})
-    points = []
+async def _with_transfers(
+    system: RunningSystem, model: SimModel, questions: "_Questions", seconds: float
+) -> SimModel:
+    """What a remote prefill costs more than a local one, without the step in which the decode engine computes the last
+    token of the prompt, and without what simulated engines cost as well."""
+    ways, lengths = {"local": ALL_LOCAL, "remote": ALL_REMOTE}, questions.fitting(REMOTE_PROMPTS)
+    if not lengths:
+        raise Unavailable("calibrate: the engine's steps are too small for a prompt")
+    seen: dict[tuple[int, str], list[tuple[int, float]]] = defaultdict(list)
+    for number in _rounds(seconds, most=12, least=2):
+        for way, settings in ways.items():
+            await system.apply(settings)
+            for length in lengths:
+                sample = await questions.prefilled(length, way)
+                if number:  # the first round warms up
+                    seen[length, way].append(sample)
+    rows, costs = [], []
     for length in lengths:
-        tokens = round(statistics.median(tokens for tokens, _ in seen[length, "remote"]))
-        remote, local = (
-            statistics.median(ttft for _, ttft in seen[length, way]) for way in ("remote", "local")
-        )
-        last = speed.model.step_time(0, 0, [(tokens - 1, 1)])
-        points.append((tokens, max(1e-6, remote - local - last)))
-    rows = np.array([[1.0, tokens] for tokens, _ in points])
-    fixed, each = map(float, _least_squares(rows, np.array([extra for _, extra in points])))
-    return RemoteCost(fixed, each, tuple(points))
+        (_, local), (tokens, remote) = (_medians(seen[length, way]) for way in ways)
+        rows.append([1.0, tokens])
+        costs.append(max(1e-6, remote - local - model.step_time(0, 0, [(round(tokens) - 1, 1)])))
+    fixed, token = map(float, _least_squares(np.array(rows), np.array(costs)))
+    return replace(
+        model,
+        transfer_seconds=max(0.0, fixed - _GRAPH_SECONDS),
+        bandwidth=model.bytes_per_token / token if token > 0 else _FREE_BANDWIDTH,
+    )
+
+
+def _rounds(seconds: float, most: int, least: int = 1) -> Iterator[int]:
+    """Their numbers, until there is no time for another one that takes as long as the last."""
+    end, took = time.monotonic() + seconds, 0.0
+    for number in range(most):
+        began = time.monotonic()
+        if number >= least and began + took > end:
+            return
+        yield number
+        took = time.monotonic() - began
+
+
+def _medians(samples: Sequence[tuple[float, ...]]) -> list[float]:
+    """Of each figure of the samples."""
+    return [statistics.median(values) for values in zip(*samples, strict=True)]
 
 
 class _Questions:
@@ -291,17 +239,16 @@ class _Questions:
         self._step = 0.0
         """seconds of the last step that was measured: how many tokens there is time for"""
 
+    def fitting(self, lengths: Iterable[int], beside: int = 0) -> list[int]:
+        """Those of prompts that are computed in one step, beside so many tokens."""
+        room = min(self._limits.max_model_len - 16, self._limits.max_batched_tokens - beside)
+        return [length for length in lengths if length <= room]
+
     async def alone(self, seconds: float) -> list[SpeedPoint]:
-        """Rounds of all lengths, until there is no time for another; the first round warms up. Lengths that take too
-        much of the time are left out."""
-        end = time.monotonic() + seconds
+        """The first round warms up. Lengths that take too much of the time are left out."""
         lengths = [length for length in PROMPTS if length + 16 <= self._limits.max_model_len]
-        seen: dict[int, list[tuple[float, int]]] = {length: [] for length in lengths}
-        took = 0.0
-        for number in range(16):
-            began = time.monotonic()
-            if number > 1 and began + took > end:
-                break
+        seen: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for number in _rounds(seconds, most=16, least=2):
             for length in list(lengths):
                 answer = await self._ask(self._prompts.of(length), 1)
                 ttft = answer.ttft or 0.0
@@ -309,13 +256,10 @@ class _Questions:
                     seen[length].append((ttft, answer.prompt_tokens or length))
                 elif ttft > seconds / 12:
                     lengths = [each for each in lengths if each <= length]
-            took = time.monotonic() - began
         points = []
         for length, samples in seen.items():
-            if samples:
-                tokens = round(statistics.median(tokens for _, tokens in samples))
-                median = statistics.median(ttft for ttft, _ in samples)
-                points.append(SpeedPoint(f"TTFT of {length} tokens", self._prefill(tokens), median, True))
+            ttft, tokens = _medians(samples)
+            points.append(SpeedPoint(f"TTFT of {length} tokens", self._prefill(round(tokens)), ttft, True))
         return points
 
     async def prefilled(self, length: int, way: str) -> tuple[int, float]:
@@ -341,28 +285,20 @@ class _Questions:
         plan = [(count, _SHORT) for count in SEQUENCES if count <= most]
         plan += [(count, long) for count in LONG_SEQUENCES if count <= most]
         prompts = {length: [self._prompts.of(length) for _ in range(2)] for length in (_SHORT, long)}
-        seen: dict[tuple[int, int], list[tuple[float, int]]] = {point: [] for point in plan}
-        end, took = time.monotonic() + seconds, 0.0
-        for number in range(8):
-            began = time.monotonic()
-            if number and began + took > end:
-                break
-            for point in plan:
-                count, length = point
+        seen: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+        for _ in _rounds(seconds, most=8):
+            for count, length in plan:
                 tokens = round(seconds / len(plan) / 6 / self._step) if self._step else 16
                 some = await self._together(prompts[length], count, max(12, min(48, tokens)))
                 if pace := _pace(some):
                     self._step = pace
                     context = sum(each.prompt_tokens + each.output_tokens // 2 for each in some)
-                    seen[point].append((pace, context))
-            took = time.monotonic() - began
+                    seen[count, length].append((pace, context))
         points = []
         for (count, length), samples in seen.items():
-            if samples:
-                context = round(statistics.median(context for _, context in samples))
-                name = f"ITL of {count} sequences of {length} tokens"
-                median = statistics.median(pace for pace, _ in samples)
-                points.append(SpeedPoint(name, (EngineStep(count, context),), median))
+            itl, middle = _medians(samples)
+            name = f"ITL of {count} sequences of {length} tokens"
+            points.append(SpeedPoint(name, (EngineStep(count, round(middle)),), itl))
         return points
 
     async def _together(self, prompts: list[str], count: int, tokens: int) -> list[Exchange]:
@@ -373,30 +309,23 @@ class _Questions:
 
     async def both(self, seconds: float) -> list[SpeedPoint]:
         count = min(MIXED_SEQUENCES, self._limits.max_num_seqs - 1)
-        room = min(self._limits.max_batched_tokens - count, self._limits.max_model_len - 16)
-        lengths = [length for length in MIXED_PROMPTS if length <= room]
         if count < 1:
             return []
-        seen: dict[int, list[tuple[float, int, int]]] = {length: [] for length in lengths}
-        end, took = time.monotonic() + seconds, 0.0
-        for number in range(8):
-            began = time.monotonic()
-            if number and began + took > end:
-                break
-            for length in lengths:
+        seen: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
+        for _ in _rounds(seconds, most=8):
+            for length in self.fitting(MIXED_PROMPTS, count):
                 if found := await self._beside(count, length):
                     seen[length].append(found)
-            took = time.monotonic() - began
         points = []
         for length, samples in seen.items():
-            if samples:
-                gap, tokens, context = (statistics.median(values) for values in zip(*samples, strict=True))
-                step = EngineStep(count, round(context), ((0, round(tokens)),))
-                name = f"gap of {count} sequences beside {length} tokens of prompt"
-                points.append(SpeedPoint(name, (step,), gap))
+            gap, prompt, context = _medians(samples)
+            step = EngineStep(count, round(context), ((0, round(prompt)),))
+            points.append(
+                SpeedPoint(f"gap of {count} sequences beside {length} tokens of prompt", (step,), gap)
+            )
         return points
 
-    async def _beside(self, count: int, length: int) -> tuple[float, int, int] | None:
+    async def _beside(self, count: int, length: int) -> tuple[float, float, float] | None:
         """The gap of running answers in which a prompt is computed, the tokens of that prompt, and the context of the
         answers. None where they were over too early."""
         running = [self._exchange(self._prompts.of(_SHORT), 32) for _ in range(count)]

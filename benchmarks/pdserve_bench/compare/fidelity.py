@@ -1,11 +1,11 @@
 """How true calibrated simulated engines are: the same load on a real engine and on its simulation.
 
-    python -m pdserve_bench.compare.fidelity [--rates 1 2.5] [--seconds 20] [--json FILE]
+    python -m pdserve_bench.compare.fidelity [--rates 0.5 1] [--seconds 20] [--json FILE]
 
-Starts a graph of two real engines of the demo model (one prefills, one decodes; a CPU thread each on a machine with two
-cores), calibrates, and sends Poisson loads, all prefilled locally and then all remotely, and all of it once more, which
-shows how much of a difference is the machine's noise. Then the same loads, with the same arrivals, go to the same graph
-with simulated engines. Takes some seven minutes; the machine should do nothing else.
+Starts a graph of two real engines of the demo model (one prefills, one decodes), calibrates as `pdserve compare` does,
+and sends Poisson loads, all prefilled locally and then all remotely, and all of it once more, which shows how much of a
+difference is the machine's noise. Then the same arrivals go to the same graph with simulated engines. Takes some seven
+minutes; the machine should do nothing else.
 """
 
 import argparse
@@ -13,14 +13,11 @@ import asyncio
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 from pdserve.errors import ConfigError, Unavailable
-from pdserve_bench.compare.calibrate import EngineLimits, calibrate, remote_cost
+from pdserve_bench.compare.calibrate import SECONDS, EngineLimits, learn_speed
 from pdserve_bench.endpoint import learn_prompts
 from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.progress import Schedule
@@ -31,145 +28,107 @@ from pdserve_bench.systems.system import ALL_LOCAL, ALL_REMOTE, GraphSystem, Run
 
 FIGURES = ("TTFT p50", "TTFT p90", "ITL p50", "ITL p99", "longest gap p90")
 WAYS = {"local": ALL_LOCAL, "remote": ALL_REMOTE}
-PROMPT, ANSWER = 380, 64
-LIMITS = EngineLimits(max_model_len=4096, max_num_seqs=32, max_batched_tokens=2048)
-_KV_BYTES = 2048
-"""per token of the demo model: keys and values of 4 layers with 2 heads of 64 numbers of 2 bytes"""
+LIMITS = EngineLimits()
+COMMON = {
+    "enforce-eager": True,
+    "max-num-seqs": LIMITS.max_num_seqs,
+    "max-num-batched-tokens": LIMITS.max_batched_tokens,
+    "num-gpu-blocks-override": 8192,
+}
 _SETTLE = 2.0
-
+_COLUMNS = (
+    Column("prefill"),
+    Column("rate, 1/s", "g"),
+    Column("figure"),
+    Column("measured, ms", ".1f"),
+    Column("again / measured", ".2f"),
+    Column("predicted / measured", ".2f"),
+)
 Figures = dict[tuple[str, float], dict[str, float]]
 """prefill and rate -> figures in seconds"""
 
 
-@dataclass(frozen=True)
-class PoissonLoad:
-    rates: Sequence[float]
-    seconds: float
-
-
-def system(name: str, engine: dict[str, Any], speed: dict[str, Any] | None = None) -> GraphSystem:
-    common = {
-        "enforce-eager": True,
-        "max-num-seqs": LIMITS.max_num_seqs,
-        "max-num-batched-tokens": LIMITS.max_batched_tokens,
-        "num-gpu-blocks-override": 8192,
-    }
-    return GraphSystem(name, simulated(speed, decode=engine, prefill=engine, common=common))
-
-
-@asynccontextmanager
-async def running(
-    folder: Path, name: str, schedule: Schedule, engine: dict[str, Any], speed: dict[str, float] | None = None
-) -> AsyncIterator[RunningSystem]:
-    (folder / name).mkdir()
+async def measure(folder: Path, options: argparse.Namespace, schedule: Schedule, report: Report) -> None:
+    """Adds to the report."""
+    for name, seconds in (
+        ("real engines start", 60.0),
+        ("simulated engines start", 25.0),
+        ("calibration", SECONDS),
+    ):
+        schedule.announce(name, seconds)
+    loads = ("measured", "again", "predicted")
+    for name in loads:
+        schedule.announce(name, (options.seconds + _SETTLE) * len(options.rates) * len(WAYS))
+    vllm = {"engine": "vllm"}
     async with AsyncExitStack() as stack:
-        with schedule.phase(f"{name} engines start"):
-            found = await stack.enter_async_context(
-                system(name, engine, speed).start(folder / name, schedule.say)
-            )
-        yield found
-
-
-async def measure(folder: Path, load: PoissonLoad, schedule: Schedule, report: Report) -> None:
-    """Adds to the report as it goes."""
-    _announce(schedule, load)
-    async with running(folder, "real", schedule, {"engine": "vllm"}) as real:
-        await real.apply(ALL_LOCAL)
-        speed = await calibrate(real.endpoint, schedule, LIMITS)
+        with schedule.phase("real engines start"):
+            graph = GraphSystem("real", simulated(decode=vllm, prefill=vllm, common=COMMON))
+            real = await stack.enter_async_context(graph.start(folder, schedule.say))
+        schedule.cancel("calibration")
+        speed = await learn_speed(real, schedule, LIMITS, remote=True)
         report.notes.append(f"A real engine: {speed.describe()}.")
-        cost = await remote_cost(real, speed, schedule, LIMITS)
-        measured = await _loads(real, load, schedule, "real engines")
-        again = await _loads(real, load, schedule, "real engines again")
-    free = speed.with_transfer(cost, cost).speeds()
-    async with running(folder, "idle", schedule, {}, free) as idle:
-        floor = await remote_cost(idle, speed, schedule, LIMITS)
-    speed = speed.with_transfer(cost, floor, _KV_BYTES)
-    report.notes += [f"Real: {cost.describe()}.", f"Simulated, transfers free: {floor.describe()}."]
-    report.data["speeds"], report.data["points"] = speed.speeds(), speed.errors()
-    async with running(folder, "simulated", schedule, {}, speed.speeds()) as sims:
-        predicted = await _loads(sims, load, schedule, "simulated engines")
-    _tell(measured, again, predicted, report)
+        report.data["speeds"], report.data["points"] = speed.speeds(), speed.errors()
+        found = [await _loads(real, options, schedule, name) for name in loads[:2]]
+    async with AsyncExitStack() as stack:
+        with schedule.phase("simulated engines start"):
+            graph = GraphSystem("simulated", simulated(speed.speeds(), common=COMMON))
+            sims = await stack.enter_async_context(graph.start(folder, schedule.say))
+        _tell(report, found[0], found[1], await _loads(sims, options, schedule, loads[2]))
 
 
-def _announce(schedule: Schedule, load: PoissonLoad) -> None:
-    for name, seconds in (("real", 60.0), ("idle", 25.0), ("simulated", 25.0)):
-        schedule.announce(f"{name} engines start", seconds)
-    for name in ("real engines", "real engines again", "simulated engines"):
-        for way in WAYS:
-            for rate in load.rates:
-                schedule.announce(_phase(name, way, rate), load.seconds + _SETTLE)
-
-
-def _phase(name: str, way: str, rate: float) -> str:
-    return f"{name}, {way} prefill, {rate:g} a second"
-
-
-async def _loads(found: RunningSystem, load: PoissonLoad, schedule: Schedule, name: str) -> Figures:
+async def _loads(found: RunningSystem, options: argparse.Namespace, schedule: Schedule, name: str) -> Figures:
     """The same arrivals each time, and other prompts than before, which no prefix cache has."""
     figures: Figures = {}
-    for way, settings in WAYS.items():
-        await found.apply(settings)
-        for rate in load.rates:
-            seed = len(figures)
-            run, prompts = LoadRun(), await learn_prompts(found.endpoint, 1 + seed + 100 * len(name))
-            requests = PoissonRequests(prompts, PROMPT, ANSWER)
-            with schedule.phase(_phase(name, way, rate)):
+    prompts = await learn_prompts(found.endpoint, len(name))
+    with schedule.phase(name):
+        for way, settings in WAYS.items():
+            await found.apply(settings)
+            for rate in options.rates:
                 await asyncio.sleep(_SETTLE)
-                await requests.at(rate, load.seconds, seed).run(found.endpoint, run)
-            figures[way, rate] = run.summary()
+                run, users = LoadRun(), PoissonRequests(prompts)
+                await users.at(rate, options.seconds, len(figures)).run(found.endpoint, run)
+                figures[way, rate] = run.summary()
     return figures
 
 
-def _tell(measured: Figures, again: Figures, predicted: Figures, report: Report) -> None:
+def _tell(report: Report, measured: Figures, again: Figures, predicted: Figures) -> None:
     rows: list[list[str | float]] = []
-    errors: dict[str, list[float]] = {"medians": [], "tails": []}
-    noise: dict[str, list[float]] = {"medians": [], "tails": []}
+    errors: dict[str, list[tuple[float, float]]] = {"medians": [], "tails": []}
     for (way, rate), real in measured.items():
+        runs = (real, again[way, rate], predicted[way, rate])
+        finished = "{:g}, again {:g}, simulated {:g}".format(*(each["finished"] for each in runs))
+        report.notes.append(f"{way} prefill, {rate:g} a second: finished {finished}.")
         for name in FIGURES:
-            second, guess = again[way, rate][name], predicted[way, rate][name]
-            kind = "medians" if name.endswith("p50") else "tails"
-            errors[kind].append(abs(guess / real[name] - 1))
-            noise[kind].append(abs(second / real[name] - 1))
-            rows.append([way, rate, name, 1e3 * real[name], second / real[name], guess / real[name]])
-        counts = (real["finished"], again[way, rate]["finished"], predicted[way, rate]["finished"])
-        report.notes.append(
-            f"{way} prefill, {rate:g} a second: finished {counts[0]:g}, again {counts[1]:g}, simulated {counts[2]:g}."
+            second, guess = (each[name] / real[name] for each in runs[1:])
+            errors["medians" if name.endswith("p50") else "tails"].append((abs(guess - 1), abs(second - 1)))
+            rows.append([way, rate, name, 1e3 * real[name], second, guess])
+    report.tables.append(Rows("Single requests of the default shape", _COLUMNS, rows))
+    told = [
+        "{} by {:.0%} (a second measurement: {:.0%})".format(
+            kind, *(statistics.median(values) for values in zip(*pairs, strict=True))
         )
-    columns = (
-        Column("prefill"),
-        Column("rate, 1/s", "g"),
-        Column("figure"),
-        Column("measured, ms", ".1f"),
-        Column("again / measured", ".2f"),
-        Column("predicted / measured", ".2f"),
-    )
-    report.tables.append(Rows(f"Prompts of {PROMPT} tokens, answers of {ANSWER}", columns, rows))
-    parts = (
-        f"{kind} by {100 * statistics.median(errors[kind]):.0f} % "
-        f"(a second measurement: {100 * statistics.median(noise[kind]):.0f} %)"
-        for kind in errors
-    )
-    report.lead = f"Predictions are off, in the median: {', '.join(parts)}."
+        for kind, pairs in errors.items()
+    ]
+    report.lead = f"Predictions are off, in the median: {', '.join(told)}."
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.5], help="requests per second")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0], help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    options = parser.parse_args()
     report = Report("How true simulated engines are")
     try:
-        check_outputs(args.json, None)
+        check_outputs(options.json, None)
         with tempfile.TemporaryDirectory(prefix="pdserve-fidelity-") as folder, Schedule() as schedule:
-            load = PoissonLoad(args.rates, args.seconds)
-            report.complete = run_until_stopped(lambda: measure(Path(folder), load, schedule, report))
+            report.complete = run_until_stopped(lambda: measure(Path(folder), options, schedule, report))
     except (ConfigError, Unavailable) as error:
         sys.exit(f"fidelity: {error}")
     report.show()
-    report.write(args.json, None)
+    report.write(options.json, None)
     if not report.complete:
         sys.exit(INTERRUPTED)
 
