@@ -32,7 +32,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         schedule = Schedule()
         limits = {"max-num-seqs": LIMITS.max_num_seqs}
         async with GraphSystem("known", simulated(SPEED, common=limits)).start(folder, print) as graph:
-            speed = await learn_speed(graph, schedule, LIMITS, remote=True, seconds=12)
+            speed = await learn_speed(graph, schedule, LIMITS, remote=True, seconds=10)
             return speed, schedule.seconds_left
 
     return asyncio.run(measure())

@@ -42,7 +42,7 @@ LONG_SEQUENCES = (1, 4, 8)
 PROMPTS = (32, 128, 384, 768, 1536, 3072, 6144)
 MIXED_PROMPTS = (128, 512, 1024)
 MIXED_SEQUENCES = 4
-REMOTE_PROMPTS = (128, 512, 1536)
+REMOTE_PROMPTS = (128, 1536)
 REMOTE_PHASE = "calibrate: remote prefill"
 _SEED = 1_000_003
 """added to the user's, whose prompts the server may have in its prefix cache"""
@@ -197,7 +197,7 @@ async def _with_transfers(
     if not lengths:
         raise Unavailable("calibrate: the engine's steps are too small for a prompt")
     seen: dict[tuple[int, str], list[tuple[int, float]]] = defaultdict(list)
-    for number in _rounds(seconds, most=12, least=2):
+    for number in _rounds(seconds, most=12, least=4):
         for way, settings in ways.items():
             await system.apply(settings)
             for length in lengths:
