@@ -1,14 +1,20 @@
 """What is made of the probes of a candidate."""
 
+import time
+from pathlib import Path
+
+import pytest
 from pdserve_bench.client import Exchange
 from pdserve_bench.compare.candidates import Candidate, Launch
-from pdserve_bench.compare.measuring import Entrant, best_of, common_rate, noise
+from pdserve_bench.compare.launches import RunningLaunches
+from pdserve_bench.compare.measuring import Entrant, Measuring, best_of, common_rate, noise
 from pdserve_bench.compare.sections import Shape
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import Probe
 from pdserve_bench.goodput.search import GoodputSearch
+from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import LoadRun
-from pdserve_bench.slo import Tally
+from pdserve_bench.slo import Slo, Tally
 from pdserve_bench.systems.system import Elsewhere
 
 
@@ -81,3 +87,26 @@ def test_noise_is_known_where_both_searches_came_near_the_border() -> None:
     assert 0.05 < known < 0.15
     assert noise(near, wide) is None
     assert noise(near, GoodputSearch()) is None
+
+
+class KnownCapacities(Measuring):
+    """A probe finds what the candidate's name says: up to so many requests/s all keep the SLO, above it none does."""
+
+    async def probe(
+        self, entrant: Entrant, rate: float, seconds: float, search: GoodputSearch | None = None
+    ) -> None:
+        probe(entrant, rate, 20 if rate <= float(entrant.name) else 0)
+
+
+@pytest.mark.parametrize("start", [1.0, 4.0, 16.0, 64.0])
+async def test_the_best_of_each_kind_is_found_whatever_the_other_carries(
+    tmp_path: Path, start: float
+) -> None:
+    measuring = KnownCapacities(RunningLaunches(tmp_path, print), Schedule(), Slo(), 0.9, 1)
+    first = [entrant("3", True), entrant("33", False)]
+    await measuring.screen(first, start, 1.0, time.monotonic() + 60)
+    found = [*first, entrant("9", True)]
+    await measuring.screen(found, start, 1.0, time.monotonic() + 60)
+    best = best_of(found, True)
+    assert best is not None
+    assert best.name == "9"

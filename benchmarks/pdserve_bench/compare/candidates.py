@@ -282,7 +282,7 @@ class CandidateMaker:
         memory = 0.0 if on_gpu else 2.1 + CPU_KV_GIB * here.slots + self.weights_gib
         launch = Launch(f"vllm{threads}{_batch(batch)}", system, True, memory)
         shape = Shape(0, 1, batch, (0, tensor))
-        return Candidate(name, True, shape, launch, split="1 engine", threads=layout.threads)
+        return Candidate(name, True, shape, launch, split="1 engine", threads=layout.threads % here.units)
 
     def _one_engine_fits(self) -> bool:
         """A tensor-parallel engine divides the heads among its ranks."""

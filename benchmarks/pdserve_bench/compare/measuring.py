@@ -185,8 +185,16 @@ class Measuring:
         return min(each.ttft or 0.0 for each in done), min(each.ended - each.started for each in done)
 
     async def screen(self, entrants: Sequence[Entrant], start: float, seconds: float, until: float) -> None:
-        """Probe all of them at rates that double, those that break one no more, until of each kind no more than one is
-        left, or the time (monotonic) is over; but all at the start rate. Where none carries that, it is halved."""
+        """Sort out within each kind, until the time (monotonic) is over; but probe all at the start rate."""
+        kinds = [[each for each in entrants if each.candidate.aggregated == kind] for kind in (True, False)]
+        for number, kind in enumerate(kinds):
+            left = until - time.monotonic()
+            part = left if number else left * len(kind) / max(1, len(entrants))
+            await self._heat(kind, start, seconds, time.monotonic() + part)
+
+    async def _heat(self, entrants: Sequence[Entrant], start: float, seconds: float, until: float) -> None:
+        """Probe them at rates that double, those that break one no more, until one is left. Where none carries the
+        start rate, it is halved until one does."""
         rate, alive, turn = start, [each for each in entrants if not each.problem], 0
         while alive:
             for entrant in alive if turn % 2 == 0 else alive[::-1]:
@@ -195,16 +203,12 @@ class Measuring:
                         return
                     await self.probe(entrant, rate, stretched(rate, seconds, _SCREENED))
             turn += 1
-            kept = [each for each in alive if (each.share(rate) or 0.0) >= self.share and not each.problem]
-            if kept:
-                alive, rate = kept, float(f"{2 * rate:.4g}")
-            elif any(each.search.carried for each in entrants) or rate < start / 100:
+            alive = [each for each in alive if not each.problem]
+            kept = [each for each in alive if (each.share(rate) or 0.0) >= self.share]
+            settled = len(kept) == 1 or (kept and rate < start) or (not kept and rate > start)
+            if settled or len(alive) < 2 or rate < start / 100:
                 return
-            else:
-                rate = float(f"{rate / 2:.4g}")
-            kinds = [each.candidate.aggregated for each in alive]
-            if kept and max(kinds.count(True), kinds.count(False)) <= 1:
-                return
+            alive, rate = (kept, float(f"{2 * rate:.4g}")) if kept else (alive, float(f"{rate / 2:.4g}"))
 
     async def refine(
         self, searches: Sequence[tuple[Entrant, GoodputSearch]], seconds: float, until: float
