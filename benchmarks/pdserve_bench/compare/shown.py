@@ -70,7 +70,8 @@ def _table(comparison: Comparison, results: Sequence[CandidateResult], found: Re
     )
     note = (
         f"Goodput: the highest rate, in requests/s, at which {options.share:.0%} of the requests keep the SLO "
-        f"({options.slo}), and between which rates it is certain to be.{at}"
+        f"({options.slo}), and between which rates it lies; of a "
+        f"candidate that dropped out early these are far apart.{at}"
     )
     return Rows(
         f"{comparison.asked.described}, on {comparison.here}",
@@ -93,8 +94,8 @@ def _row(result: CandidateResult) -> list[Cell]:
     if load is not None:
         times = (load.ttft[0], load.ttft[1], load.gap[1])
         seen = [load.share, *(1000 * each for each in times), load.cpu_per_1000]
-    goodput = result.estimate if result.estimate is not None else 0.0
-    return [name, goodput, f"{result.least:.3g} and {high}", *seen, result.broke.told().partition(" ")[0]]
+    between = f"{result.carried:.3g} and {high}" if result.carried is not None else f"under {high}"
+    return [name, result.estimate, between, *seen, result.broke.told().partition(" ")[0]]
 
 
 def _notes(comparison: Comparison, found: Recommendation) -> list[str]:
@@ -105,7 +106,10 @@ def _notes(comparison: Comparison, found: Recommendation) -> list[str]:
             f"Noise: the aggregated engine, measured twice, differed from itself by {comparison.noise:.0%}.",
         )
     elif any(each.probes for each in comparison.entrants):
-        notes.insert(0, "Noise: not known, since there was no time to measure the aggregated engine twice.")
+        notes.insert(
+            0,
+            "Noise: not known: measuring the aggregated engine a second time did not get far. 5 % were assumed.",
+        )
     if comparison.speed is not None:
         notes.append(f"The simulated engines are as fast as the one here: {comparison.speed.describe()}.")
     return notes
