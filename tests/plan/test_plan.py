@@ -93,6 +93,14 @@ def test_weights_are_known_without_gpus(tmp_path: Path) -> None:
     assert found.workers[0].slot.env.get("CUDA_VISIBLE_DEVICES") is None
 
 
+@pytest.mark.parametrize(("cores", "threads"), [(1, "1"), (2, "1"), (8, "7")])
+def test_a_lone_engine_on_the_cpu_leaves_a_core_to_its_other_processes(
+    tmp_path: Path, cores: int, threads: str
+) -> None:
+    found = plan(tmp_path, "VllmWorker: {model: demo, block-size: 32}", machine(cores=cores))
+    assert found.workers[0].slot.env["OMP_NUM_THREADS"] == threads
+
+
 def test_a_graph_on_the_cpu(tmp_path: Path) -> None:
     found = plan(tmp_path, LOCAL, machine(cores=8))
     assert found.problems == ()
