@@ -123,10 +123,6 @@ class Recommendation:
         simpler = f"run {_bare(self.choice)}, the simpler one"
         return f"{simulated}don't disaggregate: no difference could be measured; {simpler}."
 
-    def told(self) -> str:
-        headline = self.headline[0].upper() + self.headline[1:]
-        return "\n".join(text for text in (headline, self.reason, self.otherwise) if text)
-
 
 @dataclass(frozen=True)
 class Criteria:
@@ -157,11 +153,6 @@ def recommend(findings: Sequence[CandidateResult], criteria: Criteria) -> Recomm
     verdict, reason, otherwise = _judge(together, separate, criteria)
     choice = separate if verdict is Verdict.DISAGGREGATE else together
     return Recommendation(verdict, choice, reason, otherwise, simulated, notes)
-
-
-def best(findings: Sequence[CandidateResult], aggregated: bool) -> CandidateResult | None:
-    """The finalist of its kind, measured on the user's hardware."""
-    return _best([each for each in findings if each.hardware == 1.0 and each.sound], aggregated, False)
 
 
 def _best(findings: Sequence[CandidateResult], aggregated: bool, simulated: bool) -> CandidateResult | None:
