@@ -1,6 +1,6 @@
 """A comparison as a report, and its winner as a file."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +139,11 @@ def _own_split(comparison: Comparison) -> str:
 
 def _charts(comparison: Comparison, results: Sequence[CandidateResult]) -> list[Chart]:
     finalists = comparison.finalists
-    charts = [_goodput_bars([each for each in results if each.probed])]
-    charts.append(_attainment(comparison, finalists))
+    charts = [
+        _goodput_bars("Goodput", (each for each in results if each.probed and not each.simulated)),
+        _goodput_bars("Goodput, simulated", (each for each in results if each.probed and each.simulated)),
+        _attainment(comparison, finalists),
+    ]
     rate, slo = comparison.seen_at, comparison.options.slo
     if rate is not None:
         probed = [each for each in finalists if each.of(rate)]
@@ -170,19 +173,21 @@ def _samples(entrant: Entrant, rate: float, ttft: bool) -> list[float]:
     return entrant.ttfts(rate) if ttft else [gap for each in entrant.of(rate) for gap in each.longest_gaps]
 
 
-def _goodput_bars(results: Sequence[CandidateResult]) -> Chart:
+def _goodput_bars(title: str, results: Iterable[CandidateResult]) -> Chart:
+    """Of those that carried a rate at all."""
+    carried = [result for result in results if result.goodput]
     series = [
         Series(
-            each.name,
-            ["goodput"],
-            [each.goodput],
-            [each.least],
-            [each.broken if each.broken is not None else each.least],
-            baseline=each.aggregated,
+            result.name,
+            [""],
+            [result.goodput],
+            [result.least],
+            [result.broken if result.broken is not None else result.least],
+            baseline=result.aggregated,
         )
-        for each in results
+        for result in carried
     ]
-    return Chart("Goodput", "bars", "", "requests/s", series, better="higher")
+    return Chart(title, "bars", "", "requests/s", series, better="higher")
 
 
 def _attainment(comparison: Comparison, finalists: Sequence[Entrant]) -> Chart:
