@@ -85,6 +85,11 @@ def test_what_is_chosen_is_named_with_the_numbers() -> None:
     assert "3.15 (3 to 3.3): 3 times as much" in found.reason
 
 
+def test_of_a_wide_interval_only_what_is_sure_is_claimed() -> None:
+    """A loser that was only screened may be nearly as good as its upper bound."""
+    assert "(2.5 to 5): at least 1.8 times as much" in answer([together(2.5, 5.0), separate()]).reason
+
+
 def test_the_better_aggregated_candidate_is_the_peer() -> None:
     assert answer([together(1.0, 1.1), together(8.8, 9.5), separate()]).verdict is Verdict.SAME
 

@@ -183,13 +183,14 @@ def _judge(together: CandidateResult, separate: CandidateResult, asked: Criteria
     if separate.least >= together.most and gain > 1 + noise:
         return (
             Verdict.DISAGGREGATE,
-            f"{both}{_times(gain)}. {_limits(together, separate)}",
+            f"{both}{_times(separate, together, asked.share)}. {_limits(together, separate)}",
             _not_enough(together, separate, rate),
         )
     loss = _ratio(together, separate, asked.share)
     if together.least >= separate.most and loss > 1 + noise:
-        reason = f"{_carries(together)}, {_bare(separate)} {_number(separate)}{_times(loss)}. "
-        return Verdict.DONT, reason + _limits(separate, together), _would_change(separate)
+        carried = f"{_carries(together)}, {_bare(separate)} {_number(separate)}"
+        reason = f"{carried}{_times(together, separate, asked.share)}. {_limits(separate, together)}"
+        return Verdict.DONT, reason, _would_change(separate)
     if together.broken is None and separate.broken is None:
         reason = f"{both}: no rate was tried that is too high for one of them."
         return Verdict.SAME, reason, "Give --minutes more, or ask about a --rate that you have."
@@ -214,7 +215,7 @@ def _one_sided(
 def _ceiling(together: CandidateResult, separate: CandidateResult, asked: Criteria, noise: float) -> str:
     gain = _ratio(separate, together, asked.share)
     if separate.least >= together.most and gain > 1 + noise:
-        return f"Above that load separation would pay: {_carries(separate)}{_times(gain)}."
+        return f"Above that load separation would pay: {_carries(separate)}{_times(separate, together, asked.share)}."
     return ""
 
 
@@ -340,8 +341,17 @@ def _ratio(ours: CandidateResult, other: CandidateResult, share: float) -> float
     return ours.goodput / other.most if other.most else 1.0
 
 
-def _times(gain: float) -> str:
-    return f": {gain:.2g} times as much" if gain < 100 else ""
+_CLOSE = 1.25
+
+
+def _times(winner: CandidateResult, loser: CandidateResult, share: float) -> str:
+    """By how much; where an interval is wide, as of a loser that was only screened, what is sure of it."""
+    gain, sure = _ratio(winner, loser, share), winner.least / loser.most
+    if gain >= 100:
+        return ""
+    return (
+        f": at least {sure:.2g} times as much" if gain > _CLOSE * sure > 0 else f": {gain:.2g} times as much"
+    )
 
 
 def _noise(noise: float) -> str:
