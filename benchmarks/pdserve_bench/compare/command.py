@@ -13,6 +13,7 @@ from pdserve_bench.compare.trace import read_trace
 from pdserve_bench.endpoint import Endpoint, learn_prompts
 from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.multi_round.workload import MultiRound
+from pdserve_bench.options import Gap, Json, Plot, Ttft
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import INTERRUPTED, Scalable, run_until_stopped
@@ -45,8 +46,8 @@ def compare(
         float | None,
         typer.Option(metavar="R", min=0.001, help="requests per second that you have (default: the trace's)"),
     ] = None,
-    ttft: Annotated[str, typer.Option(metavar="TIME", help="the first token comes within this")] = "500ms",
-    gap: Annotated[str, typer.Option(metavar="TIME", help="and no two tokens are further apart")] = "60ms",
+    ttft: Ttft = "500ms",
+    gap: Gap = "60ms",
     share: Annotated[
         float, typer.Option(metavar="S", min=0.01, max=1.0, help="of the requests that must keep both")
     ] = 0.9,
@@ -65,10 +66,8 @@ def compare(
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the winner there, for pdserve serve -f")
     ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="write the result there too")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="NAME", help="draw NAME.png and NAME.html, or only the one named")
-    ] = None,
+    json: Json = None,
+    plot: Plot = None,
 ) -> int:
     """Should I disaggregate? Runs your load against aggregated and disaggregated graphs of the same hardware, in turn,
     and says which one to run and why; also when the answer is "don't".

@@ -12,6 +12,7 @@ from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts
 from pdserve_bench.goodput.found import line_of, report_of
 from pdserve_bench.goodput.measure import FoundGoodput, GoodputOptions, find_goodput
 from pdserve_bench.goodput.requests import PATIENCE, PoissonRequests
+from pdserve_bench.options import ApiKey, Gap, Json, Plot, Ttft
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import INTERRUPTED, run_until_stopped
@@ -23,11 +24,9 @@ def goodput(
         str, typer.Option(metavar="URL", help="the server: anything that speaks OpenAI's API")
     ] = "http://127.0.0.1:8000/v1",
     model: Annotated[str, typer.Option(metavar="NAME", help="the first that the server has")] = "",
-    api_key: Annotated[
-        str, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="sent as Bearer token")
-    ] = "",
-    ttft: Annotated[str, typer.Option(metavar="TIME", help="the first token comes within this")] = "500ms",
-    gap: Annotated[str, typer.Option(metavar="TIME", help="and no two tokens are further apart")] = "60ms",
+    api_key: ApiKey = "",
+    ttft: Ttft = "500ms",
+    gap: Gap = "60ms",
     share: Annotated[
         float, typer.Option(metavar="S", min=0.01, max=1.0, help="of the requests that must keep both")
     ] = 0.9,
@@ -53,10 +52,8 @@ def goodput(
     seed: Annotated[
         int | None, typer.Option(metavar="N", help="of prompts and arrivals (default: others each time)")
     ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="write the result there too")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="NAME", help="draw NAME.png and NAME.html, or only the one named")
-    ] = None,
+    json: Json = None,
+    plot: Plot = None,
 ) -> int:
     """Find the goodput of a server: the highest rate of requests (Poisson arrivals) at which 90 % of them keep an SLO,
     that is, get their first token within --ttft and have no gap between two tokens longer than --gap.

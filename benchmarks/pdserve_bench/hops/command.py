@@ -11,6 +11,7 @@ import typer
 
 from pdserve.errors import ConfigError, PdserveError
 from pdserve_bench.hops.section import Hop, HopOptions, HopSection
+from pdserve_bench.options import Json, Plot
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Report, check_outputs
 from pdserve_bench.runs import INTERRUPTED, run_until_stopped
@@ -38,10 +39,8 @@ def hops(
         str, typer.Option(metavar="RATE", help="of the link over which KV is moved: 200mbit, 10gbit")
     ] = HopOptions.link,
     seed: Annotated[int, typer.Option(metavar="N", help="of the prompts")] = HopOptions.seed,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="write the report there too")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="NAME", help="write the figures to NAME.png and NAME.html")
-    ] = None,
+    json: Json = None,
+    plot: Plot = None,
 ) -> int:
     """What each part of the graph costs, alone, against the simplest thing that does the same work:
 

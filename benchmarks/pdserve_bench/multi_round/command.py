@@ -5,7 +5,6 @@ import math
 import random
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +15,7 @@ from pdserve_bench.endpoint import Endpoint, find_endpoint, key_headers
 from pdserve_bench.multi_round.summary import MultiRoundResult
 from pdserve_bench.multi_round.texts import Texts
 from pdserve_bench.multi_round.workload import MultiRound
+from pdserve_bench.options import ApiKey, Gap, Json, Plot, Ttft
 from pdserve_bench.progress import Schedule, told
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import INTERRUPTED, LoadRun, run_until_stopped
@@ -31,9 +31,7 @@ def multi_round(
         str, typer.Option(metavar="URL", help="the server: anything that speaks OpenAI's chat API")
     ] = "http://127.0.0.1:8000/v1",
     model: Annotated[str, typer.Option(metavar="NAME", help="the first that the server has")] = "",
-    api_key: Annotated[
-        str, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="sent as Bearer token")
-    ] = "",
+    api_key: ApiKey = "",
     time_: Annotated[
         float, typer.Option("--time", metavar="S", min=1.0, help="seconds in which questions are asked")
     ] = 40.0,
@@ -54,10 +52,8 @@ def multi_round(
     fixed_users: Annotated[
         bool, typer.Option("--fixed-users", help="a user joins only when another has left")
     ] = False,
-    ttft: Annotated[
-        str, typer.Option(metavar="TIME", help="SLO: the first token comes within this")
-    ] = "500ms",
-    gap: Annotated[str, typer.Option(metavar="TIME", help="and no two tokens are further apart")] = "60ms",
+    ttft: Ttft = "500ms",
+    gap: Gap = "60ms",
     warm_up: Annotated[
         int, typer.Option(metavar="N", min=0, help="requests before it begins, which do not count")
     ] = 10,
@@ -70,10 +66,8 @@ def multi_round(
     seed: Annotated[
         int | None, typer.Option(metavar="N", help="of texts and arrivals; a new one each time if not given")
     ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="write all figures there too")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="NAME", help="draw NAME.png and NAME.html, or only the one named")
-    ] = None,
+    json: Json = None,
+    plot: Plot = None,
 ) -> int:
     """Multi-round QA: users that join over time, hold a chat of --num-rounds questions each, and leave.
 

@@ -19,6 +19,7 @@ from pdserve.plan.plan import Plan, make_plan
 from pdserve_bench.endpoint import Endpoint, base_url, find_endpoint, key_headers
 from pdserve_bench.goodput.measure import GoodputOptions
 from pdserve_bench.launch import derive
+from pdserve_bench.options import Json, Plot
 from pdserve_bench.progress import Schedule, told
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import INTERRUPTED, run_until_stopped
@@ -89,10 +90,8 @@ def systems(
     ttft: Annotated[str, typer.Option(metavar="TIME", help="goodput: to the first token")] = "500ms",
     gap: Annotated[str, typer.Option(metavar="TIME", help="goodput: between two tokens")] = "60ms",
     seed: Annotated[int, typer.Option(metavar="N", help="of the prompts")] = 1,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="write everything there, raw")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="NAME", help="write charts: NAME.png and NAME.html")
-    ] = None,
+    json: Json = None,
+    plot: Plot = None,
 ) -> int:
     """One vLLM engine against the graph, on the same hardware, under the same load.
     Starts plain vLLM (the baseline, with all the cores or GPUs that FILE's graph has, at the best of the settings that
