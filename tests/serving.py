@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from pdserve_bench.launch import PDSERVE, ServeRun
 
 from pdserve.ports import free_port
@@ -91,6 +92,18 @@ def until(condition: Callable[[], object], serve: Serve, within: float = 90) -> 
     while not condition():
         assert time.monotonic() < deadline, serve.text[-5000:]
         time.sleep(0.05)
+
+
+def processes_below(folder: Path) -> list[psutil.Process]:
+    """Of all graphs whose state is somewhere in this folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(folder) in process.environ().get("PDSERVE_STATE_DIR", ""):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
 
 
 def kv_ports() -> int:

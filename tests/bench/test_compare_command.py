@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pdserve_bench.launch import PDSERVE
 from pdserve_bench.runs import INTERRUPTED
 from pdserve_bench.simulated import simulated, write
 
 from pdserve.config.load import load
+from tests.serving import processes_below
 
 WITHIN = 400
 """seconds, on a machine that does much else; some 45 on an idle one"""
@@ -104,7 +104,7 @@ def test_broken_off_it_stops_what_it_started_and_says_so(tmp_path: Path) -> None
         text=True,
     ) as process:
         deadline = time.monotonic() + 120
-        while not _started(tmp_path):
+        while not processes_below(tmp_path):
             assert time.monotonic() < deadline
             assert process.poll() is None
             time.sleep(0.1)
@@ -113,20 +113,8 @@ def test_broken_off_it_stops_what_it_started_and_says_so(tmp_path: Path) -> None
     assert process.returncode == INTERRUPTED
     assert "Broken off" in told
     assert "No recommendation" in told
-    assert not _started(tmp_path)
+    assert not processes_below(tmp_path)
     assert not list(tmp_path.glob("pdserve-compare-*"))
-
-
-def _started(folder: Path) -> list[psutil.Process]:
-    """Processes of graphs whose state is below the folder."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("PDSERVE_STATE_DIR", "").startswith(str(folder)):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 def test_a_wrong_command_line_is_told_before_anything_starts(tmp_path: Path) -> None:

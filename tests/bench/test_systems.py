@@ -18,6 +18,7 @@ from pdserve_bench.simulated import simulated, write
 
 from pdserve.cli import main
 from tests.bench.answers import OpenAi, tiny_server
+from tests.serving import processes_below
 
 SPEED = {"step-seconds": 0.01, "prefill-rate": 10_000}
 TINY = [
@@ -69,14 +70,7 @@ class Benchmark:
 
     def left(self) -> list[psutil.Process]:
         """What still runs of it."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if str(self.folder) in process.environ().get("PDSERVE_STATE_DIR", ""):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return processes_below(self.folder)
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from typing import Any
 
 import psutil
 
+from tests.serving import processes_below
+
 
 @dataclass
 class Run:
@@ -60,11 +62,4 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """What still runs of it."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if str(self.folder) in process.environ().get("PDSERVE_STATE_DIR", ""):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return processes_below(self.folder)
