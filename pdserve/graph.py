@@ -41,6 +41,7 @@ class RoleSpec:
 GRAPH = {
     Role.FRONTEND: RoleSpec("pdserve.frontend.server:Frontend", stops=0),
     Role.DECODE: RoleSpec("pdserve.decode.worker:DecodeWorker", stops=1),
+    Role.BOTH: RoleSpec("pdserve.both.worker:BothWorker", stops=1),
     Role.PREFILL: RoleSpec("pdserve.prefill.worker:PrefillWorker", stops=2),
 }
 

@@ -48,6 +48,10 @@ class Hello(Struct, frozen=True, tag=True):
     """First message of a frontend on a connection; a worker of another vLLM version answers `Refused`."""
 
     vllm_version: str
+    follow_cache: bool = False
+    """send `PrefixesChanged` from now on; said again with each change of mind"""
+    follow_load: bool = False
+    """send `WorkerLoad`, which an older frontend cannot read"""
 
 
 ToDecode = Submit | Cancel | Hello
@@ -64,7 +68,7 @@ class Placed(Struct, frozen=True, tag=True):
     """`local` or `remote`"""
     reason: str
     cached: int = 0
-    """prompt tokens that were a prefix hit at the prefill worker"""
+    """prompt tokens that were a prefix hit at this worker or the prefill worker, where it is remote"""
 
 
 class Outputs(Struct, frozen=True, tag=True):
@@ -86,13 +90,50 @@ class Failed(Struct, frozen=True, tag=True):
     counts. A worker that is gone without a word was killed or cut off, which is no request's fault."""
 
 
+class Load(Struct, frozen=True):
+    """What a process is doing."""
+
+    running: int = 0
+    """requests inside the engine's batch; of a frontend: sequences that are being generated"""
+    waiting: int = 0
+    """requests admitted but not yet running, those out for remote prefill included; of a frontend: requests in line"""
+    kv_usage: float = 0.0
+    """share of the KV blocks in use, 0 to 1"""
+    tokens: int = 0
+    """outstanding: prompts and outputs so far of all that runs or waits, shared prefixes counted for each"""
+    queue_depth: int = 0
+    """prefill requests not yet pulled, as this process sees the queue"""
+    unreachable: list[str] = []
+    """of a frontend: decode workers that are registered and that it has no connection to"""
+
+
+class WorkerLoad(Struct, frozen=True, tag=True):
+    """To frontends that follow it, when it has changed, a few times a second at most: to route by."""
+
+    load: Load
+
+
+class PrefixesChanged(Struct, frozen=True, tag=True):
+    """What is new in the worker's prefix cache and what is gone, by the names of `prefixes.py`. For frontends that
+    follow it only, a few times a second at most."""
+
+    block_size: int
+    """tokens"""
+    stride: int
+    """blocks from each name that is told to the next"""
+    stored: list[bytes]
+    removed: list[bytes]
+    whole: bool = False
+    """what is not here is not cached: the first of these messages"""
+
+
 class Refused(Struct, frozen=True, tag=True):
     """The worker will not work with this frontend (other vLLM version, or draining)."""
 
     message: str
 
 
-ToFrontend = Placed | Outputs | Failed | Refused
+ToFrontend = Placed | Outputs | Failed | WorkerLoad | PrefixesChanged | Refused
 
 
 # ── prefill worker, from a decode worker, through the queue ───────────────────────────────────────────────────────
@@ -137,6 +178,15 @@ class PrefillConfirm(Struct, frozen=True, tag=True):
 ToPrefill = PrefillCancel | PrefillConfirm
 
 
+class PrefillLoad(Struct, frozen=True):
+    """What a prefill worker has to do, and how fast it is."""
+
+    tokens: int = 0
+    """of prompts that it has pulled and not answered"""
+    token_seconds: float = 0.0
+    """that it takes for a token of a prompt, as measured; 0: not yet"""
+
+
 class QueueState(Struct, frozen=True, tag=True):
     """Sent by a prefill worker with each pull, so that decode workers know the queue's depth without asking the
     server."""
@@ -145,6 +195,10 @@ class QueueState(Struct, frozen=True, tag=True):
     """highest stream sequence delivered so far"""
     pending: int
     """messages behind it, not yet delivered"""
+    worker: str = ""
+    """instance id of the prefill worker"""
+    load: PrefillLoad = PrefillLoad()
+    """of the prefill worker, with what it pulled just now"""
 
 
 # ── decode worker, from a prefill worker ──────────────────────────────────────────────────────────────────────────
@@ -184,6 +238,14 @@ class PrefillStarted(Struct, frozen=True, tag=True):
     """its instance id"""
 
 
+class PrefillProgress(Struct, frozen=True, tag=True):
+    """The KV of the beginning of the prompt is there, and may be read ahead: `handle` is good as long as the prefill
+    goes on, and only if `PrefillDone` names the same blocks was it good until then."""
+
+    request_id: str
+    handle: KvHandle
+
+
 class PrefillDone(Struct, frozen=True, tag=True):
     """Said again every few seconds while the KV is kept and was not read: the decode worker takes it once, and
     rejects it where no request of its own needs it (any more)."""
@@ -195,6 +257,9 @@ class PrefillDone(Struct, frozen=True, tag=True):
     """seconds since the KV was computed, when this was sent"""
     token: str = ""
     """of the `PrefillConfirm` that asked for it"""
+    first: list[bytes] = []
+    """the first token, in vLLM's own encoding of EngineCoreOutputs; opaque to all but engines. Empty where the decode
+    engine has to sample it"""
 
 
 class PrefillFailed(Struct, frozen=True, tag=True):
@@ -207,7 +272,7 @@ class PrefillFailed(Struct, frozen=True, tag=True):
     """while it computed this prompt"""
 
 
-PrefillAnswer = PrefillStarted | PrefillDone | PrefillFailed
+PrefillAnswer = PrefillStarted | PrefillProgress | PrefillDone | PrefillFailed
 
 
 def reader(decode: Callable[[bytes | memoryview], T]) -> Callable[[bytes | memoryview], T]:

@@ -12,21 +12,12 @@ class Role(StrEnum):
     FRONTEND = "frontend"
     DECODE = "decode"
     PREFILL = "prefill"
+    BOTH = "both"
+    """decode and prefill worker in one process, on one engine"""
 
-
-class Load(Struct, frozen=True):
-    """What an instance is doing; written again every second or so while it changes."""
-
-    running: int = 0
-    """requests inside the engine's batch; of a frontend: sequences that are being generated"""
-    waiting: int = 0
-    """requests admitted but not yet running, those out for remote prefill included; of a frontend: requests in line"""
-    kv_usage: float = 0.0
-    """share of the KV blocks in use, 0 to 1"""
-    queue_depth: int = 0
-    """prefill requests not yet pulled, as this instance sees the queue"""
-    unreachable: list[str] = []
-    """of a frontend: decode workers that are registered and that it has no connection to"""
+    def does(self, work: "Role") -> bool:
+        """Whether a process of this role does the work of that one."""
+        return self is work or (self is Role.BOTH and work in (Role.DECODE, Role.PREFILL))
 
 
 class Instance(Struct, frozen=True):
@@ -38,9 +29,9 @@ class Instance(Struct, frozen=True):
     model: str = ""
     """served model name; empty for a frontend, which serves every model that has a card"""
     address: str = ""
-    """where its stream listens, `tcp://host:port` (decode), or its URL (frontend)"""
+    """where its stream listens, `tcp://host:port` (decode, both), or its URL (frontend)"""
     metrics: str = ""
-    """URL of its own Prometheus page"""
+    """URL of its own Prometheus page; its load is beside it, at `/load`"""
     host: str = ""
     pid: int = 0
     gpus: list[int] = []
@@ -61,7 +52,6 @@ class Instance(Struct, frozen=True):
     it, but logs of different hosts can be compared only where it is small"""
     draining: bool = False
     """true: finishes what it has and takes nothing new"""
-    load: Load = Load()
 
 
 class SlotState(Struct, frozen=True):

@@ -229,6 +229,7 @@ def test_set_shows_writes_and_unsets(etcd_url: str, namespace: str) -> None:
     assert "router = (as in the file)" in pdserve("set", *where).stdout
     result = pdserve("set", "max_local_prefill_length=7", "router=least-loaded", *where)
     assert result.returncode == 0
+    assert "policy = threshold " in result.stdout, "which a threshold alone means"
     assert "max-local-prefill-length = 7 " in pdserve("set", *where).stdout
     assert "router = (as in the file)" in pdserve("set", "--unset", "router", *where).stdout
 

@@ -52,7 +52,7 @@ async def test_keys_and_values_in_etcd(etcd_url: str, namespace: str) -> None:
 async def _put_raw(registry: EtcdRegistry, key: bytes, value: bytes) -> None:
     session = registry._session
     assert session is not None
-    await session._client.put(key, value, lease=session._lease)
+    await session._client.put(key, value, lease=session.lease)
 
 
 async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,6 @@ async def test_how_long_a_process_runs_is_only_known_on_its_machine(host: str, k
         async with RegistryView(registry) as view:
             console = Console(width=200)
             with console.capture() as shown:
-                console.print(render(view, GraphAddress("etcd", "pdserve")))
+                console.print(render(view, {}, GraphAddress("etcd", "pdserve")))
     row = next(line for line in shown.get().splitlines() if instance.id in line)
     assert (" s " in row or " min " in row) == known

@@ -198,6 +198,10 @@ class StartedGraph(RunningGraph):
         self.graph, self.away = graph, False
 
 
+SHORT = 64
+"""tokens of a prompt that is prefilled locally"""
+
+
 @asynccontextmanager
 async def started(
     file: Path,
@@ -208,17 +212,23 @@ async def started(
     dtype: str = "",
     own_model: bool = False,
     own_disk: bool = False,
+    thresholds: bool = False,
     variables: Mapping[str, str] | None = None,
 ) -> AsyncIterator[StartedGraph]:
     """A graph that serves, stopped as by Ctrl-C on leaving. With `own_model` it gets a copy of its model, with
-    `own_disk` a small file system for its state, as far as that can be done. Raises ConfigError, and Unavailable with
-    the end of its output where it does not come up."""
+    `own_disk` a small file system for its state, as far as that can be done. With `thresholds`, prompts go by their
+    length where the file has the policy `adaptive`, so that remote prefills are there to be broken. Raises ConfigError,
+    and Unavailable with the end of its output where it does not come up."""
     config = load(file, {})
     model = _copied(Path(config.model), folder) if own_model else None
     ports = free_port(config.host), free_port(config.host, 16 * workers)
+    sections = derive(file, workers, *ports, dtype, model)
+    if thresholds and config.decode is not None and config.decode.policy == "adaptive":
+        _take(sections["VllmWorker"], "policy")
+        sections["VllmWorker"]["max-local-prefill-length"] = SHORT
     serve = ServeRun(
         folder,
-        write(derive(file, workers, *ports, dtype, model), folder / "graph.yaml"),
+        write(sections, folder / "graph.yaml"),
         variables=variables,
     )
     with small_disk(serve.state_dir) if own_disk else nullcontext(False) as disk:

@@ -20,7 +20,7 @@ from pdserve_bench.report import Column, Report, Rows
 from pdserve_bench.systems.cpu import cpu_seconds, label
 
 _SPIN = 1.5
-"""seconds; the workers of engines spin for one second after a message"""
+"""seconds; workers of engines in processes of their own spin for one second after a message"""
 
 
 async def measure(file: Path, folder: Path, seconds: float) -> Report:

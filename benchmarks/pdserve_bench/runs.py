@@ -8,11 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from pdserve.process.signals import STOPPERS
 from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint
+from pdserve_bench.report import Report
 from pdserve_bench.samples import percentile
 from pdserve_bench.slo import Slo
 
@@ -118,6 +120,13 @@ class Scalable(Protocol):
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
         """For so long, `rate` requests per second on average; other seeds make other prompts and arrivals."""
+
+
+def conclude(report: Report, json: Path | None, plot: Path | None, *, complete: bool, failed: bool) -> int:
+    """Show and write what there is; the command's exit code."""
+    report.show()
+    report.write(json, plot)
+    return int(failed) if complete else INTERRUPTED
 
 
 def run_until_stopped(work: Callable[[], Coroutine[None, None, object]]) -> bool:

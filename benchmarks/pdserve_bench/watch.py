@@ -12,6 +12,8 @@ from typing import Self
 import httpx
 
 from pdserve.errors import RegistryUnavailable
+from pdserve.messages import Load
+from pdserve.observe.pages import read_loads
 from pdserve.records import Instance, Role, decode_instance
 from pdserve.registry import connect, keys
 from pdserve.registry.base import Registry
@@ -63,7 +65,7 @@ class GraphWatch:
             log.debug("%s", error)
             return []
         instances = [decode_instance(value) for value in found.values()]
-        return [instance for instance in instances if instance.role in roles or not roles]
+        return [found for found in instances if not roles or any(map(found.role.does, roles))]
 
     async def learn(self) -> list[Instance]:
         """What is there now is the whole graph."""
@@ -86,10 +88,11 @@ class GraphWatch:
         started = time.monotonic()
         while True:
             instances = await self.instances()
+            loads = await read_loads(instances)
             seconds = time.monotonic() - started
-            queued = max((instance.load.queue_depth for instance in instances), default=0)
-            left = Leftovers(_held(instances), queued, seconds)
-            clean = not left.blocks and not left.queued and not any(map(_busy, instances))
+            queued = max((load.queue_depth for load in loads.values()), default=0)
+            left = Leftovers(held(instances, loads), queued, seconds)
+            clean = not left.blocks and not left.queued and not any(map(busy, loads.values()))
             if seconds >= within or (clean and _count(instances) == self.whole):
                 return left
             await asyncio.sleep(LOOK_EVERY)
@@ -123,10 +126,11 @@ def _count(instances: list[Instance]) -> Counter[str]:
     return Counter(instance.role.value for instance in instances if not instance.draining)
 
 
-def _busy(instance: Instance) -> bool:
-    return bool(instance.load.running or instance.load.waiting)
+def busy(load: Load) -> bool:
+    return bool(load.running or load.waiting)
 
 
-def _held(instances: list[Instance]) -> dict[str, int]:
-    """At least one for each worker that holds anything: the share is rounded."""
-    return {i.id: max(1, round(i.load.kv_usage * i.kv_blocks)) for i in instances if i.load.kv_usage}
+def held(instances: list[Instance], loads: Mapping[str, Load]) -> dict[str, int]:
+    """KV blocks, at least one for each worker that holds anything, since the share is rounded, or does not tell."""
+    found = {i.id: loads[i.id].kv_usage * i.kv_blocks if i.id in loads else 1 for i in instances}
+    return {instance: max(1, round(blocks)) for instance, blocks in found.items() if blocks}

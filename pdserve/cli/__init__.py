@@ -24,6 +24,7 @@ COMMANDS = {
     "frontend": ("pdserve.cli.role:role", "one frontend: the HTTP port, and the processors of all models"),
     "decode": ("pdserve.cli.role:role", "one decode worker"),
     "prefill": ("pdserve.cli.role:role", "one prefill worker"),
+    "both": ("pdserve.cli.role:role", "one worker that decodes and prefills"),
     "plan": ("pdserve.cli.plan:plan", "what would run where, and whether it fits"),
     "status": ("pdserve.cli.status:status", "which processes run, and what they are doing"),
     "set": ("pdserve.cli.settings:change_settings", "change a running graph's settings"),
@@ -44,6 +45,10 @@ COMMANDS = {
                 "one vLLM engine and this graph, in turn, under the same load",
             ),
             "hops": ("pdserve_bench.hops.command:hops", "what each part of the graph costs, alone"),
+            "scale": (
+                "pdserve_bench.scale.command:scale",
+                "what each process costs in a graph of 1,000 workers",
+            ),
         },
         "measure a server, or this graph against one engine",
     ),

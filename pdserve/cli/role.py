@@ -1,4 +1,4 @@
-"""`pdserve frontend|decode|prefill`: one process of the graph, alone."""
+"""`pdserve frontend|decode|prefill|both`: one process of the graph, alone."""
 
 import os
 from typing import Annotated

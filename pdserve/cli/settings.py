@@ -8,13 +8,14 @@ import typer
 
 from pdserve.cli.find import GraphAddress, find_graph
 from pdserve.cli.options import Etcd, GraphFile, Namespace
-from pdserve.config.schema import POLICIES
+from pdserve.config.schema import POLICIES, PREFILL_POLICIES, THRESHOLDS
 from pdserve.config.tree import or_nearest
-from pdserve.decode.policy import MAX_THRESHOLD, is_threshold
+from pdserve.decode import settings
 from pdserve.errors import ConfigError
 from pdserve.registry import connect, keys
 
 SETTINGS = {
+    "policy": f"which way a prompt goes: {', '.join(PREFILL_POLICIES)}",
     "max-local-prefill-length": "tokens; a prompt with more than these to compute goes to a prefill worker",
     "max-prefill-queue-size": "requests; with these many waiting, prefill locally",
     "router": f"how frontends choose a decode worker: {', '.join(POLICIES)}",
@@ -34,13 +35,15 @@ def change_settings(
     examples:
       pdserve set                                   what can be set, and what is
       pdserve set max-local-prefill-length=256      longer prompts go to a prefill worker
-      pdserve set router=least-loaded max-prefill-queue-size=4
+      pdserve set router=kv max-prefill-queue-size=4
       pdserve set --unset router                    back to the file's
     """
     wanted = _parse(changes or [], unset or [])
     if problems := [problem for name, value in wanted.items() if (problem := _problem(name, value))]:
         raise ConfigError(problems)
     found = asyncio.run(_change(find_graph(file, etcd, namespace), wanted))
+    if found.keys() & set(THRESHOLDS):
+        found.setdefault("policy", "threshold")  # as decode workers read it
     for name, what in SETTINGS.items():
         print(f"{name} = {found.get(name, '(as in the file)')}   # {what}")
     return 0
@@ -67,8 +70,8 @@ def _problem(name: str, value: str | None) -> str | None:
         return None
     if name == "router" and value not in POLICIES:
         return f"router={value}: there are {', '.join(POLICIES)}."
-    if name != "router" and not is_threshold(value):
-        return f"{name}={value[:40]}: it takes a whole number from 0 to {MAX_THRESHOLD}."
+    if name != "router" and (wanted := settings.problem(name, value)):
+        return f"{name}={value[:40]}: it takes {wanted}."
     return None
 
 

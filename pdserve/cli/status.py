@@ -5,8 +5,8 @@ import json
 import socket
 import sys
 from collections import defaultdict
-from collections.abc import Container, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Container, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from typing import Annotated, Any
 
 import msgspec
@@ -21,13 +21,17 @@ from pdserve import clock
 from pdserve.cli.find import GraphAddress, NoGraph, find_graph
 from pdserve.cli.options import Etcd, GraphFile, Namespace
 from pdserve.errors import RegistryUnavailable
+from pdserve.messages import Load
+from pdserve.observe.pages import read_loads
 from pdserve.observe.tables import show, table
 from pdserve.records import Instance
 from pdserve.registry import connect
 from pdserve.registry.view import RegistryView
 
-_ORDER = {"frontend": 0, "decode": 1, "prefill": 2}
+_ORDER = {"frontend": 0, "decode": 1, "both": 2, "prefill": 3}
 _NUMBERS = ("running", "waiting", "KV used", "KV tokens")
+_AGAIN = 1.0
+"""seconds between two looks with --watch"""
 
 
 def status(
@@ -37,8 +41,9 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="everything, as one JSON object")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="go on showing changes until Ctrl-C")] = False,
 ) -> int:
-    """Show the processes of a running graph, as etcd knows them: one row for each living lease, with its load, KV
-    usage and address, the models, the prefill queue and the live settings. Exit code 1 where nothing runs.
+    """Show the processes of a running graph: one row for each living lease in etcd, with its address, its load and KV
+    usage as the process itself tells them (`?` where it does not answer), the models, the prefill queue and the live
+    settings. Exit code 1 where nothing runs.
 
     examples:
       pdserve status                         the graph that runs on this machine
@@ -59,10 +64,11 @@ async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
             raise NoGraph(f"{error}: no graph runs there.") from None
         if watch:
             await _watch(view, graph, as_json)
-        elif as_json:
-            print(json.dumps(as_dict(view, graph), indent=2))
+        loads = await read_loads(view.instances())
+        if as_json:
+            print(json.dumps(as_dict(view, loads, graph), indent=2))
         else:
-            show(render(view, graph), pipe_width=140)
+            show(render(view, loads, graph), pipe_width=140)
         if not view.instances():
             print(f"pdserve: nothing runs in namespace {graph.namespace} of {graph.etcd}.", file=sys.stderr)
             return 1
@@ -71,23 +77,32 @@ async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
 
 async def _watch(view: RegistryView, graph: GraphAddress, as_json: bool) -> None:
     """Until cancelled; with JSON, one line for each change."""
-    if as_json:
-        async for _ in view.changes():
-            print(json.dumps(as_dict(view, graph)), flush=True)
-    with Live(console=Console(highlight=False), auto_refresh=False, screen=True) as live:
-        async for _ in view.changes():
-            live.update(render(view, graph), refresh=True)
-            await asyncio.sleep(0.1)  # a busy graph changes more often than people can read
+    with ExitStack() as stack:
+        live = Live(console=Console(highlight=False), auto_refresh=False, screen=True)
+        if not as_json:
+            stack.enter_context(live)
+        told: dict[str, Any] = {}
+        while True:
+            loads = await read_loads(view.instances())
+            if not as_json:
+                live.update(render(view, loads, graph), refresh=True)
+            elif (now := as_dict(view, loads, graph)) != told:
+                told = now
+                print(json.dumps(told), flush=True)
+            await asyncio.sleep(_AGAIN)
 
 
-def as_dict(view: RegistryView, graph: GraphAddress) -> dict[str, Any]:
-    """Plain data: everything that the registry has."""
+def as_dict(view: RegistryView, loads: Mapping[str, Load], graph: GraphAddress) -> dict[str, Any]:
+    """Plain data: everything that the registry has, and of each process its load, None where it did not answer."""
     return {
         "etcd": graph.etcd,
         "namespace": graph.namespace,
         "url": graph.url,
-        "queue_depth": queue_depth(view.instances()),
-        "instances": [msgspec.to_builtins(instance) for instance in in_order(view)],
+        "queue_depth": queue_depth(loads),
+        "instances": [
+            {**msgspec.to_builtins(instance), "load": msgspec.to_builtins(loads.get(instance.id))}
+            for instance in in_order(view)
+        ],
         "models": {
             name: [{"instance": owner, **msgspec.to_builtins(card)} for owner, card in cards]
             for name, cards in view.cards().items()
@@ -97,7 +112,7 @@ def as_dict(view: RegistryView, graph: GraphAddress) -> dict[str, Any]:
     }
 
 
-def render(view: RegistryView, graph: GraphAddress) -> RenderableType:
+def render(view: RegistryView, loads: Mapping[str, Load], graph: GraphAddress) -> RenderableType:
     instances = in_order(view)
     summary = Table.grid(padding=(0, 2))
     for name, cards in view.cards().items():
@@ -111,29 +126,29 @@ def render(view: RegistryView, graph: GraphAddress) -> RenderableType:
         elif slot.restarts:
             again = f"{slot.restarts} time{'s' * (slot.restarts != 1)}"
             summary.add_row("restarts", Text(f"{slot.name} on {slot.host}: {again}, last end: {slot.end}"))
-    summary.add_row("queue", f"{queue_depth(instances)} prefill requests waiting")
+    summary.add_row("queue", f"{queue_depth(loads)} prefill requests waiting")
     for name, value in sorted(view.settings().items()):
         summary.add_row("setting", f"{name} = {value}")
     if graph.url:
         summary.add_row("URL", f"{graph.url}/v1")
     summary.add_row("etcd", f"{graph.etcd}, namespace {graph.namespace}")
-    return Group(_instances(instances), summary)
+    return Group(_instances(instances, loads), summary)
 
 
 def in_order(view: RegistryView) -> list[Instance]:
     return sorted(view.instances(), key=lambda instance: (_ORDER[instance.role.value], instance.id))
 
 
-def queue_depth(instances: Sequence[Instance]) -> int:
+def queue_depth(loads: Mapping[str, Load]) -> int:
     """All workers see the same queue, at slightly different times."""
-    return max((instance.load.queue_depth for instance in instances), default=0)
+    return max((load.queue_depth for load in loads.values()), default=0)
 
 
-def _instances(instances: Sequence[Instance]) -> Table:
+def _instances(instances: Sequence[Instance], loads: Mapping[str, Load]) -> Table:
     shown = table("instance", "model", "where", "GPUs", "up", *_NUMBERS, "address", numbers=_NUMBERS)
     mixed = _mixed(instances)
     for instance in instances:
-        shown.add_row(*_row(instance, mixed))
+        shown.add_row(*_row(instance, loads.get(instance.id), mixed))
     return shown
 
 
@@ -146,8 +161,8 @@ def _mixed(instances: Sequence[Instance]) -> set[str]:
     return {fingerprint for prints in loaded.values() if len(prints) > 1 for fingerprint in prints}
 
 
-def _row(instance: Instance, mixed: Container[str]) -> tuple[str | Text, ...]:
-    load, name = instance.load, Text(instance.id)
+def _row(instance: Instance, load: Load | None, mixed: Container[str]) -> tuple[str | Text, ...]:
+    name = Text(instance.id)
     if instance.draining:
         name.append(" draining", "yellow")
     if instance.fingerprint in mixed:
@@ -157,11 +172,11 @@ def _row(instance: Instance, mixed: Container[str]) -> tuple[str | Text, ...]:
     gpus = kv_used = kv_tokens = ""
     if instance.kv_blocks:
         gpus = ",".join(map(str, instance.gpus)) or "CPU"
-        kv_used, kv_tokens = f"{load.kv_usage:.0%}", f"{instance.kv_tokens:,}"
-    else:
-        for worker in load.unreachable:
-            name.append(f"\ncannot reach {worker}", "red")
-    where, counts = f"{instance.host or '?'}:{instance.pid}", (str(load.running), str(load.waiting))
+        kv_used, kv_tokens = f"{load.kv_usage:.0%}" if load else "?", f"{instance.kv_tokens:,}"
+    for worker in load.unreachable if load else []:
+        name.append(f"\ncannot reach {worker}", "red")
+    where = f"{instance.host or '?'}:{instance.pid}"
+    counts = (str(load.running), str(load.waiting)) if load else ("?", "?")
     return name, instance.model, where, gpus, _up(instance), *counts, kv_used, kv_tokens, instance.address
 
 

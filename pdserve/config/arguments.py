@@ -11,10 +11,14 @@ from typing import TypeVar
 
 import msgspec
 
+from pdserve.records import Role
+
 T = TypeVar("T")
 N = TypeVar("N", int, float)
 
 PATH = Path(__file__).with_name("vllm_arguments.json")
+KV_ROLES = {Role.DECODE: "kv_consumer", Role.PREFILL: "kv_producer", Role.BOTH: "kv_both"}
+"""what vLLM's `kv-transfer-config` calls them"""
 
 
 class Argument(msgspec.Struct, frozen=True):

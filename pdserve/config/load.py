@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from pdserve.config.arguments import arguments
 from pdserve.config.host import resolve_model, with_home
 from pdserve.config.schema import (
+    THRESHOLDS,
     Config,
     DecodeConfig,
     DecodeSection,
@@ -72,7 +73,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
         _compare_workers(decode.args, prefill.args, findings)
     places = _with_places(graph.values, env, findings)
     frontend_config = _frontend(frontend, processor.values, findings)
-    decode_config = _worker(DecodeConfig, decode, findings)
+    decode_config = _worker(DecodeConfig, _with_policy(decode, findings), findings)
     prefill_config = _worker(PrefillConfig, prefill, findings)
     findings.raise_if_any()
     return Config(
@@ -115,16 +116,30 @@ def _model(workers: Iterable[SectionRead[Any]], findings: Findings) -> str:
 def _check_split(
     decode: SectionRead[DecodeSection], prefill: SectionRead[WorkerSection], findings: Findings
 ) -> None:
-    """Prefill workers are there exactly where decode workers send prompts to them."""
+    """Workers that prefill are there exactly where decode workers send prompts to them."""
     remote = decode.own.get("remote-prefill")
     if not decode.entry and not prefill.entry:
         findings.whole("there is no VllmWorker section: add one, as in configs/local.yaml.")
-    if remote and decode.values.remote_prefill and not prefill.entry:
-        text = "is true, but there is no PrefillWorker section: add one, or set it to false."
+    both = decode.own.get("role") if decode.values.role == "both" else None
+    if remote and decode.values.remote_prefill and not prefill.entry and not both:
+        text = "is true, but there is no PrefillWorker section: add one, set role: both, or set it to false."
         findings.problem(remote, text)
-    if decode.entry and prefill.entry and (remote is None or remote.value is False):
+    if both and not decode.values.remote_prefill:
+        findings.problem(both, "is both, but no prompt is ever queued: set remote-prefill: true beside it.")
+    elif decode.entry and prefill.entry and (remote is None or remote.value is False):
         text = "would never get work: set remote-prefill: true in VllmWorker, or remove this section."
         findings.problem(prefill.entry, text)
+
+
+def _with_policy(decode: SectionRead[DecodeSection], findings: Findings) -> SectionRead[DecodeSection]:
+    """A file that sets a threshold means it; one that sets none leaves the choice to what is measured."""
+    thresholds = [name for name in THRESHOLDS if name in decode.own]
+    if decode.values.policy == "adaptive":
+        for name in thresholds:
+            text = "has no effect under policy: adaptive; remove it, or set policy: threshold."
+            findings.problem(decode.own[name], text)
+    policy = decode.values.policy or ("threshold" if thresholds else "adaptive")
+    return replace(decode, values=replace(decode.values, policy=policy))
 
 
 def _check_prefill(args: Arguments, findings: Findings) -> None:

@@ -18,8 +18,13 @@ from pydantic_core import PydanticCustomError
 
 from pdserve.config.host import with_home
 
-RouterPolicy = Literal["round-robin", "least-loaded"]
+RouterPolicy = Literal["round-robin", "least-loaded", "kv"]
 POLICIES: tuple[str, ...] = get_args(RouterPolicy)
+WorkerRole = Literal["decode", "both"]
+PrefillPolicy = Literal["threshold", "adaptive"]
+PREFILL_POLICIES: tuple[str, ...] = get_args(PrefillPolicy)
+THRESHOLDS = ("max-local-prefill-length", "max-prefill-queue-size")
+"""keys that mean the policy `threshold` where they are set alone"""
 EngineKind = Literal["vllm", "sim"]
 ENGINES: tuple[str, ...] = get_args(EngineKind)
 
@@ -145,7 +150,8 @@ class FrontendProcesses(Section):
 @dataclass(frozen=True)
 class RouterChoice(Section):
     router: RouterPolicy = "round-robin"
-    """how a decode worker is chosen for a request"""
+    """how a decode worker is chosen for a request: in turn, by tokens outstanding relative to its KV cache, or by those
+    and by how much of the prompt's prefix it has cached"""
 
 
 @dataclass(frozen=True)
@@ -202,10 +208,15 @@ class WorkerSection(Section):
 
 @dataclass(frozen=True)
 class DecodeSection(WorkerSection):
+    role: WorkerRole = "decode"
+    """`both`: these workers also prefill, for each other and for themselves, as they have time"""
     remote_prefill: Flag = False
-    """prefill long prompts on prefill workers"""
+    """prefill long prompts on prefill workers, or on workers of role `both`"""
     conditional_disagg: Flag = True
     """false: every prompt is prefilled remotely whatever its length, as long as a prefill worker lives"""
+    policy: PrefillPolicy | None = None
+    """which way a prompt goes: by the two thresholds below, or `adaptive`: the cheaper way by the speeds that are
+    measured as it runs; not set: `adaptive`, unless a threshold is set"""
     max_local_prefill_length: ZeroOrMore = 512
     """tokens; a prompt with more than these to compute goes to a prefill worker"""
     max_prefill_queue_size: ZeroOrMore = 10

@@ -11,8 +11,16 @@ import msgspec
 from pdserve.decode.prefill_workers import UNKNOWN, UNREACHABLE, PrefillWorkers
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.engine.base import Engine
-from pdserve.errors import QueueUnavailable
-from pdserve.messages import PrefillConfirm, PrefillDone, PrefillFailed, PrefillStarted
+from pdserve.errors import ProtocolError, QueueUnavailable
+from pdserve.kv.handles import check_handle, source
+from pdserve.messages import (
+    KvHandle,
+    PrefillConfirm,
+    PrefillDone,
+    PrefillFailed,
+    PrefillProgress,
+    PrefillStarted,
+)
 from pdserve.queue.base import PrefillQueue
 
 log = logging.getLogger(__name__)
@@ -33,6 +41,8 @@ class AnswerReader:
             match answer:
                 case PrefillStarted(worker=worker):
                     self._started(request, worker)
+                case PrefillProgress(handle=handle) if request is not None:
+                    await self._read_ahead(request, handle)
                 case PrefillDone():
                     await self._done(request, answer)
                 case PrefillFailed() if request is not None:
@@ -46,6 +56,25 @@ class AnswerReader:
             request.resolve(UNKNOWN)
         elif self.workers.avoided(worker):
             request.resolve(UNREACHABLE)
+
+    async def _read_ahead(self, request: DecodeRequest, handle: KvHandle) -> None:
+        """Believed in nothing but where to read: what is read counts only with the answer (`kv/ahead.py`)."""
+        worker, facts = handle.engine_id, self.engine.facts
+        if not request.awaits or not self.workers.known(worker) or self.workers.avoided(worker):
+            return
+        try:
+            young = msgspec.structs.replace(handle, computed_at=time.monotonic())
+            check_handle(young, handle.num_tokens, facts.block_size, facts.fingerprint)
+            if handle.num_tokens > len(request.submit.prompt):
+                raise ProtocolError(f"KV of {handle.num_tokens} tokens, more than its prompt has")
+        except ProtocolError as error:
+            log.warning("request %s: not read ahead: %s", request.id, error)
+            return
+        before, request.ahead = request.ahead, handle
+        if before is not None and source(before) != source(handle):
+            await self.engine.drop_ahead(before)
+        if request.awaits:  # its wait may have ended meanwhile, and nothing would drop what is read then
+            await self.engine.read_ahead(handle, request.hit)
 
     async def _done(self, request: DecodeRequest | None, answer: PrefillDone) -> None:
         """KV that no request takes is rejected, so that its blocks are free at once and not at the end of their

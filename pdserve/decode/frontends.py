@@ -4,19 +4,26 @@ failed, past their deadline, or lost with their frontend or the engine."""
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.quarantine import Quarantine
 from pdserve.decode.requests import CANCELLED, DecodeRequest, DecodeRequests, Phase
 from pdserve.engine.base import Engine
 from pdserve.errors import EngineDead, PeerGone
-from pdserve.messages import Failed, ToFrontend
+from pdserve.messages import Failed, Hello, Load, PrefixesChanged, ToFrontend, WorkerLoad
 from pdserve.process.engine_checks import may_have_killed
 from pdserve.stream.base import StreamServer
 
 log = logging.getLogger(__name__)
+
+LOAD_INTERVAL = 0.5
+"""seconds between two looks at the load; nothing is sent while it stays the same"""
+PREFIX_INTERVAL = 0.25
+"""seconds between two reports of what is cached: a conversation's next prompt comes later than this answer's first
+token"""
 
 
 @dataclass(eq=False)
@@ -26,6 +33,10 @@ class Frontends:
     workers: PrefillWorkers
     requests: DecodeRequests
     quarantine: Quarantine
+    _load_followers: set[str] = field(default_factory=set)
+    """those that are connected, may send requests, and are not older ones"""
+    _followers: set[str] = field(default_factory=set)
+    """those that route by what is cached here"""
 
     async def send(self, frontend: str, message: ToFrontend) -> None:
         """Warm-ups are of no frontend."""
@@ -36,8 +47,45 @@ class Frontends:
         except PeerGone:
             await self.forget(frontend)
 
+    async def welcome(self, frontend: str, hello: Hello, load: Load) -> None:
+        if hello.follow_load:
+            self._load_followers.add(frontend)
+            await self.send(frontend, WorkerLoad(load))
+        self._follow(frontend, hello.follow_cache)
+        if hello.follow_cache:
+            await self.send(frontend, self._prefixes(self.engine.prefixes.told(), [], whole=True))
+
+    def _follow(self, frontend: str, wanted: bool) -> None:
+        (self._followers.add if wanted else self._followers.discard)(frontend)
+        self.engine.prefixes.followed = bool(self._followers)
+
+    def _prefixes(self, stored: list[bytes], gone: list[bytes], *, whole: bool = False) -> PrefixesChanged:
+        prefixes = self.engine.prefixes
+        return PrefixesChanged(prefixes.block_size, prefixes.stride, stored, gone, whole)
+
+    async def report_prefixes(self) -> None:
+        """For ever, and nothing while no frontend follows."""
+        while True:
+            await asyncio.sleep(PREFIX_INTERVAL)
+            stored, gone = self.engine.prefixes.changes()
+            if stored or gone:
+                for frontend in list(self._followers):
+                    await self.send(frontend, self._prefixes(stored, gone))
+
+    async def report_load(self, look: Callable[[], Load]) -> None:
+        """For ever: etcd, which tells every process of every change, is no place for what changes with each step."""
+        told = Load()
+        while True:
+            await asyncio.sleep(LOAD_INTERVAL)
+            if (load := look()) != told:
+                told = load
+                for frontend in list(self._load_followers):
+                    await self.send(frontend, WorkerLoad(load))
+
     async def forget(self, frontend: str) -> None:
         """This frontend is gone."""
+        self._load_followers.discard(frontend)
+        self._follow(frontend, wanted=False)
         gone = [request for request in self.requests.of(frontend) if not request.cancelled]
         if gone:
             log.warning("frontend %s is gone: cancelling its %d requests", frontend, len(gone))
@@ -55,9 +103,11 @@ class Frontends:
             request.resolve(CANCELLED)
 
     async def end(self, request: DecodeRequest, message: str, *, retry: bool) -> None:
-        """Fail a request that is still alive."""
-        await self.send(request.frontend, Failed(request.id, message, retry))
-        await self.cancel(request)
+        """Fail a request that is still alive. It may be here for a while: until its turn to be computed, at which it is
+        dropped."""
+        if not request.cancelled:
+            await self.send(request.frontend, Failed(request.id, message, retry))
+            await self.cancel(request)
 
     async def fail(self, request: DecodeRequest, message: str, *, retry: bool, invalid: bool = False) -> None:
         """Fail a request that the engine does not have (any more)."""

@@ -1,14 +1,11 @@
 """Local or remote prefill, and how long a remote prefill may take: pure decisions over what the decode worker knows at
 that moment, and the thresholds in force."""
 
-import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from pdserve.config.schema import DecodeSection
-
-log = logging.getLogger(__name__)
+from pdserve.decode.estimate import Estimates
 
 Mode = Literal["local", "remote"]
 
@@ -20,10 +17,6 @@ FIRST_GUESS = 500.0
 """tokens per second, until a prefill was seen; low, so that a slow machine's first request is not done twice"""
 _WEIGHT = 0.2
 """of the newest prefill in the means"""
-MAX_THRESHOLD = 2**31 - 1
-"""tokens or requests"""
-_LIVE = ("max-local-prefill-length", "max-prefill-queue-size")
-"""the keys that `pdserve set` can change"""
 
 
 @dataclass(frozen=True)
@@ -44,9 +37,11 @@ def decide(
     supported: bool = True,
     migrated: bool = False,
     fits: bool = True,
+    estimates: Estimates | None = None,
 ) -> Decision:
-    """Remote where the prompt, less what the prefix cache has of it, is longer than this worker should
-    compute beside its decodes, and the queue is short enough that waiting is likely to pay.
+    """`threshold`: remote where the prompt, less what the prefix cache has of it, is longer than this worker should
+    compute beside its decodes, and the queue is short enough that waiting is likely to pay. `adaptive`: the cheaper of
+    both ways, by `estimates`.
 
     `supported` is false for a request whose prompt needs more than its KV (prompt logprobs, images), and `migrated`
     true for a request that was lost together with a worker: perhaps by the KV that this had read. `fits` is false for
@@ -66,6 +61,10 @@ def decide(
         return Decision("local", "too-large")
     if not settings.conditional_disagg:
         return Decision("remote", "always")
+    if settings.policy == "adaptive" and estimates is not None:
+        if estimates.remote < estimates.local:
+            return Decision("remote", "remote-cheaper")
+        return Decision("local", "idle" if estimates.idle else "local-cheaper")
     if prompt_len - prefix_hit <= settings.max_local_prefill_length:
         return Decision("local", "short")
     if queue_depth >= settings.max_prefill_queue_size:
@@ -96,37 +95,3 @@ class PrefillTimeout:
         """From the enqueueing to the answer."""
         ahead = queue_depth * (self._tokens or tokens) / max(workers, 1)
         return FLOOR + SLACK * (tokens + ahead) / self._rate
-
-
-def is_threshold(text: str) -> bool:
-    return text.isdecimal() and len(text) <= len(str(MAX_THRESHOLD)) and int(text) <= MAX_THRESHOLD
-
-
-class LiveSettings:
-    """The YAML's settings, unless the registry has newer thresholds."""
-
-    def __init__(self, config: DecodeSection) -> None:
-        self._configured = self.current = config
-        self._seen: dict[str, str] = {}
-
-    def read(self, values: Mapping[str, str]) -> None:
-        """Take over what `pdserve set` wrote. A key that is gone falls back to the YAML; a value that is
-        not a whole number from 0 is logged once and changes nothing."""
-        relevant = {key: values[key] for key in _LIVE if key in values}
-        if relevant == self._seen:
-            return
-        self._seen = relevant
-        numbers: dict[str, int] = {}
-        for key, text in relevant.items():
-            if is_threshold(text.strip()):
-                numbers[key.replace("-", "_")] = int(text)
-            else:
-                log.warning(
-                    "setting %s=%.40s ignored: it takes a whole number from 0 to %d", key, text, MAX_THRESHOLD
-                )
-        self.current = replace(self._configured, **numbers)  # type: ignore[arg-type]
-        log.info(
-            "thresholds now: max-local-prefill-length %d, max-prefill-queue-size %d",
-            self.current.max_local_prefill_length,
-            self.current.max_prefill_queue_size,
-        )

@@ -3,11 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from heapq import nsmallest
+from zlib import crc32
 
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.engine.base import Engine
+from pdserve.process.presence import MAX_PAIRS
 from pdserve.queue.base import PrefillQueue
 from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
@@ -28,6 +31,8 @@ UNREACHABLE, LOST = "unreachable", "queue-lost"
 class PrefillWorkers:
     """Only workers of the same model and fingerprint: all others share nothing but the registry."""
 
+    instance: str
+    """of this worker itself: it is none of them, though it may be of role `both`"""
     model: str
     engine: Engine
     queue: PrefillQueue
@@ -35,18 +40,22 @@ class PrefillWorkers:
     requests: DecodeRequests
     _avoided: dict[str, float] = field(default_factory=dict)
     """prefill worker -> monotonic time until which it is avoided"""
+    _found: dict[str, list[Instance]] = field(default_factory=dict)
+    """what the registry had at `_version`: asked for with each request, and there may be hundreds"""
+    _version: int = 0
 
     # which may be asked
 
     def available(self) -> list[Instance]:
         """Those that take requests from this decode worker's queue, and whose KV can be read."""
-        return [
-            worker for worker in self._registered() if not worker.draining and not self.avoided(worker.id)
-        ]
+        ready = [worker for worker in self._registered() if not worker.draining]
+        return [worker for worker in ready if not self.avoided(worker.id)] if self._avoided else ready
 
     def to_warm_up(self) -> set[str]:
-        """The ids of those that will serve: also those that are not ready yet, and no draining ones."""
-        return {peer.id for peer in self._peers() if not peer.draining}
+        """The ids of those that will serve: also those that are not ready yet, and no draining ones. Of many the first
+        in an order of this worker's own, which hardly changes as they come and go."""
+        peers = [peer.id for peer in self._peers() if not peer.draining]
+        return set(nsmallest(MAX_PAIRS, peers, key=lambda peer: crc32(f"{self.instance} {peer}".encode())))
 
     def known(self, worker: str) -> bool:
         """Whether it is registered, be it draining or not ready yet: no other worker is believed, or asked for KV."""
@@ -54,14 +63,23 @@ class PrefillWorkers:
 
     def _registered(self) -> list[Instance]:
         """Also draining workers."""
-        return self._same(self.view.instances(Role.PREFILL, self.model))
+        return self._same("registered", lambda: self.view.instances(Role.PREFILL, self.model))
 
     def _peers(self) -> list[Instance]:
         """Also those that are not ready yet."""
-        return self._registered() + self._same(self.view.newcomers(Role.PREFILL, self.model))
+        newcomers = self._same("newcomers", lambda: self.view.newcomers(Role.PREFILL, self.model))
+        return self._registered() + newcomers
 
-    def _same(self, workers: list[Instance]) -> list[Instance]:
-        return [worker for worker in workers if worker.fingerprint == self.engine.facts.fingerprint]
+    def _same(self, kind: str, look: Callable[[], list[Instance]]) -> list[Instance]:
+        if self._version != self.view.version:
+            self._version = self.view.version
+            self._found.clear()
+        if kind not in self._found:
+            self._found[kind] = [worker for worker in look() if self._other(worker)]
+        return self._found[kind]
+
+    def _other(self, worker: Instance) -> bool:
+        return worker.id != self.instance and worker.fingerprint == self.engine.facts.fingerprint
 
     # those whose KV cannot be read
 

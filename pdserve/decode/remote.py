@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from pdserve.decode.policy import PrefillTimeout
 from pdserve.decode.prefill_workers import PrefillWorkers
-from pdserve.decode.requests import CANCELLED, DecodeRequest, KvAge
+from pdserve.decode.requests import CANCELLED, OWN, DecodeRequest, KvAge
 from pdserve.engine.base import Engine
 from pdserve.errors import ProtocolError, QueueFull, QueueUnavailable
-from pdserve.kv.handles import check_handle, expired
+from pdserve.kv.handles import check_handle, expired, source
 from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, PrefillRequest, Submit, encode
 from pdserve.observe.metrics import REMOTE_PREFILL_FAILURES
 from pdserve.queue.base import PrefillQueue
@@ -49,20 +49,28 @@ class RemotePrefill:
         left = self.queue.max_payload - OVERHEAD - sum(map(len, submit.body))
         return 5 * len(submit.prompt) <= left or len(encode(submit.prompt)) <= left
 
-    async def prefill(self, request: DecodeRequest) -> KvHandle | None:
-        """The KV of the request's prompt, checked; None where it has to be computed here (counted and
+    async def prefill(self, request: DecodeRequest) -> PrefillDone | None:
+        """The answer with the KV of the request's prompt, checked; None where it has to be computed here (counted and
         logged) or the request was cancelled meanwhile."""
+        done = await self._ask_or_say_why(request)
+        if request.ahead is not None and (done is None or source(request.ahead) != source(done.handle)):
+            await self.engine.drop_ahead(request.ahead)
+        return done
+
+    async def _ask_or_say_why(self, request: DecodeRequest) -> PrefillDone | None:
         try:
             return await self._ask(request)
         except NoHandle as failure:
             if request.warms:
                 log.info("warm-up with %s: no KV came: %s", request.warms, failure)
+            elif failure.reason == OWN:
+                log.info("request %s: no other worker had time, prefilling locally", request.id)
             elif failure.reason != CANCELLED:
                 REMOTE_PREFILL_FAILURES.labels(failure.reason).inc()
                 log.warning("request %s: remote prefill failed (%s), prefilling locally", request.id, failure)
             return None
 
-    async def _ask(self, request: DecodeRequest) -> KvHandle:
+    async def _ask(self, request: DecodeRequest) -> PrefillDone:
         request.answer = asyncio.get_running_loop().create_future()
         request.kv_age = KvAge(asked=time.monotonic())
         tokens, bound = len(request.submit.prompt), self._bound(request)
@@ -71,10 +79,11 @@ class RemotePrefill:
         await asyncio.wait({request.answer}, timeout=max(0.0, ends - time.monotonic()))
         request.resolve(TIMEOUT)
         match request.answer.result():
-            case PrefillDone(handle=handle, compute_seconds=seconds):
+            case PrefillDone(handle=handle, compute_seconds=seconds) as done:
                 if not request.warms:  # too short to tell how fast a worker is
                     self.timeout.learn(tokens, seconds)
-                return await self._check(handle, tokens)
+                await self._check(handle, tokens)
+                return done
             case PrefillFailed(reason=reason, message=text, engine_died=died):
                 request.engines_died += died
                 raise NoHandle(reason, f"{reason}: {text}")
@@ -109,14 +118,13 @@ class RemotePrefill:
         except QueueUnavailable as error:  # but it may have come through, and be answered already
             request.resolve(FULL if isinstance(error, QueueFull) else DOWN)
 
-    async def _check(self, handle: KvHandle, prompt_tokens: int) -> KvHandle:
+    async def _check(self, handle: KvHandle, prompt_tokens: int) -> None:
         try:
             facts = self.engine.facts
             check_handle(handle, prompt_tokens, facts.block_size, facts.fingerprint)
         except ProtocolError as error:
             await self.engine.reject(handle)
             raise NoHandle("expired" if expired(handle) else "invalid", str(error)) from error
-        return handle
 
     async def _withdraw(self, request_id: str) -> None:
         try:

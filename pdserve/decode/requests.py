@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pdserve.decode.policy import Decision
+from pdserve.kv.handles import source
 from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, Submit
 from pdserve.recent import RecentKeys
 
@@ -22,6 +23,8 @@ Outcome = PrefillDone | PrefillFailed | str
 
 CANCELLED = "cancelled"
 """resolves the wait of a request that its client no longer wants"""
+OWN = "own"
+"""resolves that of a request which this worker itself, being of role `both`, took back"""
 
 
 class Phase(Enum):
@@ -81,16 +84,26 @@ class DecodeRequest:
     """there from when it was sent out for remote prefill"""
     kv_age: KvAge | None = None
     """of the KV that it waits for; there from when it was sent out"""
+    awaits_tokens: int = 0
+    """of its prompt, that a prefill worker computes or will compute; 0 again from its answer on"""
+    computes: int = 0
+    """tokens of its prompt that this engine computes or will compute; 0 again from the first token on"""
     prefiller: str = ""
     """instance id of the prefill worker that has it in its hands"""
     losses: int = 0
     """of the queue, when it was sent out"""
     engines_died: int = 0
     """in a row, each while it computed the next token; above 0 it is a suspect (`decode/quarantine.py`)"""
+    hit: int = 0
+    """prompt tokens that were in the engine's prefix cache when it was decided"""
+    ahead: KvHandle | None = None
+    """what was read of its KV while that was being computed"""
     decision: Decision | None = None
     """how its prompt gets its KV; there when it goes into the engine"""
     proven: bool = False
     """it has got a token here"""
+    tokens: int = 0
+    """that it has got here"""
     since: float = 0.0
     """monotonic: when the engine got it, or its last token came; while RUNNING"""
     warms: str = ""
@@ -98,6 +111,8 @@ class DecodeRequest:
     unread: bool = False
     """its KV could not be read from the prefill worker"""
     failed: bool = False
+    computed: asyncio.Event = field(default_factory=asyncio.Event)
+    """set when its prompt is computed, or it leaves"""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """set when it leaves, in whatever way"""
     arrived: float = field(default_factory=time.monotonic)
@@ -121,6 +136,11 @@ class DecodeRequest:
         if self.answer is not None and not self.answer.done():
             self.answer.set_result(answer)
 
+    @property
+    def came_back(self) -> bool:
+        """From the queue to this worker itself."""
+        return self.answer is not None and self.answer.done() and self.answer.result() == OWN
+
     def took(self, kv: KvHandle) -> bool:
         """Whether this is the KV that it was given: it may be on its way into the engine."""
         if self.answer is None or not self.answer.done():
@@ -128,8 +148,7 @@ class DecodeRequest:
         answer = self.answer.result()
         if not isinstance(answer, PrefillDone):
             return False
-        taken = answer.handle
-        return (taken.engine_id, taken.request_id) == (kv.engine_id, kv.request_id)
+        return source(answer.handle) == source(kv)
 
 
 class DecodeRequests:
@@ -160,6 +179,7 @@ class DecodeRequests:
     def drop(self, request: DecodeRequest) -> None:
         self._live.pop(request.id, None)
         request.over.set()
+        request.computed.set()
         if all(left.warms for left in self._live.values()):
             self._empty.set()
 
@@ -179,6 +199,17 @@ class DecodeRequests:
     @property
     def waiting(self) -> int:
         return sum(request.phase is Phase.WAITING for request in self.clients())
+
+    @property
+    def tokens(self) -> int:
+        """Of all prompts and outputs so far."""
+        return sum(len(request.submit.prompt) + request.tokens for request in self._live.values())
+
+    def occupying(self) -> list[DecodeRequest]:
+        """Those in the engine, and those whose prompts it will compute."""
+        return [
+            request for request in self._live.values() if request.phase is Phase.RUNNING or request.computes
+        ]
 
     async def empty(self) -> None:
         """Wait until no client's request is left."""

@@ -6,17 +6,20 @@ This is the plain story. Requests that are cancelled, fail or lose their fronten
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve.decode.estimator import Estimator
 from pdserve.decode.frontends import Frontends
-from pdserve.decode.policy import Decision, LiveSettings, decide
+from pdserve.decode.policy import Decision, decide
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.quarantine import Quarantine
 from pdserve.decode.remote import RemotePrefill
-from pdserve.decode.requests import DecodeRequest, DecodeRequests, Phase
-from pdserve.engine.base import Engine, Output, Transfers
+from pdserve.decode.requests import OWN, DecodeRequest, DecodeRequests, Phase
+from pdserve.decode.settings import LiveSettings, thresholds
+from pdserve.decode.turns import PromptTurns
+from pdserve.engine.base import Engine, Output, Step, Transfers
 from pdserve.errors import EngineDead, ProtocolError
 from pdserve.kv.handles import expired, prefix_hit
 from pdserve.messages import Failed, KvHandle, Outputs, Placed, Submit
@@ -39,8 +42,14 @@ class RequestRunner:
     requests: DecodeRequests
     settings: LiveSettings
     quarantine: Quarantine
+    estimator: Estimator
+    turns: PromptTurns
     start: Callable[[Coroutine[Any, Any, None]], object]
     """runs a task of the worker, which ends with it and whose failure ends it"""
+    has_time: Callable[[], bool] = lambda: False
+    """of a worker that also prefills: whether it would take a prompt from the queue at once"""
+    busy: Callable[[], None] = lambda: None
+    """told when a request goes into the engine"""
 
     # from a frontend to the engine
 
@@ -73,35 +82,57 @@ class RequestRunner:
             )
             return
         decision = self._decide(request)
-        handle = None
-        if decision.mode == "remote":
-            handle = await self.remote.prefill(request)
-            if handle is None:
-                decision = Decision("local", "fallback")
+        done = await self.remote.prefill(request) if decision.mode == "remote" else None
+        handle = done.handle if done is not None else None
+        if decision.mode == "remote" and handle is None:
+            decision = Decision("local", OWN if request.came_back else "fallback")
+        request.awaits_tokens = 0
         if not request.cancelled:
             await self.quarantine.enter(request)
         if handle is not None and not request.cancelled and expired(handle):
             await self.engine.reject(handle)
             decision, handle = Decision("local", "fallback"), None
+        if handle is None and not request.computes:
+            request.computes = len(request.submit.prompt) - request.hit
         if not request.cancelled:
             request.decision = decision
-            cached = prefix_hit(handle) if handle is not None else 0
+            cached = max(request.hit, prefix_hit(handle)) if handle is not None else 0
             await self.frontends.send(
                 request.frontend, Placed(request.id, decision.mode, decision.reason, cached)
             )
-        if not request.cancelled:
-            await self._generate(request, handle)
+        first = await self._send_first(request, done.first) if done is not None else None
+        finished = first is not None and first.finished
+        after = first.tokens if first is not None else []
+        if request.cancelled or finished:
+            if handle is not None:
+                await self.engine.reject(handle)
         elif handle is not None:
-            await self.engine.reject(handle)
-        if request.cancelled:
+            await self._generate(request, handle, after)
+        else:
+            await self._compute(request, after)
+        if finished:
+            await self._prove(request)
+        if request.cancelled or finished:
             self.requests.drop(request)
+
+    async def _send_first(self, request: DecodeRequest, packed: list[bytes]) -> Output | None:
+        """The token that the prefill worker sampled, which does not wait for the KV. It stays true whatever becomes of
+        that: the request goes on after it."""
+        if not packed or request.cancelled:
+            return None
+        first = self.engine.first_output(request.id, request.submit.prompt, request.submit.body, packed)
+        if first is not None:
+            await self.frontends.send(request.frontend, Outputs(self.engine.pack([first])))
+        return first
 
     def _decide(self, request: DecodeRequest) -> Decision:
         submit, settings = request.submit, self.settings.current
         prompt, depth = len(submit.prompt), self.queue.depth
         found = self.engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0
-        hit = found or 0
+        hit = request.hit = found or 0
         workers = len(self.workers.available())
+        adaptive = settings.remote_prefill and settings.policy == "adaptive"
+        estimates = self.estimator.of(prompt - hit, prompt) if adaptive else None
         decision = decide(
             prompt,
             hit,
@@ -112,29 +143,40 @@ class RequestRunner:
             supported=found is not None,
             migrated=submit.migrated,
             fits=self.remote.fits(submit),
+            estimates=estimates,
         )
+        if decision.mode == "remote" and self.has_time():
+            decision = Decision("local", OWN)
+        remote = decision.mode == "remote"  # counts from now on, for the requests that are decided next
+        request.awaits_tokens, request.computes = (prompt, 0) if remote else (0, prompt - hit)
         log.info(
-            "request %s: prefill %s (%s), prompt %d, hit %d, to compute %d of %d, queue %d of %d, workers %d",
+            "request %s: prefill %s (%s), prompt %d, hit %d, queue %d, workers %d; %s",
             request.id,
             decision.mode,
             decision.reason,
             prompt,
             hit,
-            prompt - hit,
-            settings.max_local_prefill_length,
             depth,
-            settings.max_prefill_queue_size,
             workers,
+            estimates or thresholds(settings),
         )
         return decision
 
-    async def _generate(self, request: DecodeRequest, handle: KvHandle | None) -> None:
+    async def _compute(self, request: DecodeRequest, after: Sequence[int]) -> None:
+        """Its prompt is computed here, when it is its turn."""
+        async with self.turns.turn(request.computes):
+            if not request.cancelled:
+                await self._generate(request, None, after)
+                await request.computed.wait()
+
+    async def _generate(self, request: DecodeRequest, handle: KvHandle | None, after: Sequence[int]) -> None:
         """RUNNING before the engine is asked: a cancel that comes during the call reaches the engine after
         it."""
         request.phase, request.since = Phase.RUNNING, time.monotonic()
+        self.busy()
         submit = request.submit
         try:
-            await self.engine.generate(request.id, submit.prompt, submit.body, handle)
+            await self.engine.generate(request.id, submit.prompt, submit.body, handle, after)
         except ProtocolError as error:
             if handle is None:
                 raise
@@ -143,22 +185,20 @@ class RequestRunner:
             await self.engine.reject(handle)
             request.decision = Decision("local", "fallback")
             await self.frontends.send(request.frontend, Placed(request.id, "local", "fallback"))
-            await self.engine.generate(request.id, submit.prompt, submit.body, None)
+            await self.engine.generate(request.id, submit.prompt, submit.body, None, after)
         if request.cancelled:
             await self.engine.cancel([request.id])
 
     # from the engine to the frontends
 
-    async def read_engine(self) -> None:
-        """For ever, or until EngineDead."""
-        while True:
-            step = await self.engine.step()
-            if step.transfers is not None:
-                _count(step.transfers)
-            self.workers.avoid(step.unreachable)
-            self._note_unread(step.unread)
-            for frontend, outputs in (await self._by_frontend(step.outputs)).items():
-                await self.frontends.send(frontend, Outputs(self.engine.pack(outputs)))
+    async def read_step(self, step: Step) -> None:
+        """Other requests of the engine may be in it."""
+        if step.transfers is not None:
+            _count(step.transfers)
+        self.workers.avoid(step.unreachable)
+        self._note_unread(step.unread)
+        for frontend, outputs in (await self._by_frontend(step.outputs)).items():
+            await self.frontends.send(frontend, Outputs(self.engine.pack(outputs)))
 
     async def _by_frontend(self, outputs: list[Output]) -> dict[str, list[Output]]:
         found: defaultdict[str, list[Output]] = defaultdict(list)
@@ -166,7 +206,7 @@ class RequestRunner:
         for output in outputs:
             request = self.requests.get(output.request_id)
             if request is None:
-                continue  # cancelled
+                continue  # cancelled, or no request of a frontend
             if output.failed:
                 text = output.refused or "the engine failed this request"
                 await self.frontends.fail(
@@ -174,11 +214,12 @@ class RequestRunner:
                 )
                 continue
             found[request.frontend].append(output)
-            request.since = now
+            request.tokens += len(output.tokens)
             if not request.proven:
-                request.proven, request.engines_died = True, 0
-                self.quarantine.leave(request)
-                await self._account(request, output.recomputed)
+                if not output.recomputed:
+                    self.estimator.first_token(request, now)
+                await self._prove(request, output.recomputed)
+            request.since = now
             if output.finished:
                 self.requests.drop(request)
         return found
@@ -191,8 +232,12 @@ class RequestRunner:
             if request is None or not request.warms:
                 REMOTE_PREFILL_FAILURES.labels("transfer").inc()
 
-    async def _account(self, request: DecodeRequest, recomputed: bool) -> None:
-        """Count how its prompt got its KV; with the first output, since only then it is certain."""
+    async def _prove(self, request: DecodeRequest, recomputed: bool = False) -> None:
+        """Its engine has done its first step, or has nothing to do. Count how its prompt got its KV: only now it is
+        certain."""
+        request.proven, request.engines_died, request.computes = True, 0, 0
+        request.computed.set()
+        self.quarantine.leave(request)
         if request.decision is None:
             return  # a warm-up
         if recomputed:

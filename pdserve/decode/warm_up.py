@@ -90,14 +90,14 @@ class WarmUp:
         return warm
 
     async def _read(self, request: DecodeRequest) -> bool:
-        handle = await self.remote.prefill(request)
-        if handle is None:
+        done = await self.remote.prefill(request)
+        if done is None:
             return False
         if request.cancelled:
-            await self.engine.reject(handle)
+            await self.engine.reject(done.handle)
             return False
         request.phase = Phase.RUNNING
         submit = request.submit
-        await self.engine.generate(request.id, submit.prompt, submit.body, handle)
+        await self.engine.generate(request.id, submit.prompt, submit.body, done.handle)
         await request.over.wait()
         return not (request.unread or request.failed or request.cancelled)

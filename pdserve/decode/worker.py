@@ -6,35 +6,44 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from pdserve.decode.answers import AnswerReader
+from pdserve.decode.estimator import Estimator
 from pdserve.decode.frontends import Frontends
-from pdserve.decode.policy import LiveSettings
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.quarantine import Quarantine
 from pdserve.decode.remote import RemotePrefill
 from pdserve.decode.requests import DecodeRequests
 from pdserve.decode.serving import RequestRunner
+from pdserve.decode.settings import LiveSettings
+from pdserve.decode.turns import PromptTurns
 from pdserve.decode.warm_up import WarmUp
+from pdserve.engine.base import Engine, Step
 from pdserve.errors import EngineDead
-from pdserve.messages import Cancel, Failed, Hello, Refused, Submit, ToDecode
+from pdserve.messages import Cancel, Failed, Hello, Load, Refused, Submit, ToDecode
 from pdserve.observe.metrics import QUEUE_DEPTH
 from pdserve.process.presence import model_card
 from pdserve.process.worker import EngineWorker
 from pdserve.queue.archives import StoredArchive
-from pdserve.records import Load, ModelCard
+from pdserve.records import ModelCard, Role
+from pdserve.registry import keys
+from pdserve.registry.view import RegistryView
 from pdserve.tasks import forever
 
 log = logging.getLogger(__name__)
 
 
 class DecodeWorker(EngineWorker):
-    def _assemble(self) -> None:
-        config, engine, queue = self._config, self._engine, self._queue
+    follows = (*keys.instances(Role.PREFILL), keys.NEWCOMERS, keys.SETTINGS)
+
+    def _assemble(self, engine: Engine) -> None:
+        config, queue = self._config, self._queue
         assert config.decode is not None
         assert self._stream is not None
         self.requests = DecodeRequests()
         self.settings = LiveSettings(config.decode)
         self._archive = StoredArchive(config.model, self._blobs)
-        self._workers = PrefillWorkers(config.served_model_name, engine, queue, self.view, self.requests)
+        self._workers = PrefillWorkers(
+            self.id, config.served_model_name, engine, queue, self.view, self.requests
+        )
         self._remote = RemotePrefill(self.id, engine, queue, self._workers)
         self._answers = AnswerReader(self.id, engine, queue, self._workers, self.requests)
         self._warm_up = WarmUp(engine, self.view, self._workers, self._remote, self.requests)
@@ -49,6 +58,8 @@ class DecodeWorker(EngineWorker):
             self.requests,
             self.settings,
             quarantine,
+            Estimator(self.requests, queue, self._workers),
+            PromptTurns(int(str(config.decode.engine_args.get("long-prefill-token-threshold", 0)))),
             start=lambda work: self.tasks.create_task(work),
         )
 
@@ -56,15 +67,18 @@ class DecodeWorker(EngineWorker):
 
     async def card(self) -> ModelCard:
         await self._archive.make()
-        others = [card for _, card in self.view.cards().get(self._config.served_model_name, [])]
+        name = self._config.served_model_name
+        async with RegistryView(self._registry, keys.card(name, "")) as there:
+            others = [card for _, card in there.cards().get(name, [])]
         return model_card(self._config, self._engine.facts, self._archive.name, others)
 
     def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
         return [
             *super().permanent(),
             self._read_frontends(),
-            self._runner.read_engine(),
             self._frontends.watch_deadlines(),
+            self._frontends.report_load(self.load),
+            self._frontends.report_prefixes(),
             forever(self._answers.read, "prefill answers"),
             forever(self._follow_registry, "registry changes"),
             *([self._warm_up.run()] if self.settings.current.remote_prefill else []),
@@ -95,9 +109,12 @@ class DecodeWorker(EngineWorker):
         usage, depth = self._engine.usage, self._queue.depth
         QUEUE_DEPTH.set(depth)
         waiting = usage.waiting + self.requests.waiting
-        return Load(usage.running, waiting, round(usage.kv_usage, 6), depth)
+        return Load(usage.running, waiting, round(usage.kv_usage, 6), self.requests.tokens, depth)
 
-    # what frontends and the registry tell it
+    # what the engine, frontends and the registry tell it
+
+    async def _read_step(self, step: Step) -> None:
+        await self._runner.read_step(step)
 
     async def _read_frontends(self) -> None:
         assert self._stream is not None
@@ -116,18 +133,20 @@ class DecodeWorker(EngineWorker):
                     request = self.requests.get(request_id)
                     if request is not None and request.frontend == frontend:
                         await self._frontends.cancel(request)
-            case Hello(version):
-                await self._hello(frontend, version)
+            case Hello():
+                await self._hello(frontend, message)
             case None:
                 await self._frontends.forget(frontend)
 
-    async def _hello(self, frontend: str, version: str) -> None:
-        ours = self._engine.facts.vllm_version
+    async def _hello(self, frontend: str, hello: Hello) -> None:
+        ours, version = self._engine.facts.vllm_version, hello.vllm_version
         if version != ours:
             refused = Refused(f"{self.id} runs vLLM {ours}, the frontend {version}")
             await self._frontends.send(frontend, refused)
         elif self.draining:
             await self._frontends.send(frontend, Refused(f"{self.id} is draining"))
+        else:
+            await self._frontends.welcome(frontend, hello, self.load())
 
     async def _follow_registry(self) -> None:
         async for _ in self.view.changes():

@@ -4,10 +4,12 @@
 `engine` key of its YAML section."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.messages import KvHandle
+from pdserve.prefixes import CachedPrefixes
 from pdserve.tasks import Lifetime
 
 
@@ -62,6 +64,7 @@ class Output:
 
     request_id: str
     tokens: list[int]
+    """of a `prefill`: its request's first token, where that may be sampled without the tokens after it; else none"""
     finished: bool
     handle: KvHandle | None = None
     """on the finishing output of a `prefill`: where its KV lies"""
@@ -89,6 +92,9 @@ class Step:
     each is named once, after its finishing output"""
     unreachable: list[str] = field(default_factory=list)
     """engines that do not answer when asked how to read their KV, by the `engine_id` of their handles"""
+    complete: list[KvHandle] = field(default_factory=list)
+    """prefills that are under way: what can be read of them, in whole blocks from the prompt's beginning. Their blocks
+    are kept as long as the prefill goes on; only its last handle tells that it did"""
 
 
 class Engine(Lifetime):
@@ -103,23 +109,46 @@ class Engine(Lifetime):
 
     facts: EngineFacts
     """set on entering"""
+    prefixes: CachedPrefixes
+    """what is in its prefix cache, a moment late; empty before entering"""
 
     @abstractmethod
     async def generate(
-        self, request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None
+        self,
+        request_id: str,
+        prompt: list[int],
+        body: list[bytes],
+        kv: KvHandle | None,
+        after: Sequence[int] = (),
     ) -> None:
         """Start generating. With `kv`, pull the prompt's KV from there first; where that fails the engine recomputes
-        it, and the caller sees no difference. Raises ProtocolError for a handle that does not fit (other block size,
-        too few blocks, past its lease less a margin): the request was then not started."""
+        it, and the caller sees no difference. With `after`, go on after these tokens, which were sampled elsewhere and
+        are in no Output of this engine. Raises ProtocolError for a handle that does not fit (other block size, too few
+        blocks, past its lease less a margin): the request was then not started."""
 
     @abstractmethod
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
         """Run the prompt for one token and keep its KV blocks for the lease; the finishing output has the handle."""
 
     @abstractmethod
+    def first_output(
+        self, request_id: str, prompt: list[int], body: list[bytes], packed: list[bytes]
+    ) -> Output | None:
+        """The output of the prefill engine, as it packed it, as if this engine had sampled the token: finished where
+        the request ends with it. To be packed at once, since its times are those of this engine's last step. None where
+        this engine might have sampled another token, or `packed` cannot be read."""
+
+    @abstractmethod
     async def reject(self, kv: KvHandle) -> None:
         """Tell the prefill engine that holds `kv` that it will not be pulled, so that it frees the blocks now. Does not
         wait for that, and does not fail where that engine is gone."""
+
+    async def read_ahead(self, kv: KvHandle, skip: int) -> None:
+        """Read the KV of a prompt that is being computed, as far as `kv` goes, except the first `skip` tokens. A hint:
+        what comes of it shows in that `generate` with the finished prefill's handle, or `reject`, ends it."""
+
+    async def drop_ahead(self, kv: KvHandle) -> None:
+        """No `generate` will come for what was read ahead of this prefill."""
 
     @abstractmethod
     async def release(self, kv: KvHandle) -> None:

@@ -191,6 +191,8 @@ class ResponseWriter:
         if message.get("body", b"").startswith(b'data: {"error"'):
             message = {**message, "body": with_one_type(message["body"])}
         await self._send(message)
+        if self.trace.deltas is not None:
+            self.trace.deltas.sent(message.get("body", b""))
 
 
 def _is_stream(start: Message) -> bool:

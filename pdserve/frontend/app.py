@@ -26,9 +26,10 @@ from pdserve.frontend.admission.estimate import RequestSize
 from pdserve.frontend.answer import HttpError, ResponseWriter, error_response
 from pdserve.frontend.auth import ApiKeys
 from pdserve.frontend.body import BodyReader, ParsedBody, discard_rest, max_body, parse_body, replay
+from pdserve.frontend.deltas import DeltaStream
 from pdserve.frontend.models import PauseWhileUnread, ServedModel, ServedModels
 from pdserve.frontend.pages import FrontendPages, MetricsPage
-from pdserve.frontend.sockets import UNREAD
+from pdserve.frontend.sockets import CHUNKS, UNREAD
 from pdserve.frontend.trace import RequestFailure, RequestTrace, current_trace, seconds_allowed
 from pdserve.observe.metrics import E2E, REQUESTS
 
@@ -173,7 +174,10 @@ async def _run(
     """Let the model's app answer, unless the client leaves or the deadline passes before. Raises ModelReplaced."""
     trace, gone = response.trace, asyncio.Event()
     current_trace.set(trace)
-    request.scope.setdefault("extensions", {})[UNREAD] = PauseWhileUnread(model, admission, trace)
+    extensions = request.scope.setdefault("extensions", {})
+    extensions[UNREAD] = PauseWhileUnread(model, admission, trace)
+    if body.plain and CHUNKS in extensions:
+        trace.deltas = DeltaStream(extensions[CHUNKS])
 
     async def answer() -> None:
         await admission.wait()

@@ -16,6 +16,7 @@ from starlette.types import Message, Receive
 from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend.admission.estimate import RequestSize
 from pdserve.frontend.answer import HttpError
+from pdserve.frontend.deltas import is_plain
 
 MAX_BODY = 32 << 20
 """bytes; prompts of a million tokens fit"""
@@ -38,6 +39,8 @@ class ParsedBody:
     model: str | None
     """as named in it; None where it names none"""
     size: RequestSize
+    plain: bool = False
+    """as `is_plain` has it"""
 
 
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:
@@ -122,7 +125,7 @@ def parse_body(raw: bytes) -> ParsedBody:
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
         raise BadRequest("model must be a string", "model")
-    return ParsedBody(raw, model or None, _size(raw, fields))
+    return ParsedBody(raw, model or None, _size(raw, fields), is_plain(fields))
 
 
 def _size(raw: bytes, fields: Mapping[str, object]) -> RequestSize:

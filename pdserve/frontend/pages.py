@@ -26,6 +26,10 @@ FETCH_WITHIN = 0.5
 KEPT = 1.0
 """seconds for which a page is given again: many scrapers must not multiply the work in every process"""
 
+MAX_MERGED = 100
+"""other processes whose pages are merged into one: with more, reading and parsing them would take a frontend seconds,
+and each has its own page (`Instance.metrics`) for a scraper that finds them all"""
+
 _LEFT_OUT = re.compile(
     r"/sleep|/wake_up|/is_sleeping|/(start|stop)_profile|/reset_.*|/collective_rpc|/server_info|/pause|/resume"
     r"|/is_paused|/scale_elastic_ep|/is_scaling_elastic_ep|/v1/(load|unload)_lora_adapter|/v1/embeddings|/v1/realtime"
@@ -42,7 +46,7 @@ class MetricsPage:
 
     def __init__(self, view: RegistryView, own: str, client: httpx.AsyncClient) -> None:
         self._view = view
-        self._own = own
+        self.own = own
         self._client = client
         self._making = asyncio.Lock()
         self._page = b""
@@ -57,10 +61,12 @@ class MetricsPage:
             return self._page
 
     async def _make(self) -> bytes:
-        others = [other for other in self._view.instances() if other.metrics and other.id != self._own]
+        others = [other for other in self._view.instances() if other.metrics and other.id != self.own]
+        if len(others) > MAX_MERGED:
+            others = []
         texts = await asyncio.gather(*(self._fetch(other) for other in others))
         pages = {other.id: text for other, text in zip(others, texts, strict=True) if text}
-        pages[self._own] = generate_latest().decode()
+        pages[self.own] = generate_latest().decode()
         pages["serve"] = self._slots()
         return await asyncio.to_thread(merge, pages)
 
@@ -111,6 +117,7 @@ class FrontendPages:
         missing, degraded = self._models.missing(), self._models.degraded()
         status = "unavailable" if missing else "degraded" if degraded else "ok"
         health: dict[str, object] = {"status": status, "workers": self._models.live()}
+        health["frontend"] = self._metrics.own
         if missing:
             health["missing"] = missing
         if degraded:

@@ -25,12 +25,13 @@ from pdserve.frontend.model import ModelContext
 from pdserve.frontend.models import serve_models
 from pdserve.frontend.pages import MetricsPage
 from pdserve.frontend.sockets import ClientConnections, accept_all, bind
+from pdserve.messages import Load
 from pdserve.plan.slots import Slot
 from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id, registered_skew
 from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
-from pdserve.tasks import Owner, forever
+from pdserve.tasks import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +66,8 @@ class Frontend(Service):
         if view.instances(Role.FRONTEND):  # they answer on this port meanwhile
             with suppress(TimeoutError):
                 await asyncio.wait_for(models.settled(), LOAD_WITHIN)
-        self._presence = Presence(
-            connection, self._instance(await _clock_skew(config.nats)), None, models.report
-        )
+        self._models = models
+        self._presence = Presence(connection, self._instance(await _clock_skew(config.nats)), None)
         page = MetricsPage(view, self.id, client)
         app = FrontendApp(models, page, api_keys, config.request_timeout, frontend.max_request_timeout)
         self._connections = ClientConnections(frontend.header_timeout, frontend.write_timeout)
@@ -76,7 +76,10 @@ class Frontend(Service):
         )
 
     def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
-        return [self._connections.watch(), forever(self._presence.keep_current, "load report")]
+        return [self._connections.watch()]
+
+    def load(self) -> Load:
+        return self._models.report()
 
     async def announce(self) -> None:
         self._serving = self.tasks.create_task(self._serve_http(), name="uvicorn")

@@ -16,10 +16,11 @@ from typing import Any
 
 import psutil
 from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from pdserve.errors import ConfigError
+from pdserve.frontend.deltas import ChunkWriter
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ SWEEP = 1.0
 """seconds between two looks at all connections"""
 UNREAD = "pdserve.unread"
 """the extension of the ASGI scope by which a request is told whether its client reads"""
+CHUNKS = "pdserve.chunks"
+"""the extension by which parts of a response's body are written past its `send`: a `ChunkWriter`"""
 UNSENT = 16 << 10
 """bytes of an answer that the kernel takes beyond what the client's window admits: what is not read shows soon"""
 _BYTES_ACKED = slice(120, 128)
@@ -155,6 +158,8 @@ class ClientConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_since = None
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.scope["extensions"] = {CHUNKS: _Chunks(self.cycle)}  # type: ignore[dict-item]
         if self._last and self.cycle is not None:
             self.cycle.keep_alive = False
 
@@ -203,6 +208,24 @@ class ClientConnection(HttpToolsProtocol):
         except OSError:
             return 0
         return int.from_bytes(info[_BYTES_ACKED], "little")
+
+
+class _Chunks(ChunkWriter):
+    """Past uvicorn's `send`: what it does for a part of a chunked body, without a message and a coroutine."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    def ready(self) -> bool:
+        cycle = self._cycle
+        return not (self._flow.write_paused or cycle.disconnected or cycle.response_complete) and bool(
+            cycle.chunked_encoding
+        )
+
+    def write(self, part: bytes) -> None:
+        self._write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class ClientConnections:

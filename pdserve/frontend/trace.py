@@ -11,6 +11,7 @@ from typing import Self
 
 from pdserve.errors import BadRequest
 from pdserve.frontend.admission.control import Admission
+from pdserve.frontend.deltas import DeltaStream
 
 RETRY_AFTER = 5.0
 """seconds that a client is told to wait where no worker can serve it now"""
@@ -55,8 +56,11 @@ class RequestTrace:
     failure: RequestFailure | None = None
     admission: Admission | None = None
     """that permits its sequences; None: they begin at once"""
+    deltas: DeltaStream | None = None
+    """of a plain stream"""
     _prompts: dict[str, int] = field(default_factory=dict)
-    _prefill: dict[str, None] = field(default_factory=dict)
+    _prefill: dict[str, str] = field(default_factory=dict)
+    """by generation"""
     _instances: dict[str, None] = field(default_factory=dict)
 
     def restarted(self) -> "RequestTrace":
@@ -70,8 +74,8 @@ class RequestTrace:
     def sent_to(self, instance: str) -> None:
         self._instances[instance] = None
 
-    def prefilled(self, mode: str) -> None:
-        self._prefill[mode] = None
+    def prefilled(self, generation: str, mode: str) -> None:
+        self._prefill[generation] = mode
 
     def add_tokens(self, count: int) -> None:
         if self.first_token is None:
@@ -85,7 +89,7 @@ class RequestTrace:
     @property
     def prefill(self) -> str:
         """`local`, `remote`, or `local,remote` where parts of one request (n > 1, several prompts) differed."""
-        return ",".join(sorted(self._prefill))
+        return ",".join(sorted(set(self._prefill.values())))
 
     @property
     def instances(self) -> str:

@@ -25,20 +25,20 @@ of the transport makes a new connection.
 hung. A read does not begin when the lease is nearly over, and the result of a read during which this process hung
 is not used when it ends after that. Both prompts are recomputed.
 
+**Reading ahead.** A prefill engine names the blocks that are complete after each step, and a decode engine reads them
+while the rest is computed (`ahead_scheduler.py`).
+
 **Handshakes.** Each attempt at a peer that does not answer takes 5 s. After a failed attempt, reads from there fail at
 once for a while, and the engine is told, so that the decode worker sends no prefill there. The listener at the
 other end is `side_channel.py`."""
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from threading import Event
 from typing import Any
 
-from pdserve.kv import FAILED, RELEASED, STALLED, UNREACHABLE, side_channel
+from pdserve.kv import AFTER, COMPLETE, FAILED, RELEASED, STALLED, UNREACHABLE, side_channel
 from pdserve.kv.handles import LEASE_MARGIN
-from pdserve.kv.nixl import provide_nixl, quiet_agents
+from pdserve.kv.nixl import affinity_kept, provide_nixl, quiet_agents
 
 provide_nixl()
 
@@ -48,9 +48,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (  # noq
     NixlBaseConnector,
     NixlPullConnector,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (  # noqa: E402
-    NixlPullConnectorScheduler,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (  # noqa: E402
     NixlPullConnectorWorker,
 )
@@ -58,11 +55,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnec
 from vllm.logger import init_logger  # noqa: E402
 from vllm.utils.network_utils import make_zmq_path  # noqa: E402
 
+from pdserve.kv.ahead_scheduler import AheadReport, AheadScheduler  # noqa: E402
 from pdserve.kv.watch import HangWatch, RemoteClock, StallWatch  # noqa: E402
 
 logger = init_logger(__name__)
 
-_KEYS = (STALLED, FAILED, RELEASED, UNREACHABLE)
+_KEYS = (STALLED, FAILED, RELEASED, UNREACHABLE, COMPLETE)
 FLOOR_KEY, RATE_KEY = "pdserve_transfer_floor", "pdserve_transfer_rate"
 """keys in `kv_connector_extra_config`: seconds, and bytes per second"""
 DEFAULT_FLOOR, DEFAULT_RATE = 3.0, 50e6
@@ -76,20 +74,33 @@ class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = ConnectorScheduler(vllm_config, self.engine_id, kv_cache_config)
         else:
-            with _affinity_kept(), quiet_agents():
+            with affinity_kept(), quiet_agents():
                 self.connector_worker = ConnectorWorker(vllm_config, self.engine_id, kv_cache_config)
 
     def release(self, request_id: str) -> None:
         """In a worker: no engine will read the blocks of this prefill."""
         self.connector_worker.unwanted.add(request_id)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self.connector_scheduler.bind(kv_cache_manager)
+
+    def build_connector_worker_meta(self) -> AheadReport | None:
+        return self.connector_worker.ahead.take()
+
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
         return TransferStats(data=data) if data is not None else TransferStats()
 
 
-class ConnectorScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
-    """With our listener for handshakes."""
+class ConnectorScheduler(AheadScheduler):
+    """With our listener for handshakes, and for requests that have tokens after the prompt that was prefilled."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """vLLM counts all tokens that the request came with, and reads for so many the blocks that it was told."""
+        count, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if count is not None:
+            count = max(0, count - (request.kv_transfer_params or {}).get(AFTER, 0))
+        return count, bool(count)
 
     @staticmethod
     def _nixl_handshake_listener(
@@ -123,10 +134,13 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self.unwanted: set[str] = set()
         """prefills whose blocks no other engine will read; they may not be kept yet, but are from the next step on"""
         self._scheduler_clock = RemoteClock()
+        self.ahead = AheadReport()
 
     def start_load_kv(self, metadata: Any) -> None:
         if metadata.scheduler_clock:
             self._scheduler_clock.message(metadata.scheduler_clock, time.perf_counter())
+        if self.tp_rank == 0:
+            self.xfer_stats.data[COMPLETE] += metadata.complete
         super().start_load_kv(metadata)
 
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
@@ -161,6 +175,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
 
     def get_transfer_results(self) -> Any:
         results = super().get_transfer_results()
+        self.ahead.move(results)
         self.xfer_stats.data[RELEASED] += results.finished_sending
         self.xfer_stats.data[FAILED] += results.failed_recving
         return results
@@ -201,15 +216,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         if engine is None:
             return
         logger.warning("KV read of request %s from %s is overdue: recomputing it elsewhere", request, engine)
+        self.ahead.bad.add(request)
         self.xfer_stats.data[STALLED].append(request)
         self.xfer_stats.record_failed_transfer()
         self._mark_remote_engine_invalid(engine, time.perf_counter())
-
-
-@contextmanager
-def _affinity_kept() -> Iterator[None]:
-    before = os.sched_getaffinity(0)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)

@@ -39,6 +39,11 @@ def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int, fingerpr
         raise ProtocolError(f"the KV handle's lease of {handle.lease:g} s is over or nearly so")
 
 
+def source(handle: KvHandle) -> tuple[str, str]:
+    """Which prefill it is of, for ever."""
+    return handle.engine_id, handle.request_id
+
+
 def expired(handle: KvHandle) -> bool:
     return time.monotonic() > safe_until(handle)
 

@@ -53,3 +53,12 @@ def quiet_agents(pause: int = PAUSE_MICROSECONDS) -> Iterator[None]:
         yield
     finally:
         api.nixlBind = real
+
+
+@contextmanager
+def affinity_kept() -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,9 +1,7 @@
-"""The metrics that monitoring relies on, all in one place (DESIGN §7), in seconds and bytes as Prometheus wants; the
-page of a process that shows them, and several pages merged into one."""
+"""The metrics that monitoring relies on, all in one place (DESIGN §7), in seconds and bytes as Prometheus wants, and
+several processes' pages of them merged into one."""
 
-import asyncio
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 
 from prometheus_client import (
     CollectorRegistry,
@@ -11,7 +9,6 @@ from prometheus_client import (
     Gauge,
     Histogram,
     generate_latest,
-    start_http_server,
 )
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -84,21 +81,6 @@ class SlotMetrics(Collector):
 
 
 # pages
-
-
-@contextmanager
-def serve_metrics(host: str) -> Iterator[str]:
-    """Serve the default registry on a free port; yield the page's URL. Call it in the process's event loop, whose tasks
-    are counted."""
-    loop = asyncio.get_running_loop()
-    TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
-    server, thread = start_http_server(0, host)
-    try:
-        yield f"http://{host}:{server.server_port}/metrics"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def merge(pages: Mapping[str, str]) -> bytes:

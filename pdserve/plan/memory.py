@@ -29,8 +29,8 @@ CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 """environment variable with whole GiB, which vLLM takes before the argument"""
 CPU_KV_GIB = 1
 """KV space per rank on the CPU where kv-cache-memory-bytes is not set"""
-CPU_ENGINE_BYTES = 13 * GIB // 10
-"""an engine's own processes on the CPU (FACTS: 625 + 630 MB)"""
+CPU_ENGINE_BYTES = GIB
+"""on the CPU a worker's own process and, beside several ranks, vLLM's EngineCore (546 and 435 MiB)"""
 CPU_RANK_BYTES = 8 * GIB // 10
 """a rank's process beside weights and KV (FACTS: a worker has 1.8 GB with 1 GiB of KV)"""
 FRONTEND_BYTES = 7 * GIB // 10

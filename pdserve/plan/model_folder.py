@@ -15,6 +15,7 @@ _ALIASES = {"half": "float16", "float": "float32"}
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """safetensors' names of the dtypes that vLLM converts when it loads, and their bytes"""
 _MAX_HEADER = 100 * 2**20
+_TOWERS = {"text_config", "vision_config", "audio_config"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class ModelFacts:
     """rows of the rotary table: the config's max_position_embeddings"""
     tied: bool = False
     """the embedding is also the output layer"""
+    multimodal: bool = False
+    """it takes more than text"""
 
     def resolve_dtype(self, asked: object) -> str:
         """What vLLM computes in: `auto` is the model's own, but never float32."""
@@ -64,7 +67,7 @@ def read_model(folder: Path) -> ModelFacts:
     try:
         whole = json.loads(path.read_text("utf-8"))
         config = {**whole, **whole.get("text_config", {})}
-        return _facts(folder, config)
+        return _facts(folder, config, multimodal=bool(_TOWERS & whole.keys()))
     except OSError as error:
         reason = error.strerror or str(error)
         text = f"{path} cannot be read ({reason}): give a folder with a whole Hugging Face model."
@@ -76,7 +79,7 @@ def read_model(folder: Path) -> ModelFacts:
         raise ConfigError([text]) from error
 
 
-def _facts(folder: Path, config: dict[str, Any]) -> ModelFacts:
+def _facts(folder: Path, config: dict[str, Any], *, multimodal: bool) -> ModelFacts:
     heads = int(config["num_attention_heads"])
     odd = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     return ModelFacts(
@@ -97,6 +100,7 @@ def _facts(folder: Path, config: dict[str, Any]) -> ModelFacts:
         else 0,
         positions=int(config.get("max_position_embeddings") or 0),
         tied=bool(config.get("tie_word_embeddings")),
+        multimodal=multimodal,
     )
 
 

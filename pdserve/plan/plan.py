@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pdserve.config.host import find_folder
-from pdserve.config.schema import Config, WorkerConfig
+from pdserve.config.schema import Config, DecodeConfig, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.plan.machine import GIB, Machine
 from pdserve.plan.memory import (
@@ -25,6 +25,8 @@ from pdserve.plan.model_folder import ModelFacts, read_model
 from pdserve.plan.slots import PlannedWorker, Selection, Slot, frontend_slots, gpus_needed, place_workers
 from pdserve.records import Role
 
+DECODE_CHUNK = 256
+"""tokens of a prompt that a decode worker computes in a step beside running streams: docs/decisions/0025-adaptive.md"""
 W = TypeVar("W", bound=WorkerConfig)
 
 
@@ -55,9 +57,9 @@ def make_plan(
 ) -> Plan:
     """Never fails: what is wrong is in `problems`. `roles` and `index` plan a part of the graph, as for one role on
     another host: its ports are those it has in the whole graph, its GPUs the first of this machine."""
-    config, selection = _with_machine_defaults(config, machine), Selection(roles, index)
     notes, problems = list(config.notes), list[str]()
     model = _model(config, problems, notes)
+    config, selection = _with_defaults(config, machine, model), Selection(roles, index)
     placed, unplaced = place_workers(config, machine, selection, env)
     workers = tuple(replace(worker, memory=_memory(worker, model, machine, env)) for worker in placed)
     frontends = frontend_slots(config, selection)
@@ -71,27 +73,49 @@ def make_plan(
 
 def worker_memory(config: Config, slot: Slot) -> Memory | None:
     """What the plan says of a worker of this machine that has its slot already; None where sizes are unknown."""
-    section = config.decode if slot.role is Role.DECODE else config.prefill
+    section = config.decode if slot.role.does(Role.DECODE) else config.prefill
     assert section is not None, f"{config.path} has no section for a {slot.role.value} worker"
     machine = Machine.detect({})  # a slot counts the cards as NVML does, whatever CUDA shows of them
     worker = PlannedWorker(slot, section, len(slot.gpus))
     return _memory(worker, _model(config, [], []), machine, os.environ)
 
 
-def _with_machine_defaults(config: Config, machine: Machine) -> Config:
-    """Without a GPU, engines run eagerly unless the file says otherwise: compiling takes minutes at each start."""
-    decode = config.decode and _eager_on_cpu(config.decode, machine)
+def _with_defaults(config: Config, machine: Machine, model: ModelFacts | None) -> Config:
+    """pdserve's own choices, where the file says nothing else."""
+    decode = config.decode and _in_chunks(_eager_on_cpu(config.decode, machine), model)
     prefill = config.prefill and _eager_on_cpu(config.prefill, machine)
     return replace(config, decode=decode, prefill=prefill)
 
 
 def _eager_on_cpu(worker: W, machine: Machine) -> W:
-    if worker.engine == "sim" or gpus_needed(worker, machine) or "enforce-eager" in worker.engine_args:
+    """Without a GPU, engines run eagerly: compiling takes minutes at each start."""
+    if worker.engine == "sim" or gpus_needed(worker, machine):
+        return worker
+    return _with_argument(worker, "enforce-eager", True, "pdserve (no GPU)")
+
+
+def _in_chunks(decode: DecodeConfig, model: ModelFacts | None) -> DecodeConfig:
+    """Prompts that a decode worker computes beside its running streams delay them by a chunk of this size at a time. Of
+    a model that takes images, vLLM may need a whole image in a step: there it chooses."""
+    args, length = decode.engine_args, model.max_len if model is not None else None
+    whole = args.get("enable-chunked-prefill") is False
+    if (
+        not decode.remote_prefill
+        or whole
+        or (decode.engine == "vllm" and (model is None or model.multimodal))
+    ):
+        return decode
+    tokens = min(DECODE_CHUNK, int(str(args.get("max-model-len") or length or DECODE_CHUNK)))
+    return _with_argument(decode, "long-prefill-token-threshold", tokens, "pdserve (short gaps)")
+
+
+def _with_argument(worker: W, name: str, value: object, origin: str) -> W:
+    if name in worker.engine_args:
         return worker
     return replace(
         worker,
-        engine_args={**worker.engine_args, "enforce-eager": True},
-        origins={**worker.origins, "enforce-eager": "pdserve (no GPU)"},
+        engine_args={**worker.engine_args, name: value},
+        origins={**worker.origins, name: origin},
     )
 
 

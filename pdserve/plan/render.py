@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pdserve.config.arguments import KV_ROLES
 from pdserve.observe.tables import table
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import Memory
@@ -129,10 +130,14 @@ def _does(worker: PlannedWorker, plan: Plan) -> str:
     decode = plan.config.decode
     if worker.slot.role is Role.PREFILL:
         return "prefill"
+    if worker.slot.role is Role.BOTH:
+        return "decode; prefill for itself and for others as it has time"
     if decode is None or not decode.remote_prefill:
         return "prefill and decode"
     if not decode.conditional_disagg:
         return "decode; all prefill remote"
+    if decode.policy == "adaptive":
+        return "decode; prefill here or remote, whichever costs less"
     return (
         f"decode; prefill remote above {decode.max_local_prefill_length} new tokens "
         f"while fewer than {decode.max_prefill_queue_size} wait"
@@ -186,11 +191,11 @@ def _origins(worker: PlannedWorker, plan: Plan) -> Iterator[tuple[str, object, s
         shown = "…" if name in _SECRET else value
         shown = json.dumps(shown) if isinstance(shown, dict | list | bool) else shown
         yield name, shown, config.origins.get(name, "pdserve")
-    if config.engine == "vllm" and role is Role.DECODE:
+    if config.engine == "vllm" and role.does(Role.DECODE):
         yield "kv-events-config", "own socket, for prefix hits", "pdserve (graph)"
-    if config.engine == "vllm" and plan.config.prefill is not None:  # KV moves between workers
-        kv_role = "kv_producer" if role is Role.PREFILL else "kv_consumer"
-        yield "kv-transfer-config", f"NIXL, {kv_role}, recompute", "pdserve (graph)"
+    decode = plan.config.decode
+    if config.engine == "vllm" and (decode is None or decode.remote_prefill):  # KV moves between workers
+        yield "kv-transfer-config", f"NIXL, {KV_ROLES[role]}, recompute", "pdserve (graph)"
     for name, text in worker.slot.env.items():
         yield name, text, "pdserve (environment)"
 

@@ -55,8 +55,8 @@ class Selection:
 def place_workers(
     config: Config, machine: Machine, selection: Selection, env: Mapping[str, str]
 ) -> tuple[list[PlannedWorker], list[str]]:
-    """The workers, decode first, and what keeps them from being placed. Ports are those of the whole graph, so that
-    parts of it that are started one by one do not collide."""
+    """The workers, prefill workers last, and what keeps them from being placed. Ports are those of the whole graph, so
+    that parts of it that are started one by one do not collide."""
     workers = [
         (port, role, number, worker)
         for port, (role, number, worker) in enumerate(_all_workers(config), start=config.kv_port)
@@ -85,9 +85,11 @@ def frontend_slots(config: Config, selection: Selection) -> tuple[Slot, ...]:
 
 
 def _all_workers(config: Config) -> Iterator[tuple[Role, int, WorkerConfig]]:
-    for role, worker in ((Role.DECODE, config.decode), (Role.PREFILL, config.prefill)):
-        if worker is not None:
-            yield from ((role, number, worker) for number in range(worker.count))
+    if config.decode is not None:
+        role = Role(config.decode.role)
+        yield from ((role, number, config.decode) for number in range(config.decode.count))
+    if config.prefill is not None:
+        yield from ((Role.PREFILL, number, config.prefill) for number in range(config.prefill.count))
 
 
 def gpus_needed(worker: WorkerConfig, machine: Machine) -> int:

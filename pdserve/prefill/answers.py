@@ -16,7 +16,10 @@ import msgspec
 
 from pdserve.errors import QueueUnavailable
 from pdserve.messages import PrefillAnswer, PrefillConfirm, PrefillDone, PrefillFailed
+from pdserve.process.presence import MAX_PAIRS
 from pdserve.queue.base import PrefillQueue
+from pdserve.records import Role
+from pdserve.registry.view import RegistryView
 
 log = logging.getLogger(__name__)
 
@@ -95,13 +98,28 @@ class AnswerSender:
 
     async def warm(self, decode_workers: Callable[[], set[str]]) -> None:
         """Wait until each of these has read the KV of a warm-up, or tried to in vain
-        (docs/decisions/0008-warm-up.md)."""
-        await self._until(lambda: decode_workers() <= self._warm)
+        (docs/decisions/0008-warm-up.md). Where they are many, only some of them will: half as many as each of them
+        chooses are enough."""
+
+        def enough() -> bool:
+            workers = decode_workers()
+            return workers <= self._warm or (
+                len(workers) > MAX_PAIRS and len(workers & self._warm) >= MAX_PAIRS / 2
+            )
+
+        await self._until(enough)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self._change.clear()
             await self._change.wait()
+
+
+def readers(view: RegistryView, model: str, fingerprint: str) -> set[str]:
+    """Decode workers that may read KV of this fingerprint, ready or not yet."""
+    announced = [worker for worker in view.instances(Role.DECODE, model) if not worker.draining]
+    workers = announced + view.newcomers(Role.DECODE, model)
+    return {worker.id for worker in workers if worker.fingerprint == fingerprint}
 
 
 def aged(answer: PrefillDone, token: str = "") -> PrefillDone:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -70,10 +71,13 @@ class RunningPrefills:
         """Something happened on which a condition of `until` may depend."""
         self._change.set()
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool], tick: float | None = None) -> None:
+        """Look at it after each change, and every `tick` seconds."""
         while not condition():
             self._change.clear()
-            await self._change.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(tick):
+                    await self._change.wait()
 
     def __iter__(self) -> Iterator[RunningPrefill]:
         return iter(list(self._by_engine.values()))

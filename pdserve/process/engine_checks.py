@@ -6,6 +6,7 @@ the worker's own heartbeats and lease go on."""
 
 import asyncio
 import logging
+import os
 import random
 import secrets
 import time
@@ -29,8 +30,10 @@ PROBE_INTERVAL = 5.0
 HANGS_AFTER = 30.0
 """seconds without an answer, and without CPU time to speak of, after which an engine hangs. Engines answer
 between two steps, and how long a step may take is not known: a long prompt on a CPU, a kernel that is compiled
-on its first use. But such a step uses CPU time. What spins without end is left to vLLM, which gives a step up
-after 300 s."""
+on its first use. But such a step uses CPU time."""
+SPINS_AFTER = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 300))
+"""seconds without an answer after which an engine hangs whatever it uses: vLLM's own bound of a step, which it keeps
+only where its worker has a process of its own"""
 BUSY = 0.1
 """share of a core that counts as work; an idle vLLM engine on the CPU takes 0.03"""
 TICK = 1.0
@@ -109,7 +112,7 @@ async def self_test(engine: Engine, role: Role) -> None:
     hand-over of KV is done, or has failed, before a client comes. To be called before its steps are read by others.
     Raises EngineDead where it dies, fails or hangs."""
     began = time.monotonic()
-    work = asyncio.ensure_future(_first_prefill(engine) if role is Role.PREFILL else _first_tokens(engine))
+    work = asyncio.ensure_future(_first_work(engine, role))
     watch = asyncio.ensure_future(watch_engine(engine))
     try:
         await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
@@ -130,6 +133,13 @@ def unique_prompt(facts: EngineFacts) -> list[int]:
     length = min(facts.block_size + 2, facts.max_model_len - STEPS - 1, facts.kv_tokens - STEPS - 1)
     chance = random.SystemRandom()
     return [chance.choice(_IDS) for _ in range(max(1, length))]
+
+
+async def _first_work(engine: Engine, role: Role) -> None:
+    if role.does(Role.DECODE):
+        await _first_tokens(engine)
+    if role.does(Role.PREFILL):
+        await _first_prefill(engine)
 
 
 async def _first_tokens(engine: Engine) -> None:
@@ -174,13 +184,16 @@ async def watch_engine(engine: Engine) -> None:
 
 
 async def _until_it_answers(engine: Engine) -> None:
-    probe = asyncio.ensure_future(engine.probe())
+    probe, silent = asyncio.ensure_future(engine.probe()), 0.0
     try:
         while not probe.done():
             used = engine.cpu_seconds()
             await _wait(probe)
+            silent += HANGS_AFTER
             if not probe.done() and engine.cpu_seconds() - used < BUSY * HANGS_AFTER:
                 raise EngineDead(f"it hangs: no answer for {HANGS_AFTER:g} s, in which it computed nothing")
+            if not probe.done() and silent >= SPINS_AFTER:
+                raise EngineDead(f"it hangs: no answer for {silent:g} s, in which it computed without end")
         probe.result()
     finally:
         probe.cancel()

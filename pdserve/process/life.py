@@ -19,7 +19,8 @@ import uvloop
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError, EngineDead, PdserveError, leaves
 from pdserve.graph import GRAPH
-from pdserve.observe.metrics import serve_metrics
+from pdserve.messages import Load
+from pdserve.observe.pages import serve_pages
 from pdserve.plan.slots import Slot
 from pdserve.process.signals import STOPPERS, SUPERVISOR_DIED
 from pdserve.tasks import process_owner, unending
@@ -107,6 +108,10 @@ class Service(ABC):
     async def drain(self) -> None:
         """Take nothing new, and finish what is there within the drain timeout."""
 
+    def load(self) -> Load:
+        """What it is doing; raises AttributeError before `start`."""
+        return Load()
+
     async def engine_died(self, death: EngineDead) -> None:
         """Say what is lost with the engine, while the seams are still there."""
         return
@@ -142,8 +147,10 @@ async def live(config: Config, slot: Slot) -> None:
     """One role in this event loop. Returns after SIGTERM and the drain; raises what `Service.run` raises."""
     module, _, name = GRAPH[slot.role].service.partition(":")
     connect: Callable[[Config, Slot, str], Service] = getattr(import_module(module), name).connect
-    with serve_metrics(config.host) as metrics_url:
-        await live_until_signalled(connect(config, slot, metrics_url), config.drain_timeout)
+    with serve_pages(config.host) as pages:
+        service = connect(config, slot, pages.metrics)
+        pages.load = service.load
+        await live_until_signalled(service, config.drain_timeout)
 
 
 async def live_until_signalled(service: Service, drain_timeout: float) -> None:

@@ -1,4 +1,6 @@
-"""What a process says of itself in the registry: its id, its instance with the current load, and its model card."""
+"""What a process says of itself in the registry: its id, its instance, and its model card. All of it changes seldom:
+each change goes to every process. Its load, which changes with each step, goes elsewhere (`messages.WorkerLoad`,
+`observe/pages.py`)."""
 
 import asyncio
 import logging
@@ -16,7 +18,7 @@ from pdserve.engine.base import EngineFacts
 from pdserve.errors import RegistryUnavailable
 from pdserve.graph import BOOT_VARIABLE
 from pdserve.plan.slots import Slot
-from pdserve.records import Instance, Load, ModelCard, encode_record
+from pdserve.records import Instance, ModelCard, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
@@ -25,8 +27,13 @@ log = logging.getLogger(__name__)
 
 WARM_UP_WITHIN = 5.0
 """seconds that a worker waits for others before it announces itself"""
+MAX_PAIRS = 16
+"""workers of the other role that a decode worker warms up with: in a graph of hundreds each pair would be a handshake
+for every two workers; the first request of any other pair makes its own"""
 INTERVAL = 1.0
-"""seconds between two looks at the load; nothing is written while it stays the same"""
+"""seconds between two looks at the clock"""
+STEADY = 0.1
+"""seconds by which its skew must change to be written again"""
 
 
 def new_instance_id(slot: Slot) -> str:
@@ -105,7 +112,6 @@ class Presence:
         registry: Registry,
         instance: Instance,
         card: ModelCard | None,
-        load: Callable[[], Load],
         skew: Callable[[], float | None] = lambda: None,
     ) -> None:
         """`skew` is how wrong this process's clock is, as far as that is known now."""
@@ -117,7 +123,6 @@ class Presence:
         self._writing = asyncio.Lock()
         self._registry = registry
         self._card = card
-        self._load = load
 
     async def warm_up(self, view: RegistryView, warm: Callable[[], Awaitable[None]]) -> None:
         """Introduce the worker to those of the other role alone, and wait until it is warm with them: for some seconds
@@ -175,7 +180,7 @@ class Presence:
 
     def _look(self) -> None:
         skew = registered_skew(self._skew(), self.instance.clock_skew)
-        self.instance = msgspec.structs.replace(self.instance, load=self._load(), clock_skew=skew)
+        self.instance = msgspec.structs.replace(self.instance, clock_skew=skew)
 
     async def _write(self) -> None:
         async with self._writing:
@@ -185,7 +190,7 @@ class Presence:
 
 def registered_skew(skew: float | None, before: float | None) -> float | None:
     """The clock's skew as it is registered, to a tenth of a second; logged where it becomes large."""
-    if skew is None:
+    if skew is None or (before is not None and abs(skew - before) <= STEADY):
         return before
     now = round(skew, 1)
     if abs(now) > clock.LARGE_SKEW and now != before:

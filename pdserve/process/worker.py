@@ -7,14 +7,15 @@ from typing import Any, Self
 
 from pdserve import queue, registry, stream
 from pdserve.config.schema import Config
-from pdserve.engine.base import Engine
+from pdserve.engine.base import Engine, Step
 from pdserve.engine.spec import EngineSpec, make_engine
+from pdserve.messages import Load
 from pdserve.plan.slots import Slot
 from pdserve.process.engine_checks import log_memory, self_test, watch_engine
 from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id, worker_instance
 from pdserve.queue.base import BlobStore, PrefillQueue
-from pdserve.records import Load, ModelCard, Role
+from pdserve.records import ModelCard, Role
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.stream.base import StreamServer
@@ -22,6 +23,9 @@ from pdserve.tasks import forever
 
 
 class EngineWorker(Service):
+    follows: Sequence[str]
+    """what of the registry this role needs, as prefixes of keys"""
+
     def __init__(
         self,
         config: Config,
@@ -36,19 +40,19 @@ class EngineWorker(Service):
     ) -> None:
         """`stream` and `blobs` are for decode workers: frontends, and the model archive for them."""
         super().__init__(config, slot, instance_id, metrics_url)
-        self.view = RegistryView(registry)
+        self.view = RegistryView(registry, *self.follows)
         self._engine = engine
         self._registry = registry
         self._queue = queue
         self._stream = stream
         self._blobs = blobs
-        self._assemble()
+        self._assemble(engine)
 
     @classmethod
     def connect(cls, config: Config, slot: Slot, metrics_url: str) -> Self:
         assert config.etcd is not None
         assert config.nats is not None
-        instance_id, decodes = new_instance_id(slot), slot.role is Role.DECODE
+        instance_id, decodes = new_instance_id(slot), slot.role.does(Role.DECODE)
         return cls(
             config,
             slot,
@@ -62,8 +66,8 @@ class EngineWorker(Service):
         )
 
     @abstractmethod
-    def _assemble(self) -> None:
-        """Make the parts of this role from the engine and the seams."""
+    def _assemble(self, engine: Engine) -> None:
+        """Make the parts of this role."""
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Enter engine and seams in the order in which they need each other."""
@@ -78,28 +82,38 @@ class EngineWorker(Service):
         await self_test(self._engine, self._slot.role)
         address = self._stream.address if self._stream is not None else ""
         instance = worker_instance(self._config, self._slot, self.id, facts, address, self._metrics_url)
-        self._presence = Presence(
-            self._registry, instance, await self.card(), self.load, lambda: self._queue.clock_skew
-        )
+        self._presence = Presence(self._registry, instance, await self.card(), lambda: self._queue.clock_skew)
 
     async def card(self) -> ModelCard | None:
         """What frontends need to serve the model by this worker; None where they do not talk to it."""
         return None
 
     def load(self) -> Load:
-        """What the worker is at, for the registry."""
         usage = self._engine.usage
-        return Load(usage.running, usage.waiting, round(usage.kv_usage, 6), self._queue.depth)
+        return Load(usage.running, usage.waiting, round(usage.kv_usage, 6), queue_depth=self._queue.depth)
 
     async def announce(self) -> None:
         await self._presence.announce()
 
+    @abstractmethod
+    async def _read_step(self, step: Step) -> None:
+        """What the engine has done."""
+
+    async def _read_engine(self) -> None:
+        """For ever, or until EngineDead."""
+        while True:
+            await self._read_step(await self._engine.step())
+
     def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
-        return [forever(self._presence.keep_current, "load report"), watch_engine(self._engine)]
+        return [
+            self._read_engine(),
+            forever(self._presence.keep_current, "clock report"),
+            watch_engine(self._engine),
+        ]
 
 
 def _make_engine(config: Config, slot: Slot, instance_id: str) -> Engine:
-    section = config.decode if slot.role is Role.DECODE else config.prefill
+    section = config.decode if slot.role.does(Role.DECODE) else config.prefill
     assert section is not None, f"{config.path} has no section for a {slot.role.value} worker"
     spec = EngineSpec(
         role=slot.role,
@@ -107,7 +121,7 @@ def _make_engine(config: Config, slot: Slot, instance_id: str) -> Engine:
         model=config.model,
         served_model_name=config.served_model_name,
         engine_args=section.engine_args,
-        disaggregated=slot.role is Role.PREFILL
+        disaggregated=slot.role.does(Role.PREFILL)
         or (config.decode is not None and config.decode.remote_prefill),
         host=config.host,
         kv_port=slot.kv_port,

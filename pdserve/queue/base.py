@@ -7,9 +7,10 @@ cancellations are at most once and reach only those that listen: to wait for one
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
-from pdserve.messages import PrefillAnswer, PrefillConfirm, PrefillRequest, ToPrefill
+from pdserve.messages import PrefillAnswer, PrefillConfirm, PrefillLoad, PrefillRequest, ToPrefill
+from pdserve.queue.depth import Puller
 from pdserve.tasks import Lifetime
 
 
@@ -63,6 +64,12 @@ class PrefillQueue(Lifetime):
 
     @property
     @abstractmethod
+    def loads(self) -> Mapping[str, tuple[PrefillLoad, float]]:
+        """What prefill workers said of themselves when they last pulled, and when that was heard, in monotonic seconds.
+        Workers that are gone may be in it for a while."""
+
+    @property
+    @abstractmethod
     def clock_skew(self) -> float | None:
         """Seconds that this process's time of day is ahead of the server's, as last measured; None where it was not."""
 
@@ -104,10 +111,10 @@ class PrefillQueue(Lifetime):
         """Those for prefill worker `instance`; undecodable ones are logged and skipped."""
 
     @abstractmethod
-    async def pull(self, limit: int, wait: float) -> list[Delivery]:
+    async def pull(self, limit: int, wait: float, worker: Puller | None = None) -> list[Delivery]:
         """What is there, up to `limit` requests, or else the first that comes within `wait` seconds; empty
         when none does. Requests past their deadline, and those cancelled since this process listens, are
-        acked and left out. Tells the decode workers the new queue state."""
+        acked and left out. Tells the decode workers the new queue state and the load of `worker`."""
 
     @abstractmethod
     async def answer(self, instance: str, answer: PrefillAnswer) -> None: ...

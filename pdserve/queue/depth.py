@@ -1,14 +1,17 @@
 """How long the prefill queue is, without asking the server: a pure value, fed with what a process gets to
-see.
+see; and what prefill workers have pulled.
 
 Sequence numbers are the stream's: the server counts every stored request, 1, 2, 3, … Deciders see the
 numbers of their own requests when they are stored, and the state that prefill workers broadcast when they
 pull.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from pdserve.messages import QueueState
+import msgspec
+
+from pdserve.messages import PrefillLoad, PrefillRequest, QueueState
 
 
 @dataclass(frozen=True)
@@ -51,3 +54,18 @@ class QueueDepth:
         if truth.delivered < self.delivered:
             return self  # a prefill worker reported a later pull meanwhile
         return replace(truth, last=max(truth.last, self.last))
+
+
+@dataclass(frozen=True)
+class Puller:
+    """A prefill worker that pulls."""
+
+    id: str
+    load: Callable[[], PrefillLoad]
+
+    def load_with(self, requests: Iterable[PrefillRequest]) -> PrefillLoad:
+        """Its load now, with what it has just pulled."""
+        load = self.load()
+        return msgspec.structs.replace(
+            load, tokens=load.tokens + sum(len(request.prompt) for request in requests)
+        )

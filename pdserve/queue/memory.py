@@ -4,15 +4,23 @@ acted out."""
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
 from pdserve.errors import QueueFull, QueueUnavailable
-from pdserve.messages import PrefillAnswer, PrefillCancel, PrefillConfirm, PrefillRequest, ToPrefill
+from pdserve.messages import (
+    PrefillAnswer,
+    PrefillCancel,
+    PrefillConfirm,
+    PrefillLoad,
+    PrefillRequest,
+    ToPrefill,
+)
 from pdserve.queue.base import BlobStore, Delivery, PrefillQueue
+from pdserve.queue.depth import Puller
 from pdserve.recent import RecentKeys
 
 _named: "WeakValueDictionary[str, MemoryBroker]" = WeakValueDictionary()
@@ -55,6 +63,7 @@ class _ModelQueue:
     entries: list[_Entry] = field(default_factory=list)
     ids: set[str] = field(default_factory=set)
     cancelled: RecentKeys[None] = field(default_factory=lambda: RecentKeys(20_000))
+    loads: dict[str, tuple[PrefillLoad, float]] = field(default_factory=dict)
     listeners: dict[str, list[asyncio.Queue[Any]]] = field(default_factory=lambda: defaultdict(list))
 
     def tell(self, subject: str, message: object) -> None:
@@ -163,6 +172,10 @@ class MemoryQueue(PrefillQueue):
     def depth(self) -> int:
         return sum(1 for entry in self._requests.entries if not entry.deliveries)
 
+    @property
+    def loads(self) -> Mapping[str, tuple[PrefillLoad, float]]:
+        return self._requests.loads
+
     async def publish(self, request: PrefillRequest) -> None:
         self._broker.check()
         if len(self._requests.entries) >= self._broker.bound:
@@ -194,11 +207,14 @@ class MemoryQueue(PrefillQueue):
     def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
         return self._messages(f"warm-ups/{instance}")
 
-    async def pull(self, limit: int, wait: float) -> list[Delivery]:
+    async def pull(self, limit: int, wait: float, worker: Puller | None = None) -> list[Delivery]:
         ends = time.monotonic() + wait
         while True:
             self._broker.check()
             if found := await self._take(limit):
+                if worker is not None:
+                    load = worker.load_with(delivery.request for delivery in found)
+                    self._requests.loads[worker.id] = load, time.monotonic()
                 return found
             now = time.monotonic()
             if now >= ends:

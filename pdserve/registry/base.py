@@ -26,8 +26,8 @@ class Registry(Lifetime):
 
     Outages: while the server is away, `put` and `delete` of leased keys are remembered and carried out when
     it is back (the last one for a key wins), and watches stay open and silent: the last known state stands.
-    After an outage the lease is taken anew, all leased keys are written again, and every watch yields what
-    differs, deletions included. Nothing restarts and no caller has to notice, but `connected` tells.
+    After an outage the leased keys are there again, under a new lease where the old one has run out, and every watch
+    yields what differs, deletions included. Nothing restarts and no caller has to notice, but `connected` tells.
     """
 
     patient: bool = False
@@ -50,9 +50,10 @@ class Registry(Lifetime):
         """All keys below `prefix` as the server has them now; raises RegistryUnavailable during an outage."""
 
     @abstractmethod
-    def watch(self, prefix: str) -> AsyncIterator[list[Change]]:
-        """First one list with all present keys (maybe empty), then lists of changes in the server's order. Never ends
-        by itself; a change is never lost, but several changes of one key may be yielded as the last one."""
+    def watch(self, *prefixes: str) -> AsyncIterator[list[Change]]:
+        """Keys below any of these. First one list with all present keys (maybe empty), then lists of changes in the
+        server's order. Never ends by itself; a change is never lost, but several changes of one key may be yielded as
+        the last one."""
 
 
 def difference(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> list[Change]:

@@ -1,7 +1,9 @@
 """The registry on etcd: the only place that imports aetcd.
 
 An EtcdSession is one connection with one lease. When anything about it fails, or the server is silent, the session is
-over and a new one is made: lease, then all keys again. There is no other way to recover, hence none to get wrong.
+over and a new one is made: the same lease while it lives, then each key that is not there under it. There is no other
+way to recover, hence none to get wrong. What is there is not written again, since each write goes to all that watch: a
+host that is slow for a moment would make a thousand processes write to a thousand, and so stay slow.
 
 Of aetcd we use the channel, the stubs and the message types. Its own watcher loses compaction errors and
 deadlocks when its stream breaks, so watches and keep-alives here are gRPC streams of their own.
@@ -10,7 +12,7 @@ deadlocks when its stream breaks, so watches and keep-alives here are gRPC strea
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import asynccontextmanager, suppress
 from itertools import cycle
 from typing import Any
@@ -54,32 +56,44 @@ class EtcdSession:
     def __init__(self, endpoint: tuple[str, int], ttl: int) -> None:
         self.target = "{}:{}".format(*endpoint)
         self.lost = asyncio.Event()
+        self.lease = 0
         self._ttl = ttl
-        self._lease = 0
         self._reason = ""
         self._client = aetcd.Client(*endpoint, timeout=CALL_TIMEOUT, options=_CHANNEL)
 
-    async def open(self) -> None:
-        self._lease = (await self._call(self._client.lease(self._ttl))).id
+    async def open(self, lease: int) -> None:
+        """With this lease, if it is one and still lives, else with a new one."""
+        if lease and getattr(await self._call(self._client.refresh_lease(lease)), "TTL", 0) > 0:
+            self.lease = lease
+        else:
+            self.lease = (await self._call(self._client.lease(self._ttl))).id
 
     async def close(self) -> None:
         self.lost.set()
         await self._client.close()
 
     async def revoke(self) -> None:
-        await self._call(self._client.revoke_lease(self._lease))
+        await self._call(self._client.revoke_lease(self.lease))
 
     async def put(self, key: str, value: bytes, *, leased: bool) -> None:
-        await self._call(self._client.put(key.encode(), value, lease=self._lease if leased else None))
+        await self._call(self._client.put(key.encode(), value, lease=self.lease if leased else None))
+
+    async def holds(self, key: str, value: bytes) -> bool:
+        """Under this lease."""
+        found = await self._call(self._client.get(key.encode()))
+        return found is not None and (found.value, found.lease) == (value, self.lease)
 
     async def delete(self, key: str) -> None:
         await self._call(self._client.delete(key.encode()))
 
-    async def read(self, root: str, prefix: str) -> tuple[dict[str, bytes], int]:
-        """Keys without the root, and the revision at which they were read."""
-        found = await self._call(self._client.get_prefix((root + prefix).encode()))
-        values = {_name(root, kv.key): kv.value for kv in found.kvs}
-        return values, found.header.revision
+    async def read(self, root: str, *prefixes: str) -> tuple[dict[str, bytes], int]:
+        """Keys without the root, and the revision at which they were read; some may be newer."""
+        values, revisions = dict[str, bytes](), []
+        for prefix in prefixes:
+            found = await self._call(self._client.get_prefix((root + prefix).encode()))
+            values |= {_name(root, kv.key): kv.value for kv in found.kvs}
+            revisions.append(found.header.revision)
+        return values, min(revisions)
 
     async def keep_alive(self) -> None:
         """Ends only with SessionLost.
@@ -92,7 +106,7 @@ class EtcdSession:
         answer = asyncio.create_task(self._call(call.read()))
         try:
             while True:
-                await self._call(call.write(rpc.LeaseKeepAliveRequest(ID=self._lease)))
+                await self._call(call.write(rpc.LeaseKeepAliveRequest(ID=self.lease)))
                 await asyncio.wait(
                     {answer, failed}, timeout=CALL_TIMEOUT, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -112,15 +126,17 @@ class EtcdSession:
                 task.cancel()
             await asyncio.gather(answer, failed, return_exceptions=True)
 
-    async def watch(self, root: str, prefix: str, revision: int) -> AsyncIterator[list[Change]]:
+    async def watch(self, root: str, prefixes: Iterable[str], revision: int) -> AsyncIterator[list[Change]]:
         """Raises SessionLost also where only this watch is over (compacted, cancelled by the server)."""
         if self.lost.is_set():  # closed, it has no channel any more
             raise self._fail("the session was closed")
-        start = (root + prefix).encode()
-        create = rpc.WatchCreateRequest(key=start, range_end=prefix_range_end(start), start_revision=revision)
         call = rpc.WatchStub(self._client.channel).Watch()
         try:
-            await self._call(call.write(rpc.WatchRequest(create_request=create)))
+            for start in ((root + prefix).encode() for prefix in prefixes):
+                create = rpc.WatchCreateRequest(
+                    key=start, range_end=prefix_range_end(start), start_revision=revision
+                )
+                await self._call(call.write(rpc.WatchRequest(create_request=create)))
             while True:
                 response = await self._call(call.read())
                 if not isinstance(response, rpc.WatchResponse):
@@ -160,6 +176,8 @@ class EtcdRegistry(Registry):
         self._address = etcd
         self._root = f"/{namespace}/"
         self._ttl = ttl
+        self._lease = 0
+        """of the last session"""
         self._leased: dict[str, bytes] = {}
         self._deleted: set[str] = set()
         self._writing = asyncio.Lock()
@@ -235,7 +253,7 @@ class EtcdRegistry(Registry):
         """The life of one session: make it, and keep its lease alive until it is lost."""
         session = EtcdSession(next(self._endpoints), self._ttl)
         try:
-            await session.open()
+            await session.open(self._lease)
             await self._register(session)
             await session.keep_alive()
         except SessionLost as error:
@@ -255,15 +273,16 @@ class EtcdRegistry(Registry):
         await session.close()
 
     async def _register(self, session: EtcdSession) -> None:
-        """Everything that is to be there, under the new lease. What an earlier lease of ours still holds
+        """Everything that is to be there, under the session's lease. What an earlier lease of ours still holds
         beyond that runs out with it."""
         async with self._writing:
             for key in self._deleted:
                 await session.delete(self._root + key)
             for key, value in self._leased.items():
-                await session.put(self._root + key, value, leased=True)
+                if not await session.holds(self._root + key, value):
+                    await session.put(self._root + key, value, leased=True)
             self._deleted.clear()
-            self._session = session
+            self._session, self._lease = session, session.lease
         log.info("etcd at %s answers, %d keys registered", session.target, len(self._leased))
         async with self._session_made:
             self._session_made.notify_all()
@@ -275,26 +294,26 @@ class EtcdRegistry(Registry):
 
     # watching
 
-    async def watch(self, prefix: str) -> AsyncIterator[list[Change]]:
+    async def watch(self, *prefixes: str) -> AsyncIterator[list[Change]]:
         known: dict[str, bytes] | None = None
         while True:
             try:
                 session = await self._live_session()
-                now, revision = await session.read(self._root, prefix)
+                now, revision = await session.read(self._root, *prefixes)
                 if known is not None and not known.keys() <= now.keys():
                     # etcd lost its data, or leases ran out while it was away: the living are about to
                     # register
                     await asyncio.sleep(SETTLE)
-                    now, revision = await session.read(self._root, prefix)
+                    now, revision = await session.read(self._root, *prefixes)
                 changes = difference(known or {}, now)
                 if changes or known is None:
                     known = now
                     yield changes
-                async for changes in session.watch(self._root, prefix, revision + 1):
+                async for changes in session.watch(self._root, prefixes, revision + 1):
                     apply(changes, known)
                     yield changes
             except SessionLost as error:
-                log.debug("watch of %s: %s; reading it anew", prefix or "all", error)
+                log.debug("watch of %s: %s; reading it anew", " ".join(prefixes) or "all", error)
 
 
 def _endpoints(etcd: str) -> list[tuple[str, int]]:

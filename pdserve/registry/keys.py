@@ -1,6 +1,6 @@
 """The key scheme of the registry, relative to the namespace. Instance ids hold no slash; model names may."""
 
-from pdserve.records import Instance, SlotState
+from pdserve.records import Instance, Role, SlotState
 
 INSTANCES = "instances/"
 CARDS = "models/"
@@ -8,6 +8,11 @@ SETTINGS = "settings/"
 NEWCOMERS = "newcomers/"
 """workers before they can serve: only the workers that warm up with them look here"""
 SLOTS = "slots/"
+
+
+def instances(role: Role) -> list[str]:
+    """What the keys of all processes begin with that do the work of this role."""
+    return [f"{INSTANCES}{each.value}/" for each in Role if each.does(role)]
 
 
 def instance(process: Instance) -> str:

@@ -141,12 +141,12 @@ class MemoryRegistry(Registry):
         found = self._server.read(self._root + prefix)
         return {key.removeprefix(self._root): value for key, value in found.items()}
 
-    async def watch(self, prefix: str) -> AsyncIterator[list[Change]]:
+    async def watch(self, *prefixes: str) -> AsyncIterator[list[Change]]:
         known: dict[str, bytes] | None = None
         while True:
             version = self._server.version
             if self.connected:
-                now = self._read(prefix)
+                now = {key: value for prefix in prefixes for key, value in self._read(prefix).items()}
                 changes = difference(known or {}, now)
                 if changes or known is None:
                     known = now

@@ -24,19 +24,25 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_READ_WITHIN = 5.0
+PAUSE = 0.05
+"""seconds from one yield of `changes` to the next, at least"""
 
 
 class RegistryView(Lifetime):
-    """Follows the whole namespace. `async with RegistryView(registry)`, inside the registry's own `async with`,
-    returns when all that is there has been read; raises RegistryUnavailable when that takes longer than a
+    """Follows what is below the prefixes, or the whole namespace: each change goes to all that follow it, so that a
+    process should follow only what it needs. `async with RegistryView(registry)`, inside the registry's own
+    `async with`, returns when all that is there has been read; raises RegistryUnavailable when that takes longer than a
     few seconds and the registry is not a patient one.
 
     During an outage it stands still. Values that cannot be decoded are logged and left out. The order of
     instances and cards is that of their keys, so that every process sees the same.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, *prefixes: str) -> None:
+        self.version = 0
+        """counts up with each change; 0 until what is there has been read"""
         self._registry = registry
+        self._prefixes = prefixes or ("",)
         self._instances = _Records(keys.INSTANCES, decode_instance)
         self._cards = _Records(keys.CARDS, decode_card)
         self._newcomers = _Records(keys.NEWCOMERS, decode_instance)
@@ -49,7 +55,8 @@ class RegistryView(Lifetime):
             self._settings,
             self._slots,
         )
-        self._version = 0
+        self._chosen: dict[tuple[Role | None, str | None], list[Instance]] = {}
+        """answers of `instances`, until an instance changes"""
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
@@ -64,17 +71,20 @@ class RegistryView(Lifetime):
             yield
 
     def instances(self, role: Role | None = None, model: str | None = None) -> list[Instance]:
-        """Live instances, also draining ones; a frontend has model ''."""
-        return [
-            instance
-            for _, instance in sorted(self._instances.items())
-            if (role is None or instance.role == role) and (model is None or instance.model == model)
-        ]
+        """Live instances that do the work of this role, also draining ones; a frontend has model ''."""
+        found = self._chosen.get((role, model))
+        if found is None:
+            found = self._chosen[role, model] = [
+                instance
+                for _, instance in sorted(self._instances.items())
+                if (role is None or instance.role.does(role)) and (model is None or instance.model == model)
+            ]
+        return found.copy()
 
     def newcomers(self, role: Role, model: str) -> list[Instance]:
         """Workers that have not announced themselves yet; they warm up with each other."""
         found = [worker for _, worker in sorted(self._newcomers.items())]
-        return [worker for worker in found if worker.role == role and worker.model == model]
+        return [worker for worker in found if worker.role.does(role) and worker.model == model]
 
     def cards(self) -> dict[str, list[tuple[str, ModelCard]]]:
         """Model name -> the cards of it that are there, each with the id of the instance that wrote it."""
@@ -93,29 +103,32 @@ class RegistryView(Lifetime):
         return [state for _, state in sorted(self._slots.items())]
 
     async def changes(self) -> AsyncIterator[None]:
-        """Yields once what is there has been read, and then after every change; several may be yielded as one."""
+        """Yields once what is there has been read, and then after every change; several may be yielded as one, so that
+        reading all that is there after each costs little also while hundreds of processes come or go."""
         seen = 0
         while True:
             seen = await self._newer_than(seen)
             yield
+            await asyncio.sleep(PAUSE)
 
     async def _newer_than(self, version: int) -> int:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._version != version)
-        return self._version
+            await self._changed.wait_for(lambda: self.version != version)
+        return self.version
 
     async def _follow(self) -> None:
         """A watch begins with all that is there."""
         anew = True
-        async for changes in self._registry.watch(""):
+        async for changes in self._registry.watch(*self._prefixes):
             if anew:
                 for records in self._all:
                     records.clear()
             anew = False
             for change in changes:
                 self._take(change)
+            self._chosen.clear()
             async with self._changed:
-                self._version += 1
+                self.version += 1
                 self._changed.notify_all()
 
     def _take(self, change: Change) -> None:

@@ -5,7 +5,7 @@ on its way then is lost, and a frontend that needs it sends it again with a new 
 """
 
 from abc import abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from pdserve.messages import ToDecode, ToFrontend
 from pdserve.tasks import Lifetime
@@ -41,3 +41,9 @@ class StreamClient(Lifetime):
         """In order of arrival; raises PeerGone when the worker is gone: its process ended, or nothing,
         heartbeats included, came from it for `silence` seconds (a few), as when it hangs or its network is
         cut, or it sent something that cannot be decoded, since tokens would be missing."""
+
+    async def deliver(self, take: Callable[[ToFrontend], None]) -> None:
+        """As `received`, in place of it, for a `take` that neither waits nor raises: it may be called in the very turn
+        of the event loop in which the message came."""
+        async for message in self.received():
+            take(message)

@@ -10,7 +10,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 from urllib.parse import urlsplit
@@ -65,9 +65,13 @@ class UnreadMessages(Generic[T]):
         self._paused: set[FramedConnection] = set()
         self._changed = asyncio.Event()
         self._closed = False
+        self._take: Callable[[T], None] | None = None
 
     def put(self, message: T, size: int = 0, connection: FramedConnection | None = None) -> None:
         """`size` bytes of `connection`."""
+        if self._take is not None and not self._messages:
+            self._take(message)
+            return
         self._messages.append((message, size))
         self._bytes += size
         self._changed.set()
@@ -97,6 +101,15 @@ class UnreadMessages(Generic[T]):
                     connection.resume_reading()
                 self._paused.clear()
             yield message
+
+    async def deliver(self, take: Callable[[T], None]) -> None:
+        """Hand them to `take`: what is unread, and from then on each message in the moment in which it comes."""
+        self._take = take
+        try:
+            async for message in self.read():
+                take(message)
+        finally:
+            self._take = None
 
     def _fit(self, share: float) -> bool:
         messages, size = MAX_UNREAD
@@ -251,6 +264,10 @@ class TcpStreamClient(StreamClient):
     async def received(self) -> AsyncIterator[ToFrontend]:
         async for message in self._unread.read():
             yield message
+        raise PeerGone(self._address)
+
+    async def deliver(self, take: Callable[[ToFrontend], None]) -> None:
+        await self._unread.deliver(take)
         raise PeerGone(self._address)
 
     async def _keep_beating(self) -> None:

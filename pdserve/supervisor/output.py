@@ -21,7 +21,14 @@ FILE_LIMIT = 64 << 20
 """bytes; a log file that reaches it becomes `<name>.log.1`, in place of the file before"""
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_COLOURS = {"frontend": "cyan", "decode": "green", "prefill": "magenta", "nats": "blue", "etcd": "blue"}
+_COLOURS = {
+    "frontend": "cyan",
+    "decode": "green",
+    "both": "green",
+    "prefill": "magenta",
+    "nats": "blue",
+    "etcd": "blue",
+}
 _LEVEL_STYLES = {"W": "yellow", "E": "bold red", "C": "bold red"}
 
 

@@ -20,6 +20,8 @@ MISSING = 60.0
 hangover, a machine that stalls, and much more. By then no other process uses it any more."""
 CHECK_EVERY = 1.0
 FRONTEND_CHECK_EVERY = 0.25
+SAME_AGAIN = 0.02
+"""seconds; after an answer of a frontend that is known to be ready"""
 
 
 async def until_unhealthy(healthy: Callable[[], Awaitable[bool]], every: float, limit: float) -> float:
@@ -80,26 +82,25 @@ class RegisteredInstances:
 async def until_frontends_ready(url: str, processes: int) -> AsyncIterator[str]:
     """Yields what is missing, in the frontend's words, until nothing is.
 
-    The frontends share one port, and which of them answers is chance: as many answers in a row as there are processes
-    have to be good."""
-    good = 0
+    The frontends share one port, and which of them answers is chance: until each of them has said that it is ready."""
+    ready: set[str] = set()
     async with httpx.AsyncClient(headers={"connection": "close"}, timeout=5) as client:
-        while good < processes:
-            missing = await _missing(client, url)
-            good = 0 if missing else good + 1
-            if missing:
-                yield missing
-                await asyncio.sleep(FRONTEND_CHECK_EVERY)
+        while len(ready) < processes:
+            id, missing = await _ask(client, url)
+            if missing or id in ready:
+                yield missing or f"{len(ready)} of {processes} frontends have answered"
+                await asyncio.sleep(FRONTEND_CHECK_EVERY if missing else SAME_AGAIN)
+            ready = set() if missing else ready | {id}
 
 
-async def _missing(client: httpx.AsyncClient, url: str) -> str:
+async def _ask(client: httpx.AsyncClient, url: str) -> tuple[str, str]:
+    """The id of the frontend that answers, and what is missing."""
     try:
         answer = await client.get(f"{url}/health")
     except httpx.HTTPError as error:
-        return str(error) or type(error).__name__
-    if answer.status_code == 200:
-        return ""
+        return "", str(error) or type(error).__name__
     try:
-        return str(answer.json()["missing"])
-    except (ValueError, LookupError, TypeError):
-        return f"HTTP {answer.status_code}"
+        health = answer.json()
+        return str(health["frontend"]), str(health.get("missing", ""))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return "", f"HTTP {answer.status_code}"

@@ -16,7 +16,7 @@ from pdserve.plan.plan import Plan
 from pdserve.plan.slots import Slot
 from pdserve.process.signals import STOPPERS
 from pdserve.records import Instance
-from pdserve.registry import connect
+from pdserve.registry import connect, keys
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor import state
 from pdserve.supervisor.checks import busy_ports
@@ -103,7 +103,7 @@ async def _registered_instances(
 ) -> RegisteredInstances:
     try:
         registry = await stack.enter_async_context(connect(graph.etcd, graph.namespace))
-        view = await stack.enter_async_context(RegistryView(registry))
+        view = await stack.enter_async_context(RegistryView(registry, keys.INSTANCES))
     except RegistryUnavailable as error:
         raise ConfigError([f"etcd is needed: {error}. Start it, or leave Graph.etcd out."]) from None
     return RegisteredInstances(registry, view, config.host, config.drain_timeout)

@@ -19,6 +19,8 @@ SPEED = {
     "transfer-seconds": 0.15,
     "bandwidth": 1.5e7,
 }
+WHOLE = {"long-prefill-token-threshold": 0}
+"""prompts are computed in one step beside others, not in chunks"""
 LIMITS = EngineLimits(max_model_len=2200, max_num_seqs=16)
 Found = tuple[EngineSpeed, float]
 
@@ -31,7 +33,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         folder = tmp_path_factory.mktemp("graph")
         schedule = Schedule()
         limits = {"max-num-seqs": LIMITS.max_num_seqs}
-        async with GraphSystem("known", simulated(SPEED, common=limits)).start(folder, print) as graph:
+        async with GraphSystem("known", simulated(SPEED, common=limits, decode=WHOLE)).start(
+            folder, print
+        ) as graph:
             speed = await learn_speed(graph, schedule, LIMITS, remote=True, seconds=10)
             return speed, schedule.seconds_left
 

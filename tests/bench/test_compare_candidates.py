@@ -1,10 +1,18 @@
 """Which graphs are compared on the same hardware."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pdserve_bench.compare.candidates import Candidate, CandidateMaker, hardware, splits, thresholds
+from pdserve_bench.compare.candidates import (
+    Candidate,
+    CandidateMaker,
+    hardware,
+    own_settings,
+    splits,
+    thresholds,
+)
 from pdserve_bench.compare.sections import read_sections, reshape
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.systems.system import PlainVllm
@@ -31,7 +39,7 @@ def made(maker: CandidateMaker) -> list[Candidate]:
         *maker.aggregated(),
         *maker.replicas(512),
         *maker.disaggregated([400] * 5, shared=False),
-        *maker.imagined(speed, threshold=64, batch=512),
+        *maker.imagined(speed, own_settings(maker.config), batch=512),
     ]
 
 
@@ -72,9 +80,9 @@ def test_on_the_cpu_engines_share_the_threads() -> None:
     assert system.variables["OMP_NUM_THREADS"] == "3"
     assert "--max-num-batched-tokens=512" in system.arguments
     assert "aggregated: 2 engines x 2 threads, batch 512" in found
-    assert "1 prefill + 1 decode, remote above 64 tokens" in found
+    assert "1 prefill + 1 decode, each prompt the cheaper way" in found
     assert "aggregated: 4 engines x 2 threads, batch 512 (simulated)" in found
-    assert "2 prefill + 2 decode, remote above 64 tokens (simulated)" in found
+    assert "2 prefill + 2 decode, each prompt the cheaper way (simulated)" in found
 
 
 def test_on_gpus_an_engine_is_spread_where_its_heads_divide() -> None:
@@ -87,7 +95,11 @@ def test_on_gpus_an_engine_is_spread_where_its_heads_divide() -> None:
 
 def test_a_single_engine_is_halved_into_prefill_and_decode() -> None:
     found = maker(CONFIGS / "agg.yaml", GPUS, SMALL)
-    (separate,) = found.disaggregated([400], shared=False)
+    adaptive, separate = found.disaggregated([400], shared=False)
+    assert (adaptive.settings, separate.settings) == (
+        {"policy": "adaptive"},
+        {"max-local-prefill-length": "0"},
+    )
     sections = reshape(found.base, separate.shape)
     assert sections["PrefillWorker"]["tensor-parallel-size"] == 2
     assert sections["VllmWorker"]["tensor-parallel-size"] == 2
@@ -125,7 +137,9 @@ def test_thresholds_that_differ(prompts: list[int], shared: bool, expected: list
 
 
 def _local() -> Config:
-    return load(CONFIGS / "local.yaml", {})
+    config = load(CONFIGS / "local.yaml", {})
+    assert config.decode is not None
+    return replace(config, decode=replace(config.decode, policy="threshold", max_local_prefill_length=64))
 
 
 def test_batch_sizes_are_no_smaller_than_vllm_takes(tmp_path: Path) -> None:

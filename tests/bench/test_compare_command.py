@@ -49,19 +49,20 @@ def _answer(folder: Path, file: Path, *options: str) -> dict[str, Any]:
 
 
 def test_it_pays_where_steps_take_nearly_as_long_as_a_gap_may(tmp_path: Path) -> None:
-    """Prompts of 1,200 tokens take 0.4 s beside a step's 0.2 s; gaps of 0.28 s leave an aggregated engine 0.08 s of
+    """Prompts of 1,200 tokens take 0.4 s beside a step's 0.1 s; gaps of 0.28 s leave an aggregated engine 0.18 s of
     each step for prompts.
 
-    Aggregated, whatever the batch size B: up to B = 240 tokens (0.08 s) no gap is too long, but a prompt takes at least
-    1200 / 240 = 5 steps of 0.28 s = 1.4 s, over the 1.3 s of the SLO, even alone. With B above 240 each prompt breaks
-    the gap of all answers that run on its engine: an answer takes 16 x 0.2 = 3.2 s, and at 2.5 requests a second each
+    Aggregated, whatever the batch size B: up to B = 540 tokens (0.18 s) no gap is too long, but a prompt takes at least
+    3 steps, at B = 540 of 0.28 s = 0.84 s, over the 0.8 s of the SLO, even alone. With B above 540 each prompt breaks
+    the gap of all answers that run on its engine: an answer takes 32 x 0.1 = 3.2 s, and at 2.5 requests a second each
     of four engines gets one every 1.6 s, so that hardly a request has none beside it.
-    Separated, 3 prefill + 1 decode: a prompt takes 0.6 s, and a prefill worker is busy for 0.6 x 2.5 / 3 = 50 % of the
-    time, so that the first token comes after some 0.9 s; a decode step takes 0.2 s.
+    Separated, 3 prefill + 1 decode: a prompt takes 0.5 s, and a prefill worker is busy for 0.5 x 2.5 / 3 = 42 % of the
+    time, so that the first token comes after some 0.6 s; a decode step takes 0.1 s, and the second token, which may
+    just miss one, comes two steps after the first.
     """
-    sections = simulated({"step-seconds": 0.2, "prefill-rate": 3000}, prefill={"ServiceArgs": {"workers": 3}})
+    sections = simulated({"step-seconds": 0.1, "prefill-rate": 3000}, prefill={"ServiceArgs": {"workers": 3}})
     file, best = write(sections, tmp_path / "graph.yaml"), tmp_path / "best.yaml"
-    load_ = ("--prompt-tokens", "1200", "--answer-len", "16", "--ttft", "1300ms", "--gap", "280ms")
+    load_ = ("--prompt-tokens", "1200", "--answer-len", "32", "--ttft", "800ms", "--gap", "280ms")
     budget = ("--rate", "2.5", "--share", "0.5", "--minutes", "0.6", "--batch-sizes", "128,2048")
     found = answer("disaggregate", tmp_path, file, *load_, *budget, "--write", str(best))
     assert found["choice"] == "3 prefill + 1 decode, remote above 64 tokens"

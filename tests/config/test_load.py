@@ -177,6 +177,23 @@ def test_yaml_anchors_and_merges_work(tmp_path: Path) -> None:
     assert config.prefill.engine_args == {"max-num-seqs": 4}
 
 
+@pytest.mark.parametrize(
+    ("keys", "policy"),
+    [
+        ("", "adaptive"),
+        ("policy: adaptive", "adaptive"),
+        ("policy: threshold", "threshold"),
+        ("max-prefill-queue-size: 3", "threshold"),
+        ("{policy: threshold, max-local-prefill-length: 3}", "threshold"),
+    ],
+)
+def test_the_policy(tmp_path: Path, keys: str, policy: str) -> None:
+    text = f"PrefillWorker: {{model: demo}}\nVllmWorker: {{model: demo, remote-prefill: true, {keys.strip('{}')}}}\n"
+    config = read(tmp_path, text)
+    assert config.decode is not None
+    assert config.decode.policy == policy
+
+
 GRAPH = """\
 Graph:
   namespace: blue
@@ -305,7 +322,8 @@ BAD = {
     "remote prefill that Common asks for": (
         "Common: {model: demo, remote-prefill: true}\n"
         "VllmWorker: {common-configs: [model, remote-prefill]}\n",
-        "FILE:1: Common.remote-prefill is true, but there is no PrefillWorker section: add one, or set it to false.",
+        "FILE:1: Common.remote-prefill is true, but there is no PrefillWorker section: add one, set "
+        "role: both, or set it to false.",
     ),
     "an address without a value": (
         GOOD + "Graph: {nats: }\n",
@@ -390,6 +408,13 @@ BAD = {
         GOOD.replace("Frontend:\n  port: 8000", "Frontend: 8000"),
         "FILE:4: Frontend must be a mapping: indent `key: value` lines under it.",
     ),
+    "a threshold beside the other policy": (
+        GOOD.replace(
+            "remote-prefill: true", "remote-prefill: true\n  policy: adaptive\n  max-prefill-queue-size: 3"
+        ),
+        "FILE:9: VllmWorker.max-prefill-queue-size has no effect under policy: adaptive; remove it, or set "
+        "policy: threshold.",
+    ),
     "unused key of Common": (
         GOOD.replace("block-size: 32", "block-size: 32\n  max-model-len: 4096"),
         "FILE:4: Common.max-model-len has no effect: list max-model-len in the common-configs of a "
@@ -407,9 +432,12 @@ BAD = {
     ),
     "remote prefill without prefill workers": (
         GOOD[: GOOD.index("PrefillWorker")],
-        "FILE:7: VllmWorker.remote-prefill is true, but there is no PrefillWorker section: add one, or set "
-        "it to "
-        "false.",
+        "FILE:7: VllmWorker.remote-prefill is true, but there is no PrefillWorker section: add one, set "
+        "role: both, or set it to false.",
+    ),
+    "both roles and no remote prefill": (
+        GOOD.replace("remote-prefill: true", "role: both"),
+        "FILE:7: VllmWorker.role is both, but no prompt is ever queued: set remote-prefill: true beside it.",
     ),
     "a prefill worker without work": (
         GOOD.replace("true", "false"),

@@ -13,7 +13,7 @@ from pdserve.config.schema import Config, DecodeConfig, PrefillConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.wire import CoreOutputs
-from pdserve.messages import Cancel, Failed, Outputs, Placed, Refused, Submit, ToFrontend
+from pdserve.messages import Cancel, Failed, Load, Outputs, Placed, Refused, Submit, ToFrontend, WorkerLoad
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.queue.memory import MemoryBroker, MemoryQueue
@@ -47,6 +47,7 @@ class Frontend:
         self.client = MemoryStreamClient(address, name)
         self.answered: dict[str, Answered] = {}
         self.refused: list[Refused] = []
+        self.loads: list[Load] = []
         self.messages: list[ToFrontend] = []
 
     async def __aenter__(self) -> Self:
@@ -71,6 +72,8 @@ class Frontend:
                     self.answered[request_id].failed = message
                 case Refused():
                     self.refused.append(message)
+                case WorkerLoad(load):
+                    self.loads.append(load)
                 case Outputs(frames):
                     self._outputs(decode_outputs(frames))
 

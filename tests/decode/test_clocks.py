@@ -13,6 +13,7 @@ from pdserve.prefill.worker import PrefillWorker
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.records import Role
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
+from pdserve.registry.view import RegistryView
 from pdserve.stream.memory import MemoryStreamServer
 from tests.conditions import until
 from tests.decode.graph import Frontend, config, living
@@ -62,7 +63,8 @@ async def test_clocks_that_differ_change_nothing(
             assert answered.placed.prefill == "remote"
             assert answered.tokens == expected(LONG[start:], 4)
         assert [failures(reason) for reason in REASONS] == before, "nothing was computed twice"
-        skews = {each.role: each.clock_skew for each in decode.view.instances()}
+        view = await stack.enter_async_context(RegistryView(decode._registry))
+        skews = {each.role: each.clock_skew for each in view.instances()}
         right = Role.DECODE if skewed is Role.PREFILL else Role.PREFILL
         assert skews[skewed] == pytest.approx(offset, abs=0.5)
         assert skews[right] == pytest.approx(0.0, abs=0.5)

@@ -1,6 +1,9 @@
+from typing import Any
+
 import pytest
 
 from pdserve.config.schema import DecodeSection
+from pdserve.decode.estimate import Estimates
 from pdserve.decode.policy import (
     FIRST_GUESS,
     FLOOR,
@@ -50,6 +53,63 @@ def test_decisions(
 ) -> None:
     decision = decide(prompt, hit, depth, workers, connected, settings)
     assert (decision.mode, decision.reason) == (mode, reason)
+
+
+ADAPTIVE = DecodeSection(remote_prefill=True, policy="adaptive")
+
+
+def costs(wait_here: float, streams: int, wait_there: float, handover: float = 0.02) -> Estimates:
+    """Of a prompt that takes 50 ms wherever it is computed."""
+    return Estimates(wait_here, 0.05, 0.05, streams, wait_there, 0.05, handover)
+
+
+@pytest.mark.parametrize(
+    ("estimates", "mode", "reason"),
+    [
+        (costs(0.0, 0, 0.0), "local", "idle"),
+        (costs(0.0, 0, 0.5), "local", "idle"),
+        (costs(0.05, 0, 0.0), "remote", "remote-cheaper"),
+        (costs(0.05, 0, 0.05), "local", "local-cheaper"),
+        (costs(0.0, 1, 0.0), "local", "local-cheaper"),
+        (costs(0.0, 2, 0.0), "remote", "remote-cheaper"),
+        (costs(0.0, 8, 0.02), "remote", "remote-cheaper"),
+        (costs(0.0, 8, 0.05), "local", "local-cheaper"),
+        (costs(0.0, 32, 0.05), "remote", "remote-cheaper"),
+        (costs(0.0, 32, 0.15), "local", "local-cheaper"),
+        (costs(0.05, 32, 0.15), "remote", "remote-cheaper"),
+        (costs(0.0, 8, 0.0, handover=1.0), "local", "local-cheaper"),
+    ],
+)
+def test_the_cheaper_way(estimates: Estimates, mode: str, reason: str) -> None:
+    decision = decide(5000, 0, 99, 1, True, ADAPTIVE, estimates=estimates)
+    assert (decision.mode, decision.reason) == (mode, reason)
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        ({"supported": False}, "unsupported"),
+        ({"migrated": True}, "migrated"),
+        ({"fits": False}, "too-large"),
+        ({"queue_connected": False}, "queue-down"),
+        ({"prefill_workers": 0}, "no-prefill-worker"),
+        ({"settings": DecodeSection(policy="adaptive")}, "disabled"),
+    ],
+)
+def test_what_cannot_go_elsewhere_stays_whatever_it_costs(refused: dict[str, Any], reason: str) -> None:
+    known: dict[str, Any] = {
+        "queue_depth": 0,
+        "prefill_workers": 1,
+        "queue_connected": True,
+        "settings": ADAPTIVE,
+    }
+    decision = decide(5000, 0, **(known | refused), estimates=costs(9.0, 99, 0.0))
+    assert decision == Decision("local", reason)
+
+
+def test_without_conditional_disagg_costs_do_not_matter() -> None:
+    settings = DecodeSection(remote_prefill=True, policy="adaptive", conditional_disagg=False)
+    assert decide(5, 0, 0, 1, True, settings, estimates=costs(0.0, 0, 9.0)) == Decision("remote", "always")
 
 
 @pytest.mark.parametrize("settings", [ON, ALWAYS])

@@ -8,11 +8,12 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from pdserve.decode import warm_up
+from pdserve.decode import prefill_workers, warm_up
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
 from pdserve.messages import PrefillDone, PrefillRequest, PrefillStarted
 from pdserve.plan.slots import Slot
+from pdserve.prefill import answers
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.process import engine_checks, presence
 from pdserve.process.engine_checks import self_test
@@ -207,6 +208,25 @@ async def test_a_drain_does_not_wait_for_warm_ups(monkeypatch: pytest.MonkeyPatc
             began = time.monotonic()
             await graph.life
             assert time.monotonic() - began < 2.0
+
+
+async def test_of_many_workers_some_warm_up_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest is lazy: both prefill workers serve, and a request finds either."""
+    monkeypatch.setattr(prefill_workers, "MAX_PAIRS", 1)
+    monkeypatch.setattr(answers, "MAX_PAIRS", 0)
+    before = warm("ok")
+    async with Graph() as graph:
+        for number in range(3):
+            await graph.prefill(f"prefill-{number}")
+        chosen = graph.decode._workers.to_warm_up()
+        assert len(chosen) == 1
+        await until(lambda: warm("ok") > before)
+        assert warm("ok") - before <= 3, "one at a time, a nearer one in place of another"
+        frontend = await graph.frontend()
+        for _ in range(6):
+            placed = (await frontend.ask(LONG)).placed
+            assert placed is not None
+            LONG.append(LONG.pop(0))  # another prompt
 
 
 async def newcomers(registry: MemoryRegistry) -> bool:

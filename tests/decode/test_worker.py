@@ -13,8 +13,11 @@ from pdserve.engine.sim.model import SimModel
 from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable
 from pdserve.kv.handles import LEASE_MARGIN
 from pdserve.messages import (
+    Failed,
     Hello,
     KvHandle,
+    Load,
+    Outputs,
     Placed,
     PrefillAnswer,
     PrefillDone,
@@ -22,6 +25,7 @@ from pdserve.messages import (
     PrefillRequest,
     PrefillStarted,
     ToFrontend,
+    WorkerLoad,
 )
 from pdserve.queue.memory import MemoryQueue
 from pdserve.records import Instance, Role, decode_card, decode_instance, encode_record
@@ -313,6 +317,73 @@ async def test_a_killed_prefill_engine_after_its_answer_is_recomputed() -> None:
         assert answered.placed is not None
         assert answered.placed.prefill == "local"
         assert answered.tokens == expected(LONG, 4)
+
+
+async def first_of(messages: list[ToFrontend]) -> list[str]:
+    """What came until the first token, and how often anything came after it."""
+    await until(lambda: any(isinstance(message, Outputs) for message in messages))
+    return [type(message).__name__ for message in messages if not isinstance(message, WorkerLoad)]
+
+
+async def test_the_first_token_does_not_wait_for_the_kv() -> None:
+    """Which never comes: the request goes on after that token."""
+    async with Graph() as graph:
+        prefill = await graph.prefill()
+        prefill.engine.faults.drop_transfers = True
+        frontend = await graph.frontend()
+        request_id = await frontend.submit(LONG)
+        assert await first_of(frontend.messages) == ["Placed", "Outputs"]
+        answered = frontend.answered[request_id]
+        assert answered.placed == Placed(request_id, "remote", "long")
+        assert answered.tokens == expected(LONG, 1)
+        await frontend.end_of(request_id)
+        assert answered.tokens == expected(LONG, 4)
+        assert answered.placed == Placed(request_id, "local", "transfer")
+        prefill.engine.faults.drop_transfers = False
+        await until(graph.decode_engine.all_blocks_free)
+
+
+async def test_a_request_of_one_token_never_enters_the_decode_engine() -> None:
+    async with Graph() as graph:
+        prefill = await graph.prefill()
+        counted = (
+            REGISTRY.get_sample_value("pdserve_prefill_total", {"mode": "remote", "reason": "long"}) or 0
+        )
+        answered = await (await graph.frontend()).ask(LONG, 1)
+        assert answered.tokens == expected(LONG, 1)
+        assert answered.placed is not None
+        assert answered.placed.prefill == "remote"
+        await until(prefill.engine.all_blocks_free)
+        assert graph.decode_engine.prefix_hit(LONG, body()) == 0
+        assert not len(graph.decode.requests)
+        labels = {"mode": "remote", "reason": "long"}
+        assert REGISTRY.get_sample_value("pdserve_prefill_total", labels) == counted + 1
+
+
+async def test_cancel_after_the_first_token_frees_everything() -> None:
+    async with Graph() as graph:
+        prefill = await graph.prefill()
+        prefill.engine.faults.drop_transfers = True
+        frontend = await graph.frontend()
+        request_id = await frontend.submit(LONG)
+        await first_of(frontend.messages)
+        await frontend.cancel(request_id)
+        await until(lambda: not len(graph.decode.requests))
+        prefill.engine.faults.drop_transfers = False
+        await until(graph.decode_engine.all_blocks_free)
+        assert frontend.answered[request_id].tokens == expected(LONG, 1)
+
+
+@pytest.mark.parametrize("first", [[], [b"\xff"]])
+async def test_an_answer_without_a_token_that_can_be_read_is_as_good(first: list[bytes]) -> None:
+    """Of a worker of an earlier version, or for a request whose tokens no other engine may sample."""
+    async with Graph() as graph:
+        prefill = await graph.prefill()
+        prefill.engine.pack = lambda outputs: first  # type: ignore[method-assign]
+        answered = await (await graph.frontend()).ask(LONG)
+        assert answered.tokens == expected(LONG, 4)
+        assert answered.placed is not None
+        assert answered.placed.prefill == "remote"
 
 
 async def test_what_a_prefill_worker_had_in_its_hands_when_it_died_is_computed_here_at_once() -> None:
@@ -619,6 +690,24 @@ async def test_a_passed_deadline_fails_at_once_and_while_running() -> None:
         await until(graph.decode_engine.all_blocks_free)
 
 
+async def test_a_request_that_waits_for_its_turn_is_failed_once() -> None:
+    async with Graph(engine_args={"long-prefill-token-threshold": 16}) as graph:
+        graph.decode_engine.faults.going.clear()
+        frontend = await graph.frontend()
+        first, second = [await frontend.submit(SHORT) for _ in range(2)]
+        await until(lambda: graph.decode.requests.waiting == 1)
+        waits = graph.decode.requests.get(second)
+        assert waits is not None
+        for _ in range(2):
+            await graph.decode._frontends.end(waits, "its deadline passed", retry=False)
+        graph.decode_engine.faults.going.set()
+        assert (await frontend.end_of(first)).tokens == expected(SHORT, 4)
+        assert [message.request_id for message in frontend.messages if isinstance(message, Failed)] == [
+            second
+        ]
+        await until(lambda: not graph.decode.requests)
+
+
 async def test_another_vllm_version_is_refused() -> None:
     async with Graph() as graph:
         frontend = await graph.frontend()
@@ -639,16 +728,35 @@ async def test_what_the_registry_says_of_it() -> None:
         assert (card.name, card.model, card.engine_args["max-model-len"]) == ("demo", "demo", 8192)
         frontend = await graph.frontend()
         await frontend.submit(SHORT, 5000)
-
-        async def loaded() -> bool:
-            record = (await other.read("instances/decode/"))["instances/decode/decode-0"]
-            return decode_instance(record).load.running == 1
-
-        await until(loaded)
         graph.decode.stop()
         await frontend.client.__aexit__(None, None, None)
         await graph.life
         assert await other.read("") == {}
+
+
+async def test_frontends_are_told_its_load() -> None:
+    """At once when they come, and when it changes: without the registry, which is away."""
+    async with Graph() as graph:
+        await graph.registry.down()
+        older = Hello(graph.decode_engine.facts.vllm_version)
+        hello = msgspec.structs.replace(older, follow_load=True)
+        frontend, untold = await graph.frontend(), [await graph.frontend(f"frontend-{n}") for n in (3, 4)]
+        await frontend.client.send(hello)
+        await untold[0].client.send(msgspec.structs.replace(hello, vllm_version="0.1"))
+        await untold[1].client.send(older)
+        await until(lambda: frontend.loads == [Load()])
+        request = await frontend.submit(SHORT, 5000)
+        await until(lambda: frontend.loads[-1].running == 1)
+        tokens = frontend.loads[-1].tokens
+        assert tokens >= len(SHORT)
+        await until(lambda: frontend.loads[-1].tokens > tokens)
+        other = await graph.frontend("frontend-2")
+        await other.client.send(hello)
+        await until(lambda: bool(other.loads))
+        assert other.loads[0].running == 1
+        await frontend.cancel(request)
+        await until(lambda: frontend.loads[-1] == Load() == other.loads[-1])
+        assert [each.loads for each in untold] == [[], []]
 
 
 async def test_thresholds_change_while_it_runs(caplog: pytest.LogCaptureFixture) -> None:
@@ -665,6 +773,40 @@ async def test_thresholds_change_while_it_runs(caplog: pytest.LogCaptureFixture)
         assert answered.placed.prefill == "remote"
         await registry.delete("settings/max-local-prefill-length")
         await until(lambda: graph.decode.settings.current.max_local_prefill_length == 32)
+
+
+async def test_prompts_go_the_cheaper_way() -> None:
+    """An idle worker computes by itself; beside running streams and prompts a prefill worker does, until it has
+    more to do than this."""
+    async with Graph(policy="adaptive") as graph:
+        await graph.prefill()
+        frontend = await graph.frontend()
+        idle = await frontend.ask(LONG)
+        assert idle.placed is not None
+        assert (idle.placed.prefill, idle.placed.reason) == ("local", "idle")
+        graph.decode_engine.faults.slow = 20.0
+        prompts = [list(range(number, number + 500)) for number in range(1000, 9000, 500)]
+        names = [await frontend.submit(prompt, 20) for prompt in prompts]
+        ends = [await frontend.end_of(name) for name in names]
+        reasons = [end.placed.reason for end in ends if end.placed is not None]
+        assert reasons[0] == "idle"
+        assert set(reasons[1:]) == {"local-cheaper", "remote-cheaper"}
+        assert [end.tokens for end in ends] == [expected(prompt, 20) for prompt in prompts]
+
+
+async def test_a_policy_is_set_while_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    async with Graph(policy="adaptive") as graph:
+        settings, registry = graph.decode.settings, await graph.registry_of_another()
+        await registry.put("settings/max-local-prefill-length", b"7", leased=False)
+        await until(lambda: settings.current.policy == "threshold")
+        await registry.put("settings/policy", b"adaptive", leased=False)
+        await until(lambda: settings.current.policy == "adaptive")
+        assert settings.current.max_local_prefill_length == 7
+        await registry.put("settings/policy", b"best", leased=False)
+        await until(lambda: settings.current.policy == "threshold")
+        assert "policy=best ignored: it takes one of threshold, adaptive" in caplog.text
+        await registry.delete("settings/max-local-prefill-length")
+        await until(lambda: settings.current.policy == "adaptive")
 
 
 async def test_drain_finishes_what_runs_and_takes_nothing_new() -> None:

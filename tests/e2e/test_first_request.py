@@ -1,5 +1,6 @@
-"""A stranger's first minute: `configs/local.yaml` as it is, in the dtype that it has by default, and a long prompt as
-the very first request. (The other end-to-end tests run in float32, for the sake of exact tokens.)"""
+"""A stranger's first minute: `configs/local.yaml` in the dtype that it has by default, and a long prompt as the very
+first request, sent to a prefill worker by a threshold: an idle decode worker would compute it.
+(The other end-to-end tests run in float32, for the sake of exact tokens.)"""
 
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def test_the_very_first_request_is_prefilled_remotely(tmp_path: Path) -> None:
     yaml, kv_port = LOCAL.read_text(), free_port("127.0.0.1", 2)
     assert "port: 8000" in yaml
     assert "dtype" not in yaml
+    assert "policy: adaptive" in yaml
+    yaml = yaml.replace("policy: adaptive", "max-local-prefill-length: 64")
     yaml = yaml.replace("port: 8000", f"port: {free_port('127.0.0.1')}")
     with serving(f"Graph:\n  kv-port: {kv_port}\n{yaml}", tmp_path) as graph:
         url = f"{graph.url}/v1/chat/completions"

@@ -98,7 +98,7 @@ def test_nothing_listens_outside_of_loopback(graph: Graph) -> None:
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     ]
-    assert {"VLLM::Worker", "nats-server", "etcd"} <= {name for name, _ in listening}
+    assert {"VLLM::EngineCore", "nats-server", "etcd"} <= {name for name, _ in listening}
     outside = [
         (name, host) for name, host in listening if not ip_address(host.removeprefix("::ffff:")).is_loopback
     ]
@@ -126,6 +126,64 @@ def test_threshold_changes_at_run_time(graph: Graph) -> None:
     finally:
         assert graph.pdserve("set", "--unset", "max-local-prefill-length").returncode == 0
     assert prefill_of("after") == "remote"
+
+
+ASKED: dict[str, dict[str, object]] = {
+    "plain": {},
+    "one token": {"max_tokens": 1},
+    "two tokens": {"max_tokens": 2},
+    "two answers": {"n": 2, "temperature": 1.0, "top_k": 1},
+    "logprobs": {"logprobs": 2},
+    "echo": {"echo": True, "logprobs": 1},
+    "prompt logprobs": {"prompt_logprobs": 1},
+    "stop": {"stop": ["e"]},
+    "stop tokens": {"stop_token_ids": list(range(0, 1024, 2))},
+    "stop tokens later": {"stop_token_ids": list(range(0, 1024, 2)), "min_tokens": 2},
+    "ignore_eos": {"ignore_eos": True},
+    "repetition": {"repetition_penalty": 1.3},
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+    "seed": {"temperature": 1.0, "seed": 3},
+    "grammar": {"structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}}},
+    "bias": {"logit_bias": {"300": 5.0}},
+}
+
+
+async def test_what_is_asked_of_the_first_token_holds_wherever_it_comes_from(graph: Graph) -> None:
+    """Prefilled remotely, and locally: as one engine answers."""
+    prompt = [300 + (i * i) % 700 for i in range(320)]
+
+    async def answers(client: httpx.AsyncClient, prefill: str) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for name, asked in ASKED.items():
+            body = {
+                "model": "demo",
+                "prompt": prompt,
+                "max_tokens": 6,
+                "temperature": 0,
+                "return_token_ids": True,
+            }
+            body |= {"cache_salt": f"{name} {prefill}", **asked}
+            response = await client.post(f"{graph.url}/v1/completions", json=body, timeout=120)
+            assert response.status_code == 200, (name, response.text)
+            local = prefill == "local" or "prompt_logprobs" in asked or "echo" in asked
+            assert response.headers["x-pdserve-prefill"] == ("local" if local else "remote"), name
+            # what else is in the batch changes the last bits of a logprob, now and then
+            answer = json.loads(response.text, parse_float=lambda text: round(float(text), 3))
+            found[name] = [answer[key] for key in ("choices", "usage")]
+        return found
+
+    async with httpx.AsyncClient() as client:
+        # vLLM compiles what finds logprobs on its first use in an engine: longer than a prefill may take
+        body = {"model": "demo", "prompt": prompt[::-1], "max_tokens": 2, "logprobs": 2}
+        assert (await client.post(f"{graph.url}/v1/completions", json=body, timeout=120)).status_code == 200
+        remote = await answers(client, "remote")
+        try:
+            assert graph.pdserve("set", "max-local-prefill-length=4000").returncode == 0
+            local = await answers(client, "local")
+        finally:
+            assert graph.pdserve("set", "--unset", "max-local-prefill-length").returncode == 0
+    for name in ASKED:
+        assert remote[name] == local[name], name
 
 
 @pytest.mark.parametrize(

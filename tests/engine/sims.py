@@ -30,7 +30,8 @@ def decode_outputs(frames: list[bytes]) -> CoreOutputs:
 
 
 def spec(role: Role, name: str, **arguments: object) -> EngineSpec:
-    speeds = FAST | {key: arguments.pop(key) for key in list(arguments) if key in ("lease",) or key in FAST}
+    simulated = {"lease", "bytes-per-token", *FAST}
+    speeds = FAST | {key: arguments.pop(key) for key in list(arguments) if key in simulated}
     return EngineSpec(
         role,
         name,

@@ -9,8 +9,10 @@ import pytest
 
 from pdserve.engine.base import Transfers
 from pdserve.engine.sim.engine import SimEngine
+from pdserve.engine.sim.wire import CoreRequest, Sampling
 from pdserve.errors import ConfigError, EngineDead, ProtocolError
 from pdserve.messages import KvHandle
+from pdserve.prefixes import names, root
 from pdserve.records import Role
 from tests.conditions import until
 from tests.engine.sims import body, collect, sim, spec, tokens
@@ -67,6 +69,46 @@ async def test_pulled_kv_gives_the_tokens_of_local_kv(length: int) -> None:
         await freed(decode)
 
 
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 500])
+@pytest.mark.parametrize("cached", [0, 16])
+async def test_the_first_token_comes_from_prefill(length: int, cached: int) -> None:
+    prompt = [3 + i % 900 for i in range(length)]
+    async with (
+        sim(Role.PREFILL, "p") as prefill,
+        sim(Role.DECODE, "d") as decode,
+        sim(Role.DECODE, "l") as local,
+    ):
+        await prefill.prefill("p", prompt, body())
+        (done,) = await collect(prefill, "p")
+        if cached:
+            await decode.generate("cached", [*prompt[:cached], 1], body(1), None)
+            await collect(decode, "cached")
+        first = decode.first_output("r", prompt, body(5), prefill.pack([done]))
+        assert first is not None
+        assert (first.request_id, first.finished) == ("r", False)
+        await decode.generate("r", prompt, body(5), done.handle, first.tokens)
+        handed = await collect(decode, "r")
+        assert [output.recomputed for output in handed] == [False] * 4
+        await local.generate("r", prompt, body(5), None)
+        assert first.tokens + tokens(handed) == tokens(await collect(local, "r"))
+        await freed(prefill)
+        await freed(decode)
+        last = decode.first_output("r2", prompt, body(1), prefill.pack([done]))
+        assert last is not None
+        assert last.finished
+
+
+async def test_a_first_token_may_be_the_last_that_fits() -> None:
+    prompt = [3] * 99
+    async with sim(Role.PREFILL, "p", max_model_len=100) as engine:
+        await engine.prefill("p", prompt, body())
+        (done,) = await collect(engine, "p")
+        only = engine.first_output("r", prompt, body(5), engine.pack([done]))
+        assert only is not None
+        assert only.finished
+        assert engine.first_output("r", prompt, body(5), [b"\xff"]) is None
+
+
 async def test_a_cached_prefix_is_neither_computed_nor_pulled_again() -> None:
     async with sim(Role.PREFILL, "p") as prefill, sim(Role.DECODE, "d") as decode:
         await decode.generate("a", PROMPT, body(2), None)
@@ -76,6 +118,18 @@ async def test_a_cached_prefix_is_neither_computed_nor_pulled_again() -> None:
         assert decode.prefix_hit([1, *PROMPT], body()) == 0
         await decode.generate("b", PROMPT, body(2), await prefilled(prefill, "b", PROMPT))
         assert (await transfers(decode)).bytes == 16 * 4096
+
+
+async def test_answers_are_cached_and_salts_separate_prefixes() -> None:
+    async with sim(Role.DECODE, "d") as decode:
+        salted = [msgspec.msgpack.encode(CoreRequest("", None, None, Sampling(40), cache_salt="salt"))]
+        await decode.generate("a", PROMPT, salted, None)
+        answer = tokens(await collect(decode, "a"))
+        assert decode.prefix_hit([*PROMPT, *answer], salted) == 224
+        assert decode.prefix_hit([*PROMPT, *answer], body()) == 0
+        assert sorted(decode.prefixes.told()) == sorted(names([*PROMPT, *answer[:-1]], 16, root("salt")))
+        assert await decode.all_blocks_free()
+        assert decode.prefixes.told() == []
 
 
 async def test_a_dead_prefill_engine_means_recomputing() -> None:

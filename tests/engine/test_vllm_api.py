@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from vllm.config import ParallelConfig
 
 from pdserve.config.host import VLLM_VERSION
 from pdserve.engine.vllm import api
@@ -76,8 +77,8 @@ def test_a_messages_fields(struct: type, expected: str) -> None:
         (api.SchedulerStats, "num_running_reqs num_waiting_reqs num_skipped_waiting_reqs kv_cache_usage"),
         (api.SchedulerStats, "kv_connector_stats prefix_cache_stats"),
         (api.SamplingParams, "max_tokens temperature detokenize extra_args skip_reading_prefix_cache"),
-        (api.BlockStored, "block_hashes"),
-        (api.BlockRemoved, "block_hashes"),
+        (api.BlockStored, "block_hashes parent_block_hash token_ids lora_name extra_keys group_idx"),
+        (api.BlockRemoved, "block_hashes group_idx"),
     ],
 )
 def test_fields_that_are_used(struct: type, needed: str) -> None:
@@ -146,3 +147,25 @@ def test_the_connectors_statistics_carry_our_own(key: str) -> None:
     assert total.aggregate(stats).data[key] == ["r1"]
     assert total.clone_and_reset().data[key] == ["r1"]
     assert total.is_empty()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "binding", "backend", "expected"),
+    [
+        (1, "nobind", "mp", "uni"),
+        (2, "nobind", "mp", "mp"),
+        (1, "0-3", "mp", "mp"),  # vLLM binds the threads of processes that it starts
+        (1, None, "mp", "mp"),
+    ],
+)
+def test_where_an_engine_on_the_cpu_computes(
+    ranks: int, binding: str | None, backend: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    if binding:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", binding)
+    config = api.VllmConfig(
+        parallel_config=ParallelConfig(tensor_parallel_size=ranks, distributed_executor_backend=backend)
+    )
+    api.compute_in_core(config)
+    assert config.parallel_config.distributed_executor_backend == expected

@@ -39,10 +39,12 @@ from pdserve.engine.vllm.api import (
 from pdserve.engine.vllm.engine import VllmEngine
 from pdserve.engine.vllm.instruction_sets import describe, request_amx
 from pdserve.errors import EngineDead, ProtocolError
+from pdserve.kv import PREEMPTED
 from pdserve.messages import KvHandle
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import size
 from pdserve.plan.model_folder import read_model
+from pdserve.prefixes import names
 from pdserve.process import engine_checks
 from pdserve.records import Role
 from tests.conditions import until
@@ -84,6 +86,7 @@ class Driven:
     released: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     unreachable: list[str] = field(default_factory=list)
+    complete: list[KvHandle] = field(default_factory=list)
 
     async def read(self) -> None:
         while True:
@@ -93,6 +96,7 @@ class Driven:
             self.released += step.released
             self.unread += step.unread
             self.unreachable += step.unreachable
+            self.complete += step.complete
             if step.outputs:
                 self.packed.append(self.engine.pack(step.outputs))
             for output in step.outputs:
@@ -145,6 +149,34 @@ class Driven:
 class Pair:
     decode: Driven
     prefill: Driven
+
+    async def first(self, name: str, prompt: list[int], wanted: list[bytes]) -> tuple[KvHandle, list[Output]]:
+        """The KV of a request's prompt, and its first output where the prefill engine may sample it."""
+        await self.prefill.engine.prefill(f"p-{name}", prompt, wanted)
+        await self.prefill.end(f"p-{name}")
+        (done,) = self.prefill.outputs[f"p-{name}"]
+        assert done.handle is not None
+        if not done.tokens:
+            return done.handle, []
+        packed = self.prefill.engine.pack([done])
+        output = self.decode.engine.first_output(name, prompt, wanted, packed)
+        assert output is not None
+        return done.handle, [output]
+
+    async def go_on(
+        self, name: str, prompt: list[int], wanted: list[bytes], kv: KvHandle, first: list[Output]
+    ) -> list[Output]:
+        """All outputs of the request, when it is over."""
+        if first and first[0].finished:
+            await self.decode.engine.reject(kv)
+            return first
+        await self.decode.engine.generate(name, prompt, wanted, kv, tokens_of(first))
+        await self.decode.end(name)
+        return first + self.decode.outputs[name]
+
+    async def hand_over(self, name: str, prompt: list[int], wanted: list[bytes]) -> list[Output]:
+        """The outputs of a request as the two workers bring them about."""
+        return await self.go_on(name, prompt, wanted, *await self.first(name, prompt, wanted))
 
     async def all_free(self) -> None:
         await until(self.decode.engine.all_blocks_free, 10)
@@ -205,15 +237,38 @@ def body(max_tokens: int = 8, **sampling: object) -> list[bytes]:
     return encode_request(EngineCoreRequest("", None, None, params, None, time.time(), None, None, None))
 
 
+def sampled(max_tokens: int = 4, **params: Any) -> list[bytes]:
+    """The body of a request that may end at the model's end of sequence, here token `eos`."""
+    eos = params.pop("eos", None)
+    sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **params})
+    sampling._eos_token_id = eos
+    sampling._all_stop_token_ids = {*sampling.stop_token_ids, *([] if eos is None else [eos])}
+    return encode_request(EngineCoreRequest("", None, None, sampling, None, time.time(), None, None, None))
+
+
+def tokens_of(outputs: list[Output]) -> list[int]:
+    return [token for output in outputs for token in output.tokens]
+
+
+def said(outputs: list[Output]) -> list[object]:
+    """All that a client could see of them."""
+    found: list[object] = []
+    for raw in (output.raw for output in outputs):
+        logprobs = raw.new_logprobs and [array.tolist() for array in raw.new_logprobs[:3]]
+        found.append((raw.new_token_ids, raw.finish_reason, raw.stop_reason, logprobs))
+    return found
+
+
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [300 + (i * i + 7 * seed + length) % 700 for i in range(length)]
 
 
 async def test_each_worker_asks_for_amx_before_it_loads_the_model(pair: Pair, recorded: Path) -> None:
-    """Only a CPU with AMX dies without."""
+    """Only a CPU with AMX dies without. The worker of an engine with one rank is in its core process."""
     lines = [line.split() for line in (await asyncio.to_thread(recorded.read_text)).splitlines()]
     workers = {pid for pid, what in lines if what == "model"}
-    assert workers == {str(p.pid) for p in all_processes(pair)} & {pid for pid, _ in lines}
+    assert workers == {str(p.pid) for p in all_processes(pair) if p.name() == "VLLM::EngineCore"}
+    assert not [process for process in all_processes(pair) if "Worker" in process.name()]
     assert [[what for pid, what in lines if pid == worker] for worker in workers] == [["AMX", "model"]] * 2
     assert await pair.decode.engine.instruction_sets() == [describe(request_amx())]
 
@@ -232,10 +287,107 @@ async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair: Pair, length
     )
     assert pair.decode.bytes > before
     assert pair.decode.engine.prefix_hit(prompt, body()) == (length - 1) // BLOCK * BLOCK
+    prefixes = pair.decode.engine.prefixes
+    cached = list(names(prompt, BLOCK))[prefixes.stride - 1 :: prefixes.stride]
+    assert set(cached) <= set(prefixes.told()) <= set(names([*prompt, *remote], BLOCK))
     await pair.all_free()
     assert pair.decode.engine.prefix_hit(prompt, body()) == 0
     assert await pair.decode.generate(f"local-{length}", prompt) == remote
     assert pair.decode.failures == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "cached"), [(1, 0), (31, 0), (32, 0), (33, 0), (700, 0), (96, 64), (96, 96), (97, 96)]
+)
+async def test_the_first_token_comes_from_prefill(pair: Pair, length: int, cached: int) -> None:
+    prompt, name = prompt_of(length, seed=20), f"first-{length}-{cached}"
+    await pair.all_free()
+    await pair.decode.engine.generate(f"whole-{name}", prompt, sampled(), None)
+    await pair.decode.end(f"whole-{name}")
+    await pair.all_free()
+    if cached:
+        await pair.decode.generate(f"cached-{name}", [*prompt[:cached], 299])
+    before = pair.decode.bytes
+    handed = await pair.hand_over(name, prompt, sampled())
+    assert said(handed) == said(pair.decode.outputs[f"whole-{name}"])
+    assert len(handed) == 4
+    assert len(pair.decode.outputs[name]) == 3, "each token by one step"
+    stats = pair.decode.outputs[name][0].raw.prefill_stats
+    assert stats.num_computed_tokens == 1
+    assert stats.num_local_cached_tokens == cached
+    assert (pair.decode.bytes > before) == (length > cached)
+    await pair.all_free()
+
+
+CARRIED: dict[str, Callable[[list[int]], dict[str, Any]]] = {
+    "one": lambda _: {"max_tokens": 1},
+    "two": lambda _: {"max_tokens": 2},
+    "eos": lambda tokens: {"eos": tokens[0]},
+    "eos at the end": lambda tokens: {"eos": tokens[0], "max_tokens": 1},
+    "eos second": lambda tokens: {"eos": tokens[1]},
+    "eos ignored": lambda tokens: {"ignore_eos": True},
+    "stop": lambda tokens: {"stop_token_ids": [tokens[0]]},
+    "stop second": lambda tokens: {"stop_token_ids": [tokens[1]], "max_tokens": 2},
+    "stop not first": lambda tokens: {"stop_token_ids": tokens, "min_tokens": 1},
+    "stop not second": lambda tokens: {"stop_token_ids": tokens, "eos": tokens[1], "min_tokens": 2},
+    "logprobs": lambda _: {"logprobs": 3},
+    "some logprobs": lambda _: {"logprob_token_ids": [400, 500]},
+    "repetition": lambda _: {"repetition_penalty": 1.5},
+    "bias": lambda tokens: {"logit_bias": {tokens[0]: -100.0, tokens[2]: -5.0}},
+    "allowed": lambda _: {"allowed_token_ids": [400, 401, 402]},
+    "drawn of one": lambda _: {"temperature": 1.0, "top_k": 1},
+}
+"""what is asked, of a request whose tokens would otherwise be `tokens`"""
+NOT_CARRIED: dict[str, Callable[[list[int]], dict[str, Any]]] = {
+    "presence": lambda _: {"presence_penalty": 1.5},
+    "frequency": lambda _: {"frequency_penalty": 1.5},
+    "seed": lambda _: {"temperature": 1.0, "seed": 7},
+    "plugin": lambda _: {"extra_args": {"of": "a plugin"}},
+    "all logprobs": lambda _: {"logprobs": -1},
+    "regex": lambda _: {"structured_outputs": regex("[a-f]{4,8}")},
+}
+
+
+def regex(pattern: str) -> StructuredOutputsParams:
+    asked = StructuredOutputsParams(regex=pattern)
+    asked._backend = "xgrammar"
+    return asked
+
+
+@pytest.mark.parametrize("case", [*CARRIED, *NOT_CARRIED])
+async def test_the_first_token_is_what_was_asked_for(pair: Pair, case: str) -> None:
+    prompt = prompt_of(50, seed=21)
+    tokens = (await pair.decode.generate(f"tokens {case}", prompt))[:4]
+    wanted = sampled(**(CARRIED | NOT_CARRIED)[case](tokens))
+    await pair.decode.engine.generate(f"whole {case}", prompt, wanted, None)
+    await pair.decode.end(f"whole {case}")
+    handed = await pair.hand_over(f"handed {case}", prompt, wanted)
+    assert said(handed) == said(pair.decode.outputs[f"whole {case}"])
+    assert bool(pair.prefill.outputs[f"p-handed {case}"][0].tokens) == (case in CARRIED)
+    await pair.all_free()
+
+
+async def test_a_first_token_may_be_the_last_that_fits(pair: Pair) -> None:
+    prompt = prompt_of(4095, seed=22)
+    (only,) = await pair.hand_over("full", prompt, sampled())
+    assert only.raw.finish_reason == FinishReason.LENGTH
+    assert only.tokens == (await pair.decode.generate("full too", prompt))
+    assert len(await pair.hand_over("nearly full", prompt[1:], sampled())) == 2
+
+
+async def test_a_first_token_that_cannot_be_read_is_not_taken(pair: Pair) -> None:
+    prompt, engine = prompt_of(40, seed=23), pair.decode.engine
+    handle = await pair.prefill.prefill("p-unreadable", prompt)
+    good = pair.prefill.engine.pack(pair.prefill.outputs["p-unreadable"])
+    for packed in ([], [b"\xff"], [good[0][:-5]], pair.decode.engine.pack([])):
+        assert engine.first_output("unreadable", prompt, body(), packed) is None
+    output = engine.first_output("readable", prompt, body(), good)
+    assert output is not None
+    assert (output.request_id, output.finished) == ("readable", False)
+    events = output.raw.events
+    assert 0 <= engine._timestamp - events[-1].timestamp < 10
+    await engine.reject(handle)
+    await pair.all_free()
 
 
 async def test_only_what_is_not_cached_is_pulled(pair: Pair) -> None:
@@ -252,6 +404,97 @@ async def test_only_what_is_not_cached_is_pulled(pair: Pair) -> None:
     assert pulled * 6 == pair.decode.bytes - before - pulled
 
 
+async def read_ahead(pair: Pair, name: str, prompt: list[int]) -> KvHandle:
+    """The handle of a prompt that was read while it was computed, as far as whole steps go."""
+    pair.prefill.complete.clear()
+    await pair.prefill.engine.prefill(name, prompt, body())
+    await until(lambda: bool(pair.prefill.complete))
+    await pair.decode.engine.read_ahead(pair.prefill.complete[0], 0)
+    await pair.prefill.end(name)
+    assert [(kv.request_id, kv.num_tokens) for kv in pair.prefill.complete] == [(name, 2048)]
+    handle = pair.prefill.outputs[name][-1].handle
+    assert handle is not None
+    return handle
+
+
+async def test_kv_is_read_while_the_rest_of_the_prompt_is_computed(pair: Pair) -> None:
+    """And the first token is sampled there. The prompt ends with a block, its request a token after it."""
+    prompt = prompt_of(94 * BLOCK, seed=20)
+    await pair.all_free()
+    before, unexpected = pair.decode.bytes, unexpected_notifications()
+    handle = await read_ahead(pair, "p-ahead", prompt)
+    packed = pair.prefill.engine.pack(pair.prefill.outputs["p-ahead"])
+    first = pair.decode.engine.first_output("ahead", prompt, body(), packed)
+    assert first is not None
+    ahead = tokens_of(await pair.go_on("ahead", prompt, body(), handle, [first]))
+    read = pair.decode.bytes - before
+    stats = pair.decode.outputs["ahead"][0].raw.prefill_stats
+    assert (stats.num_local_cached_tokens, stats.num_external_cached_tokens) == (0, len(prompt)), (
+        "no prefix hit"
+    )
+    assert pair.decode.engine.prefix_hit(prompt, body()) == 93 * BLOCK
+    await pair.all_free()
+    whole = await pair.decode.generate("at-once", prompt, await pair.prefill.prefill("p-at-once", prompt))
+    assert ahead == whole
+    assert read == pair.decode.bytes - before - read, "each block once"
+    assert unexpected_notifications() == unexpected, "that of a piece means nothing to the prefill engine"
+    await pair.all_free()
+    assert await pair.decode.generate("here", prompt) == ahead
+
+
+def unexpected_notifications() -> float:
+    """Of reads, which vLLM's connector could not tell to which prefill they belong."""
+    name = "vllm:nixl_num_notifications_after_expiry_total"
+    found = [sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name == name]
+    assert found
+    return sum(sample.value for sample in found)
+
+
+@pytest.mark.parametrize("preempted", [1, None])
+async def test_what_may_not_be_the_prompts_is_read_again(pair: Pair, preempted: int | None) -> None:
+    prompt = prompt_of(3000, seed=21)
+    await pair.all_free()
+    before = pair.decode.bytes
+    handle = await read_ahead(pair, f"p-preempted-{preempted}", prompt)
+    assert handle.extra[PREEMPTED] == 0
+    doubtful = msgspec.structs.replace(handle, extra=handle.extra | {PREEMPTED: preempted})
+    again = await pair.decode.generate(f"preempted-{preempted}", prompt, doubtful)
+    read = pair.decode.bytes - before
+    await pair.all_free()
+    assert await pair.decode.generate(f"not-preempted-{preempted}", prompt) == again
+    before = pair.decode.bytes
+    await pair.all_free()
+    handle = await pair.prefill.prefill(f"p-once-{preempted}", prompt)
+    await pair.decode.generate(f"once-{preempted}", prompt, handle)
+    once, blocks = pair.decode.bytes - before, -(-3000 // BLOCK)
+    assert read * blocks == once * (blocks + 2048 // BLOCK)
+
+
+async def test_what_was_read_ahead_in_vain_is_free_again(pair: Pair) -> None:
+    prompt = prompt_of(3000, seed=22)
+    await pair.all_free()
+    handle = await read_ahead(pair, "p-dropped", prompt)
+    assert not await pair.decode.engine.all_blocks_free()
+    await pair.decode.engine.drop_ahead(handle)
+    await until(pair.decode.engine.all_blocks_free, 10)
+    assert not await pair.prefill.engine.all_blocks_free(), "only `reject` frees there"
+    await pair.decode.engine.reject(handle)
+    await pair.all_free()
+    await pair.decode.engine.reject(await read_ahead(pair, "p-refused", prompt))
+    await pair.all_free()
+    handle = await read_ahead(pair, "p-cancelled", prompt)
+    await pair.decode.engine.generate("cancelled-ahead", prompt, body(), handle)
+    await pair.decode.engine.cancel(["cancelled-ahead"])
+    await pair.all_free()
+    pair.prefill.complete.clear()
+    await pair.prefill.engine.prefill("p-given-up", prompt, body())
+    await until(lambda: bool(pair.prefill.complete))
+    await pair.prefill.engine.cancel(["p-given-up"])
+    await pair.decode.engine.read_ahead(pair.prefill.complete[0], 0)
+    await pair.decode.engine.drop_ahead(pair.prefill.complete[0])
+    await pair.all_free()
+
+
 async def test_a_salt_separates_prefixes(pair: Pair) -> None:
     prompt = prompt_of(200, seed=2)
     await pair.all_free()
@@ -260,6 +503,11 @@ async def test_a_salt_separates_prefixes(pair: Pair) -> None:
     salted[7] = "other"
     assert pair.decode.engine.prefix_hit(prompt, body())
     assert pair.decode.engine.prefix_hit(prompt, [msgspec.msgpack.encode(salted)]) == 0
+    await pair.all_free()
+    await pair.decode.engine.generate("salted", prompt, [msgspec.msgpack.encode(salted)], None)
+    await pair.decode.end("salted")
+    assert pair.decode.engine.prefix_hit(prompt, [msgspec.msgpack.encode(salted)])
+    assert pair.decode.engine.prefix_hit(prompt, body()) == 0
 
 
 async def test_what_a_frontend_gets_is_vllms_own_encoding(pair: Pair) -> None:
@@ -370,15 +618,23 @@ async def test_a_read_does_not_begin_when_the_lease_is_nearly_over(
     await pair.all_free()
     handle = await pair.prefill.prefill("p-waited", prompt)
     monkeypatch.setattr("pdserve.engine.vllm.engine.check_handle", lambda *_: None)
-    old = msgspec.structs.replace(handle, computed_at=time.monotonic() - handle.lease)
+    age = time.monotonic() - handle.lease
+    old = msgspec.structs.replace(handle, computed_at=age)
     bytes_before, failures = pair.decode.bytes, pair.decode.failures
     waited = await pair.decode.generate("waited", prompt, old)
+    await pair.decode.engine.reject(handle)
+    await pair.all_free()
+    handle, first = await pair.first("waited too", prompt, body())
+    old = msgspec.structs.replace(handle, computed_at=age)
+    handed = await pair.go_on("waited too", prompt, body(), old, first)
     assert pair.decode.bytes == bytes_before
-    assert pair.decode.failures == failures + 1
+    assert pair.decode.failures == failures + 2
     assert pair.decode.unread.count("waited") == 1
+    assert pair.decode.outputs["waited too"][0].recomputed
     await pair.decode.engine.reject(handle)
     await pair.all_free()
     assert await pair.decode.generate("not-waited", prompt) == waited
+    assert tokens_of(handed) == waited
 
 
 async def test_requests_that_would_kill_vllm_do_not_reach_it(pair: Pair) -> None:
@@ -459,7 +715,6 @@ async def test_an_engine_without_a_handshake_is_named_and_not_asked_again(pair: 
 
 async def test_idle_engines_are_quiet(pair: Pair) -> None:
     await pair.all_free()
-    await asyncio.sleep(2.0)  # vLLM's worker spins for a second after its last message
 
     def used() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in all_processes(pair))
@@ -473,10 +728,10 @@ async def test_idle_engines_are_quiet(pair: Pair) -> None:
 
 async def test_a_stalled_transfer_is_recomputed_and_its_blocks_come_back(pair: Pair) -> None:
     prompt = prompt_of(700, seed=7)
-    handle = await pair.prefill.prefill("p-stalled", prompt)
+    handle, first = await pair.first("stalled", prompt, body())
     failures = pair.decode.failures
     with pair.prefill.stopped():
-        stalled = await pair.decode.generate("stalled", prompt, handle)
+        stalled = tokens_of(await pair.go_on("stalled", prompt, body(), handle, first))
         assert pair.decode.failures > failures
         assert pair.decode.unread.count("stalled") == 1
         assert not await pair.decode.engine.all_blocks_free(), "the stalled read's blocks are in quarantine"
@@ -498,6 +753,21 @@ async def test_a_stalled_transfer_is_recomputed_and_its_blocks_come_back(pair: P
 
 def short(handle: KvHandle) -> dict[str, object]:
     return {"num_tokens": handle.num_tokens - 1, "computed_at": time.monotonic()}
+
+
+async def test_a_read_ahead_that_stalls_keeps_its_blocks_and_the_prompt_is_recomputed(pair: Pair) -> None:
+    prompt = prompt_of(700, seed=23)
+    await pair.all_free()
+    handle = await pair.prefill.prefill("p-stalled-ahead", prompt)
+    part = msgspec.structs.replace(handle, block_ids=[handle.block_ids[0][:10]], num_tokens=10 * BLOCK)
+    with pair.prefill.stopped():
+        await pair.decode.engine.read_ahead(part, 0)
+        stalled = await pair.decode.generate("stalled-ahead", prompt, handle)
+        assert pair.decode.unread.count("stalled-ahead") == 1
+        assert not await pair.decode.engine.all_blocks_free(), "the stalled read's blocks are in quarantine"
+    await until(pair.decode.engine.all_blocks_free, 10)
+    await reject_until_free(pair, handle)
+    assert await pair.decode.generate("unstalled-ahead", prompt) == stalled
 
 
 async def test_a_read_during_which_the_decode_engine_hung_is_not_used(pair: Pair) -> None:
@@ -528,10 +798,7 @@ async def test_a_broken_connection_is_made_anew(pair: Pair) -> None:
     handle = await pair.prefill.prefill("p-broken-again", prompt[1:])
     assert break_connections(pair) > 0
     broken = await pair.decode.generate("broken", prompt[1:], handle)
-    async with asyncio.timeout(10):
-        while not await pair.prefill.engine.all_blocks_free():
-            await pair.decode.engine.reject(handle)
-            await asyncio.sleep(0.2)
+    await reject_until_free(pair, handle)
     before, failures = pair.decode.bytes, pair.decode.failures
     handle = await pair.prefill.prefill("p-mended", prompt[2:])
     mended = await pair.decode.generate("mended", prompt[2:], handle)
@@ -540,6 +807,14 @@ async def test_a_broken_connection_is_made_anew(pair: Pair) -> None:
     assert pair.decode.failures == failures
     assert await pair.prefill.generate("broken-there", prompt[1:]) == broken
     assert await pair.prefill.generate("mended-there", prompt[2:]) == mended
+
+
+async def reject_until_free(pair: Pair, handle: KvHandle) -> None:
+    """As an answer is told again: a rejection is lost where the connection has to be made anew."""
+    async with asyncio.timeout(10):
+        while not await pair.prefill.engine.all_blocks_free():
+            await pair.decode.engine.reject(handle)
+            await asyncio.sleep(0.2)
 
 
 def break_connections(pair: Pair) -> int:
@@ -578,9 +853,9 @@ async def test_a_core_that_hangs_is_noticed_and_a_core_that_works_is_not(
 
 async def test_a_killed_prefill_engine_is_recomputed(pair: Pair) -> None:
     prompt = prompt_of(700, seed=8)
-    handle = await pair.prefill.prefill("p-killed", prompt)
+    handle, first = await pair.first("killed", prompt, body())
     pair.prefill.kill()
-    killed = await pair.decode.generate("killed", prompt, handle)
+    killed = tokens_of(await pair.go_on("killed", prompt, body(), handle, first))
     await until(pair.decode.engine.all_blocks_free, 30)
     assert await pair.decode.generate("not-killed", prompt) == killed
     with pytest.raises(EngineDead):

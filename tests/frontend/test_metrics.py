@@ -85,6 +85,15 @@ async def test_many_scrapers_fetch_once(monkeypatch: pytest.MonkeyPatch, graph: 
     assert b'instance="p-7"' in texts[0]
 
 
+async def test_of_too_many_processes_none_is_merged(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
+    monkeypatch.setattr(pages, "MAX_MERGED", 0)
+    async with page_server(answers=True) as good, MemoryRegistry(graph.registry) as registry:
+        instance = Instance("p-8", Role.PREFILL, metrics=good)
+        await registry.put(keys.instance(instance), encode_record(instance))
+        page = (await graph.http.get("/metrics")).text
+    assert 'instance="p-8"' not in page
+
+
 async def test_requests_are_counted_by_code(graph: Graph) -> None:
     async def count(code: int) -> float:
         page = (await graph.http.get("/metrics")).text

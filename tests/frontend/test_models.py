@@ -16,7 +16,8 @@ from pdserve.cli.find import GraphAddress
 from pdserve.cli.status import render
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.processor import Processor, serve_model
-from pdserve.records import Instance, Load, ModelCard, Role, encode_record
+from pdserve.messages import Load, WorkerLoad
+from pdserve.records import Instance, ModelCard, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.view import RegistryView
@@ -99,11 +100,13 @@ async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
         lost = msgspec.structs.replace(worker.instance, id="decode-9-lost", address="memory://nowhere")
         await registry.put(keys.instance(lost), encode_record(lost))
         await until(lambda: graph.models.report() == Load(running=1, unreachable=["decode-9-lost"]))
-        me = Instance("frontend-0-me", Role.FRONTEND, load=graph.models.report())
+        me = Instance("frontend-0-me", Role.FRONTEND)
         await registry.put(keys.instance(me), encode_record(me))
         shown = io.StringIO()
         async with RegistryView(registry) as view:
-            Console(file=shown, width=200).print(render(view, GraphAddress("etcd", "t")))
+            Console(file=shown, width=200).print(
+                render(view, {me.id: graph.models.report()}, GraphAddress("etcd", "t"))
+            )
         await registry.delete(keys.instance(lost))
         await worker.step()
         assert (await request).status_code == 200
@@ -162,18 +165,38 @@ async def test_version(graph: Graph) -> None:
     assert set(answer.json()) == {"version", "vllm"}
 
 
+def policy(graph: Graph) -> str:
+    processor = graph.models.find("demo").processor
+    return processor.workers.policy if processor is not None else ""
+
+
 async def test_routing_is_in_turn_and_can_be_changed(graph: Graph) -> None:
     async with graph.worker() as first, graph.worker() as second, MemoryRegistry(graph.registry) as registry:
         for _ in range(6):
             await graph.http.post("/v1/completions", json=completion(max_tokens=1))
         assert (len(first.seen), len(second.seen)) == (3, 3)
         await registry.put(keys.setting("router"), b"least-loaded", leased=False)
+        await until(lambda: policy(graph) == "least-loaded")
         try:
             await graph.http.post("/v1/completions", json=completion(max_tokens=1))
             page = (await graph.http.get("/metrics")).text
         finally:
             await registry.delete(keys.setting("router"))
     assert 'policy="least-loaded"' in page
+
+
+async def test_what_workers_say_of_their_load_counts(graph: Graph) -> None:
+    """Where several frontends share them: the other frontends' requests are known by it alone."""
+    async with graph.worker() as busy, graph.worker() as idle, MemoryRegistry(graph.registry) as registry:
+        await registry.put(keys.setting("router"), b"least-loaded", leased=False)
+        await until(lambda: policy(graph) == "least-loaded")
+        await busy.send(WorkerLoad(Load(running=4, tokens=500)))
+        try:
+            for _ in range(6):
+                await graph.http.post("/v1/completions", json=completion(max_tokens=1))
+        finally:
+            await registry.delete(keys.setting("router"))
+    assert (len(busy.seen), len(idle.seen)) == (0, 6)
 
 
 async def test_a_request_is_answered_once_where_building_its_model_fails_after_its_deadline(

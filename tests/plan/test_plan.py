@@ -127,6 +127,30 @@ def test_a_graph_on_the_cpu(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("keys", "tokens", "origin"),
+    [
+        ("remote-prefill: true", 256, "pdserve (short gaps)"),
+        ("remote-prefill: true, max-model-len: 256", 256, "pdserve (short gaps)"),
+        ("remote-prefill: true, long-prefill-token-threshold: 2048", 2048, "VllmWorker"),
+        ("remote-prefill: true, enable-chunked-prefill: false", None, None),
+        ("remote-prefill: false", None, None),
+    ],
+)
+def test_a_decode_worker_computes_prompts_in_chunks(
+    tmp_path: Path, keys: str, tokens: int | None, origin: str | None
+) -> None:
+    length = ", max-model-len: 256" if "max-model-len" in keys else ""
+    prefill = (
+        f"\nPrefillWorker: {{model: demo, block-size: 32{length}}}" if "remote-prefill: true" in keys else ""
+    )
+    worker = f"VllmWorker: {{model: demo, block-size: 32, {keys}}}"
+    decode = plan(tmp_path, worker + prefill, machine()).config.decode
+    assert decode is not None
+    assert decode.engine_args.get("long-prefill-token-threshold") == tokens
+    assert decode.origins.get("long-prefill-token-threshold") == origin
+
+
 WIRED = dataclasses.replace(
     machine(),
     devices={"127.0.0.1": "lo", "::1": "lo", "10.0.0.5": "eth0", "fd00::5": "eth0"},
@@ -331,11 +355,21 @@ def test_printed_plan(tmp_path: Path) -> None:
     )
     assert any(line.startswith("prefill-0 vllm GPU 2,3 5601 prefill") for line in lines)
     assert "decode block-size 64 Common" in lines
+    assert "decode long-prefill-token-threshold 256 pdserve (short gaps)" in lines
     assert "prefill max-num-batched-tokens 32768 PrefillWorker" in lines
     assert "decode kv-transfer-config NIXL, kv_consumer, recompute pdserve (graph)" in lines
     assert any(line.startswith("decode-0 13.95 0.15 0.54") and "96 KiB" in line for line in lines)
     assert "http://127.0.0.1:8009/v1" in text
     assert lines[-1] == "It fits." or lines[-2] == "It fits."
+
+
+def test_a_plan_of_workers_that_do_both(tmp_path: Path) -> None:
+    both = "VllmWorker: {model: demo, role: both, remote-prefill: true, ServiceArgs: {workers: 2}}\n"
+    found = plan(tmp_path, both, machine())
+    assert [slot.name for slot in found.slots] == ["both-0", "both-1"]
+    lines = [" ".join(line.split()) for line in shown(found).splitlines()]
+    assert any(line.startswith("both-1 vllm CPU") and "5601 decode; prefill for" in line for line in lines)
+    assert "both kv-transfer-config NIXL, kv_both, recompute pdserve (graph)" in lines
 
 
 def test_secrets_are_not_shown(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ async def test_what_cannot_be_done_is_said_at_once(prompt: list[int], block_size
         assert isinstance(failed, PrefillFailed)
         assert failed.reason == reason
         await until(lambda: scene.stored == 0)
-        assert len(scene.worker._running) == 0
+        assert len(scene.worker._prompts._running) == 0
 
 
 async def test_a_cancelled_request_is_aborted_and_acked() -> None:
@@ -123,7 +123,7 @@ async def test_a_cancelled_request_is_aborted_and_acked() -> None:
 
 
 async def test_a_long_prefill_is_not_delivered_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.prefill.worker.PROGRESS_INTERVAL", 0.05)
+    monkeypatch.setattr("pdserve.prefill.prompts.PROGRESS_INTERVAL", 0.05)
     async with Scene().open() as scene:
         scene.engine.faults.slow = 500.0
         await scene.ask("r")
@@ -136,7 +136,7 @@ async def test_a_long_prefill_is_not_delivered_again(monkeypatch: pytest.MonkeyP
 async def test_a_request_delivered_again_while_it_runs_is_computed_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pdserve.prefill.worker.PROGRESS_INTERVAL", 60.0)
+    monkeypatch.setattr("pdserve.prefill.prompts.PROGRESS_INTERVAL", 60.0)
     async with Scene().open() as scene:
         scene.engine.faults.going.clear()
         await scene.ask("r")
@@ -145,7 +145,7 @@ async def test_a_request_delivered_again_while_it_runs_is_computed_once(
         await scene.answer("r")
         await until(lambda: scene.stored == 0)
         assert len(scene.answers["r"]) == 1
-        assert len(scene.worker._running) == 0
+        assert len(scene.worker._prompts._running) == 0
 
 
 async def test_a_request_may_come_back_after_it_was_answered() -> None:
@@ -195,9 +195,11 @@ async def test_a_worker_takes_no_more_than_its_engine_has_room_for() -> None:
         scene.engine.faults.going.clear()
         for number in range(10):
             await scene.ask(f"r{number}")
-        await until(lambda: len(scene.worker._running) == 3)
+        await until(lambda: len(scene.worker._prompts._running) == 3)
         await asyncio.sleep(0.05)
-        assert len(scene.worker._running) == 3, "two steps' worth of tokens, and the one that made it full"
+        assert len(scene.worker._prompts._running) == 3, (
+            "two steps' worth of tokens, and the one that made it full"
+        )
         assert scene.queue.depth == 7
         scene.engine.faults.going.set()
         for number in range(10):
@@ -284,7 +286,7 @@ async def test_an_answer_is_said_again_until_its_kv_is_released() -> None:
         assert ages == sorted(set(ages)), "older each time"
         async with sim(Role.DECODE, "decode-0") as decode:
             await decode.reject(first.handle)
-            await scene.worker._answers.empty()
+            await scene.worker._prompts._answers.empty()
         assert await scene.engine.all_blocks_free()
         said = len(scene.answers["r"])
         await asyncio.sleep(0.2)
@@ -299,7 +301,7 @@ async def test_an_answer_given_while_the_queue_is_away_comes_later() -> None:
         await until(lambda: scene.engine.usage.running == 1)
         await scene.broker.down()
         scene.engine.faults.going.set()
-        await until(lambda: not len(scene.worker._running))
+        await until(lambda: not len(scene.worker._prompts._running))
         await scene.broker.up()
         assert isinstance(await scene.answer("r"), PrefillDone)
         assert scene.stored == 0, "it need not be computed again"
@@ -316,7 +318,7 @@ async def test_a_prefill_that_was_cancelled_too_late_is_answered(monkeypatch: py
         await scene.ask("r")
         await until(lambda: scene.engine.usage.running == 1)
         await scene.queue.cancel(["r"])
-        await until(lambda: not len(scene.worker._running))
+        await until(lambda: not len(scene.worker._prompts._running))
         scene.engine.faults.going.set()
         assert isinstance(await scene.answer("r"), PrefillDone)
 

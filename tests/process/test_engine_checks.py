@@ -69,6 +69,15 @@ async def test_an_engine_that_computes_for_long_lives(engine: SimEngine) -> None
     assert await watched(engine, 1.0)
 
 
+async def test_an_engine_that_computes_without_end_is_dead(
+    engine: SimEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_checks, "SPINS_AFTER", 0.6)
+    engine.faults.slow = 5000.0
+    await engine.generate("r", PROMPT, body(), None)
+    assert not await watched(engine, 5)
+
+
 async def test_an_engine_that_stands_still_for_a_moment_lives(engine: SimEngine) -> None:
     engine.faults.going.clear()
     asyncio.get_running_loop().call_later(0.1, engine.faults.going.set)

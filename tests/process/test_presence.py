@@ -1,7 +1,7 @@
 """What a process says of itself: which model card is the newest, and its instance."""
 
 from pdserve.process.presence import Presence, generation
-from pdserve.records import Instance, Load, ModelCard, Role
+from pdserve.records import Instance, ModelCard, Role
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 
 
@@ -28,7 +28,7 @@ async def test_a_frontend_announces_itself_also_while_the_registry_is_away() -> 
     """It was never a newcomer: there is nothing to delete."""
     server = MemoryServer()
     async with MemoryRegistry(server, "t") as registry, MemoryRegistry(server, "t") as other:
-        presence = Presence(registry, Instance("frontend-0", Role.FRONTEND), None, Load)
+        presence = Presence(registry, Instance("frontend-0", Role.FRONTEND), None)
         await server.down()
         await presence.announce()
         await server.up()

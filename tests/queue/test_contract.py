@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from pdserve.errors import QueueFull, QueueUnavailable
-from pdserve.messages import KvHandle, PrefillCancel, PrefillDone, PrefillFailed
+from pdserve.messages import KvHandle, PrefillCancel, PrefillDone, PrefillFailed, PrefillLoad
 from pdserve.queue.base import PrefillQueue
+from pdserve.queue.depth import Puller
 from tests.queue.conftest import ACK_WAIT, BOUND, MAX_DELIVER, Queues
 from tests.queue.requests import ids, publish, request, until
 
@@ -136,6 +137,19 @@ async def test_a_pull_that_is_given_up_catches_nothing(queues: Queues) -> None:
     assert not delivery.redelivered
 
 
+async def test_a_pull_that_is_given_up_as_a_request_comes_gives_it_back(queues: Queues) -> None:
+    decode, leaving, other = await queues(), await queues(), await queues()
+    for name in map(str, range(10)):
+        pulling = asyncio.create_task(leaving.pull(1, 30))
+        await asyncio.wait({pulling}, timeout=0.02)
+        await publish(decode, name)  # it is on its way to the one that pulls, or there
+        pulling.cancel()
+        await asyncio.wait({pulling})
+        (delivery,) = await other.pull(1, ACK_WAIT / 2) if pulling.cancelled() else pulling.result()
+        assert delivery.request.request_id == name
+        await delivery.ack()
+
+
 async def test_a_request_that_kills_its_workers_is_dropped(queues: Queues) -> None:
     decode, prefill = await queues(), await queues()
     await publish(decode, "poison")
@@ -190,6 +204,21 @@ async def test_depth_is_known_without_asking(queues: Queues) -> None:
     assert decode.depth == 1
     late = await queues()
     assert late.depth == 1
+
+
+async def test_prefill_workers_tell_their_load_with_what_they_pull(queues: Queues) -> None:
+    decode, prefill = await queues(), await queues()
+    assert decode.loads == {}
+    await publish(decode, "a", "b")
+    await prefill.pull(2, 1, Puller("prefill-0", lambda: PrefillLoad(100, 0.5)))
+    await until(lambda: "prefill-0" in decode.loads)
+    load, heard = decode.loads["prefill-0"]
+    assert load == PrefillLoad(108, 0.5)
+    assert 0 <= time.monotonic() - heard < 5
+    await publish(decode, "c")
+    await prefill.pull(1, 1)
+    await until(lambda: decode.depth == 0)
+    assert list(decode.loads) == ["prefill-0"]
 
 
 async def test_a_full_queue_takes_no_more(queues: Queues) -> None:

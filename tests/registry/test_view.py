@@ -3,7 +3,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve.records import Instance, Load, ModelCard, Role, SlotState, encode_record
+from pdserve.records import Instance, ModelCard, Role, SlotState, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Change
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
@@ -11,7 +11,7 @@ from pdserve.registry.view import RegistryView
 from tests.registry.conftest import Stage
 from tests.registry.following import until
 
-DECODE = Instance("decode-0-a", Role.DECODE, "org/model", load=Load(running=3))
+DECODE = Instance("decode-0-a", Role.DECODE, "org/model")
 PREFILL = Instance("prefill-0-b", Role.PREFILL, "org/model", draining=True)
 FRONTEND = Instance("frontend-0-c", Role.FRONTEND)
 SLOT = SlotState("decode-0", Role.DECODE)
@@ -85,9 +85,9 @@ class WatchedAnew(MemoryRegistry):
 
     watches = 0
 
-    async def watch(self, prefix: str) -> AsyncIterator[list[Change]]:
+    async def watch(self, *prefixes: str) -> AsyncIterator[list[Change]]:
         self.watches += 1
-        watch = super().watch(prefix)
+        watch = super().watch(*prefixes)
         yield await anext(watch)
         async for changes in watch:
             if self.watches == 1:

@@ -7,8 +7,9 @@ from contextlib import AsyncExitStack
 import pytest
 
 from pdserve.errors import PeerGone
-from pdserve.messages import Cancel, Failed, Hello, Outputs, Submit, ToDecode
+from pdserve.messages import Cancel, Failed, Hello, Outputs, Submit, ToDecode, ToFrontend
 from pdserve.stream.base import StreamServer
+from tests.conditions import until
 from tests.stream.conftest import Streams
 
 Received = AsyncIterator[tuple[str, ToDecode | None]]
@@ -31,6 +32,36 @@ async def test_messages_keep_their_order_both_ways(streams: Streams) -> None:
         for number in range(200):
             await server.send("frontend-0-a", Outputs([b"%d" % number]))
         assert [await anext(at_client) for _ in range(200)] == [Outputs([b"%d" % n]) for n in range(200)]
+
+
+async def test_messages_are_delivered_in_order_also_those_from_before(streams: Streams) -> None:
+    taken: list[ToFrontend] = []
+    async with streams.listen() as server, streams.connect(server.address, "f") as client:
+        await client.send(Hello("1"))
+        await anext(server.received())
+        for number in range(100):
+            await server.send("f", Outputs([b"%d" % number]))
+        await asyncio.sleep(0.1)
+        delivery = asyncio.create_task(client.deliver(taken.append))
+        for number in range(100, 200):
+            await server.send("f", Outputs([b"%d" % number]))
+        await until(lambda: len(taken) == 200)
+        delivery.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await delivery
+    assert taken == [Outputs([b"%d" % number]) for number in range(200)]
+
+
+async def test_delivery_ends_with_the_worker(streams: Streams) -> None:
+    async with AsyncExitStack() as worker:
+        server = await worker.enter_async_context(streams.listen())
+        async with streams.connect(server.address, "f") as client:
+            await client.send(Hello("1"))
+            await anext(server.received())
+            delivery = asyncio.create_task(client.deliver(lambda _: None))
+            await worker.aclose()
+            with pytest.raises(PeerGone):
+                await delivery
 
 
 async def test_large_messages_arrive_whole(streams: Streams) -> None:

@@ -81,3 +81,18 @@ async def test_an_instance_that_unregisters_may_drain_for_its_drain_timeout(
         )
         assert not (await asyncio.wait([waiting], timeout=0.3))[0]
         assert await asyncio.wait_for(waiting, 5) >= 0.5
+
+
+async def test_each_frontend_of_the_port_has_to_be_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them answers is chance: one that answers again and again says nothing about the other."""
+    answers = iter(
+        [("a", ""), ("a", ""), ("b", "no worker"), ("a", ""), ("", "refused"), ("b", ""), ("a", "")]
+    )
+
+    async def ask(*_: object) -> tuple[str, str]:
+        return next(answers)
+
+    monkeypatch.setattr(readiness, "_ask", ask)
+    monkeypatch.setattr(readiness, "FRONTEND_CHECK_EVERY", 0.0)
+    missing = [what async for what in readiness.until_frontends_ready("", 2)]
+    assert missing == ["1 of 2 frontends have answered", "no worker", "refused"]

@@ -142,6 +142,7 @@ async def _started(
         dtype=dtype,
         own_model="mixed-weights" in faults,
         own_disk="disk-full" in faults,
+        thresholds=True,
         variables=CUTTABLE,
     ) as running:
         yield running

@@ -90,12 +90,13 @@ def find(
     if target in _SERVERS:
         return [[_server(target, supervisor, state_dir)]]
     roles = _ROLES.get(target, (target.value,))
-    ours = [
+    victims = [
         Victim(instance.id, instance.pid)
         for role in roles
         for instance in sorted(instances, key=lambda instance: instance.id)
-        if instance.role.value == role and _belongs(instance.pid, supervisor)
+        if instance.role.does(Role(role)) and _belongs(instance.pid, supervisor)
     ]
+    ours = list(dict.fromkeys(victims))  # a worker that does both is named twice
     if not ours:
         raise LookupError(f"no {' or '.join(roles)} process of this graph on this machine")
     match target:

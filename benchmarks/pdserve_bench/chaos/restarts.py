@@ -61,7 +61,7 @@ def _workers(scene: Scene) -> dict[str, psutil.Process]:
         with suppress(psutil.Error, ProcessLookupError, ValueError):
             if child.ppid() == scene.running.graph.pid and os.getpgid(child.pid) == child.pid:
                 words = child.cmdline()
-                for role in {Role.DECODE.value, Role.PREFILL.value} & set(words):
+                for role in {Role.DECODE.value, Role.PREFILL.value, Role.BOTH.value} & set(words):
                     found[f"{role}-{words[words.index('--index') + 1]}"] = child
     return found
 

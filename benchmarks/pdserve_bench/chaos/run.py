@@ -57,7 +57,7 @@ class Chaos:
 
     async def rows(self) -> AsyncIterator[Row]:
         instances = await self._watch.learn()
-        self._remote = any(instance.role is Role.PREFILL for instance in instances)
+        self._remote = any(instance.role.does(Role.PREFILL) for instance in instances)
         graph = self._running.graph
         self._say(f"{graph.model} at {graph.url}: {told(self._watch.whole)}")
         lengths = [instance.max_model_len for instance in instances if instance.max_model_len]

@@ -208,7 +208,7 @@ async def _with_transfers(
     for length in lengths:
         (_, local), (tokens, remote) = (_medians(seen[length, way]) for way in ways)
         rows.append([1.0, tokens])
-        costs.append(max(1e-6, remote - local - model.step_time(0, 0, [(round(tokens) - 1, 1)])))
+        costs.append(max(1e-6, remote - local))
     fixed, token = map(float, _least_squares(np.array(rows), np.array(costs)))
     return replace(
         model,
@@ -263,11 +263,13 @@ class _Questions:
         return points
 
     async def prefilled(self, length: int, way: str) -> tuple[int, float]:
-        """Tokens and TTFT of a prompt that is prefilled this way: live settings take a moment to arrive."""
+        """Tokens of a prompt that is prefilled this way, and the seconds to its second token: the first of a remote
+        prefill comes before its KV. Live settings take a moment to arrive."""
         for _ in range(20):
-            answer = await self._ask(self._prompts.of(length), 1)
+            answer = await self._ask(self._prompts.of(length), 2)
             if answer.prefill == way:
-                return answer.prompt_tokens or length, answer.ttft or 0.0
+                pause = answer.arrivals[-1] - answer.arrivals[0]
+                return answer.prompt_tokens or length, (answer.ttft or 0.0) + pause
             await asyncio.sleep(0.1)
         raise Unavailable(f"calibrate: prompts that should be prefilled {way} are not")
 

@@ -88,14 +88,26 @@ class Candidate:
     """OMP_NUM_THREADS of an engine that has fewer than the machine has cores; 0: as many"""
 
 
-@dataclass(frozen=True)
-class Thresholds:
-    """`max-local-prefill-length` in words."""
+ADAPTIVE = {"policy": "adaptive"}
 
-    value: int
 
-    def __str__(self) -> str:
-        return f"remote above {counted(self.value, 'token')}" if self.value else "all prompts remote"
+def threshold(tokens: int) -> dict[str, str]:
+    """As a live setting; it means the policy of that name."""
+    return {"max-local-prefill-length": str(tokens)}
+
+
+def own_settings(config: Config) -> dict[str, str]:
+    """What decides in the file's graph, as live settings."""
+    assert config.decode is not None
+    adaptive = config.decode.policy == "adaptive"
+    return ADAPTIVE if adaptive else threshold(config.decode.max_local_prefill_length)
+
+
+def in_words(settings: Mapping[str, str]) -> str:
+    if settings == ADAPTIVE:
+        return "each prompt the cheaper way"
+    tokens = int(settings["max-local-prefill-length"])
+    return f"remote above {counted(tokens, 'token')}" if tokens else "all prompts remote"
 
 
 def hardware(config: Config, machine: Machine) -> Hardware:
@@ -140,10 +152,12 @@ def splits(here: Hardware, slots: int) -> list[tuple[int, int]]:
 
 
 def thresholds(config: Config, prompts: Sequence[int], shared: bool) -> list[int]:
-    """Values of max-local-prefill-length that differ for prompts of such lengths, the file's first. `shared`: parts of
-    the prompts are in the prefix cache, so that fewer tokens than their length are to be computed."""
-    own = config.decode.max_local_prefill_length if config.decode and config.decode.remote_prefill else None
-    if config.decode is not None and not config.decode.conditional_disagg:
+    """Values of max-local-prefill-length that differ for prompts of such lengths, the file's first, where it has one.
+    `shared`: parts of the prompts are in the prefix cache, so that fewer tokens than their length are computed."""
+    decode, own = config.decode, None
+    if decode is not None and decode.remote_prefill and decode.policy == "threshold":
+        own = decode.max_local_prefill_length
+    if decode is not None and not decode.conditional_disagg:
         own = 0
     middle, high = round(percentile(prompts, 0.5)), percentile(prompts, 0.9)
     wanted = [own, 0, middle if shared or high > _WIDE * middle else None]
@@ -211,10 +225,14 @@ class CandidateMaker:
             splits(self.here, self.here.slots),
             key=lambda split: (abs(split[0] - own[0]), split[0]) if own else (abs(split[0] - split[1]), 0),
         )
-        values = thresholds(self.config, prompts, shared)
-        return [candidate for split in order for candidate in self._split(split, values)]
+        ways = [threshold(value) for value in thresholds(self.config, prompts, shared)]
+        if self.config.decode is not None and self.config.decode.policy == "adaptive":
+            ways.insert(0, ADAPTIVE)
+        return [candidate for split in order for candidate in self._split(split, ways)]
 
-    def imagined(self, speed: Mapping[str, float], threshold: int, batch: int) -> list[Candidate]:
+    def imagined(
+        self, speed: Mapping[str, float], settings: Mapping[str, str], batch: int
+    ) -> list[Candidate]:
         """On engines of this `speed`: the same hardware in each split (which tells how true the simulation is where the
         split was also run), and twice the hardware."""
         found: list[Candidate] = []
@@ -223,7 +241,7 @@ class CandidateMaker:
             count = slots // self.here.decode_width
             found.append(self._imagine(self._engines(count, batch, times), speed, times))
             for split in splits(self.here, slots):
-                found += [self._imagine(each, speed, times) for each in self._split(split, [threshold])]
+                found += [self._imagine(each, speed, times) for each in self._split(split, [settings])]
         return found
 
     def _imagine(self, candidate: Candidate, speed: Mapping[str, float], times: int) -> Candidate:
@@ -243,7 +261,7 @@ class CandidateMaker:
             return None
         return self.config.prefill.count, self.config.decode.count
 
-    def _split(self, split: tuple[int, int], values: Sequence[int]) -> list[Candidate]:
+    def _split(self, split: tuple[int, int], ways: Sequence[Mapping[str, str]]) -> list[Candidate]:
         prefill, decode = split
         here = self.here
         narrower = here.kind is HardwareKind.GPU and self.config.prefill is None
@@ -253,15 +271,15 @@ class CandidateMaker:
         launch = self._graph(f"{prefill}P+{decode}D", name, shape)
         return [
             Candidate(
-                name=f"{name}, {Thresholds(value)}",
+                name=f"{name}, {in_words(settings)}",
                 aggregated=False,
-                shape=replace(shape, settings=(("max-local-prefill-length", str(value)),)),
+                shape=replace(shape, settings=tuple(settings.items())),
                 launch=launch,
-                settings={"max-local-prefill-length": str(value)},
+                settings=settings,
                 processes=prefill + decode + 1,
                 split=f"{prefill}P+{decode}D",
             )
-            for value in values
+            for settings in ways
         ]
 
     def _engines(self, count: int, batch: int, times: int = 1) -> Candidate:

@@ -30,6 +30,7 @@ from pdserve_bench.compare.candidates import (
     HardwareKind,
     Launch,
     hardware,
+    own_settings,
     weights_gib,
 )
 from pdserve_bench.compare.launches import RunningLaunches
@@ -423,14 +424,10 @@ class Comparison:
     async def _simulate(self, measuring: Measuring, until: float) -> None:
         assert self.speed is not None
         together, separate = best_of(self.entrants, True), best_of(self.entrants, False)
-        threshold = 0
-        if self.config.decode is not None and self.config.decode.remote_prefill:
-            threshold = self.config.decode.max_local_prefill_length
-        if separate is not None:
-            threshold = int(separate.candidate.settings["max-local-prefill-length"])
+        settings = own_settings(self.config) if separate is None else separate.candidate.settings
         batch = together.candidate.shape.batch if together else 512
         only = separate is None or together is None
-        wanted = _ordered(self.maker.imagined(self.speed.speeds(), threshold, batch), separate, only)
+        wanted = _ordered(self.maker.imagined(self.speed.speeds(), settings, batch), separate, only)
         left, each = until - time.monotonic(), 30.0
         most = max(2 if only else 1, min(len(wanted), _IMAGINED, int(left // each)))
         if len(wanted) > most:

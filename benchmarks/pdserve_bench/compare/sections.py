@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.config.arguments import arguments
-from pdserve.config.schema import kebab
+from pdserve.config.schema import THRESHOLDS, kebab
 from pdserve.config.tree import Findings, read_tree
 
 Sections = dict[str, dict[str, Any]]
@@ -18,8 +18,8 @@ Sections = dict[str, dict[str, Any]]
 _OF_REMOTE_PREFILL = (
     "remote-prefill",
     "conditional-disagg",
-    "max-local-prefill-length",
-    "max-prefill-queue-size",
+    "policy",
+    *THRESHOLDS,
     "kv-transfer-config",
 )
 _OF_REAL_ENGINES = ("kv-transfer-config", "tensor-parallel-size", "pipeline-parallel-size")
@@ -38,7 +38,7 @@ class Shape:
     tensor: tuple[int, int] = (0, 0)
     """tensor-parallel-size of prefill and decode workers; 0: as the file says"""
     settings: tuple[tuple[str, str], ...] = ()
-    """thresholds of the decode workers"""
+    """what decides in the decode workers, as live settings"""
     speed: tuple[tuple[str, float], ...] = ()
     """of simulated engines in place of the real ones, keys of `additional-config.sim`; empty: engines as in the file"""
 
@@ -68,7 +68,10 @@ def reshape(base: Sections, shape: Shape) -> Sections:
         sections["PrefillWorker"] = prefill
         put(decode, "remote-prefill", True)
         for name, value in shape.settings:
-            put(decode, name, int(value))
+            for other in THRESHOLDS if name == "policy" else ("policy",):
+                take(decode, other)
+                _unlist(decode, other)
+            put(decode, name, int(value) if value.isdecimal() else value)
         _resize(prefill, shape.prefill, shape.tensor[0])
     else:
         for key in _OF_REMOTE_PREFILL:

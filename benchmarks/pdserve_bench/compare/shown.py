@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from pdserve_bench.compare.candidates import Candidate
+from pdserve_bench.compare.candidates import Candidate, own_settings
 from pdserve_bench.compare.comparison import Comparison
 from pdserve_bench.compare.measuring import Entrant
 from pdserve_bench.compare.recommend import CandidateResult, Recommendation, Verdict
@@ -125,8 +125,7 @@ def _next_step(comparison: Comparison, found: Recommendation, written: Path | No
         return f"Run it: {threads}pdserve serve -f {written}"
     if dict(candidate.settings) and candidate.split == _own_split(comparison):
         settings = " ".join(f"{name}={value}" for name, value in candidate.settings.items())
-        own = comparison.config.decode and comparison.config.decode.max_local_prefill_length
-        changed = candidate.settings.get("max-local-prefill-length") != str(own)
+        changed = candidate.settings != own_settings(comparison.config)
         command = f"pdserve serve -f {comparison.options.file}"
         return f"Run it: {command}" + (f", then pdserve set {settings}" if changed else "")
     return "Add --write FILE to have its file written, for pdserve serve -f FILE."

@@ -27,6 +27,7 @@ from pathlib import Path
 import httpx
 from httptools import HttpParserError
 
+from pdserve.observe.pages import read_loads
 from pdserve.records import Role
 from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.client import Exchange, HttpConnection, LoadClient
@@ -34,7 +35,7 @@ from pdserve_bench.fuzz.bodies import FuzzBody, make
 from pdserve_bench.launch import started
 from pdserve_bench.load import side_by_side
 from pdserve_bench.simulated import simulated, write
-from pdserve_bench.watch import GraphWatch
+from pdserve_bench.watch import GraphWatch, busy
 
 REAL = Path("configs/local.yaml")
 SIMULATED = simulated(
@@ -114,10 +115,9 @@ class Fuzzer:
             self.report.problems.append(f"KV blocks are held: {dict(left.blocks)}")
         if left.queued:
             self.report.problems.append(f"{left.queued} prefill requests are still queued")
-        for instance in await watch.instances():
-            if instance.load.running or instance.load.waiting:
-                load = f"running {instance.load.running}, waiting {instance.load.waiting}"
-                self.report.problems.append(f"{instance.id}: {load}")
+        for instance, load in (await read_loads(await watch.instances())).items():
+            if busy(load):
+                self.report.problems.append(f"{instance}: {load}")
         async with httpx.AsyncClient(trust_env=False, timeout=10) as http:
             if (answer := await http.get(f"{self._graph.url}/health")).status_code != 200:
                 self.report.problems.append(f"/health: {answer.status_code} {answer.text}")

@@ -14,7 +14,7 @@ from pdserve_bench.hops.section import Hop, HopOptions, HopSection
 from pdserve_bench.options import Json, Plot
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Report, check_outputs
-from pdserve_bench.runs import INTERRUPTED, run_until_stopped
+from pdserve_bench.runs import conclude, run_until_stopped
 
 HOPS = {
     "frontend": "pdserve_bench.hops.frontend",
@@ -70,11 +70,7 @@ def hops(
         complete = run_until_stopped(lambda: _measure(chosen, options, found, failures))
     report = make_report(found, complete and not failures)
     report.notes += failures
-    report.show()
-    report.write(json, plot)
-    if not complete:
-        return INTERRUPTED
-    return 1 if failures else 0
+    return conclude(report, json, plot, complete=complete, failed=bool(failures))
 
 
 def choose(only: str) -> list[str]:

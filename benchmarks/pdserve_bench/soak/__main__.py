@@ -105,7 +105,9 @@ def _cell(before: int | None, after: int | None) -> str:
 async def _main(args: argparse.Namespace, folder: Path) -> SoakReport:
     file = REAL if args.real else write(SIMULATED, folder / "sim.yaml")
     lengths = LENGTHS["real" if args.real else "sim"]
-    async with started(file, folder, partial(print, file=sys.stderr), workers=args.workers) as running:
+    async with started(
+        file, folder, partial(print, file=sys.stderr), workers=args.workers, thresholds=True
+    ) as running:
         return await soak(running.graph, args.warm_up, args.requests, lengths, args.seed)
 
 

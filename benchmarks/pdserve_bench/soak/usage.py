@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import httpx
 import psutil
 
+from pdserve.observe.pages import read_loads
 from pdserve.queue.jetstream.connection import discard, open_client
 from pdserve.records import Instance
-from pdserve_bench.watch import series
+from pdserve_bench.watch import held, series
 
 MARGINS = {"blocks": 0, "sockets": 2, "files": 2, "tasks": 2, "threads": 4, "MiB": 24, "kept": 0}
 """by how much each may be above where it was. Threads: pools (asyncio's, gRPC's) fill up as they are needed.
@@ -47,12 +48,12 @@ async def picture(supervisor: int, instances: list[Instance], stored: Mapping[st
     """All processes of the graph. `stored` is what the servers keep, by server."""
     found: dict[str, Usage] = {"serve": _of(psutil.Process(supervisor))}
     roles = {instance.pid: instance for instance in instances}
+    blocks = held(instances, await read_loads(instances))
     async with httpx.AsyncClient(trust_env=False) as http:
         for child in psutil.Process(supervisor).children():
             if role := roles.get(child.pid):
                 name = role.id.rpartition("-")[0]
-                blocks = round(role.load.kv_usage * role.kv_blocks)
-                found[name] = _of(child, blocks=blocks, tasks=await _tasks(http, role))
+                found[name] = _of(child, blocks=blocks.get(role.id, 0), tasks=await _tasks(http, role))
                 found |= {f"{name} {kind}": usage for kind, usage in _below(child)}
             elif (server := child.name().partition("-")[0]) in stored:
                 found[server] = _of(child, kept=stored[server])

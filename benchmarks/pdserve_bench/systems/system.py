@@ -109,8 +109,9 @@ class _RunningGraph(RunningSystem):
             await self._registry.put(keys.setting(name), value.encode(), leased=False)
 
     async def instances(self, role: Role) -> list[Instance]:
-        found = await self._registry.read(f"{keys.INSTANCES}{role.value}/")
-        return [decode_instance(value) for value in found.values()]
+        found = await self._registry.read(keys.INSTANCES)
+        instances = [decode_instance(value) for value in found.values()]
+        return [instance for instance in instances if instance.role.does(role)]
 
 
 @dataclass(frozen=True)

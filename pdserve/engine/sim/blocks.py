@@ -2,24 +2,20 @@
 
 from collections import OrderedDict
 
-
-def block_hashes(prompt: list[int], block_size: int, weights: int = 0) -> list[int]:
-    """One hash for each full block, chained, so that equal hashes mean equal prefixes under equal weights."""
-    hashes: list[int] = []
-    parent = weights
-    for end in range(block_size, len(prompt) + 1, block_size):
-        parent = hash((parent, *prompt[end - block_size : end]))
-        hashes.append(parent)
-    return hashes
+from pdserve.prefixes import NAME, CachedPrefixes, names, root
 
 
 class BlockPool:
-    """Blocks that no request holds keep their content until they are needed again, least recently freed first."""
+    """Blocks that no request holds keep their content until they are needed again, least recently freed first.
+
+    A full block's content is its prefix's name under the engine's weights: equal contents mean equal KV."""
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.weights = 0
-        """which weights the engine has loaded: other weights make other KV"""
+        """which weights the engine has loaded: other weights make other KV; of as many bits as a name"""
+        self.prefixes = CachedPrefixes()
+        self.prefixes.resize(blocks, block_size)
         self.total = blocks
         self._refs: dict[int, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
@@ -33,19 +29,19 @@ class BlockPool:
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def hit(self, prompt: list[int]) -> list[int]:
-        """Blocks in the cache that hold the prompt's prefix; as in vLLM the last token never counts as cached."""
-        found: list[int] = []
-        for content in block_hashes(prompt[:-1], self.block_size, self.weights):
+    def whole(self, prompt: list[int], cache_salt: str | None = None) -> list[int]:
+        """What `contents` should say of the blocks of this prompt, full blocks only."""
+        found = names(prompt, self.block_size, root(cache_salt))
+        return [int.from_bytes(name) ^ self.weights for name in found]
+
+    def take(self, prompt: int, whole: list[int], tokens: int) -> tuple[list[int], int] | None:
+        """Blocks for `tokens` tokens, beginning with the cached prefix of a prompt of so many tokens, and how many
+        blocks that prefix has: as in vLLM the last token never counts as cached. None where too few are free."""
+        hit: list[int] = []
+        for content in whole[: (prompt - 1) // self.block_size]:
             if content not in self._cached:
                 break
-            found.append(self._cached[content])
-        return found
-
-    def take(self, prompt: list[int], tokens: int) -> tuple[list[int], int] | None:
-        """Blocks for `tokens` tokens, beginning with the prompt's cached prefix, and how many blocks that prefix has.
-        None where too few are free."""
-        hit = self.hit(prompt)
+            hit.append(self._cached[content])
         new = self.needed(tokens) - len(hit)
         if new > self.free - sum(block in self._free for block in hit):
             return None
@@ -59,18 +55,22 @@ class BlockPool:
         content = self._content.pop(block, None)
         if content is not None and self._cached.get(content) == block:
             del self._cached[content]
+            self.prefixes.remove(self._name(content))
         self._refs[block] = 1
         return block
 
-    def fill(self, blocks: list[int], prompt: list[int]) -> None:
-        """The prompt's KV is in these blocks now; other requests can find the full ones."""
-        for block, content in zip(blocks, block_hashes(prompt, self.block_size, self.weights), strict=False):
+    def fill(self, blocks: list[int], whole: list[int], tokens: int) -> None:
+        """The KV of so many tokens is in these blocks now; other requests can find the full ones."""
+        for depth, (block, content) in enumerate(
+            zip(blocks, whole[: tokens // self.block_size], strict=False), 1
+        ):
             self._content[block] = content
-            self._cached.setdefault(content, block)
+            if content not in self._cached:
+                self._cached[content] = block
+                self.prefixes.add(self._name(content), depth)
 
-    def expected(self, prompt: list[int]) -> list[int]:
-        """What `contents` should say of the blocks of this prompt, full blocks only."""
-        return block_hashes(prompt, self.block_size, self.weights)
+    def _name(self, content: int) -> bytes:
+        return (content ^ self.weights).to_bytes(NAME)
 
     def contents(self, blocks: list[int]) -> list[int]:
         """What lies in these blocks now, of any request; 0 for a block that is not full."""
@@ -89,4 +89,5 @@ class BlockPool:
             return False
         self._content.clear()
         self._cached.clear()
+        self.prefixes.clear()
         return True

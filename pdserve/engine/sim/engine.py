@@ -7,7 +7,7 @@ ignored."""
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from pdserve.config.host import VLLM_VERSION
@@ -20,7 +20,8 @@ from pdserve.engine.sim.side import SideServer, Unreachable, ask
 from pdserve.engine.sim.wire import SimRequest
 from pdserve.engine.spec import EngineSpec
 from pdserve.errors import EngineDead, ProtocolError, Unavailable
-from pdserve.kv.handles import check_handle
+from pdserve.kv.ahead import PIECE
+from pdserve.kv.handles import check_handle, source
 from pdserve.messages import KvHandle
 from pdserve.recent import RecentKeys
 from pdserve.tasks import Owner
@@ -37,11 +38,14 @@ class SimEngine(Engine):
         self._spec = spec
         self._model = model = sim_model(spec.engine_args)
         self._pool = BlockPool(model.kv_blocks, model.block_size)
+        self.prefixes = self._pool.prefixes
         self._side = SideServer(spec.instance, spec.host, self._pool.contents, self._release, self.faults)
         self._waiting: deque[SimRequest] = deque()
         self._pulling: dict[SimRequest, asyncio.Task[None]] = {}
         self._running: list[SimRequest] = []
         self._tasks = Owner()
+        self._ahead: dict[tuple[str, str], int] = {}
+        """blocks that were read of prefills that are under way"""
         self._held: dict[str, tuple[list[int], asyncio.TimerHandle]] = {}
         self._seen: RecentKeys[None] = RecentKeys(_REMEMBERED)
         self._work = asyncio.Event()
@@ -84,24 +88,46 @@ class SimEngine(Engine):
     # the contract
 
     async def generate(
-        self, request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None
+        self,
+        request_id: str,
+        prompt: list[int],
+        body: list[bytes],
+        kv: KvHandle | None,
+        after: Sequence[int] = (),
     ) -> None:
         if kv is not None:
             check_handle(kv, len(prompt), self._model.block_size, self.facts.fingerprint)
-        sampling = wire.read_request(body).sampling_params
-        most = self._model.max_model_len - len(prompt)
-        max_tokens = (
-            most if sampling is None or sampling.max_tokens is None else min(sampling.max_tokens, most)
-        )
+        asked = wire.read_request(body)
+        sampling = asked.sampling_params
+        max_tokens = asked.max_tokens(self._model.max_model_len - len(prompt)) - len(after)
         if self.faults.no_grammars and sampling is not None and sampling.structured_outputs is not None:
             self._refuse_reuse(request_id)
-            self._steps.put_nowait(Step([_refused(request_id)]))
+            self._steps.put_nowait(Step([wire.refused(request_id)]))
             return
-        self._add(SimRequest(request_id, prompt, max_tokens, kv=kv))
+        tokens = [*prompt, *after]
+        whole = self._pool.whole(tokens, asked.cache_salt)
+        self._add(SimRequest(request_id, tokens, max_tokens, whole, asked.cache_salt, kv=kv))
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
-        wire.read_request(body)
-        self._add(SimRequest(request_id, prompt, 1, keep=True))
+        asked = wire.read_request(body)
+        sampling, whole = asked.sampling_params, self._pool.whole(prompt, asked.cache_salt)
+        plain = sampling is not None and sampling.structured_outputs is not None
+        self._add(SimRequest(request_id, prompt, 1, whole, keep=True, plain=plain))
+
+    def first_output(
+        self, request_id: str, prompt: list[int], body: list[bytes], packed: list[bytes]
+    ) -> Output | None:
+        last = wire.read_request(body).max_tokens(self._model.max_model_len - len(prompt)) == 1
+        raw = wire.read_output(packed, request_id, last)
+        return Output(request_id, raw.new_token_ids, last, raw=raw) if raw else None
+
+    async def read_ahead(self, kv: KvHandle, skip: int) -> None:
+        self._check_alive()
+        self._ahead[source(kv)] = len(kv.block_ids[0])
+
+    async def drop_ahead(self, kv: KvHandle) -> None:
+        self._check_alive()
+        self._ahead.pop(source(kv), None)
 
     async def reject(self, kv: KvHandle) -> None:
         self._check_alive()
@@ -134,7 +160,7 @@ class SimEngine(Engine):
         sampling = request.sampling_params
         if request.mm_features or (sampling is not None and sampling.prompt_logprobs is not None):
             return None
-        return len(self._pool.hit(prompt)) * self._model.block_size
+        return self.prefixes.hit(prompt, request.cache_salt)
 
     @property
     def usage(self) -> EngineUsage:
@@ -144,7 +170,7 @@ class SimEngine(Engine):
 
     async def all_blocks_free(self) -> bool:
         self._check_alive()
-        return self._pool.forget()
+        return not self._ahead and self._pool.forget()
 
     async def probe(self) -> None:
         async with self._stepping:
@@ -194,7 +220,8 @@ class SimEngine(Engine):
             left > 0 and self._waiting and len(self._running) + len(self._pulling) < self._model.max_num_seqs
         ):
             request = self._waiting[0]
-            taken = self._pool.take(request.prompt, len(request.prompt) + request.max_tokens)
+            tokens = len(request.prompt)
+            taken = self._pool.take(tokens, request.whole, tokens + request.max_tokens)
             if taken is None:
                 return
             self._waiting.popleft()
@@ -263,9 +290,10 @@ class SimEngine(Engine):
         within the budget. vLLM keeps to the order of arrival alone, in which decodes are first but for some that came
         while an earlier prompt was in its last chunks."""
         budget = self._model.max_batched_tokens
+        chunk = (len(self._running) + len(self._waiting) > 1 and self._model.prompt_chunk) or budget
         share: list[tuple[SimRequest, int]] = []
         for request in sorted(self._running, key=lambda request: request.prefilling):
-            count = min(len(request.prompt) - request.computed, budget) if request.prefilling else 1
+            count = min(len(request.prompt) - request.computed, budget, chunk) if request.prefilling else 1
             if count > 0:
                 share.append((request, count))
                 budget -= count
@@ -276,8 +304,9 @@ class SimEngine(Engine):
             return None
         if request.prefilling:
             request.computed += count
-            self._pool.fill(request.blocks, request.prompt[: request.computed])
+            self._pool.fill(request.blocks, request.whole, request.computed)
             if request.prefilling:
+                self._tell_complete(request)
                 return None
         request.tokens.append(self._model.next_token(request.prompt + request.tokens, request.salt))
         handle = self._finish(request) if request.finished else None
@@ -286,6 +315,8 @@ class SimEngine(Engine):
     def _finish(self, request: SimRequest) -> KvHandle | None:
         self._running.remove(request)
         if not request.keep:
+            computed = request.prompt + request.tokens[:-1]
+            self._pool.fill(request.blocks, self._pool.whole(computed, request.cache_salt), len(computed))
             self._pool.give(request.blocks)
             return None
         used = self._pool.needed(len(request.prompt))
@@ -293,16 +324,27 @@ class SimEngine(Engine):
         lease = self._model.lease
         timer = asyncio.get_running_loop().call_later(lease, self._release, request.request_id)
         self._held[request.request_id] = (request.blocks[:used], timer)
+        return self._handle(request, used, len(request.prompt))
+
+    def _tell_complete(self, request: SimRequest) -> None:
+        blocks = request.computed // self._model.block_size
+        fresh = (blocks - request.told) * self._model.block_size * self._model.bytes_per_token
+        if request.keep and fresh >= PIECE:
+            request.told = blocks
+            kv = self._handle(request, blocks, blocks * self._model.block_size)
+            self._steps.put_nowait(Step([], complete=[kv]))
+
+    def _handle(self, request: SimRequest, blocks: int, tokens: int) -> KvHandle:
         return KvHandle(
             engine_id=self._spec.instance,
             request_id=request.request_id,
             host=self._spec.host,
             port=self._side.port,
-            block_ids=[request.blocks[:used]],
-            num_tokens=len(request.prompt),
+            block_ids=[request.blocks[:blocks]],
+            num_tokens=tokens,
             block_size=self._model.block_size,
             fingerprint=self.facts.fingerprint,
-            lease=lease,
+            lease=self._model.lease,
             extra={"remote_prefill_cached_tokens": request.cached},
             computed_at=time.monotonic(),
         )
@@ -314,7 +356,8 @@ class SimEngine(Engine):
         started = time.monotonic()
         first = request.computed // model.block_size
         wanted = kv.block_ids[0][first:]
-        size = len(wanted) * model.block_size * model.bytes_per_token
+        read = max(0, self._ahead.pop(source(kv), 0) - first)
+        size = (len(wanted) - read) * model.block_size * model.bytes_per_token
         try:
             await ask(kv, wanted, model.transfer_timeout)
             await asyncio.sleep(model.transfer_seconds + size / model.bandwidth)
@@ -324,22 +367,23 @@ class SimEngine(Engine):
             self._steps.put_nowait(
                 Step([], Transfers(failures=1), unread=[request.request_id], unreachable=unreachable)
             )
+            request.unread = True
         else:
-            self._receive(request, first, found.contents)
+            self._receive(request, kv, first, found.contents)
             self._steps.put_nowait(Step([], Transfers([time.monotonic() - started], size)))
         del self._pulling[request]
         self._running.append(request)
         self._work.set()
 
-    def _receive(self, request: SimRequest, first: int, contents: list[int]) -> None:
-        """The last prompt token is computed here in any case, as in vLLM."""
+    def _receive(self, request: SimRequest, kv: KvHandle, first: int, contents: list[int]) -> None:
+        """The last token is computed here in any case, as in vLLM."""
         before, request.computed = request.computed, len(request.prompt) - 1
         request.pulled = request.computed - before
-        whole = len(request.prompt) // self._model.block_size - first
-        expected = self._pool.expected(request.prompt)[first:]
-        request.salt = int(contents[:whole] != expected)
+        expected = request.whole[first : kv.num_tokens // self._model.block_size]
+        request.salt = int(contents[: len(expected)] != expected)
 
     def _free_remote(self, kv: KvHandle) -> None:
+        self._ahead.pop(source(kv), None)
         self._tasks.start(self._send_done(kv), "sim KV release")
 
     async def _send_done(self, kv: KvHandle) -> None:
@@ -354,9 +398,3 @@ class SimEngine(Engine):
         self._pool.give(blocks)
         self._steps.put_nowait(Step([], released=[request_id]))
         self._work.set()
-
-
-def _refused(request_id: str) -> Output:
-    raw = wire.CoreOutput(request_id, [], finish_reason=wire.ERROR)
-    text = "structured_outputs cannot be compiled by the engine (sim)"
-    return Output(request_id, [], True, failed=True, refused=text, raw=raw)

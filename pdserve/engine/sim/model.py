@@ -21,6 +21,8 @@ class SimModel:
     max_model_len: int = 8192
     max_num_seqs: int = 64
     max_batched_tokens: int = 2048
+    prompt_chunk: int = 0
+    """tokens of a prompt in a step with other requests; 0: as many as fit"""
     prefill_rate: float = 20_000.0
     """prompt tokens per second, without what their attention costs"""
     attention_seconds: float = 0.0
@@ -97,6 +99,7 @@ _ARGUMENTS = {
     "max-model-len": "max_model_len",
     "max-num-seqs": "max_num_seqs",
     "max-num-batched-tokens": "max_batched_tokens",
+    "long-prefill-token-threshold": "prompt_chunk",
 }
 
 

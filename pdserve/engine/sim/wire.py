@@ -31,6 +31,15 @@ class CoreRequest(Struct, array_like=True, frozen=True):
     prompt_token_ids: list[int] | None
     mm_features: list[msgspec.Raw] | None
     sampling_params: Sampling | None
+    pooling_params: msgspec.Raw | None = None
+    arrival_time: float = 0.0
+    lora_request: msgspec.Raw | None = None
+    cache_salt: str | None = None
+
+    def max_tokens(self, fit: int) -> int:
+        """Of the `fit` that have room."""
+        asked = None if self.sampling_params is None else self.sampling_params.max_tokens
+        return fit if asked is None else min(asked, fit)
 
 
 class PrefillStats(Struct, frozen=True):
@@ -64,6 +73,7 @@ class CoreOutputs(Struct, array_like=True, frozen=True):
     timestamp: float = msgspec.field(default_factory=time.monotonic)
 
 
+_outputs = msgspec.msgpack.Decoder(CoreOutputs)
 _request = msgspec.msgpack.Decoder(CoreRequest)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -81,25 +91,50 @@ def write_request(sampling: Sampling) -> list[bytes]:
     return [_encoder.encode(CoreRequest("", None, None, sampling))]
 
 
+def read_output(packed: list[bytes], request_id: str, last: bool) -> CoreOutput | None:
+    """The one that there should be, as this request's, and as its last."""
+    try:
+        (output,) = _outputs.decode(packed[0]).outputs
+    except (msgspec.MsgspecError, ValueError, IndexError):
+        return None
+    return msgspec.structs.replace(output, request_id=request_id, finish_reason=LENGTH if last else None)
+
+
 def write_outputs(outputs: list[CoreOutput]) -> list[bytes]:
     return [_encoder.encode(CoreOutputs(outputs=outputs))]
+
+
+def refused(request_id: str) -> Output:
+    raw = CoreOutput(request_id, [], finish_reason=ERROR)
+    text = "structured_outputs cannot be compiled by the engine (sim)"
+    return Output(request_id, [], True, failed=True, refused=text, raw=raw)
 
 
 @dataclass(eq=False)
 class SimRequest:
     request_id: str
     prompt: list[int]
+    """with the tokens that were sampled elsewhere"""
     max_tokens: int
+    whole: list[int]
+    """what the full blocks of its prompt will hold"""
+    cache_salt: str | None = None
     kv: KvHandle | None = None
     """pull the prompt's KV from there"""
     keep: bool = False
     """a prefill: its blocks stay for the lease"""
+    plain: bool = False
+    """a prefill whose token is not its request's"""
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     """prompt tokens whose KV is here"""
     cached: int = 0
+    told: int = 0
+    """blocks of it that were named as complete"""
     pulled: int = 0
     tokens: list[int] = field(default_factory=list)
+    unread: bool = False
+    """its KV could not be pulled"""
     salt: int = 0
     """not 0: the KV that it pulled was that of another prompt"""
     gone: bool = False
@@ -121,10 +156,9 @@ class SimRequest:
             finish_reason=LENGTH if self.finished else None,
             prefill_stats=self._stats() if len(self.tokens) == 1 else None,
         )
-        recomputed = self.kv is not None and not self.pulled and len(self.tokens) == 1
-        return Output(
-            self.request_id, self.tokens[-1:], self.finished, handle, recomputed=recomputed, raw=raw
-        )
+        tokens = [] if self.plain else self.tokens[-1:]
+        recomputed = self.unread and len(self.tokens) == 1
+        return Output(self.request_id, tokens, self.finished, handle, recomputed=recomputed, raw=raw)
 
     def _stats(self) -> PrefillStats:
         reused = self.cached + self.pulled

@@ -4,8 +4,8 @@ vLLM itself (`worker.py`, `pdserve/kv/connector.py`).
 Importing this takes seconds: import it late. `tests/engine/test_vllm_api.py` compares what is used here
 with the installed vLLM, and says what moved after an upgrade."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import os
+from collections.abc import Sequence
 
 from vllm import __version__
 from vllm.config import VllmConfig as VllmConfig
@@ -17,13 +17,6 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams as SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    hash_block_tokens,
-    init_none_hash,
-    maybe_convert_block_hash,
-)
 from vllm.v1.engine import EngineCoreOutput as EngineCoreOutput
 from vllm.v1.engine import EngineCoreOutputs as EngineCoreOutputs
 from vllm.v1.engine import EngineCoreRequest as EngineCoreRequest
@@ -35,7 +28,6 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger as PrometheusStatLogger
 from vllm.v1.metrics.stats import PrefillStats as PrefillStats
 from vllm.v1.metrics.stats import SchedulerStats as SchedulerStats
-from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder as MsgpackDecoder
 from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -52,6 +44,15 @@ def on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def compute_in_core(config: VllmConfig) -> None:
+    """On the CPU: have an engine of one rank run the model in its core process, as vLLM does on GPUs. Otherwise each
+    step goes to a second process and back, and both spin while they wait (decision 0024). vLLM starts that process to
+    set its OpenMP threads, which a plan has done already; where vLLM is to bind threads, it is left to it."""
+    parallel = config.parallel_config
+    if parallel.world_size == 1 and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
+        parallel.distributed_executor_backend = "uni"
+
+
 def start_core(config: VllmConfig) -> AsyncMPClient:
     """Start the engine's processes and wait until the model is loaded: blocks for a minute. Call it in a thread without
     an event loop; the client is then used from the loop that first awaits it."""
@@ -59,6 +60,7 @@ def start_core(config: VllmConfig) -> AsyncMPClient:
 
 
 _request_decoder = MsgpackDecoder(EngineCoreRequest)
+_output_decoder = MsgpackDecoder(EngineCoreOutputs)
 _encoder = MsgpackEncoder()
 
 
@@ -78,23 +80,7 @@ def encode_outputs(outputs: list[EngineCoreOutput], timestamp: float) -> list[by
     return [bytes(frame) for frame in _encoder.encode(step)]
 
 
-def chain_hashes(config: VllmConfig, request: EngineCoreRequest) -> Iterator[Any]:
-    """The hashes of the prompt's full blocks, as the KV events name them, each computed when it is asked for: hashing
-    is the expensive part. LoRA, salt and images are in them. The engine's processes must have been started from this
-    one, or the seeds differ."""
-    hash_function, size = (
-        get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo),
-        config.cache_config.block_size,
-    )
-    whole = Request.from_engine_core_request(request, None)
-    parent, image = None, 0
-    for start in range(0, len(request.prompt_token_ids) // size * size, size):
-        end = start + size
-        extra, image = generate_block_hash_extra_keys(whole, start, end, image)
-        parent = hash_block_tokens(hash_function, parent, request.prompt_token_ids[start:end], extra)
-        yield maybe_convert_block_hash(parent)
-
-
-def seed_hashes(config: VllmConfig) -> None:
-    """Call it once, before the first `chain_hashes`."""
-    init_none_hash(get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo))
+def decode_outputs(body: list[bytes]) -> EngineCoreOutputs:
+    """Raises what the decoder raises for a body that is no outputs."""
+    outputs: EngineCoreOutputs = _output_decoder.decode(body)
+    return outputs

@@ -1,10 +1,9 @@
-"""A mirror of the engine's prefix cache, kept up by its KV events, so that a prefix hit is known without a question to
+"""What is in the engine's prefix cache, kept up by its KV events, so that a prefix hit is known without a question to
 the engine."""
 
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import islice, takewhile
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from pdserve.engine.vllm import api
+from pdserve.prefixes import CachedPrefixes, names, root
 from pdserve.tasks import Lifetime, Owner
 
 log = logging.getLogger(__name__)
@@ -24,8 +24,9 @@ class CacheMirror(Lifetime):
     that an event takes; a lost event makes it wrong until the block is stored or removed again."""
 
     def __init__(self) -> None:
-        self._blocks: set[Any] = set()
-        self._config: api.VllmConfig | None = None
+        self.prefixes = CachedPrefixes()
+        self._blocks: dict[Any, tuple[bytes, int]] = {}
+        """by vLLM's hash: a block's name, and the how manieth of its prompt it is"""
         self.endpoint = ""
 
     @asynccontextmanager
@@ -42,22 +43,8 @@ class CacheMirror(Lifetime):
         finally:
             context.destroy(linger=0)
 
-    def follow(self, config: api.VllmConfig) -> None:
-        """Answer `hit` from now on: the engine runs, and its block size is settled."""
-        if config.cache_config.enable_prefix_caching:
-            api.seed_hashes(config)
-            self._config = config
-
-    def hit(self, request: api.EngineCoreRequest) -> int:
-        """Leading tokens of the request's prompt that are cached; as in vLLM never all of them, because the last token
-        has to be computed."""
-        if self._config is None or not self._blocks:
-            return 0
-        size: int = self._config.cache_config.block_size
-        whole = islice(api.chain_hashes(self._config, request), (len(request.prompt_token_ids) - 1) // size)
-        return size * sum(1 for _ in takewhile(self._blocks.__contains__, whole))
-
     def clear(self) -> None:
+        self.prefixes.clear()
         self._blocks.clear()
 
     async def _read(self) -> None:
@@ -72,8 +59,31 @@ class CacheMirror(Lifetime):
     def _apply(self, event: object) -> None:
         match event:
             case api.BlockStored():
-                self._blocks.update(event.block_hashes)
-            case api.BlockRemoved():
-                self._blocks.difference_update(event.block_hashes)
+                self._store(event)
+            case api.BlockRemoved() if not event.group_idx:
+                for block in event.block_hashes:
+                    if block in self._blocks and self.prefixes.remove(self._blocks[block][0]):
+                        del self._blocks[block]
             case api.AllBlocksCleared():
                 self.clear()
+
+    def _store(self, event: api.BlockStored) -> None:
+        """Only full blocks that a text prompt can hit: not those of adapters, images or embeddings, nor of a second
+        kind of cache. The one extra key that text has is its salt, at the first block."""
+        size, before = self.prefixes.block_size, event.parent_block_hash
+        (keys, *others), depth = event.extra_keys or [None], 0
+        salt = keys[0] if keys else None
+        if event.lora_name or event.group_idx or len(event.token_ids) != size * len(event.block_hashes):
+            return
+        if any(others) or not isinstance(salt, str | None):
+            return
+        if before is None:
+            parent = root(salt)
+        elif before in self._blocks and salt is None:
+            parent, depth = self._blocks[before]
+        else:
+            return
+        for block, name in zip(event.block_hashes, names(event.token_ids, size, parent), strict=True):
+            depth += 1
+            self._blocks[block] = name, depth
+            self.prefixes.add(name, depth)

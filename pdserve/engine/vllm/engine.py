@@ -1,11 +1,10 @@
-"""The real engine: vLLM's EngineCore and workers in processes of their own, driven through its own core
-client."""
+"""The real engine: vLLM's EngineCore, and its workers where there are several or a GPU, in processes of their own,
+driven through its own core client."""
 
 import asyncio
 import logging
-import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
@@ -19,7 +18,7 @@ from pdserve.engine.vllm.cache import CacheMirror
 from pdserve.engine.vllm.process import LEASE, VllmProcess
 from pdserve.engine.vllm.requests import RunningRequest, RunningRequests
 from pdserve.errors import EngineDead, ProtocolError
-from pdserve.kv import FAILED, RELEASED, STALLED, UNREACHABLE, side_channel
+from pdserve.kv import COMPLETE, FAILED, RELEASED, STALLED, UNREACHABLE, side_channel
 from pdserve.kv.handles import check_handle
 from pdserve.messages import KvHandle
 
@@ -37,12 +36,14 @@ class VllmEngine(Engine):
         self._process = VllmProcess(spec)
         self._fingerprint = Fingerprint(spec.model, spec.engine_args, api.VERSION)
         self._cache = CacheMirror()
+        self.prefixes = self._cache.prefixes
         self._requests = RunningRequests()
         self._usage = EngineUsage()
         self._reported = 0.0
         self._unread: list[str] = []
         """requests whose KV could not be read, since the last step"""
         self._timestamp = 0.0
+        self._own_token = not requests.SAMPLING_ARGUMENTS & spec.engine_args.keys()
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
@@ -50,10 +51,10 @@ class VllmEngine(Engine):
             stack.push_async_callback(self._process.stop)
             await self._fingerprint.before()
             await self._process.start(self._cache.endpoint)
-            self._cache.follow(self._process.config)
             self._stats = api.PrometheusStatLogger(self._process.config)
             self._stats.log_engine_initialized()
             self.facts = await self._facts()
+            self.prefixes.resize(self.facts.kv_blocks, self.facts.block_size)
             if api.on_cpu():
                 log.info("the engine computes with %s", "; ".join(sorted(set(await self.instruction_sets()))))
             yield
@@ -80,25 +81,49 @@ class VllmEngine(Engine):
     # the contract
 
     async def generate(
-        self, request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None
+        self,
+        request_id: str,
+        prompt: list[int],
+        body: list[bytes],
+        kv: KvHandle | None,
+        after: Sequence[int] = (),
     ) -> None:
         if kv is not None:
             check_handle(kv, len(prompt), self.facts.block_size, self.facts.fingerprint)
-        request = requests.to_generate(request_id, prompt, body, kv)
-        self._check_length(len(prompt))
-        self._requests.add(RunningRequest(request_id, prompt, body, pulls=kv is not None))
+        request = requests.to_generate(request_id, prompt, body, kv, after)
+        self._check_length(len(prompt) + len(after))
+        self._requests.add(RunningRequest(request_id, prompt, body, after, pulls=kv is not None))
         await self._call(self._core.add_request_async(request))
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
-        request = requests.to_prefill(request_id, prompt, body)
+        request, samples = requests.to_prefill(request_id, prompt, body, own_token=self._own_token)
         self._check_length(len(prompt))
-        self._requests.add(RunningRequest(request_id, prompt, body, prefill=True))
+        self._requests.add(RunningRequest(request_id, prompt, body, prefill=True, samples=samples))
         await self._call(self._core.add_request_async(request))
 
+    def first_output(
+        self, request_id: str, prompt: list[int], body: list[bytes], packed: list[bytes]
+    ) -> Output | None:
+        """Its request ended there with one token: it ends here where that token ends it, or is its last."""
+        raw = requests.first_output(packed, self._timestamp) if self._own_token else None
+        if raw is None:
+            return None
+        most = requests.read_body(body).sampling_params.max_tokens
+        last = min(most, self.facts.max_model_len - len(prompt)) == 1
+        if raw.finish_reason is api.FinishReason.LENGTH and not last:
+            raw.finish_reason = None
+        raw.request_id = request_id
+        return Output(request_id, raw.new_token_ids, raw.finished, raw=raw)
+
     async def reject(self, kv: KvHandle) -> None:
-        await self._call(
-            self._core.add_request_async(requests.to_reject(f"reject-{secrets.token_hex(8)}", kv))
-        )
+        await self._call(self._core.add_request_async(requests.to_reject(kv)))
+
+    async def read_ahead(self, kv: KvHandle, skip: int) -> None:
+        ahead = requests.to_read_ahead(kv, skip // self.facts.block_size)
+        await self._call(self._core.add_request_async(ahead))
+
+    async def drop_ahead(self, kv: KvHandle) -> None:
+        await self._call(self._core.add_request_async(requests.to_read_ahead(kv, -1)))
 
     async def release(self, kv: KvHandle) -> None:
         await self._call(self._core.collective_rpc_async("pdserve_release", args=(kv.request_id,)))
@@ -126,6 +151,7 @@ class VllmEngine(Engine):
                     unread=unread,
                     released=list(moved.get(RELEASED, ())),
                     unreachable=list(moved.get(UNREACHABLE, ())),
+                    complete=[kv for params in moved.get(COMPLETE, ()) if (kv := self._partial(params))],
                 )
 
     def pack(self, outputs: list[Output]) -> list[bytes]:
@@ -136,8 +162,7 @@ class VllmEngine(Engine):
 
     def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int | None:
         request = requests.read_body(body)
-        request.prompt_token_ids = prompt
-        return self._cache.hit(request) if requests.remote_ok(request) else None
+        return self.prefixes.hit(prompt, request.cache_salt) if requests.remote_ok(request) else None
 
     @property
     def usage(self) -> EngineUsage:
@@ -215,6 +240,8 @@ class VllmEngine(Engine):
                 output.refused = requests.refusal(request.body)
             if request.prefill and params and not output.failed:
                 output.handle = self._handle(params, len(request.prompt))
+        if request.prefill and not (request.samples and _is_whole(params, request.prompt)):
+            output.tokens = []
         return output
 
     def _computed_here(self, stats: api.PrefillStats | None) -> bool:
@@ -234,6 +261,9 @@ class VllmEngine(Engine):
     def _handle(self, params: dict[str, Any], prompt_tokens: int) -> KvHandle | None:
         """The lease began when the engine finished the prompt, which may be a while ago where this process hung."""
         return requests.handle_of(params, prompt_tokens, self.facts, LEASE, self._timestamp)
+
+    def _partial(self, params: dict[str, Any]) -> KvHandle | None:
+        return self._handle(params, len(params["remote_block_ids"][0]) * self.facts.block_size)
 
     async def _take_stats(self, stats: api.SchedulerStats | None) -> Mapping[str, Any]:
         """Take the usage; return what the KV connectors of all ranks report, mostly nothing."""
@@ -261,13 +291,19 @@ class VllmEngine(Engine):
         self._requests.restart(request)
         log.warning("request %s: the KV transfer stalled, prefilling locally", request.request_id)
         await self._call(self._core.abort_requests_async([engine_id]))
-        again = requests.to_generate(request.engine_id, request.prompt, request.body, None)
+        again = requests.to_generate(request.engine_id, request.prompt, request.body, None, request.after)
         await self._call(self._core.add_request_async(again))
 
     def _note_unread(self, request: RunningRequest | None) -> None:
         """Several ranks may have failed to read for one request."""
         if request is not None and request.request_id not in self._unread:
             self._unread.append(request.request_id)
+
+
+def _is_whole(params: Mapping[str, Any] | None, prompt: list[int]) -> bool:
+    """Whether the prefill engine computed all of the prompt: where the decode engine computes its end by itself (Mamba,
+    some kinds of speculative decoding) the token is another's."""
+    return params is not None and params.get("remote_num_tokens") == len(prompt)
 
 
 def _transfers(moved: Mapping[str, Any]) -> Transfers:

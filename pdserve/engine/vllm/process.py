@@ -1,9 +1,9 @@
 """A vLLM engine's processes: how they are configured, started and brought to an end."""
 
 import asyncio
+import gc
 import logging
 import os
-import secrets
 import signal
 import time
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 LEASE = 30
 """seconds that the prefill side keeps blocks for the decode side"""
 WORKER_EXTENSION = "pdserve.engine.vllm.worker.WorkerExtension"
-"""by name: only vLLM's worker processes import the module, which does its work when it is imported"""
+"""by name: only the processes of vLLM's workers import the module, which does its work when it is imported"""
 SHUTDOWN_TIMEOUT = 2.0
 """seconds that the processes have to end before they are killed: they have nothing left to do then, but vLLM's worker
 rarely ends by itself"""
@@ -90,6 +90,12 @@ class VllmProcess:
             raise ConfigError([f"vLLM refuses the configuration: {error}"]) from error
         if api.on_cpu():
             _fork_from_here()
+            if "distributed-executor-backend" not in self._spec.engine_args:
+                api.compute_in_core(self.config)
+        # What was imported stays: a full collection need not walk it (300 ms and more), here or in the engine's
+        # processes, which so go on sharing its memory with this one.
+        gc.collect()
+        gc.freeze()
         try:
             with _deaf_children():
                 if not self._abandoned:
@@ -110,8 +116,6 @@ class VllmProcess:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": self._spec.host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
         }
-        # seeds the hashes that name KV blocks, where vLLM does not seed them itself: equal in its processes and here
-        os.environ.setdefault("PYTHONHASHSEED", str(secrets.randbelow(2**32)))
 
     def _argv(self, events_endpoint: str) -> list[str]:
         spec = self._spec

@@ -1,6 +1,9 @@
 """The requests of a vLLM engine: which run in it, and what it is given and gives back for request bodies and KV
 handles."""
 
+import logging
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +13,13 @@ from pdserve import clock
 from pdserve.engine.base import EngineFacts
 from pdserve.engine.vllm import api
 from pdserve.errors import ProtocolError
+from pdserve.kv import AFTER, AHEAD
 from pdserve.kv.handles import safe_until
 from pdserve.messages import KvHandle
 from pdserve.recent import RecentKeys
+from pdserve.sampling import first_elsewhere
+
+log = logging.getLogger(__name__)
 
 _KV = "kv_transfer_params"
 _KNOWN = {
@@ -26,6 +33,15 @@ _KNOWN = {
     "tp_size",
 }
 _REMEMBERED = 100_000
+SAMPLING_ARGUMENTS = {
+    "enable-return-routed-experts",
+    "logits-processors",
+    "logprobs-mode",
+    "return-sampling-mask",
+    "watermark",
+    "watermark-config",
+}
+"""of an engine: with any of them it may sample, or say of a token, what another engine does not"""
 
 
 @dataclass(eq=False)
@@ -34,7 +50,11 @@ class RunningRequest:
     """as the worker knows it"""
     prompt: list[int]
     body: list[bytes]
+    after: Sequence[int] = ()
+    """tokens sampled elsewhere"""
     prefill: bool = False
+    samples: bool = False
+    """a prefill whose token is its request's first"""
     pulls: bool = False
     """its prompt's KV comes from another engine"""
     engine_id: str = ""
@@ -120,27 +140,54 @@ def refusal(body: list[bytes]) -> str:
 
 
 def to_generate(
-    request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None
+    request_id: str, prompt: list[int], body: list[bytes], kv: KvHandle | None, after: Sequence[int] = ()
 ) -> api.EngineCoreRequest:
     request = _own(request_id, prompt, body)
+    sampling = request.sampling_params
     if kv is not None:
         if not remote_ok(request):
             raise ProtocolError("a request that has to compute its prompt came with KV")
-        _set_params(request.sampling_params, pull_params(kv))
+        _set_params(sampling, pull_params(kv) | {AFTER: len(after)})
+    if after:
+        request.prompt_token_ids = [*prompt, *after]
+        sampling.max_tokens -= len(after)
+        sampling.min_tokens = max(0, sampling.min_tokens - len(after))
     return request
 
 
-def to_prefill(request_id: str, prompt: list[int], body: list[bytes]) -> api.EngineCoreRequest:
-    """One token, greedy, with nothing that could delay or end it: the KV of a prompt does not depend on
+def to_prefill(
+    request_id: str, prompt: list[int], body: list[bytes], *, own_token: bool
+) -> tuple[api.EngineCoreRequest, bool]:
+    """For one token, and whether that is the request's own: where `own_token` allows it, and what is asked of the
+    tokens. Otherwise it is greedy, with nothing that could delay or end it: the KV of a prompt does not depend on
     sampling. What it does depend on (LoRA, cache salt) stays."""
     request = _own(request_id, prompt, body)
     if not remote_ok(request):
         raise ProtocolError("this prompt cannot be prefilled for another engine")
-    request.sampling_params = api.SamplingParams(
-        max_tokens=1, temperature=0.0, detokenize=False, extra_args={_KV: _HAND_OUT.copy()}
-    )
+    sampling = request.sampling_params
+    own_token = own_token and first_elsewhere(sampling)
+    if own_token:  # vLLM drops a request without a word where it has to have more tokens than it may
+        sampling.max_tokens, sampling.min_tokens = 1, min(1, sampling.min_tokens)
+    else:
+        request.sampling_params = api.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    _set_params(request.sampling_params, _HAND_OUT.copy())
     request.reasoning_parser_kwargs = None
-    return request
+    return request, own_token
+
+
+def first_output(packed: list[bytes], shown: float) -> api.EngineCoreOutput | None:
+    """The one output, of one token, that a prefill engine packed, its events at `shown` less their age; None where it
+    cannot be read."""
+    try:
+        step = api.decode_outputs(packed)
+        (raw,) = step.outputs
+        (_,) = raw.new_token_ids
+    except Exception:  # of many kinds: tensors may be in it
+        log.warning("a first token that cannot be read", exc_info=True)
+        return None
+    for event in raw.events or ():
+        event.timestamp += shown - step.timestamp
+    return raw
 
 
 def plain_body(max_tokens: int) -> list[bytes]:
@@ -148,10 +195,19 @@ def plain_body(max_tokens: int) -> list[bytes]:
     return api.encode_request(_request("", [], sampling))
 
 
-def to_reject(request_id: str, kv: KvHandle) -> api.EngineCoreRequest:
+def to_reject(kv: KvHandle) -> api.EngineCoreRequest:
     """A request that is aborted before it starts; the connector then tells the prefill engine."""
-    sampling = api.SamplingParams(max_tokens=1, extra_args={_KV: pull_params(kv)})
-    request = _request(request_id, [0], sampling)
+    return _for_connector("reject", pull_params(kv))
+
+
+def to_read_ahead(kv: KvHandle, skip: int) -> api.EngineCoreRequest:
+    """A request that is aborted before it starts, and tells the connector."""
+    return _for_connector("ahead", pull_params(kv) | {"do_remote_prefill": False, AHEAD: skip})
+
+
+def _for_connector(kind: str, params: dict[str, Any]) -> api.EngineCoreRequest:
+    sampling = api.SamplingParams(max_tokens=1, extra_args={_KV: params})
+    request = _request(f"{kind}-{secrets.token_hex(8)}", [0], sampling)
     request.abort_immediately = True
     return request
 

@@ -1,4 +1,4 @@
-"""What pdserve adds to vLLM's workers. vLLM imports this in each worker process, however that was started, before it
+"""What pdserve adds to vLLM's workers. vLLM imports this in each worker's process, however that was started, before it
 makes the worker: before any model is loaded or pass run. (Its engine arguments name it: `worker-extension-cls`.)"""
 
 from pdserve.engine.vllm.instruction_sets import describe, request_amx

@@ -5,10 +5,10 @@ the prefill worker, whose lease runs out; and where the KV cache is full, engine
 again. So requests wait in the frontend (`admission/control.py`) until a worker has capacity.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from pdserve.messages import Load
 from pdserve.records import Instance
 
 DEFAULT_MAX_REQUESTS = 256
@@ -20,7 +20,10 @@ KV_FULL = 0.9
 
 
 class InFlight(Protocol):
-    """What this frontend has at a worker."""
+    """What this frontend has at a worker, and what the worker said last."""
+
+    @property
+    def load(self) -> Load: ...
 
     @property
     def requests(self) -> int: ...
@@ -60,20 +63,9 @@ def worker_capacity(worker: Instance, ours: InFlight, frontends: int) -> Capacit
     maximum += max(1, maximum // EXTRA)
     share = maximum
     if frontends > 1:
-        others = max(0, worker.load.running + worker.load.waiting - ours.requests)
+        others = max(0, ours.load.running + ours.load.waiting - ours.requests)
         share = max(maximum // frontends, maximum - others, 1)
     return Capacity(maximum, max(0, share - ours.requests), _free_tokens(worker, ours, frontends))
-
-
-def total_capacity(capacities: Iterable[Capacity]) -> Capacity:
-    """Of several workers: one without capacity for requests has no use for its tokens, and the other way round."""
-    capacities = list(capacities)
-    available = [capacity for capacity in capacities if capacity.available]
-    return Capacity(
-        sum(capacity.max_requests for capacity in capacities),
-        sum(capacity.free_requests for capacity in available),
-        sum(capacity.free_tokens for capacity in available),
-    )
 
 
 def _free_tokens(worker: Instance, ours: InFlight, frontends: int) -> float:
@@ -82,4 +74,4 @@ def _free_tokens(worker: Instance, ours: InFlight, frontends: int) -> float:
     free = worker.kv_tokens / frontends - ours.tokens
     if free > 0:
         return free
-    return 1.0 if worker.load.kv_usage < KV_FULL and not ours.starting else 0.0
+    return 1.0 if ours.load.kv_usage < KV_FULL and not ours.starting else 0.0

@@ -15,9 +15,10 @@ from functools import partial
 from types import SimpleNamespace
 
 from pdserve.frontend.admission.estimate import RequestEstimate
+from pdserve.frontend.deltas import DeltaStream
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.generation import Generation, unsupported
-from pdserve.frontend.model.migration import Migration, looks_back, next_attempt, repeatable
+from pdserve.frontend.model.migration import Migration, next_attempt, repeatable
 from pdserve.frontend.model.vllm_api import (
     VERSION,
     EngineCoreClient,
@@ -32,9 +33,10 @@ from pdserve.frontend.model.vllm_api import (
 )
 from pdserve.frontend.model.workers import Link, WorkerPool
 from pdserve.frontend.trace import RETRY_AFTER, RequestFailure, RequestTrace, current_trace
-from pdserve.messages import Cancel, Failed, Outputs, Placed, ToFrontend
+from pdserve.messages import Cancel, Failed, Outputs, Placed, ToFrontend, WorkerLoad
 from pdserve.observe.metrics import ITL, TTFT
 from pdserve.records import ModelCard
+from pdserve.sampling import looks_back
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,13 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
         self.fail_request: Callable[[str, str, int], list[str]]
-        """ends a request of AsyncLLM with an error; set when AsyncLLM is there"""
+        """ends a request of AsyncLLM with an error; this and the next two are set when AsyncLLM is there"""
+        self.process: Callable[[EngineCoreOutputs], list[str]]
+        """takes one engine step's outputs; returns the requests that are over thereby"""
+        self.stream_deltas: Callable[[str, DeltaStream], None]
+        """lets the ordinary outputs of a request be written without vLLM's app"""
+        self.plain_paths: frozenset[str] = frozenset()
+        """where that is possible"""
         self.on_capacity: Callable[[], None] = lambda: None
         """called when there may be more capacity at the workers than before"""
         self.estimate = RequestEstimate()
@@ -59,7 +67,6 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         self._generations: dict[str, Generation] = {}
         """by AsyncLLM's id"""
         self._emptied = asyncio.Event()
-        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
 
     # what AsyncLLM calls
 
@@ -73,7 +80,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             self._begin(generation)
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        return await self._outputs.get()
+        """Never: AsyncLLM's task for outputs has nothing to do, since each step is processed as it comes."""
+        return await asyncio.get_running_loop().create_future()
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -119,6 +127,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         generation.size = len(generation.prompt) + self.estimate.tokens(generation.max_tokens)
         if trace is not None:
             trace.add_prompt(request.external_req_id or request.request_id, len(generation.prompt))
+            if trace.deltas is not None and trace.path in self.plain_paths:
+                self.stream_deltas(generation.id, trace.deltas)
         if trace is None or trace.admission is None:
             self.place(generation)
         elif trace.failure is not None:  # a sibling (n > 1) has just ended all of them
@@ -132,7 +142,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         """Submit it to a worker (with `only_others`, to none that lost it), or let it wait. It is encoded before it
         counts as the worker's: what cannot be encoded takes nothing from others."""
         with self._contained(generation):
-            link = self.workers.pick(generation.lost_by, only_others=only_others)
+            link = self.workers.pick(generation, only_others=only_others)
             if link is None:
                 self._migration.wait(generation, retry=only_others)
                 return
@@ -156,6 +166,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 if generation := link.generations.get(request_id):
                     with self._contained(generation):
                         self._migration.failed(generation, message)
+            case WorkerLoad():
+                self.on_capacity()
 
     def _take_outputs(self, link: Link, body: list[bytes]) -> None:
         """One engine step's outputs, which AsyncLLM gets together."""
@@ -177,8 +189,13 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             except Exception as error:
                 self._fail_alone(generation, error)
         if taken:
-            self._outputs.put_nowait(outputs_now(taken, outputs.timestamp))
+            self._process(outputs_now(taken, outputs.timestamp))
         self.on_capacity()
+
+    def _process(self, outputs: EngineCoreOutputs) -> None:
+        for request_id in self.process(outputs):
+            if generation := self._generations.get(request_id):
+                self._end(generation)
 
     def _take(self, generation: Generation, link: Link, output: EngineCoreOutput) -> bool:
         """Whether AsyncLLM should see it."""
@@ -187,13 +204,13 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             return False
         output.request_id = generation.id
         if generation.trace is not None and generation.prefill:
-            generation.trace.prefilled(generation.prefill)
+            generation.trace.prefilled(generation.id, generation.prefill)
         if output.prefill_stats is not None:
             count_prefix_hit(output.prefill_stats, generation.cached)
         if generation.replay_left and not self._migration.replay(generation, output):
             return False
-        if generation.tokens and generation.attempt > 1:
-            output.events = None  # the first worker's already set the times that these would overwrite
+        if generation.tokens and output.prefill_stats is not None:
+            output.events = None  # those of the engine that began set the times that these would overwrite
         self._count(generation, output.new_token_ids)
         if output.finished:
             generation.detach()
@@ -215,7 +232,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         """All of its tokens came, and only the output that finishes it was lost."""
         self._end(generation)
         output = EngineCoreOutput(generation.id, [], finish_reason=FinishReason.LENGTH)
-        self._outputs.put_nowait(EngineCoreOutputs(outputs=[output]))
+        self._process(EngineCoreOutputs(outputs=[output]))
 
     def fail(self, generation: Generation, failure: RequestFailure) -> None:
         """End it, and with it the others of the same HTTP request, with this error for the client."""
@@ -232,6 +249,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         self._migration.stop_waiting(generation)
         if generation.permit is not None:
             generation.permit.release()
+            generation.permit = None  # it knows the generation, which would wait for the garbage collector
         if not self._generations:
             self._emptied.set()
         self.on_capacity()

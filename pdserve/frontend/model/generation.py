@@ -40,7 +40,7 @@ class Generation:
     prefill: str = ""
     """`local` or `remote`, as the worker said last"""
     cached: int = 0
-    """prompt tokens that were a prefix hit at the prefill worker"""
+    """prompt tokens that were a prefix hit, where it is remote"""
 
     # what became of earlier attempts: the rules are those of `migration`
 
@@ -89,6 +89,8 @@ class Generation:
         self.replay_left = len(self.tokens) if self.replays else 0
         link.generations[attempt_id] = self
         link.tokens += self.size
+        link.placed += self.size
+        link.touch()
 
     def detach(self) -> Link | None:
         """End the attempt: its late outputs find no generation. Returns the link that it was on."""
@@ -96,6 +98,7 @@ class Generation:
         if link is not None:
             link.generations.pop(self.attempt_id, None)
             link.tokens -= self.size
+            link.touch()
         return link
 
     def add_tokens(self, tokens: list[int]) -> float | None:
@@ -104,7 +107,10 @@ class Generation:
             return None
         now = time.monotonic()
         gap = (now - self.last_token) / len(tokens) if self.last_token else None
-        self.first_token = self.first_token or now
+        if not self.first_token:
+            self.first_token = now
+            if self.link is not None:
+                self.link.touch()  # it is not starting any more
         self.last_token = now
         self.engines_died = 0
         self.tokens += tokens

@@ -22,6 +22,7 @@ from pdserve.frontend.model.vllm_api import (
 from pdserve.frontend.trace import RETRY_AFTER, RequestFailure
 from pdserve.messages import Failed, Submit
 from pdserve.observe.metrics import MIGRATIONS
+from pdserve.sampling import looks_back
 
 if TYPE_CHECKING:
     from pdserve.frontend.model.core import RemoteCore
@@ -44,21 +45,6 @@ _SEED_SPACE = 1 << 63
 
 
 # ── the rules ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-def looks_back(params: SamplingParams) -> str | None:
-    """What makes the engine look at the output tokens so far, in state that only the lost engine had:
-    such a request cannot go on from them as a prompt, and is replayed. None where it simply goes on."""
-    checks = {
-        "structured output": params.structured_outputs is not None,
-        "presence_penalty": params.presence_penalty != 0,
-        "frequency_penalty": params.frequency_penalty != 0,
-        "bad_words": any(len(words) > 1 for words in params.bad_words_token_ids or ()),
-        "thinking_token_budget": params.thinking_token_budget is not None,
-        "repetition_detection": params.repetition_detection is not None,
-        "trace_decode_token_ids": bool(params.trace_decode_token_ids),
-    }
-    return next((name for name, applies in checks.items() if applies), None)
 
 
 def repeatable(request: EngineCoreRequest) -> EngineCoreRequest:

@@ -20,12 +20,12 @@ from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.core import RemoteCore
 from pdserve.frontend.model.vllm_api import (
     VERSION,
-    AsyncLLM,
+    OutputHandler,
     fail_request,
     make_app,
     make_engine,
     parse_args,
-    restart_output_handler,
+    stream_deltas,
 )
 from pdserve.frontend.model.workers import WorkerPool
 from pdserve.queue.archives import archive_name, pack_model, unpack
@@ -65,27 +65,15 @@ async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[P
         except (ValueError, OSError) as error:
             raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error
         core.fail_request = partial(fail_request, engine)
+        core.stream_deltas = partial(stream_deltas, engine)
+        core.process = OutputHandler(engine).process
         stack.push_async_callback(core.workers.close)
         stack.callback(engine.shutdown)
         stack.callback(
             core.shutdown
         )  # called first: no request must go on at another worker when one is left
-        app = await make_app(engine, args, card.supported_tasks)
-        _keep_output_handler(engine, core, card.name)
+        app, core.plain_paths = await make_app(engine, args, card.supported_tasks)
         yield Processor(card, app, core, core.workers)
-
-
-def _keep_output_handler(engine: AsyncLLM, core: RemoteCore, model: str) -> None:
-    """vLLM ends its output handler when an output makes it raise, after failing every request: start it again for the
-    next ones."""
-
-    def ended(handler: "asyncio.Task[None]") -> None:
-        if not handler.cancelled() and not core.resources.engine_dead:
-            logger.error("%s: an output could not be processed; its requests failed", model)
-            _keep_output_handler(engine, core, model)
-
-    restart_output_handler(engine)
-    engine.output_handler.add_done_callback(ended)
 
 
 # ── from a card to vLLM's arguments ────────────────────────────────────────────────────────────────────

@@ -5,6 +5,11 @@ from dataclasses import dataclass, field
 
 from pdserve.records import Instance
 
+LOAD_WEIGHT = 0.1
+"""tokens to prefill that one token outstanding at a worker is worth. A request goes where it finds a prefix until that
+worker has ten times as many tokens more than another as the prefix saves. Far below 1, because most of what is
+outstanding has its KV already and only shares the steps with the new request (decision 0031 has other weights)."""
+
 
 @dataclass(frozen=True)
 class RouterState:
@@ -12,8 +17,10 @@ class RouterState:
 
     last: str = ""
     """id of the instance chosen last"""
-    in_flight: Mapping[str, int] = field(default_factory=dict)
-    """by instance id: requests that this frontend has there now"""
+    outstanding: Mapping[str, float] = field(default_factory=dict)
+    """by instance id: tokens of KV that the requests there need, those of other frontends included"""
+    cached: Mapping[str, int] = field(default_factory=dict)
+    """by instance id: leading tokens of this request's prompt whose KV is there; for `kv`"""
     full: Collection[str] = ()
     """ids of the instances without capacity for a further request"""
 
@@ -58,17 +65,25 @@ def _least_loaded(candidates: list[Instance], state: RouterState) -> Instance:
     return min(candidates, key=lambda instance: _load(instance, state))
 
 
-def _load(instance: Instance, state: RouterState) -> tuple[float, float]:
-    """Requests at the instance relative to what it can run at once, then its KV usage. The reported load is up to a
-    second old and counts the requests of all frontends, the own count is exact but only of this frontend: the larger
-    number is nearer."""
-    reported = instance.load.running + instance.load.waiting
-    requests = max(reported, state.in_flight.get(instance.id, 0))
-    return requests / (instance.max_concurrency or 1.0), instance.load.kv_usage
+def _load(instance: Instance, state: RouterState) -> float:
+    """Relative to what fits its KV cache."""
+    return state.outstanding.get(instance.id, 0.0) / (instance.kv_tokens or 1)
+
+
+def _kv(candidates: list[Instance], state: RouterState) -> Instance:
+    """Where it costs least: the tokens still to prefill (the prompt's length is the same everywhere), and a share of
+    the tokens outstanding."""
+
+    def cost(instance: Instance) -> tuple[float, float]:
+        outstanding, cached = state.outstanding.get(instance.id, 0.0), state.cached.get(instance.id, 0)
+        return LOAD_WEIGHT * outstanding - cached, _load(instance, state)
+
+    return min(candidates, key=cost)
 
 
 POLICY_FUNCTIONS: Mapping[str, Callable[[list[Instance], RouterState], Instance]] = {
     "round-robin": _round_robin,
     "least-loaded": _least_loaded,
+    "kv": _kv,
 }
 """by the names of `config.schema.POLICIES`; the candidates come in turn, and are never none"""

@@ -4,6 +4,8 @@
 changes. Importing this module costs 6 to 7 seconds of CPU: do it late, and in a thread.
 """
 
+import asyncio
+import logging
 import threading
 import time
 from argparse import ArgumentError, Namespace
@@ -12,6 +14,7 @@ from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
 from http import HTTPStatus
+from operator import length_hint
 from typing import Any, cast
 
 import msgspec
@@ -24,8 +27,11 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError, VLLMValidationError
+from vllm.outputs import RequestOutput
 from vllm.reasoning import ReasoningParserManager
+from vllm.renderers.base import BaseRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -36,10 +42,11 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
-from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.metrics.stats import IterationStats, PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from pdserve.errors import BadRequest
+from pdserve.frontend.deltas import DeltaStream
 from pdserve.frontend.model.grammar import lark_problem, schema_problem
 
 __all__ = [
@@ -52,7 +59,14 @@ __all__ = [
     "SamplingParams",
 ]
 
+logger = logging.getLogger(__name__)
+
 VERSION: str = vllm.__version__
+
+SHORT_PROMPT = 1000
+"""characters: some 0.2 ms"""
+RECORD_EVERY = 0.25
+"""seconds between two times at which vLLM's metrics of the steps are counted: many at once cost a third"""
 
 _encoder = MsgpackEncoder()
 _decoder = MsgpackDecoder(EngineCoreOutputs)
@@ -184,6 +198,8 @@ def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegi
             EngineCoreClient.make_async_mp_client = make
             unregister_vllm_metrics()
     _refuse_fatal_grammars(engine.input_processor)
+    _tokenize_short_prompts_here(engine.renderer)
+    vllm.envs.enable_envs_cache()  # as vLLM's engine does: its metrics ask the environment for each token
     return engine
 
 
@@ -203,6 +219,18 @@ def _refuse_fatal_grammars(inputs: InputProcessor) -> None:
             raise VLLMValidationError("it cannot be compiled", parameter="structured_outputs") from error
 
     inputs._validate_params = checked
+
+
+def _tokenize_short_prompts_here(renderer: BaseRenderer[Any]) -> None:
+    """In the event loop: to hand one to a thread, and to wake up for its answer, costs more."""
+    in_thread = renderer._tokenize_prompt_async
+
+    async def tokenize(prompt: Any, params: Any) -> Any:
+        if len(prompt["prompt"]) <= SHORT_PROMPT:
+            return renderer._tokenize_prompt(prompt, params)
+        return await in_thread(prompt, params)
+
+    renderer._tokenize_prompt_async = tokenize
 
 
 def _config_without_engine(args: Namespace) -> VllmConfig:
@@ -244,19 +272,82 @@ def fail_request(engine: AsyncLLM, request_id: str, message: str, status: int) -
     return ended
 
 
-def restart_output_handler(engine: AsyncLLM) -> None:
-    """After an output made vLLM's handler task raise: without this AsyncLLM counts as dead for ever."""
-    engine.output_handler = None
-    engine._run_output_handler()
+class OutputHandler:
+    """What AsyncLLM's own task for outputs does, without the task: two turns of the event loop less for each step."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self._processor = engine.output_processor
+        self._metrics = engine.logger_manager
+        self._unrecorded: list[IterationStats] = []
+
+    def process(self, outputs: EngineCoreOutputs) -> list[str]:
+        """Hand one engine step's outputs to their requests. Returns the ids of those that are over, for a stop string
+        or an error: the engine does not know it. An error fails the request whose output it is."""
+        stats, left, over = IterationStats(), iter(outputs.outputs), []
+        while length_hint(left):
+            try:
+                over += self._processor.process_outputs(left, outputs.timestamp, stats).reqs_to_abort
+            except Exception:
+                logger.exception("an output could not be processed: its request fails")
+                over += self._fail_last(outputs.outputs[: len(outputs.outputs) - length_hint(left)])
+        if not self._unrecorded:
+            asyncio.get_running_loop().call_later(RECORD_EVERY, self._record)
+        self._unrecorded.append(stats)
+        return over
+
+    def _fail_last(self, taken: Sequence[EngineCoreOutput]) -> Iterator[str]:
+        """Of the outputs that were taken. The error has lost which of those before have met a stop string."""
+        fail_request(self._engine, taken[-1].request_id, "internal error in the frontend", 500)
+        running = self._processor.request_states
+        return (output.request_id for output in taken if output.request_id not in running)
+
+    def _record(self) -> None:
+        unrecorded, self._unrecorded = self._unrecorded, []
+        for stats in unrecorded:
+            self._metrics.record(scheduler_stats=None, iteration_stats=stats)
+
+
+def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream) -> None:
+    """Let `deltas` write the text of this request's outputs whenever it is ready, and vLLM's app get the others: the
+    next of them then has the tokens of what was written, which the app counts."""
+    state = engine.output_processor.request_states[request_id]
+    if state.stream_interval > 1:
+        return
+    make, queue, detokenizer = state.make_request_output, state.queue, state.detokenizer
+    written: list[int] = []
+
+    def make_request_output(
+        new_token_ids: list[int],
+        pooling_output: None,
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
+        *rest: Any,
+        **options: Any,
+    ) -> RequestOutput | None:
+        if finish_reason is None and queue.output is None and deltas.ready():
+            deltas.write(detokenizer.get_next_output_text(False, True))
+            written.extend(new_token_ids)
+            return None
+        if finish_reason is not None:
+            # the state, with its prompt, must not be a cycle that waits for the collector
+            vars(state).pop("make_request_output", None)
+        if queue.output is None:  # else this one will be merged into that one
+            deltas.passed()
+        new_token_ids = [*written, *new_token_ids]
+        written.clear()
+        return make(new_token_ids, pooling_output, finish_reason, stop_reason, *rest, **options)
+
+    state.make_request_output = make_request_output
 
 
 # ── the HTTP app ───────────────────────────────────────────────────────────────────────────────────────
 
 
-async def make_app(engine: AsyncLLM, args: Namespace, tasks: Sequence[str]) -> ASGIApp:
+async def make_app(engine: AsyncLLM, args: Namespace, tasks: Sequence[str]) -> tuple[ASGIApp, frozenset[str]]:
     """vLLM's own app on this engine, without its middleware: the edge does cross-origin rules, metrics and all else,
     and each layer costs time on every streamed chunk. The app raises BadRequest for what vLLM refuses only when its
-    answer has begun (a stream of /v1/responses)."""
+    answer has begun (a stream of /v1/responses). Also returns its routes that `stream_deltas` is for."""
     app = build_app(args, tuple(tasks), engine.model_config)
     app.user_middleware = []
     app.middleware_stack = FastAPI.build_middleware_stack(app)  # app's own is patched to add SageMaker's
@@ -270,4 +361,14 @@ async def make_app(engine: AsyncLLM, args: Namespace, tasks: Sequence[str]) -> A
                 raise BadRequest(str(error.__cause__)) from error
             raise
 
-    return answer
+    return answer, _plain_paths(app, args)
+
+
+def _plain_paths(app: FastAPI, args: Namespace) -> frozenset[str]:
+    """The routes whose ordinary chunks differ in nothing but their text, for requests that are plain
+    (`frontend/deltas.py`): on the others a parser looks at each text, or something is added to each chunk."""
+    if args.enable_force_include_usage or args.enable_log_outputs or args.sse_keep_alive_interval:
+        return frozenset()
+    chat = app.state.openai_serving_chat
+    plain = chat is not None and type(chat) is OpenAIServingChat and chat.parser_cls is None
+    return frozenset({"/v1/completions", "/v1/chat/completions"} if plain else {"/v1/completions"})

@@ -3,16 +3,30 @@
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
+from heapq import nlargest
 from typing import TYPE_CHECKING, Protocol
 
 from pdserve.config.schema import POLICIES
 from pdserve.errors import PeerGone, ProtocolError
-from pdserve.frontend.admission.capacity import Capacity, total_capacity, worker_capacity
+from pdserve.frontend.admission.capacity import Capacity, worker_capacity
 from pdserve.frontend.model import Connect
+from pdserve.frontend.model.candidates import WINDOW, Candidates
+from pdserve.frontend.model.prefix_index import PrefixIndex
 from pdserve.frontend.model.router import RouterState, choose
-from pdserve.messages import Failed, Hello, Refused, Submit, ToDecode, ToFrontend
+from pdserve.messages import (
+    Failed,
+    Hello,
+    Load,
+    PrefixesChanged,
+    Refused,
+    Submit,
+    ToDecode,
+    ToFrontend,
+    WorkerLoad,
+)
 from pdserve.observe.metrics import ROUTER_DECISIONS
 from pdserve.records import Instance
 from pdserve.stream.base import StreamClient
@@ -31,20 +45,44 @@ LAST_RETRY = 5.0
 class Link:
     """A connection to one decode worker, for as long as it holds, and what this frontend has there."""
 
-    def __init__(self, instance: str, vllm_version: str) -> None:
+    def __init__(self, instance: str, changed: Callable[["Link"], None]) -> None:
+        """`changed` is called when what the worker has from this frontend changes, or what it says."""
         self.instance = instance
+        self._changed = changed
         self.generations: dict[str, Generation] = {}
         """by attempt id: those that this worker has from this frontend"""
         self.tokens = 0.0
         """of KV that these will need"""
+        self.load = Load()
+        """as the worker said last"""
+        self.placed = 0.0
+        """tokens of KV that what it got from this frontend since then will need"""
+        self._others = 0
+        """tokens that it had of other frontends then"""
         self.refused = False
         """the worker takes no requests from this frontend"""
         self._outbox: asyncio.Queue[ToDecode] = asyncio.Queue()
-        self._outbox.put_nowait(Hello(vllm_version))
+
+    def touch(self) -> None:
+        """To be called after each change of what counts for the worker's capacity."""
+        self._changed(self)
 
     @property
     def requests(self) -> int:
         return len(self.generations)
+
+    def take_load(self, load: Load) -> None:
+        ours = sum(
+            len(generation.prompt) + len(generation.tokens) for generation in self.generations.values()
+        )
+        self.load, self.placed, self._others = load, 0.0, max(0, load.tokens - ours)
+        self.touch()
+
+    def outstanding(self, frontends: int) -> float:
+        """Tokens of KV that all requests at the worker need, about. What this frontend has there it knows exactly; each
+        of the others has seen the same report and has chosen alike since: without that they would all choose the same
+        worker."""
+        return self.tokens + self._others + (frontends - 1) * self.placed
 
     @property
     def starting(self) -> bool:
@@ -86,8 +124,7 @@ class WorkerPool:
     new, but its link stays until what it has is finished or the stream tells that it is gone."""
 
     def __init__(self, policy: str, vllm_version: str, connect: Connect, listener: LinkListener) -> None:
-        self.policy = policy
-        """may be changed at any time"""
+        self._policy = policy
         self._version = vllm_version
         self._connect = connect
         self._listener = listener
@@ -98,26 +135,52 @@ class WorkerPool:
         """by instance id: those that hold now"""
         self._linking: set[str] = set()
         """ids of the instances to which a task keeps a link"""
+        self._candidates = Candidates()
+        self._touched: set[str] = set()
+        """ids of those that have changed since `_candidates` was asked"""
+        self._prefixes = PrefixIndex()
+        """empty but for the policy `kv`"""
         self._tasks = Owner()
         self._last = ""
 
     async def close(self) -> None:
         """Leave all workers."""
+        self._touched |= self._instances.keys()
         self._instances = {}
         await self._tasks.stop()
+
+    @property
+    def policy(self) -> str:
+        """May be changed at any time."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: str) -> None:
+        before, self._policy = self._policy, policy
+        if (before == "kv") != (policy == "kv"):
+            for link in self._links.values():
+                self._prefixes.forget(link.instance)
+                link.post(self._hello)
+
+    @property
+    def _hello(self) -> Hello:
+        return Hello(self._version, follow_cache=self._policy == "kv", follow_load=True)
 
     # which workers there are
 
     def update(self, instances: Iterable[Instance], frontends: int) -> None:
         """Take over what the registry has now: this model's decode workers, and how many frontends share them."""
-        self._frontends = frontends
+        if frontends != self._frontends:
+            self._frontends = frontends
+            self._touched |= self._links.keys()
         now = {instance.id: instance for instance in instances if self._has_our_vllm(instance)}
         for gone in self._instances.keys() - now.keys():
             for policy in POLICIES:
                 with suppress(KeyError):
                     ROUTER_DECISIONS.remove(policy, gone)
         back = now.keys() - self._instances.keys()
-        self._instances = now
+        before, self._instances = self._instances, now
+        self._touched |= {id for id in before.keys() | back if before.get(id) != now.get(id)}
         for instance in now.values():
             if instance.id not in self._linking:
                 self._linking.add(instance.id)
@@ -128,7 +191,7 @@ class WorkerPool:
     @property
     def live(self) -> int:
         """Workers that would take a request now."""
-        return sum(not instance.draining for instance in self._usable())
+        return len(self._ready())
 
     @property
     def unreachable(self) -> list[str]:
@@ -138,19 +201,21 @@ class WorkerPool:
     @property
     def capacity(self) -> Capacity:
         """For further requests, at all workers."""
-        return total_capacity(self._capacity(instance) for instance in self._usable())
+        return self._ready().capacity
 
-    def _usable(self) -> list[Instance]:
-        """The workers that are connected and have not refused this frontend."""
-        links = self._links
-        return [
-            instance
-            for instance in self._instances.values()
-            if instance.id in links and not links[instance.id].refused
-        ]
+    def _ready(self) -> Candidates:
+        """The workers that are registered, connected, not draining, and have not refused this frontend."""
+        while self._touched:
+            id = self._touched.pop()
+            instance, link = self._instances.get(id), self._links.get(id)
+            if instance is None or link is None or instance.draining or link.refused:
+                self._candidates.set(id, None)
+            else:
+                self._candidates.set(id, worker_capacity(instance, link, self._frontends))
+        return self._candidates
 
-    def _capacity(self, instance: Instance) -> Capacity:
-        return worker_capacity(instance, self._links[instance.id], self._frontends)
+    def _touch(self, link: Link) -> None:
+        self._touched.add(link.instance)
 
     def _has_our_vllm(self, instance: Instance) -> bool:
         if instance.vllm_version == self._version:
@@ -162,17 +227,28 @@ class WorkerPool:
 
     # the choice
 
-    def pick(self, avoid: Collection[str], *, only_others: bool) -> Link | None:
-        """A worker for one request, with capacity where there is one; None while there is none. The workers in `avoid`
-        are the last resort, or never chosen with `only_others`."""
-        usable = self._usable()
-        in_flight = {id: link.requests for id, link in self._links.items()}
-        full = {instance.id for instance in usable if not self._capacity(instance).available}
-        state = RouterState(self._last, in_flight, full)
-        chosen = choose(self.policy, usable, state, avoid, only_others=only_others)
+    def pick(self, generation: "Generation", *, only_others: bool) -> Link | None:
+        """A worker for it, with capacity where there is one; None while there is none. The workers that lost it are
+        the last resort, or never chosen with `only_others`."""
+        cached = self._prefixes.cached(generation.prompt, generation.request.cache_salt)
+        ready, avoid = self._ready(), generation.lost_by
+        ids = ready.next(self._last, avoid, only_others=only_others)
+        ids += [id for id in nlargest(WINDOW, cached, cached.__getitem__) if id in ready and id not in ids]
+        outstanding = {id: self._links[id].outstanding(self._frontends) for id in ids}
+        state = RouterState(self._last, outstanding, cached, {id for id in ids if ready.full(id)})
+        instances = [self._instances[id] for id in ids]
+        chosen = choose(self.policy, instances, state, avoid, only_others=only_others)
         if chosen is None:
             return None
         self._last = chosen.id
+        logger.debug(
+            "%s: %s for a prompt of %d; cached %s, outstanding %s",
+            self.policy,
+            chosen.id,
+            len(generation.prompt),
+            cached,
+            outstanding,
+        )
         ROUTER_DECISIONS.labels(self.policy, chosen.id).inc()
         return self._links[chosen.id]
 
@@ -198,25 +274,36 @@ class WorkerPool:
 
     async def _hold_link(self, instance: Instance) -> None:
         """Until the worker is gone; then raises PeerGone, perhaps in a group. The listener is told however it ends."""
-        link, client = Link(instance.id, self._version), self._connect(instance.address)
+        link, client = Link(instance.id, self._touch), self._connect(instance.address)
         reason = f"the connection to {instance.id} was closed"
         try:
             async with client, asyncio.TaskGroup() as tasks:
                 tasks.create_task(link.send(client, self._listener), name=f"to {instance.id}")
                 logger.info("connected to %s", instance.id)
                 self._links[instance.id] = link
+                link.touch()
+                link.post(self._hello)
                 self._listener.link_up(link)
-                async for message in client.received():
-                    if isinstance(message, Refused):
-                        link.refused = True
-                        logger.warning("%s refuses this frontend: %s", instance.id, message.message)
-                    else:
-                        self._listener.received(link, message)
-                raise PeerGone(instance.id)
+                await client.deliver(partial(self._received, link))
         except* PeerGone:
             reason = f"{instance.id} is gone"
             raise
         finally:
             if self._links.get(instance.id) is link:
                 del self._links[instance.id]
+                link.touch()
+                self._prefixes.forget(instance.id)
             self._listener.link_lost(link, reason)
+
+    def _received(self, link: Link, message: ToFrontend) -> None:
+        if isinstance(message, Refused):
+            link.refused = True
+            link.touch()
+            logger.warning("%s refuses this frontend: %s", link.instance, message.message)
+        elif isinstance(message, PrefixesChanged):
+            if self._policy == "kv":
+                self._prefixes.apply(link.instance, message)
+        else:
+            if isinstance(message, WorkerLoad):
+                link.take_load(message.load)
+            self._listener.received(link, message)

@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 import nats.errors
@@ -204,53 +205,63 @@ class PullConsumer:
     nats-py's own `fetch` waits for a full batch, raises plain timeouts, and lets a request that was given up go
     on catching messages. This is the protocol itself, which is small: publish a request with a reply subject,
     read messages and status headers there.
+
+    The reply subject serves the next request too, as long as each ended as it should, with a message or a status. It is
+    given up with a request that is left early: then nothing listens there, and the server gives the message to another
+    worker.
     """
 
     def __init__(self, connection: NatsConnection, stream: str, consumer: str) -> None:
         self._connection = connection
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        self._inbox: _Inbox | None = None
+        """on which nothing more comes unasked"""
 
     async def fetch(self, limit: int, wait: float) -> list[Msg]:
         """What is there at once, up to `limit`; where nothing is, the first that comes within `wait` seconds.
         Raises QueueUnavailable and ConsumerMissing."""
-        messages = await self._ask(limit, {"batch": limit, "no_wait": True}, ANSWER_WITHIN)
+        messages: list[Msg] = []
+        if limit > 1 or wait <= 0:
+            messages = await self._ask(limit, {"batch": limit, "no_wait": True}, ANSWER_WITHIN)
         if not messages and wait > 0:
             request = {"batch": 1, "expires": int(wait * 1e9)}
             messages = await self._ask(1, request, wait + ANSWER_WITHIN)
         return messages
 
     async def _ask(self, batch: int, request: Mapping[str, object], within: float) -> list[Msg]:
-        """A reply subject for this request alone: when we leave early, nothing listens there, and the server
-        gives the message to another worker."""
         client, lost = self._connection.client(), self._connection.lost
         assert lost is not None
-        reply = f"_INBOX.{secrets.token_hex(12)}"
-        replies: asyncio.Queue[Msg | None] = asyncio.Queue()
+        inbox, self._inbox = self._inbox, None
+        if inbox is None or inbox.client is not client:
+            inbox = await _listen(client)
+        replies = inbox.replies
         messages: list[Msg] = []
         lost.add_done_callback(wake := lambda _: replies.put_nowait(None))
-        subscription = await cancellable(client.subscribe(reply, cb=replies.put))
         try:
-            await self._connection.publish(self._subject, json.dumps(request).encode(), reply)
-            await self._collect(replies, batch, within, messages)
+            await self._connection.publish(self._subject, json.dumps(request).encode(), inbox.subject)
+            ended = await self._collect(replies, batch, within, messages)
         except BaseException:
             if client.is_connected:
-                await self._leave(client, subscription, replies, messages)
+                await self._leave(client, inbox.subscription, replies, messages)
             raise
         finally:
             lost.remove_done_callback(wake)
-        if client.is_connected:
-            await cancellable(subscription.unsubscribe())
+        if ended:
+            self._inbox = inbox
+        elif client.is_connected:
+            await cancellable(inbox.subscription.unsubscribe())
         return messages
 
     async def _collect(
         self, replies: "asyncio.Queue[Msg | None]", batch: int, within: float, messages: list[Msg]
-    ) -> None:
+    ) -> bool:
+        """Whether the server has said all that it says to this request."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within):
                 while len(messages) < batch:
                     message = await replies.get()
                     if message is None and messages:
-                        return
+                        return False
                     if message is None:
                         raise QueueUnavailable(f"NATS at {self._connection.url} went away")
                     status = (message.headers or {}).get("Status")
@@ -258,7 +269,9 @@ class PullConsumer:
                         messages.append(message)
                     elif status != _HEARTBEAT:
                         _check(status, message)
-                        return
+                        return True
+                return True
+        return False
 
     async def _leave(
         self,
@@ -280,6 +293,21 @@ class PullConsumer:
             for message in messages:
                 if message.reply:
                     await self._connection.publish(message.reply, b"-NAK")
+
+
+@dataclass(frozen=True)
+class _Inbox:
+    """Where the server answers pull requests, for the life of one client at most."""
+
+    client: Client
+    subject: str
+    replies: "asyncio.Queue[Msg | None]"
+    subscription: Subscription
+
+
+async def _listen(client: Client) -> _Inbox:
+    subject, replies = f"_INBOX.{secrets.token_hex(12)}", asyncio.Queue[Msg | None]()
+    return _Inbox(client, subject, replies, await cancellable(client.subscribe(subject, cb=replies.put)))
 
 
 def _check(status: str, message: Msg) -> None:

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import TypeVar
 
+import msgspec
 import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
@@ -19,6 +20,7 @@ from pdserve.messages import (
     PrefillAnswer,
     PrefillCancel,
     PrefillConfirm,
+    PrefillLoad,
     PrefillRequest,
     QueueState,
     ToPrefill,
@@ -29,7 +31,7 @@ from pdserve.messages import (
     encode,
 )
 from pdserve.queue.base import Delivery, PrefillQueue
-from pdserve.queue.depth import QueueDepth
+from pdserve.queue.depth import Puller, QueueDepth
 from pdserve.queue.jetstream.connection import (
     ConsumerMissing,
     NatsConnection,
@@ -59,6 +61,8 @@ T = TypeVar("T")
 _WITHDRAW_FOR = 30.0
 _CANCELLED = 20_000
 """ids that are kept in mind"""
+_PULLERS = 1000
+"""prefill workers whose load is kept in mind"""
 
 
 class JetStreamQueue(PrefillQueue):
@@ -68,6 +72,7 @@ class JetStreamQueue(PrefillQueue):
         self._connection = NatsConnection(nats, self._prepare)
         self._puller = PullConsumer(self._connection, self._names.stream, CONSUMER)
         self._depth = QueueDepth()
+        self._loads: RecentKeys[tuple[PrefillLoad, float]] = RecentKeys(_PULLERS)
         self._made: datetime | None = None
         """when the stream was, by the server's clock"""
         self._losses = 0
@@ -101,6 +106,10 @@ class JetStreamQueue(PrefillQueue):
     @property
     def depth(self) -> int:
         return self._depth.value
+
+    @property
+    def loads(self) -> Mapping[str, tuple[PrefillLoad, float]]:
+        return self._loads
 
     @property
     def clock_skew(self) -> float | None:
@@ -138,11 +147,15 @@ class JetStreamQueue(PrefillQueue):
     # depth
 
     async def _on_state(self, message: Msg) -> None:
+        self._news = time.monotonic()
         try:
-            self._depth = self._depth.reported(decode_queue_state(message.data))
+            state = decode_queue_state(message.data)
         except ProtocolError as error:
             log.warning("queue state skipped: %s", error)
-        self._news = time.monotonic()
+            return
+        self._depth = self._depth.reported(state)
+        if state.worker:
+            self._loads[state.worker] = state.load, self._news
 
     async def _sync(self, client: Client) -> None:
         asked = self._depth
@@ -219,14 +232,20 @@ class JetStreamQueue(PrefillQueue):
     def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
         return self._decoded(self._inbox(self._names.warm_ups(instance)), decode_prefill_request)
 
-    async def pull(self, limit: int, wait: float) -> list[Delivery]:
+    async def pull(self, limit: int, wait: float, worker: Puller | None = None) -> list[Delivery]:
         self._listen_to_notices()
         ends = time.monotonic() + wait
         while True:
             messages = await self._fetch(limit, ends - time.monotonic())
-            await self._broadcast(messages)
-            accepted = [await self._accept(message) for message in messages]
-            deliveries = [delivery for delivery in accepted if delivery]
+            try:
+                accepted = [await self._accept(message) for message in messages]
+                deliveries = [delivery for delivery in accepted if delivery]
+                await self._broadcast(messages, deliveries, worker)
+            except asyncio.CancelledError:
+                with suppress(QueueUnavailable):
+                    for message in messages:  # to another worker at once
+                        await self._connection.publish(message.reply, b"-NAK")
+                raise
             if deliveries or time.monotonic() >= ends:
                 return deliveries
 
@@ -241,10 +260,15 @@ class JetStreamQueue(PrefillQueue):
         except (ConsumerMissing, nats.errors.Error) as error:
             raise QueueUnavailable(f"the queue's stream cannot be made: {error}") from error
 
-    async def _broadcast(self, messages: list[Msg]) -> None:
+    async def _broadcast(
+        self, messages: list[Msg], deliveries: list[Delivery], worker: Puller | None
+    ) -> None:
         seen = [message.metadata for message in messages]
         if newest := max(seen, key=lambda metadata: metadata.sequence.stream, default=None):
             state = QueueState(newest.sequence.stream, newest.num_pending)
+            if worker is not None:
+                load = worker.load_with(delivery.request for delivery in deliveries)
+                state = msgspec.structs.replace(state, worker=worker.id, load=load)
             await self._connection.publish(self._names.state, encode(state))
 
     async def _accept(self, message: Msg) -> Delivery | None:

@@ -40,6 +40,16 @@ class Job:
     submit: Submit
     request: EngineCoreRequest
     generated: list[int] = field(default_factory=list)
+    steps: int = 0
+
+
+@dataclass
+class Step:
+    """What a request gets in one step."""
+
+    tokens: list[int]
+    finish: FinishReason | None = None
+    stop: int | None = None
 
 
 class EchoWorker:
@@ -63,6 +73,8 @@ class EchoWorker:
         self.requests: list[EngineCoreRequest] = []
         self.cancelled: list[str] = []
         self.hello = ""
+        self.script: list[Step] | None = None
+        """of every request, in place of the echo"""
         self.shift = 0
         """added to each token: a worker that generates other tokens"""
         self.fail: Failed | None = None
@@ -167,6 +179,13 @@ class EchoWorker:
         self.jobs[submit.request_id] = Job(submit, request)
 
     def _generate(self, job: Job) -> EngineCoreOutput:
+        if self.script is not None:
+            step, job.steps = self.script[job.steps], job.steps + 1
+            if step.finish is not None:
+                del self.jobs[job.submit.request_id]
+            return EngineCoreOutput(
+                job.submit.request_id, step.tokens, finish_reason=step.finish, stop_reason=step.stop
+            )
         token = next_token(job.submit.prompt + job.generated) + self.shift
         job.generated.append(token)
         params = job.request.sampling_params

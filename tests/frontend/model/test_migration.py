@@ -7,8 +7,9 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from pdserve.frontend.model.generation import Generation
-from pdserve.frontend.model.migration import body, looks_back, repeatable, too_many_losses
+from pdserve.frontend.model.migration import body, repeatable, too_many_losses
 from pdserve.frontend.model.workers import Link
+from pdserve.sampling import looks_back
 
 
 def request(**params: Any) -> EngineCoreRequest:
@@ -120,6 +121,6 @@ def test_the_wait_for_a_worker_is_not_learnt_as_time_to_first_token() -> None:
     generation = Generation(request(), None, 0.0)
     time.sleep(0.01)
     sent = time.monotonic()
-    generation.attach(Link("decode-0", "0"), "r#1")
+    generation.attach(Link("decode-0", lambda _: None), "r#1")
     generation.add_tokens([5])
     assert generation.timing[1] <= time.monotonic() - sent

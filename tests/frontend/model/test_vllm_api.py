@@ -21,12 +21,23 @@ SIGNATURES = {
         "self", "vllm_config", "executor_class", "log_stats", "log_requests", "stat_loggers",
     ],
     "vllm.v1.engine.async_llm:AsyncLLM.shutdown": ["self", "timeout"],
-    "vllm.v1.engine.async_llm:AsyncLLM._run_output_handler": ["self"],
     "vllm.v1.engine.core_client:EngineCoreClient.make_async_mp_client": [
         "vllm_config", "executor_class", "renderer",
     ],
     "vllm.v1.engine.output_processor:OutputProcessor.abort_requests": ["self", "request_ids", "internal"],
+    "vllm.v1.engine.output_processor:OutputProcessor.process_outputs": [
+        "self", "engine_core_outputs", "engine_core_timestamp", "iteration_stats",
+    ],
+    "vllm.v1.engine.output_processor:OutputProcessor.propagate_error": ["self", "e"],
     "vllm.v1.engine.output_processor:RequestOutputCollector.put": ["self", "output"],
+    "vllm.v1.engine.output_processor:RequestState.make_request_output": [
+        "self", "new_token_ids", "pooling_output", "finish_reason", "stop_reason", "kv_transfer_params",
+        "ec_transfer_params", "error",
+    ],
+    "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.get_next_output_text": ["self", "finished", "delta"],
+    "vllm.v1.metrics.loggers:StatLoggerManager.record": ["self", "scheduler_stats", "iteration_stats"],
+    "vllm.v1.metrics.stats:IterationStats.__init__": ["self"],
+    "vllm.renderers.base:BaseRenderer._tokenize_prompt": ["self", "prompt", "params"],
     "vllm.v1.engine.output_processor:RequestState.__init__": ["self", "request_id", "parent_req", "queue"],
     "vllm.entrypoints.launchers.app:build_app": ["args", "supported_tasks", "model_config"],
     "vllm.entrypoints.launchers.api_server.app_state:init_app_state": [

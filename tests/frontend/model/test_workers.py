@@ -2,11 +2,13 @@
 
 import asyncio
 
+from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.workers import Link, WorkerPool
-from pdserve.messages import Cancel, Failed, ToFrontend
+from pdserve.messages import Cancel, Failed, Load, ToFrontend
 from pdserve.records import Instance, Role
 from pdserve.stream import connect
 from pdserve.stream.tcp import TcpStreamServer
+from tests.frontend.model.test_routing import request
 
 
 class Listener:
@@ -38,3 +40,19 @@ async def test_a_workers_last_messages_are_read_though_nothing_can_be_sent_to_it
         await listener.lost.wait()
     assert listener.messages == last_messages
     await pool.close()
+
+
+def test_what_is_outstanding_counts_other_frontends_and_what_they_will_have_chosen_since() -> None:
+    link = Link("decode-0", lambda _: None)
+    asked = request([1] * 50)
+    first, second = Generation(asked, None, 0.0, size=60.0), Generation(asked, None, 0.0, size=70.0)
+    first.attach(link, "1")
+    assert [link.outstanding(frontends) for frontends in (1, 3)] == [60, 3 * 60]
+    first.add_tokens([5] * 4)
+    link.take_load(Load(tokens=1054))
+    assert [link.outstanding(frontends) for frontends in (1, 3)] == [1060, 1060]
+    second.attach(link, "2")
+    assert [link.outstanding(frontends) for frontends in (1, 3)] == [1130, 1130 + 2 * 70]
+    first.detach()
+    link.take_load(Load(tokens=20))  # it does not know of the second yet
+    assert link.outstanding(3) == 70

@@ -1,0 +1,257 @@
+"""`pdserve bench scale`."""
+
+import asyncio
+import math
+import os
+import sys
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import pdserve
+from pdserve.errors import ConfigError, PdserveError
+from pdserve_bench.options import Json, Plot
+from pdserve_bench.progress import Schedule
+from pdserve_bench.report import Column, Report, Rows, check_outputs
+from pdserve_bench.runs import conclude, run_until_stopped
+from pdserve_bench.samples import percentile
+from pdserve_bench.scale.graph import ScaleGraph
+
+OURS = Path(pdserve.__file__).parents[1]
+REQUESTS = 30
+PAIRS = 10_000
+"""of a decode and a prefill worker, beyond which none warms up: on hosts of their own they have the CPU for it, and
+here a thousand share one"""
+_CHOICE = Path(__file__).with_name("choice.py")
+
+
+@dataclass
+class ScaleTurn:
+    """One size of one version; per second, and CPU as a share of one core, where nothing else is said."""
+
+    version: str
+    workers: int
+    start: float = 0.0
+    """seconds until all are registered and connected, and know each other"""
+    idle: dict[str, float] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
+    """MiB"""
+    route: list[float] = field(default_factory=list)
+    """p50 and p99 of a choice, microseconds"""
+    requests: list[float] = field(default_factory=list)
+    """seconds of requests for one token, one after the other"""
+    known: dict[str, float] = field(default_factory=dict)
+    """seconds from a death until it is known"""
+
+
+def scale(
+    workers: Annotated[
+        str, typer.Option(metavar="N,..", help="simulated workers, half of them decode")
+    ] = "10,100,1000",
+    seconds: Annotated[
+        float, typer.Option(metavar="S", min=1.0, help="of each window, idle and busy")
+    ] = 10.0,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="an older pdserve's sources, measured in turn with these"),
+    ] = None,
+    json: Json = None,
+    plot: Plot = None,
+) -> int:
+    """What each process costs in graphs of many workers: simulated ones, many in a process, with an etcd, a
+    nats-server and a frontend that are real. CPU and messages while nothing runs, and while up to 100 streams do;
+    memory; the time to choose a worker; the time until a death is known.
+
+    Needs no GPU and no running graph: it starts what it measures in a temporary folder, and stops it. Some 3 minutes,
+    and 7 against another version; 1,000 workers take 4 GB of memory. Ctrl-C shows what is there by then.
+
+    examples:
+      pdserve bench scale
+      pdserve bench scale --workers 10,100 --seconds 5
+      git worktree add ../before v0.1.0 && pdserve bench scale --against ../before --json scale.json
+    """
+    check_outputs(json, plot)
+    sizes = _sizes(workers)
+    versions = {"this": OURS} | ({"before": _sources(against)} if against else {})
+    turns: list[ScaleTurn] = []
+    failures: list[str] = []
+    complete = run_until_stopped(lambda: _measure(versions, sizes, seconds, turns, failures))
+    report = make_report(turns, complete and not failures, failures)
+    return conclude(report, json, plot, complete=complete, failed=bool(failures))
+
+
+def _sizes(text: str) -> list[int]:
+    """Raises ConfigError."""
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 2:
+        raise ConfigError([f"--workers {text}: give numbers of 2 and more, as 10,100,1000."])
+    return sizes
+
+
+def _sources(folder: Path) -> Path:
+    if not (folder / "pdserve" / "__init__.py").is_file():
+        raise ConfigError([f"--against {folder}: has no pdserve/__init__.py; give the folder of a checkout."])
+    return folder.absolute()
+
+
+async def _measure(
+    versions: dict[str, Path], sizes: list[int], seconds: float, turns: list[ScaleTurn], failures: list[str]
+) -> None:
+    def phase(size: int, version: str) -> str:
+        return f"{size:,} workers" + (f", {version}" if len(versions) > 1 else "")
+
+    expected = {phase(size, name): 35 + size / 12 + 2 * seconds for size in sizes for name in versions}
+    with Schedule(expected) as schedule:
+        for size in sizes:
+            for name, tree in versions.items():
+                with (
+                    schedule.phase(phase(size, name)),
+                    tempfile.TemporaryDirectory(prefix="pdserve-scale-") as folder,
+                ):
+                    turn = ScaleTurn(name, size)
+                    turns.append(turn)
+                    try:
+                        await _turn(turn, tree, Path(folder), seconds, schedule)
+                    except* (PdserveError, OSError) as errors:
+                        failures.append(f"{phase(size, name)}: {errors.exceptions[0]}")
+                        schedule.say(failures[-1])
+
+
+async def _turn(turn: ScaleTurn, tree: Path, folder: Path, seconds: float, schedule: Schedule) -> None:
+    turn.route = await _choice(tree, turn.workers // 2)
+    graph = ScaleGraph(tree, folder, turn.workers)
+    async with AsyncExitStack() as stack:
+        schedule.update("starting")
+        await graph.start(stack, warm_ups=(turn.workers // 2) ** 2 <= PAIRS)
+        turn.start = graph.start_seconds
+        schedule.update("idle")
+        await asyncio.sleep(3.0)  # what was begun by the start
+        turn.idle = await _window(graph, seconds)
+        turn.memory = graph.memory()
+        schedule.update("requests")
+        turn.requests = [await graph.one_token() for _ in range(REQUESTS)]
+        schedule.update("streams")
+        async with graph.streams():
+            turn.busy = await _window(graph, seconds)
+        schedule.update("a death")
+        turn.known = await graph.kill()
+
+
+async def _window(graph: ScaleGraph, seconds: float) -> dict[str, float]:
+    before = await graph.read()
+    await asyncio.sleep(seconds)
+    after = await graph.read()
+    took = after.at - before.at
+    figures = {name: (after.cpu[name] - before.cpu[name]) / took for name in after.cpu}
+    figures["etcd puts"] = (after.etcd_puts - before.etcd_puts) / took
+    figures["etcd events"] = (after.etcd_events - before.etcd_events) / took
+    figures["nats messages"] = (after.nats_messages - before.nats_messages) / took
+    return figures
+
+
+async def _choice(tree: Path, workers: int) -> list[float]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(_CHOICE),
+        str(workers),
+        "least-loaded",
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    out, _ = await process.communicate()
+    return [float(word) for word in out.split()]
+
+
+# ── the report ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_report(turns: list[ScaleTurn], complete: bool, failures: list[str]) -> Report:
+    return Report(
+        title="Many workers",
+        lead=_lead(turns),
+        tables=[_processes(turns), _messages(turns), _times(turns)],
+        notes=failures,
+        data={"turns": [asdict(turn) for turn in turns]},
+        complete=complete,
+    )
+
+
+def _lead(turns: list[ScaleTurn]) -> str:
+    ours = [turn for turn in turns if turn.version == "this" and turn.route]
+    if not ours:
+        return ""
+    most = max(ours, key=lambda turn: turn.workers)
+    return f"With {most.workers:,} workers a frontend chooses one in {most.route[0]:.0f} us."
+
+
+_CASE = [Column("workers", ","), Column("version")]
+
+
+def _case(turn: ScaleTurn) -> list[int | str]:
+    return [turn.workers, turn.version]
+
+
+def _processes(turns: list[ScaleTurn]) -> Rows:
+    columns = [*_CASE]
+    for name in ("frontend", "worker", "etcd", "nats"):
+        columns += [Column(f"{name} idle, % of a core", ".2f"), Column("busy, %", ".2f")]
+    columns += [Column("frontend, MiB", ",.0f"), Column("worker, MiB", ".1f")]
+    rows = []
+    for turn in turns:
+        cells: list[int | str | float | None] = [*_case(turn)]
+        for name, share in (("frontend", 1), ("workers", turn.workers), ("etcd", 1), ("nats", 1)):
+            for window in (turn.idle, turn.busy):
+                cells.append(100 * window[name] / share if window else None)
+        memory = turn.memory
+        cells += [memory.get("frontend"), memory["workers"] / turn.workers if memory else None]
+        rows.append(cells)
+    note = (
+        "CPU of each process; of a worker its share, since many are in one process. Busy: up to 100 streams."
+    )
+    return Rows("CPU and memory", columns, rows, note)
+
+
+def _messages(turns: list[ScaleTurn]) -> Rows:
+    names = ("etcd puts", "etcd events", "nats messages")
+    columns = [*_CASE]
+    for name in names:
+        columns += [Column(f"{name}/s idle", ",.0f"), Column("busy", ",.0f")]
+    rows = []
+    for turn in turns:
+        windows = (turn.idle, turn.busy)
+        rows.append([*_case(turn), *(window.get(name) for name in names for window in windows)])
+    note = "Events: what etcd sends to those that watch, all together. NATS: in and out."
+    return Rows("Messages", columns, rows, note)
+
+
+def _times(turns: list[ScaleTurn]) -> Rows:
+    columns = [
+        *_CASE,
+        Column("choice p50, us", ",.0f"),
+        Column("p99, us", ",.0f"),
+        Column("one token p50, ms", ".0f"),
+        Column("p99, ms", ".0f"),
+        Column("frontend knows of a death, s", ".2f"),
+        Column("all workers, s", ".1f"),
+        Column("start, s", ".0f"),
+    ]
+    rows = []
+    for turn in turns:
+        asked = [1000 * percentile(turn.requests, share) if turn.requests else None for share in (0.5, 0.99)]
+        known = [turn.known.get("frontend"), turn.known.get("workers")]
+        route = turn.route or [math.nan, math.nan]
+        rows.append([*_case(turn), *route, *asked, *known, turn.start or None])
+    note = (
+        "Choice: admission and routing (least-loaded) of a request. One token: a whole request, an engine step of "
+        "50 ms included. A death: a decode worker's stream ends; a lease of 10 s runs out. Start: all workers, 16 at "
+        "a time in each of two processes."
+    )
+    return Rows("Times", columns, rows, note)

@@ -1,0 +1,92 @@
+"""Many workers on simulated engines in one process: a program of its own, run on the sources that PYTHONPATH names,
+which may be an older pdserve's. It uses what both have.
+
+    python fleet.py FILE DECODE PREFILL WARM_UPS KNOWN
+
+On stdout: `ready IDS` when all workers are registered, and each knows KNOWN of the other role: those that started first
+are told of each that comes later, which takes a process of hundreds of them a while. On stdin: `watch ID`, answered by
+`gone TIME` when no worker that follows the worker of that id knows it any more; TIME is the host's monotonic clock.
+Ends with stdin."""
+
+import asyncio
+import logging
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from pdserve.cli.find import find_place
+from pdserve.decode.warm_up import WarmUp
+from pdserve.decode.worker import DecodeWorker
+from pdserve.prefill.worker import PrefillWorker
+from pdserve.process.presence import Presence
+from pdserve.records import Role
+
+AT_ONCE = 16
+"""workers that start at the same time"""
+LOOK = 0.02
+
+
+async def main(file: Path, decode: int, prefill: int, warm_ups: bool, known: int) -> None:
+    if not warm_ups:
+        Presence.warm_up = _nothing  # type: ignore[assignment,method-assign]
+        WarmUp.run = _never  # type: ignore[assignment,method-assign]
+    starting = asyncio.Semaphore(AT_ONCE)
+    workers = [
+        *_workers(DecodeWorker, Role.DECODE, file, decode),
+        *_workers(PrefillWorker, Role.PREFILL, file, prefill),
+    ]
+    async with asyncio.TaskGroup() as group:
+        lives = []
+
+        async def start(worker: Any) -> None:
+            async with starting:
+                lives.append(group.create_task(worker.run()))
+                await worker.ready.wait()
+                await worker._presence.announced.wait()
+
+        await asyncio.gather(*map(start, workers))
+        while any(len(worker.view._instances) < known for worker in workers):  # noqa: ASYNC110
+            await asyncio.sleep(10 * LOOK)
+        print("ready", *(worker.id for worker in workers), flush=True)
+        async for line in _lines():
+            _, _, wanted = line.partition(" ")
+            views = [view for worker in workers if _knows(view := worker.view, wanted)]
+            while any(_knows(view, wanted) for view in views):  # noqa: ASYNC110 (a look for each worker)
+                await asyncio.sleep(LOOK)
+            print("gone", time.monotonic(), len(views), flush=True)
+        for life in lives:
+            life.cancel()
+
+
+def _workers(kind: Any, role: Role, file: Path, count: int) -> list[Any]:
+    config, slot = find_place(role, file, 0)
+    return [kind.connect(config, replace(slot, index=index, kv_port=0), "") for index in range(count)]
+
+
+def _knows(view: Any, wanted: str) -> bool:
+    return any(f"instances/{role}/{wanted}" in view._instances for role in ("decode", "prefill"))
+
+
+async def _lines() -> Any:
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        yield line.strip()
+
+
+async def _nothing(*_: object) -> None:
+    return
+
+
+async def _never(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    uvloop.run(
+        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1", int(sys.argv[5]))
+    )

@@ -1,0 +1,92 @@
+"""A worker that decodes and prefills: a decode worker that also takes prompts from the queue when it has time
+(docs/decisions/0026-any-worker-can-do-either.md).
+
+Both parts are those of the dedicated workers, on one engine, with one id, lease and drain. Each gets every step of the
+engine and knows its own requests in it: the ids of the two kinds differ."""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from pdserve.decode.requests import OWN
+from pdserve.decode.worker import DecodeWorker
+from pdserve.engine.base import Engine, Step
+from pdserve.errors import EngineDead
+from pdserve.messages import Load
+from pdserve.prefill.prompts import PromptRunner
+from pdserve.prefill.pull import LOOK, Beside
+from pdserve.registry import keys
+
+UNTAKEN = 3 * LOOK
+"""seconds within which any worker that has space takes a prompt from the queue, where none is before it"""
+
+
+class BothWorker(DecodeWorker):
+    follows = (keys.INSTANCES, keys.NEWCOMERS, keys.SETTINGS)
+
+    def _assemble(self, engine: Engine) -> None:
+        super()._assemble(engine)
+        self._prompts = PromptRunner(
+            self.id,
+            self._config,
+            engine,
+            self._queue,
+            self.view,
+            beside=self._beside,
+            own=self._take_back,
+        )
+        self._runner.estimator.beside = lambda: self._prompts.tokens
+        self._runner.has_time = self._prompts.pulling.has_time
+        self._runner.busy = self._prompts.pulling.stop_waiting
+
+    def _beside(self) -> Beside:
+        requests = self.requests.occupying()
+        return Beside(len(requests), sum(request.computes for request in requests))
+
+    def _take_back(self, request_id: str) -> None:
+        """A request of this worker came back to it from the queue: no other worker had time for it."""
+        if request := self.requests.get(request_id):
+            request.resolve(OWN)
+
+    async def _take_back_untaken(self) -> None:
+        """For ever. A worker that drains or whose KV cache is full of streams takes nothing from the queue, its own
+        prompts neither, and all others may be full."""
+        pulling = self._prompts.pulling
+        while True:
+            await asyncio.sleep(LOOK)
+            since = time.monotonic() - UNTAKEN
+            for request in self.requests if pulling.full or pulling.draining else ():
+                if request.kv_age and request.kv_age.asked < since and not request.prefiller:
+                    request.resolve(OWN)
+
+    # its life
+
+    def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
+        prompts = self._prompts.permanent(self._presence.announced)
+        return [*super().permanent(), *prompts, self._take_back_untaken()]
+
+    def load(self) -> Load:
+        load = super().load()
+        return msgspec.structs.replace(load, tokens=load.tokens + self._prompts.tokens)
+
+    async def warm_up(self) -> None:
+        await self._queue.expect_warm_ups(self.id)
+        await self._presence.warm_up(self.view, self._warm_both_ways)
+
+    async def _warm_both_ways(self) -> None:
+        await asyncio.gather(self._warm_up.tried(), self._prompts.warm())
+
+    async def drain(self) -> None:
+        self._prompts.pulling.draining = True
+        await asyncio.gather(super().drain(), self._prompts.drain())
+
+    async def engine_died(self, death: EngineDead) -> None:
+        await self._prompts.engine_died(death)
+        await super().engine_died(death)
+
+    async def _read_step(self, step: Step) -> None:
+        await super()._read_step(step)
+        await self._prompts.read_step(step)

@@ -1,0 +1,83 @@
+"""The ordinary chunks of a plain stream, written straight into the client's connection.
+
+vLLM's app makes every chunk of an answer from pydantic models, in a generator that is woken for it, and hands it down
+through starlette and uvicorn. Nearly all of these chunks differ in nothing but their text. So for a plain request the
+app makes the chunks around them: those before and with the first text, the last one, the usage, errors. From its first
+chunk with text the frame of the others is taken, and they are written here, in the turn of the event loop in which
+their tokens came (docs/decisions/0029-chunks-without-the-app.md).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+_PLAIN = {
+    "model", "messages", "prompt", "stream", "max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos",
+    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "response_format", "structured_outputs", "user",
+}  # fmt: skip
+"""fields of a request that change nothing in its chunks but their text"""
+_CHUNK = re.compile(
+    rb'(data: .*?(?:"delta":\{"content":|"choices":\[\{"index":0,"text":))"(?:[^"\\]|\\.)*+"(.*)', re.DOTALL
+)
+"""quotes within JSON strings are escaped: the marks are found nowhere else"""
+_json = msgspec.json.Encoder().encode
+
+
+def is_plain(fields: Mapping[str, object]) -> bool:
+    """Whether a request, as decoded from its JSON, asks for a stream of a single text and for nothing that would be
+    told beside it. False for every field that is not known here."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    options, prompt = given.pop("stream_options", {}), given.get("prompt")
+    return (
+        given.keys() - {"n"} <= _PLAIN
+        and given.get("stream") is True
+        and given.get("n", 1) == 1
+        and isinstance(options, dict)
+        and options.keys() <= {"include_usage"}
+        and (not isinstance(prompt, list) or isinstance(next(iter(prompt), None), int))  # token ids
+    )
+
+
+class ChunkWriter(Protocol):
+    """The client's connection, below the HTTP server's own `send`, with which it shares the order."""
+
+    def ready(self) -> bool:
+        """A body of unknown length has begun, and the client takes what is sent."""
+
+    def write(self, part: bytes) -> None:
+        """A part of that body; only where it is ready."""
+
+
+class DeltaStream:
+    """The answer to one plain request. An output goes either to vLLM's app or is written here, and nothing is written
+    here while the app has outputs whose chunk is not written yet: so all come in their order."""
+
+    def __init__(self, connection: ChunkWriter) -> None:
+        self._connection = connection
+        self._frame: tuple[bytes, bytes] | None = None
+        self._with_app = 0
+        """outputs that the app has, or will read next"""
+
+    def passed(self) -> None:
+        """An output is handed to the app, which makes one chunk with text of it."""
+        self._with_app += 1
+
+    def sent(self, part: bytes) -> None:
+        """The app's part of the answer was written."""
+        if found := _CHUNK.fullmatch(part):
+            self._with_app -= 1
+            if self._frame is None and b'"finish_reason":null' in found[2]:
+                self._frame = found[1], found[2]
+
+    def ready(self) -> bool:
+        return not self._with_app and self._frame is not None and self._connection.ready()
+
+    def write(self, text: str) -> None:
+        """Only where it is ready."""
+        assert self._frame is not None
+        before, after = self._frame
+        self._connection.write(b"%b%b%b" % (before, _json(text), after))

@@ -1,0 +1,76 @@
+"""Which decode workers have which prefixes cached, as they tell it (`messages.PrefixesChanged`)."""
+
+from collections.abc import Collection, Sequence
+
+from pdserve.messages import PrefixesChanged
+from pdserve.prefixes import names, root
+
+
+class PrefixIndex:
+    """By names only (`prefixes.py`), never by tokens. It may be wrong for as long as a report takes, and it knows
+    nothing of what a worker did not tell: a request that is sent by it to the wrong worker is only slower."""
+
+    def __init__(self) -> None:
+        self._holders: dict[tuple[int, int], dict[bytes, tuple[str, ...]]] = {}
+        """by block size and stride (equal workers have equal ones), by name: the workers that have it"""
+        self._told: dict[str, tuple[tuple[int, int], set[bytes]]] = {}
+        """by worker: its block size and stride, and the names that it has told"""
+
+    def __len__(self) -> int:
+        """Names of all workers together."""
+        return sum(len(told) for _, told in self._told.values())
+
+    def told(self, worker: str) -> Collection[bytes]:
+        return self._told[worker][1] if worker in self._told else ()
+
+    def apply(self, worker: str, change: PrefixesChanged) -> None:
+        if change.whole or worker not in self._told:
+            self.forget(worker)
+            self._told[worker] = (change.block_size, change.stride), set()
+        shape, told = self._told[worker]
+        holders, alone = self._holders.setdefault(shape, {}), (worker,)
+        for name in change.stored:
+            if name not in told:
+                told.add(name)
+                holders[name] = holders[name] + alone if name in holders else alone
+        self._remove(worker, change.removed)
+
+    def forget(self, worker: str) -> None:
+        """It is gone, and what it had cached."""
+        if worker in self._told:
+            self._remove(worker, list(self._told[worker][1]))
+            del self._told[worker]
+
+    def _remove(self, worker: str, gone: Sequence[bytes]) -> None:
+        shape, told = self._told[worker]
+        holders = self._holders.get(shape, {})
+        for name in gone:
+            if name in told:
+                told.discard(name)
+                left = tuple(other for other in holders[name] if other != worker)
+                if left:
+                    holders[name] = left
+                else:
+                    del holders[name]
+        if not holders:
+            self._holders.pop(shape, None)
+
+    def cached(self, prompt: Sequence[int], salt: str | None) -> dict[str, int]:
+        """By worker: how many leading tokens of the prompt it has; the others have none. Walks the prompt as far as any
+        worker has it."""
+        found: dict[str, int] = {}
+        for (block_size, stride), holders in self._holders.items():
+            levels: list[tuple[str, ...]] = []
+            for block, name in enumerate(names(prompt, block_size, root(salt), len(prompt) - 1), 1):
+                if block % stride == 0:
+                    if name not in holders:
+                        break
+                    levels.append(holders[name])
+            here = 0
+            # a worker that has a block has those before it: only where there are more workers are new ones among them
+            for depth in range(len(levels), 0, -1):
+                if len(levels[depth - 1]) > here:
+                    here = len(levels[depth - 1])
+                    for worker in levels[depth - 1]:
+                        found.setdefault(worker, depth * stride * block_size)
+        return found

@@ -1,0 +1,143 @@
+"""KV that a decode engine reads while its prompt is still being computed elsewhere: which blocks of its own hold it.
+
+A prefill engine names the blocks that are complete after each of its steps. They are read into free blocks of this
+engine's pool, which belong to no request and stand in no prefix cache. Nothing is believed until the prefill is done:
+its handle must name the same prefill, never preempted, and the same blocks, with all reads over before the end of its
+lease. Then these blocks enter the prefix cache as the prompt's own, and the request finds them there. In any other case
+they go back to the pool as they are, but not before all reads into them have ended: a read cannot be stopped
+(docs/decisions/0004-stalled-reads.md, 0028-read-ahead.md).
+
+Pure: the pool and times come from outside."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Source = tuple[str, str]
+"""ids of the prefill engine, and of the prefill in it"""
+PIECE = 8 << 20
+"""bytes that are worth a read of their own: it costs the decode engine some milliseconds"""
+KEEP = 0.25
+"""share of the pool that must stay free: reading ahead takes no room that requests need"""
+FORGET = 30.0
+"""seconds after the last piece at which no handle is expected any more"""
+
+
+class Pool(Protocol):
+    """Of vLLM's BlockPool."""
+
+    num_gpu_blocks: int
+
+    def get_num_free_blocks(self) -> int: ...
+    def get_new_blocks(self, num_blocks: int) -> list[Any]: ...
+    def free_blocks(self, ordered_blocks: Any) -> None: ...
+
+
+@dataclass
+class Piece:
+    name: str
+    """PREFIX and a number: stands for a request in the connector's worker"""
+    local: list[int]
+    remote: list[int]
+
+
+@dataclass
+class _Ahead:
+    first: int
+    """index in the prompt of the first block that is read"""
+    good: bool = True
+    remote: list[int] = field(default_factory=list)
+    blocks: list[Any] = field(default_factory=list)
+    reads: dict[str, int] = field(default_factory=dict)
+    """pieces that are under way: ranks that have not ended theirs"""
+    until: float = 0.0
+
+
+class ReadAhead:
+    PREFIX = "pdserve-ahead-"
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._known: dict[Source, _Ahead] = {}
+        self._dropped: list[_Ahead] = []
+        self._number = 0
+
+    def more(self, source: Source, skip: int, complete: list[int], pool: Pool, now: float) -> Piece | None:
+        """The prefill has so many blocks complete, of which this engine has the first `skip` in its prefix cache."""
+        ahead = self._known.setdefault(source, _Ahead(skip))
+        begun = ahead.first + len(ahead.remote)
+        if complete[ahead.first : begun] != ahead.remote:  # it was preempted, and has other blocks
+            ahead.good = False
+        fresh = complete[begun:]
+        room = pool.get_num_free_blocks() - KEEP * pool.num_gpu_blocks
+        if not ahead.good or not fresh or len(fresh) > room:
+            return None
+        blocks = pool.get_new_blocks(len(fresh))
+        self._number += 1
+        piece = Piece(f"{self.PREFIX}{self._number}", [block.block_id for block in blocks], fresh)
+        ahead.remote += fresh
+        ahead.blocks += blocks
+        ahead.reads[piece.name] = self._ranks
+        ahead.until = now + FORGET
+        return piece
+
+    def ended(self, piece: str, ranks: int, pool: Pool) -> None:
+        """So many more ranks have ended their reads of it, well or badly."""
+        for ahead in [*self._known.values(), *self._dropped]:
+            if piece in ahead.reads:
+                ahead.reads[piece] -= ranks
+                if not ahead.reads[piece]:
+                    del ahead.reads[piece]
+        self._free(pool)
+
+    def spoil(self, piece: str) -> None:
+        """Its read failed, or is overdue."""
+        for ahead in self._known.values():
+            if piece in ahead.reads:
+                ahead.good = False
+
+    def pending(self, source: Source) -> bool:
+        """Whether reads are under way that may yet be of use."""
+        ahead = self._known.get(source)
+        return ahead is not None and ahead.good and bool(ahead.reads)
+
+    def take(self, source: Source, blocks: list[int], pool: Pool) -> tuple[int, list[Any]] | None:
+        """What was read of the prompt whose KV lies in `blocks` there: index of the first block, and this engine's
+        blocks, which are the caller's then. None where nothing can be used."""
+        ahead = self._known.get(source)
+        if ahead is None or not ahead.good or ahead.reads:
+            self.drop(source, pool)
+            return None
+        del self._known[source]
+        if blocks[ahead.first : ahead.first + len(ahead.remote)] == ahead.remote:
+            return ahead.first, ahead.blocks
+        self._dropped.append(ahead)
+        self._free(pool)
+        return None
+
+    def drop(self, source: Source, pool: Pool) -> None:
+        if ahead := self._known.pop(source, None):
+            self._dropped.append(ahead)
+        self._free(pool)
+
+    def forget(self, pool: Pool, now: float) -> None:
+        for source in [source for source, ahead in self._known.items() if now > ahead.until]:
+            self.drop(source, pool)
+
+    def make_room(self, blocks: float, pool: Pool) -> None:
+        """A request needs so many, and goes first."""
+        if self._known and blocks > pool.get_num_free_blocks():
+            for source in list(self._known):
+                self.drop(source, pool)
+
+    @property
+    def clearing(self) -> bool:
+        """Whether reads are under way whose blocks go back to the pool then."""
+        return bool(self._dropped)
+
+    def __contains__(self, source: Source) -> bool:
+        return source in self._known
+
+    def _free(self, pool: Pool) -> None:
+        for ahead in [ahead for ahead in self._dropped if not ahead.reads]:
+            self._dropped.remove(ahead)
+            pool.free_blocks(ahead.blocks)

@@ -1,0 +1,100 @@
+"""The HTTP pages of each process beside its work, its metrics and its load, and how the loads of many are read."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import msgspec
+from prometheus_client import make_wsgi_app, start_http_server
+
+from pdserve.messages import Load, reader
+from pdserve.observe.metrics import TASKS
+from pdserve.records import Instance, encode_record
+
+METRICS, LOAD = "/metrics", "/load"
+TOLD_WITHIN = 1.0
+"""seconds that a process's event loop gets to tell its load"""
+READ_WITHIN = 2.0
+"""seconds for the answer of one process"""
+AT_ONCE = 128
+"""processes that are asked at the same time"""
+
+_decode_load = reader(msgspec.json.Decoder(Load).decode)
+
+
+class ProcessPages:
+    def __init__(self, url: str) -> None:
+        self.metrics = url + METRICS
+        """URL of the metrics; the load is beside them"""
+        self.load: Callable[[], Load] = Load
+        """called in the event loop"""
+
+
+@contextmanager
+def serve_pages(host: str) -> Iterator[ProcessPages]:
+    """Serve this process's pages on a free port, from a thread. Call it in the process's event loop, whose tasks are
+    counted."""
+    loop = asyncio.get_running_loop()
+    TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
+    server, thread = start_http_server(0, host)
+    pages, metrics = ProcessPages(f"http://{host}:{server.server_port}"), make_wsgi_app()
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        if environ["PATH_INFO"] != LOAD:
+            return metrics(environ, start_response)
+        try:
+            body, status = encode_record(_in_loop(loop, pages.load)), "200 OK"
+        except Exception:  # the process starts, ends or hangs
+            body, status = b"{}", "503 Service Unavailable"
+        start_response(status, [("Content-Type", "application/json")])
+        return [body]
+
+    server.set_app(answer)
+    try:
+        yield pages
+    finally:
+        _stop(server, thread)
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, question: Callable[[], Load]) -> Load:
+    """Raises what the question raises, and TimeoutError."""
+    told: Future[Load] = Future()
+
+    def tell() -> None:
+        try:
+            told.set_result(question())
+        except Exception as error:
+            told.set_exception(error)
+
+    loop.call_soon_threadsafe(tell)
+    return told.result(TOLD_WITHIN)
+
+
+def _stop(server: Any, thread: threading.Thread) -> None:
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+async def read_loads(instances: Iterable[Instance]) -> dict[str, Load]:
+    """By instance id; a process that does not answer is left out."""
+    asking = asyncio.Semaphore(AT_ONCE)
+    loads: dict[str, Load] = {}
+
+    async def read(instance: Instance) -> None:
+        try:
+            async with asking, asyncio.timeout(READ_WITHIN):
+                answer = await client.get(instance.metrics.removesuffix(METRICS) + LOAD)
+            if answer.status_code == 200:
+                loads[instance.id] = _decode_load(answer.content)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError):
+            pass
+
+    # trust_env: no proxy of the environment stands between the processes of a graph
+    async with httpx.AsyncClient(trust_env=False, verify=False) as client:
+        await asyncio.gather(*map(read, instances))
+    return loads

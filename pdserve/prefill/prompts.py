@@ -1,0 +1,231 @@
+"""The prompts of a prefill worker: pulled when its engine has capacity, answered with where their KV lies.
+
+`_pull`, `_take`, `read_step` and `_finished` are the path of a request. Nothing is acked before it was answered, so
+that what dies with this process is delivered to another worker."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from pdserve.config.schema import Config
+from pdserve.engine.base import Engine, Output, Step
+from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable
+from pdserve.messages import (
+    PrefillAnswer,
+    PrefillCancel,
+    PrefillConfirm,
+    PrefillDone,
+    PrefillFailed,
+    PrefillProgress,
+    PrefillStarted,
+)
+from pdserve.observe.metrics import QUEUE_WAIT
+from pdserve.prefill.answers import AnswerSender, readers, unless_away
+from pdserve.prefill.pull import Beside, Pulling
+from pdserve.prefill.running import RunningPrefill, RunningPrefills
+from pdserve.process.engine_checks import may_have_killed, watch_side_channel
+from pdserve.queue.base import Delivery, PrefillQueue
+from pdserve.registry.view import RegistryView
+from pdserve.tasks import forever
+
+log = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL = 5.0
+"""seconds between two `in_progress` for each running request: well below any sensible ack_wait"""
+
+
+class PromptRunner:
+    """The prompts of a worker that prefills: from the queue to the engine, and to the decode workers as answers."""
+
+    def __init__(
+        self,
+        instance: str,
+        config: Config,
+        engine: Engine,
+        queue: PrefillQueue,
+        view: RegistryView,
+        beside: Callable[[], Beside] = Beside,
+        own: Callable[[str], None] = lambda request_id: None,
+    ) -> None:
+        """Of a worker that also decodes: `beside` says what else its engine has to do, and
+        `own` gives back a request that its other half has put into the queue."""
+        self.id = instance
+        self._config = config
+        self._engine = engine
+        self._queue = queue
+        self._view = view
+        self._own = own
+        self._running = RunningPrefills()
+        self.pulling = Pulling(instance, engine, queue, self._running, beside)
+        self._answers = AnswerSender(queue)
+
+    # its life
+
+    def permanent(self, announced: asyncio.Event) -> Sequence[Coroutine[Any, Any, None]]:
+        return [
+            self._pull(announced),
+            forever(self._read_warm_ups, "warm-ups"),
+            forever(self._read_notices, "notices"),
+            forever(self._report_progress, "progress reports"),
+            forever(self._answers.repeat, "repeated answers"),
+            forever(lambda: watch_side_channel(self._engine), "side channel watch"),
+        ]
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompts in the engine."""
+        return self._running.tokens
+
+    async def warm(self) -> None:
+        """Wait until all decode workers have read KV of this worker, or tried to in vain."""
+        model, fingerprint = self._config.served_model_name, self._engine.facts.fingerprint
+        await self._answers.warm(lambda: readers(self._view, model, fingerprint) - {self.id})
+
+    async def drain(self) -> None:
+        """Running prompts finish, then the decode workers get until the end of the lease to pull the last
+        blocks."""
+        log.info("draining: %d prompts to finish", len(self._running))
+        try:
+            async with asyncio.timeout(self._config.drain_timeout):
+                await self._running.until(lambda: not self._running)
+                await self._answers.empty()
+        except TimeoutError:
+            log.warning("leaving %d prompts to another worker", len(self._running))
+
+    async def engine_died(self, death: EngineDead) -> None:
+        """What the engine was computing may be what killed it: that goes back to its decode worker, and to no other
+        prefill worker."""
+        for running in self._running:
+            request = running.request
+            if may_have_killed(len(request.prompt), running.started):
+                failed = PrefillFailed(request.request_id, "engine-died", str(death), engine_died=True)
+                await unless_away(self._answer(running.delivery, failed))
+
+    # from the queue to the engine
+
+    async def _pull(self, announced: asyncio.Event) -> None:
+        """Not before this worker is registered: decode workers believe no other."""
+        await announced.wait()
+        while True:
+            try:
+                deliveries = await self.pulling.next()
+            except QueueUnavailable:
+                await asyncio.sleep(1.0)  # the queue reconnects by itself
+                continue
+            for delivery in deliveries:
+                await self._take(delivery)
+
+    async def _read_warm_ups(self) -> None:
+        async for request in self._queue.warm_ups(self.id):
+            await self._take(Delivery(request))
+
+    async def _take(self, delivery: Delivery) -> None:
+        request = delivery.request
+        if running := self._running.of_request(request.request_id):
+            log.info("request %s delivered again while it runs here", request.request_id)
+            running.delivery = delivery
+            return
+        if self.pulling.draining:
+            await unless_away(delivery.give_back())
+            return
+        if time.monotonic() >= delivery.deadline:
+            await unless_away(delivery.ack())
+            return
+        if request.decode == self.id:
+            self._own(request.request_id)
+            await unless_away(delivery.ack())
+            return
+        if delivery.redelivered:
+            log.info("request %s: delivered again, the worker that had it did not ack it", request.request_id)
+        if not request.warm_up:
+            QUEUE_WAIT.observe(delivery.queued)
+        if refusal := self._refusal(delivery):
+            await self._answer(delivery, refusal)
+            return
+        running = self._running.add(delivery)
+        try:
+            await self._engine.prefill(running.engine_id, request.prompt, request.body)
+        except ProtocolError as error:
+            self._running.drop(running)
+            await self._answer(delivery, PrefillFailed(request.request_id, "refused", str(error)))
+        else:
+            await self._answers.send(request.decode, PrefillStarted(request.request_id, self.id))
+
+    def _refusal(self, delivery: Delivery) -> PrefillFailed | None:
+        request, facts = delivery.request, self._engine.facts
+        if request.block_size != facts.block_size:
+            message = f"KV blocks of {facts.block_size} tokens here, of {request.block_size} there"
+            return PrefillFailed(request.request_id, "block-size", message)
+        if len(request.prompt) >= min(facts.max_model_len, facts.kv_tokens):
+            return PrefillFailed(request.request_id, "too-long", f"{len(request.prompt)} tokens")
+        return None
+
+    # from the engine to the decode workers
+
+    async def read_step(self, step: Step) -> None:
+        """Other requests of the engine may be in it."""
+        self.pulling.measure(step.outputs)
+        for kv in step.complete:
+            if running := self._running.of_engine(kv.request_id):
+                request = running.request
+                await self._answers.send(request.decode, PrefillProgress(request.request_id, kv))
+        for output in step.outputs:
+            if output.finished:
+                await self._finished(output)
+        for request_id in step.released:
+            self._answers.released(request_id)
+        self._running.changed()
+
+    async def _finished(self, output: Output) -> None:
+        running = self._running.of_engine(output.request_id)
+        if running is not None:
+            self._running.drop(running)
+            self.pulling.learn(time.monotonic() - running.started)
+            await self._answer(running.delivery, self._outcome(running, output))
+        elif output.handle is not None and (request := self._running.pop_cancelled(output.request_id)):
+            # the cancellation came too late for the engine: the decode worker will reject its KV
+            await self._answers.send(request.decode, PrefillDone(request.request_id, output.handle))
+
+    def _outcome(self, running: RunningPrefill, output: Output) -> PrefillAnswer:
+        name, tokens = running.request.request_id, len(running.request.prompt)
+        seconds = time.monotonic() - running.started
+        if output.failed or output.handle is None:
+            return PrefillFailed(name, "engine", "the prefill engine failed this request")
+        log.info("request %s: %d tokens prefilled in %.3f s", name, tokens, seconds)
+        first = self._engine.pack([output]) if output.tokens else []
+        return PrefillDone(name, output.handle, seconds, first=first)
+
+    async def _answer(self, delivery: Delivery, answer: PrefillAnswer) -> None:
+        """Answer, then ack: a worker that dies between the two has the prompt computed twice, and the
+        second answer is rejected; the other order could lose it."""
+        request = delivery.request
+        if isinstance(answer, PrefillFailed):
+            log.warning("request %s not prefilled: %s %s", request.request_id, answer.reason, answer.message)
+        await self._answers.send(request.decode, answer, warm_up=request.warm_up)
+        await delivery.ack()
+
+    # beside the path
+
+    async def _read_notices(self) -> None:
+        async for notice in self._queue.notices():
+            match notice:
+                case PrefillCancel(request_ids):
+                    await self._cancel(request_ids)
+                case PrefillConfirm(worker=worker) if worker == self.id:
+                    await self._answers.confirm(notice)
+
+    async def _cancel(self, request_ids: list[str]) -> None:
+        found = [running for name in request_ids if (running := self._running.of_request(name))]
+        for running in found:
+            self._running.cancel(running)
+        await self._engine.cancel([running.engine_id for running in found])
+        for running in found:
+            await unless_away(running.delivery.ack())
+
+    async def _report_progress(self) -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_INTERVAL)
+            for running in self._running:
+                await unless_away(running.delivery.in_progress())

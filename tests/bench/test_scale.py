@@ -1,0 +1,60 @@
+"""The benchmark of many workers, with few of them; and its options and tables."""
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from pdserve_bench.report import Rows
+from pdserve_bench.scale.command import OURS, ScaleTurn, _choice, _sizes, _sources, _window, make_report
+from pdserve_bench.scale.graph import ScaleGraph
+
+from pdserve.errors import ConfigError
+
+
+async def test_a_small_graph(tmp_path: Path) -> None:
+    turn = ScaleTurn("this", 4)
+    graph = ScaleGraph(OURS, tmp_path, turn.workers)
+    async with AsyncExitStack() as stack:
+        await graph.start(stack, warm_ups=True)
+        assert await graph.live() == 3
+        turn.idle = await _window(graph, 0.3)
+        turn.requests = [await graph.one_token()]
+        async with graph.streams():
+            turn.busy = await _window(graph, 0.3)
+        turn.memory = graph.memory()
+    assert turn.busy["etcd puts"] == 0, "load goes another way"
+    assert turn.busy["nats messages"] >= 0
+    assert min(turn.busy["frontend"], turn.busy["workers"], turn.requests[0]) > 0
+    assert all(
+        len(row) == len(table.columns) for table in make_report([turn], True, []).tables for row in table.rows
+    )
+
+
+async def test_a_choice_among_many_workers() -> None:
+    p50, p99 = await _choice(OURS, 50)
+    assert 0 < p50 <= p99
+
+
+def test_a_turn_that_failed_has_its_row() -> None:
+    report = make_report([ScaleTurn("this", 10), ScaleTurn("before", 10)], False, ["10 workers: no"])
+    for table in report.tables:
+        assert isinstance(table, Rows)
+        assert [row[:2] for row in table.rows] == [[10, "this"], [10, "before"]]
+        cells = [
+            column.told(cell) for row in table.rows for column, cell in zip(table.columns, row, strict=True)
+        ]
+        assert set(cells) == {"10", "this", "before", ""}
+    assert report.notes == ["10 workers: no"]
+
+
+@pytest.mark.parametrize("text", ["", "ten", "10,", "1", "10,-2"])
+def test_numbers_of_workers(text: str) -> None:
+    with pytest.raises(ConfigError, match="--workers"):
+        _sizes(text)
+    assert _sizes("10, 20") == [10, 20]
+
+
+def test_what_it_is_measured_against(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no pdserve"):
+        _sources(tmp_path)
+    assert _sources(OURS) == OURS

@@ -1,0 +1,210 @@
+"""Two workers that both decode and prefill, among simulated engines."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client import REGISTRY
+
+from pdserve.decode.policy import FLOOR
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.errors import EngineDead
+from pdserve.prefill import pull
+from tests.both.graph import Both, Pair
+from tests.conditions import until
+from tests.decode.graph import Answered
+from tests.decode.test_worker import LONG, SHORT, expected
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with Pair() as pair:
+        yield pair
+
+
+def placed(answered: Answered) -> tuple[str, str]:
+    assert answered.placed is not None
+    return answered.placed.prefill, answered.placed.reason
+
+
+async def streaming(worker: Both, tokens: int = 4000) -> str:
+    """A request that keeps the worker decoding; its id."""
+    name = await worker.frontend.submit(SHORT, tokens)
+    await until(lambda: len(worker.frontend.answered[name].tokens) > 0)
+    return name
+
+
+async def all_free(*engines: SimEngine) -> None:
+    for engine in engines:
+        await until(engine.all_blocks_free)
+
+
+def warmed() -> float:
+    return REGISTRY.get_sample_value("pdserve_warm_ups_total", {"result": "ok"}) or 0.0
+
+
+async def test_kv_has_crossed_both_ways_before_the_first_request() -> None:
+    before = warmed()
+    async with Pair():
+        await until(lambda: warmed() == before + 2)
+
+
+async def test_an_idle_worker_prefills_its_own_prompts_at_once(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    answered = await pair.a.frontend.ask(LONG)
+    assert placed(answered) == ("local", "own")
+    assert "prefill local (own), prompt 500" in caplog.text
+    assert answered.tokens == expected(LONG, 4)
+    assert not pair.broker.queue("pdserve", "model").entries
+
+
+async def test_the_prompt_of_a_busy_worker_is_prefilled_by_an_idle_one(pair: Pair) -> None:
+    for worker in (pair.a, pair.b):
+        stream = await streaming(worker)
+        prompt = [*LONG, int(worker.worker.id[-1])]
+        answered = await worker.frontend.ask(prompt)
+        assert placed(answered) == ("remote", "long")
+        assert answered.tokens == expected(prompt, 4)
+        await worker.frontend.cancel(stream)
+        await all_free(pair.a.engine, pair.b.engine)
+
+
+async def test_streams_that_come_together_end_the_wait_at_the_queue_once(pair: Pair) -> None:
+    pulling = pair.a.worker._prompts.pulling
+    await until(lambda: pulling._waiting is not None)
+    for _ in range(4):
+        pulling.stop_waiting()
+        await asyncio.sleep(0)
+    await until(lambda: pulling._waiting is not None)
+    assert placed(await pair.a.frontend.ask(LONG)) == ("local", "own")
+
+
+async def test_where_all_are_busy_a_prompt_waits_for_none_for_long(pair: Pair) -> None:
+    for worker in (pair.a, pair.b):
+        await streaming(worker)
+        worker.worker._prompts.pulling.prompt_seconds = 1000.0
+    answers = await asyncio.gather(*(pair.a.frontend.ask([*LONG, n]) for n in range(4)))
+    assert {placed(answered) for answered in answers} <= {("remote", "long"), ("local", "own")}
+    assert [answered.tokens for answered in answers] == [expected([*LONG, n], 4) for n in range(4)]
+
+
+async def test_a_prompt_that_comes_back_is_prefilled_here_and_counts_as_no_failure(pair: Pair) -> None:
+    pair.b.engine.faults.going.clear()
+    await pair.b.frontend.submit(SHORT, 100)
+    await until(lambda: len(pair.b.worker.requests.occupying()) == 1)
+    pair.b.worker._prompts.pulling.looked = 1e9  # it never looks again
+    await streaming(pair.a)
+    failed = REGISTRY.get_sample_value("pdserve_remote_prefill_failures_total", {"reason": "own"})
+    answered = await pair.a.frontend.ask(LONG)
+    assert placed(answered) == ("local", "own")
+    assert answered.tokens == expected(LONG, 4)
+    assert REGISTRY.get_sample_value("pdserve_remote_prefill_failures_total", {"reason": "own"}) == failed
+    assert not pair.broker.queue("pdserve", "model").entries
+    pair.b.engine.faults.going.set()
+
+
+@pytest.mark.parametrize("draining", [False, True])
+async def test_a_prompt_waits_for_none_that_is_full_of_streams(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, draining: bool
+) -> None:
+    """Nor does one whose own worker drains."""
+    monkeypatch.setattr(pull, "FOR_STREAMS", 1.0)  # any stream fills the cache
+    for worker in (pair.a, pair.b):
+        worker.engine.faults.slow = 20.0
+        await streaming(worker)
+    if draining:
+        monkeypatch.setattr(type(pair.a.worker._prompts.pulling), "full", False)
+        monkeypatch.setattr(pair.b.worker._prompts.pulling, "looked", 1e9)
+    prompt = await pair.a.frontend.submit(LONG)
+    pair.a.worker._prompts.pulling.draining = draining
+    await until(lambda: pair.a.frontend.answered[prompt].placed is not None, within=FLOOR)
+    assert placed(await pair.a.frontend.end_of(prompt)) == ("local", "own")
+    assert len(pair.a.worker.requests) == 1, "the stream is not over"
+
+
+async def test_prompts_from_the_queue_count_where_the_cheaper_way_is_chosen(pair: Pair) -> None:
+    await streaming(pair.a)
+    pair.b.engine.faults.going.clear()
+    await pair.a.frontend.submit(LONG)
+    await until(lambda: len(pair.b.worker._prompts._running) == 1)
+    estimates = pair.b.worker._runner.estimator.of(100, 100)
+    assert estimates is not None
+    assert estimates.wait_here > 0
+    assert not estimates.idle
+    pair.b.engine.faults.going.set()
+
+
+async def test_a_lone_worker_queues_nothing(pair: Pair) -> None:
+    pair.b.worker.stop()
+    await pair.b.life
+    await until(lambda: not pair.a.worker._workers.available())
+    await streaming(pair.a)
+    assert placed(await pair.a.frontend.ask(LONG)) == ("local", "no-prefill-worker")
+
+
+async def test_a_worker_that_dies_with_prompt_and_stream_loses_neither(pair: Pair) -> None:
+    await streaming(pair.a)
+    stream = await streaming(pair.b, 50)
+    pair.b.engine.faults.slow = 1000.0
+    prompt = await pair.a.frontend.submit(LONG)
+    pair.b.worker._prompts.pulling.looked = 0.0
+    pair.a.worker._prompts.pulling.looked = 1e9
+    await until(lambda: len(pair.b.worker._prompts._running) == 1)
+    pair.b.engine.die()
+    with pytest.raises(EngineDead):
+        await pair.b.life
+    answered = await pair.a.frontend.end_of(prompt)
+    assert placed(answered) == ("local", "fallback")
+    assert answered.tokens == expected(LONG, 4)
+    lost = pair.b.frontend.answered[stream].failed
+    assert lost is not None
+    assert lost.retry, "another worker continues it"
+
+
+async def test_a_worker_that_is_killed_loses_no_prompt(pair: Pair) -> None:
+    await streaming(pair.a)
+    pair.b.engine.faults.going.clear()
+    prompt = await pair.a.frontend.submit(LONG)
+    await until(lambda: len(pair.b.worker._prompts._running) == 1)
+    pair.b.life.cancel()
+    answered = await pair.a.frontend.end_of(prompt)
+    assert answered.tokens == expected(LONG, 4)
+
+
+async def test_a_drained_worker_finishes_prompts_and_streams_and_keeps_kv_until_it_is_read(
+    pair: Pair,
+) -> None:
+    await streaming(pair.a)
+    pair.b.engine.faults.slow = 50.0
+    prompt = await pair.a.frontend.submit(LONG)
+    await until(lambda: len(pair.b.worker._prompts._running) == 1)
+    stream = await pair.b.frontend.submit(SHORT, 20)
+    await until(lambda: len(pair.b.worker.requests.occupying()) == 1)
+    pair.b.worker.stop()
+    await pair.b.life
+    answered = await pair.a.frontend.end_of(prompt)
+    assert placed(answered) == ("remote", "long")
+    assert answered.tokens == expected(LONG, 4)
+    assert pair.b.frontend.answered[stream].tokens == expected(SHORT, 20)
+
+
+async def test_a_cancelled_client_frees_every_block_of_both(pair: Pair) -> None:
+    stream = await streaming(pair.a)
+    pair.b.engine.faults.slow = 100.0
+    prompt = await pair.a.frontend.submit(LONG)
+    await until(lambda: len(pair.b.worker._prompts._running) == 1)
+    for name in (prompt, stream):
+        await pair.a.frontend.cancel(name)
+    await all_free(pair.a.engine, pair.b.engine)
+    assert placed(await pair.a.frontend.ask(LONG)) == ("local", "own")
+
+
+async def test_a_worker_that_only_prefills_may_be_beside_them(pair: Pair) -> None:
+    prefill = await pair.prefill("prefill-0")
+    for worker in (pair.a, pair.b):
+        await streaming(worker)
+    answers = await asyncio.gather(*(pair.a.frontend.ask([*LONG, n]) for n in range(3)))
+    assert [placed(answered) for answered in answers] == [("remote", "long")] * 3
+    assert [answered.tokens for answered in answers] == [expected([*LONG, n], 4) for n in range(3)]
+    await until(prefill.engine.all_blocks_free)

@@ -1,0 +1,54 @@
+"""What the policy `adaptive` makes of loads, in virtual time: no clock of this machine is in it."""
+
+import pytest
+
+from tests.decode.virtual import ADAPTIVE, LOADS, THRESHOLD, Figures, VirtualGraph
+
+
+def test_an_idle_worker_prefills_by_itself() -> None:
+    assert Figures.of(LOADS["1 client"](VirtualGraph(ADAPTIVE))).local == 1.0
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_no_load_waits_longer_than_with_thresholds(load: str) -> None:
+    adaptive, threshold = (Figures.of(LOADS[load](VirtualGraph(each))) for each in (ADAPTIVE, THRESHOLD))
+    assert adaptive.ttft50 < 1.05 * threshold.ttft50
+    assert adaptive.ttft99 < 1.05 * threshold.ttft99
+    assert adaptive.gap99 < 60
+    assert adaptive.itl99 < 30, "of one chunk"
+
+
+def test_saturated_it_uses_both_sides() -> None:
+    adaptive, threshold = (
+        Figures.of(LOADS["32 clients"](VirtualGraph(each))) for each in (ADAPTIVE, THRESHOLD)
+    )
+    assert 0.2 < adaptive.local < 0.5
+    assert adaptive.ttft50 < 0.6 * threshold.ttft50
+
+
+def test_several_workers_of_each_kind() -> None:
+    adaptive, threshold = (
+        Figures.of(VirtualGraph(each, prefill=2, decode=2).poisson(40, 30)) for each in (ADAPTIVE, THRESHOLD)
+    )
+    assert adaptive.ttft50 < 0.6 * threshold.ttft50
+
+
+def test_a_prefill_worker_that_gets_slow_and_fast_again() -> None:
+    """Ten times as slow from 20 to 60 s: it is left alone, tried now and then, and used again."""
+    graph = VirtualGraph(ADAPTIVE)
+    graph.after(20, lambda: setattr(graph.prefill[0], "slow", 10.0))
+    graph.after(60, lambda: setattr(graph.prefill[0], "slow", 1.0))
+    done = graph.poisson(8, 120)
+    before, slow, after = (Figures.of(done, *when) for when in ((3, 20), (25, 60), (75, 120)))
+    assert slow.ttft50 < 1.5 * before.ttft50
+    assert slow.local > 0.85
+    assert after.local < 0.6
+
+
+def test_a_prefill_worker_that_answers_no_more_gets_no_more() -> None:
+    graph = VirtualGraph(ADAPTIVE)
+    graph.after(20, lambda: setattr(graph.prefill[0], "slow", 1e9))
+    lost = [request for request in graph.poisson(8, 40) if not request.times]
+    assert lost == []
+    waiting = [request for request in graph.decode[0].live if request.awaits_tokens]
+    assert 1 <= len(waiting) <= 6

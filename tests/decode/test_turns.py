@@ -1,0 +1,75 @@
+"""Prompts in the engine at a time: as many as make one chunk."""
+
+import asyncio
+
+from pdserve.decode.turns import PromptTurns
+
+
+class Prompts:
+    """Tasks that are in the engine from their turn until they are told to leave it."""
+
+    def __init__(self, chunk: int) -> None:
+        self.turns = PromptTurns(chunk)
+        self.inside: list[str] = []
+        self.ends: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def come(self, name: str, tokens: int) -> None:
+        self.ends[name] = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(self._stay(name, tokens))
+        await asyncio.sleep(0)
+
+    async def _stay(self, name: str, tokens: int) -> None:
+        async with self.turns.turn(tokens):
+            self.inside.append(name)
+            await self.ends[name].wait()
+            self.inside.remove(name)
+
+    async def leave(self, name: str) -> None:
+        self.ends[name].set()
+        await self.tasks[name]
+        await asyncio.sleep(0)
+
+
+async def test_a_long_prompt_is_alone() -> None:
+    prompts = Prompts(100)
+    await prompts.come("long", 5000)
+    await prompts.come("longer", 9000)
+    await prompts.come("short", 10)
+    assert prompts.inside == ["long"]
+    await prompts.leave("long")
+    assert prompts.inside == ["longer"]
+    await prompts.leave("longer")
+    assert prompts.inside == ["short"]
+
+
+async def test_short_prompts_make_a_chunk_together() -> None:
+    prompts = Prompts(100)
+    for name in "abcd":
+        await prompts.come(name, 40)
+    assert prompts.inside == ["a", "b"]
+    await prompts.leave("b")
+    assert prompts.inside == ["a", "c"]
+
+
+async def test_a_prompt_that_is_given_up_in_line_holds_up_no_other() -> None:
+    prompts = Prompts(100)
+    await prompts.come("a", 80)
+    await prompts.come("b", 80)
+    await prompts.come("c", 20)
+    assert prompts.inside == ["a"]
+    prompts.tasks["b"].cancel()
+    await asyncio.gather(prompts.tasks["b"], return_exceptions=True)
+    await asyncio.sleep(0)
+    assert prompts.inside == ["a", "c"]
+    await prompts.leave("a")
+    await prompts.leave("c")
+    await prompts.come("d", 100)
+    assert prompts.inside == ["d"]
+
+
+async def test_without_a_chunk_there_are_no_turns() -> None:
+    prompts = Prompts(0)
+    for name in "abc":
+        await prompts.come(name, 5000)
+    assert prompts.inside == ["a", "b", "c"]

@@ -1,0 +1,298 @@
+"""A graph in virtual time: engines that take as long as simulated engines, and the real estimates and decisions.
+
+`python -m tests.decode.virtual` prints what the policies make of several loads, some seconds for minutes of load.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from pdserve.config.schema import DecodeSection
+from pdserve.decode.estimator import Estimator
+from pdserve.decode.policy import Decision, decide
+from pdserve.engine.sim.model import SimModel
+from pdserve.messages import PrefillDone, PrefillLoad
+from pdserve.plan.plan import DECODE_CHUNK
+from pdserve.process.learned import PrefillSpeed
+
+SPEED = SimModel(prefill_rate=26_000, step_seconds=0.0025, sequence_seconds=0.00015)
+"""about that of the demo model on one core"""
+TRANSFER, PUBLISH = 0.012, 0.002
+AHEAD = 4096
+"""tokens from which on a prefill worker pulls no more"""
+THRESHOLD = DecodeSection(remote_prefill=True, policy="threshold", max_local_prefill_length=64)
+LOCAL = Decision("local", "")
+ADAPTIVE = DecodeSection(remote_prefill=True, policy="adaptive")
+
+
+@dataclass(eq=False)
+class VirtualRequest:
+    """What the estimator wants to know of a request, and what became of it."""
+
+    prompt: int
+    answer_tokens: int
+    begun: float
+    decode: "VirtualDecode"
+    decision: Decision = LOCAL
+    computed: int = 0
+    computes: int = 0
+    awaits_tokens: int = 0
+    prefiller: str = ""
+    proven: bool = False
+    since: float = 0.0
+    pulled: float = 0.0
+    answer: Any = None
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def submit(self) -> Any:
+        return SimpleNamespace(prompt=range(self.prompt))
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.begun
+
+    @property
+    def gap(self) -> float:
+        return max(after - before for before, after in itertools.pairwise(self.times))
+
+
+class VirtualEngine:
+    """Steps of up to 2,048 tokens: running streams first, then prompts as they came, `chunk` tokens of each unless it
+    is alone."""
+
+    def __init__(self, graph: "VirtualGraph", chunk: int = 2048) -> None:
+        self.graph, self.chunk, self.slow = graph, chunk, 1.0
+        self.requests: list[VirtualRequest] = []
+        self._busy = False
+
+    def add(self, request: VirtualRequest) -> None:
+        self.requests.append(request)
+        self.go_on()
+
+    def go_on(self) -> None:
+        if self._busy or not self.requests:
+            return
+        left, share = 2048, []
+        chunk = self.chunk if len(self.requests) > 1 else left
+        for request in sorted(self.requests, key=lambda each: each.computed < each.prompt):
+            if count := min(left, chunk, max(1, request.prompt - request.computed)):
+                share.append((request, count))
+                left -= count
+        chunks = [(each.computed, count) for each, count in share if each.computed < each.prompt]
+        seconds = SPEED.step_time(len(share) - len(chunks), 0, chunks) * self.graph.noise() * self.slow
+        self._busy = True
+        self.graph.after(seconds, lambda: self._end(share))
+
+    def _end(self, share: list[tuple[VirtualRequest, int]]) -> None:
+        for request, count in share:
+            request.computed = min(request.prompt, request.computed + count)
+            if request.computed == request.prompt:
+                self.token(request)
+        self._busy = False
+        self.go_on()
+
+    def token(self, request: VirtualRequest) -> None:
+        raise NotImplementedError
+
+
+class VirtualDecode(VirtualEngine):
+    def __init__(self, graph: "VirtualGraph", chunk: int) -> None:
+        super().__init__(graph, chunk)
+        self.waiting: list[VirtualRequest] = []
+        self.live: list[VirtualRequest] = []
+        available = [SimpleNamespace(id=worker.id) for worker in graph.prefill]
+        workers = SimpleNamespace(available=lambda: available)
+        self.estimator = Estimator(self, graph, workers, clock=lambda: graph.now)  # type: ignore[arg-type]
+
+    def clients(self) -> list[VirtualRequest]:
+        return self.live
+
+    def __iter__(self) -> Iterator[VirtualRequest]:
+        return iter(self.live)
+
+    def submit(self, request: VirtualRequest) -> None:
+        estimates = self.estimator.of(request.prompt, request.prompt)
+        args = request.prompt, 0, self.graph.depth, len(self.graph.prefill), True, self.graph.settings
+        request.decision = decide(*args, estimates=estimates)
+        self.live.append(request)
+        if request.decision.mode == "local":
+            request.computes = request.prompt
+            self.waiting.append(request)
+            self._start()
+        else:
+            request.awaits_tokens = request.prompt
+            self.graph.after(PUBLISH, lambda: self.graph.publish(request))
+
+    def _start(self) -> None:
+        while self.waiting:
+            held = sum(min(self.chunk, each.computes) for each in self.requests)
+            if held and held + self.waiting[0].computes > self.chunk:
+                return
+            request = self.waiting.pop(0)
+            request.since = self.graph.now
+            self.add(request)
+
+    def answered(self, request: VirtualRequest) -> None:
+        request.awaits_tokens, request.since = 0, self.graph.now
+        request.times.append(self.graph.now)
+        self.graph.after(TRANSFER, lambda: self.add(request))
+
+    def token(self, request: VirtualRequest) -> None:
+        request.times.append(self.graph.now)
+        if not request.proven:
+            self.estimator.first_token(request, self.graph.now)  # type: ignore[arg-type]
+            request.proven, request.computes = True, 0
+            self.graph.after(0.002, self._start)
+        if len(request.times) == request.answer_tokens:
+            self.requests.remove(request)
+            self.live.remove(request)
+            self.graph.ended(request)
+
+
+class VirtualPrefill(VirtualEngine):
+    def __init__(self, graph: "VirtualGraph", number: int) -> None:
+        super().__init__(graph)
+        self.id = f"prefill-{number}"
+        self._speed = PrefillSpeed()
+
+    def pull(self) -> None:
+        while self.graph.queue and (tokens := sum(each.prompt for each in self.requests)) < AHEAD:
+            request = self.graph.queue.pop(0)
+            load = PrefillLoad(tokens + request.prompt, self._speed.token_seconds.value or 0.0)
+            self.graph.loads[self.id] = load, self.graph.now
+            request.prefiller, request.pulled = self.id, self.graph.now
+            self.add(request)
+
+    def token(self, request: VirtualRequest) -> None:
+        self.requests.remove(request)
+        self._speed.done(request.prompt, request.pulled, self.graph.now)
+        done = PrefillDone("", None, self.graph.now - request.pulled)  # type: ignore[arg-type]
+        request.answer = SimpleNamespace(result=lambda: done)
+        request.computed = request.prompt - 1  # as vLLM: the decode engine computes the last token
+        request.decode.answered(request)
+        self.pull()
+
+
+class VirtualGraph:
+    def __init__(
+        self,
+        settings: DecodeSection,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        chunk: int = DECODE_CHUNK,
+        seed: int = 1,
+    ) -> None:
+        self.settings, self.random, self.now = settings, Random(seed), 0.0
+        self.queue: list[VirtualRequest] = []
+        self.loads: dict[str, tuple[PrefillLoad, float]] = {}
+        self.prefill = [VirtualPrefill(self, number) for number in range(prefill)]
+        self.decode = [VirtualDecode(self, chunk) for _ in range(decode)]
+        self.done: list[VirtualRequest] = []
+        self.ended: Callable[[VirtualRequest], None] = self.done.append
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    @property
+    def depth(self) -> int:
+        return len(self.queue)
+
+    def noise(self) -> float:
+        return self.random.uniform(0.85, 1.25)
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event))
+
+    def publish(self, request: VirtualRequest) -> None:
+        self.queue.append(request)
+        for worker in self.random.sample(self.prefill, len(self.prefill)):
+            worker.pull()
+
+    def ask(self, prompt: int = 1300, tokens: int = 64) -> None:
+        worker = self.decode[next(self._numbers) % len(self.decode)]
+        worker.submit(VirtualRequest(prompt, tokens, self.now, worker))
+
+    def run(self, until: float) -> None:
+        while self._events and self._events[0][0] <= until:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        self.now = until
+
+    def closed(self, clients: int, seconds: float) -> list[VirtualRequest]:
+        """So many clients, each of which asks again when it has its answer."""
+
+        def again(request: VirtualRequest) -> None:
+            self.done.append(request)
+            self.after(self.random.uniform(0.002, 0.012), self.ask)
+
+        self.ended = again
+        for number in range(clients):
+            self.after(0.003 * number, self.ask)
+        self.run(seconds)
+        return self.done
+
+    def poisson(
+        self, rate: float, seconds: float, prompts: tuple[int, ...] = (1300,)
+    ) -> list[VirtualRequest]:
+        """So many requests a second, at random."""
+        at = self.random.expovariate(rate)
+        while at < seconds:
+            self.after(at, lambda: self.ask(self.random.choice(prompts)))
+            at += self.random.expovariate(rate)
+        self.run(seconds + 30)
+        return self.done
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of the requests that began after the first `skip` seconds; milliseconds."""
+
+    ttft50: float
+    ttft99: float
+    itl99: float
+    gap99: float
+    local: float
+    """share of the prompts"""
+
+    @classmethod
+    def of(cls, requests: list[VirtualRequest], begin: float = 3.0, end: float = 1e9) -> "Figures":
+        found = [request for request in requests if begin <= request.begun < end]
+        ttfts = sorted(1000 * each.ttft for each in found)
+        gaps = sorted(1000 * each.gap for each in found)
+        itls = sorted(1000 * (b - a) for each in found for a, b in itertools.pairwise(each.times))
+        local = sum(each.decision.mode == "local" for each in found) / len(found)
+        return cls(
+            ttfts[len(ttfts) // 2],
+            ttfts[int(0.99 * len(ttfts))],
+            itls[int(0.99 * len(itls))],
+            gaps[int(0.99 * len(gaps))],
+            local,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"TTFT p50 {self.ttft50:5.0f}, p99 {self.ttft99:5.0f}; ITL p99 {self.itl99:4.0f}; longest gap p99 "
+            f"{self.gap99:4.0f} ms; {self.local:4.0%} local"
+        )
+
+
+LOADS: dict[str, Callable[[VirtualGraph], list[VirtualRequest]]] = {
+    "1 client": lambda graph: graph.closed(1, 30),
+    "8 clients": lambda graph: graph.closed(8, 30),
+    "32 clients": lambda graph: graph.closed(32, 30),
+    "5 requests/s": lambda graph: graph.poisson(5, 60),
+    "10 requests/s": lambda graph: graph.poisson(10, 60),
+    "18 requests/s": lambda graph: graph.poisson(18, 60),
+    "22 requests/s": lambda graph: graph.poisson(22, 60),
+    "20/s, 50 to 3,000 tokens": lambda graph: graph.poisson(20, 60, (50, 100, 200, 1300, 3000)),
+}
+
+if __name__ == "__main__":
+    for load, drive in LOADS.items():
+        for settings in (THRESHOLD, ADAPTIVE):
+            print(f"{load:25}  {settings.policy:10} {Figures.of(drive(VirtualGraph(settings)))}")

@@ -1,0 +1,54 @@
+"""What vLLM's KV events say of its prefix cache, in our own names. The real engine's are in `test_vllm_engine.py`."""
+
+from typing import Any
+
+import pytest
+
+from pdserve.engine.vllm import api
+from pdserve.engine.vllm.cache import CacheMirror
+
+PROMPT = list(range(33))
+
+
+def stored(hashes: list[int], tokens: list[int], parent: int | None = None, **more: Any) -> api.BlockStored:
+    return api.BlockStored(hashes, parent, tokens, 8, None, "GPU", more.pop("lora_name", None), **more)
+
+
+def mirror(*events: object) -> CacheMirror:
+    cache = CacheMirror()
+    cache.prefixes.resize(100, 8)
+    for event in events:
+        cache._apply(event)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("events", "salt", "hit"),
+    [
+        ([stored([1, 2], PROMPT[:16]), stored([3], PROMPT[16:24], 2)], None, 24),
+        ([stored([1], PROMPT[:8]), stored([3], PROMPT[16:24], 2)], None, 8),  # its parent is not known
+        ([stored([1, 2], PROMPT[:16]), api.BlockRemoved([2], "GPU")], None, 8),
+        ([stored([1, 2], PROMPT[:16]), api.BlockRemoved([1], "GPU")], None, 0),
+        ([stored([1], PROMPT[:8]), stored([1], PROMPT[:8]), api.BlockRemoved([1], "GPU")], None, 8),
+        ([stored([1], PROMPT[:8]), api.BlockRemoved([1], "GPU", 1)], None, 8),
+        ([stored([1], PROMPT[:8]), api.BlockRemoved([7], "GPU")], None, 8),
+        ([stored([1], PROMPT[:8]), api.AllBlocksCleared()], None, 0),
+        ([stored([1, 2], PROMPT[:16], extra_keys=[("salt",), None])], None, 0),
+        ([stored([1, 2], PROMPT[:16], extra_keys=[("salt",), None])], "salt", 16),
+        ([stored([1, 2], PROMPT[:16], extra_keys=[("salt",), None])], "other", 0),
+        ([stored([1, 2], PROMPT[:16], extra_keys=[(("image", 0),), None])], None, 0),
+        ([stored([1, 2], PROMPT[:16], extra_keys=[None, (("image", 0),)])], None, 0),
+        ([stored([1], PROMPT[:8], lora_name="adapter", extra_keys=[("adapter",)])], None, 0),
+        ([stored([1], PROMPT[:8], group_idx=1)], None, 0),
+        ([stored([1], PROMPT[:4])], None, 0),
+        ([stored([1, 3], PROMPT[:24])], None, 0),  # some blocks in between are not kept
+    ],
+)
+def test_events(events: list[object], salt: str | None, hit: int) -> None:
+    assert mirror(*events).prefixes.hit(PROMPT, salt) == hit
+
+
+def test_nothing_is_left_of_blocks_that_are_gone() -> None:
+    cache = mirror(*[stored([1, 2], PROMPT[:16])] * 2, *[api.BlockRemoved([1, 2], "GPU")] * 2)
+    assert cache._blocks == {}
+    assert cache.prefixes.told() == []

@@ -1,0 +1,82 @@
+"""What is kept up as workers change is what a look at all of them would find."""
+
+from random import Random
+
+import pytest
+
+from pdserve.frontend.admission.capacity import Capacity
+from pdserve.frontend.model.candidates import WINDOW, Candidates
+
+FREE, FULL = Capacity(10, 3, 100), Capacity(10, 0, 900)
+
+
+def candidates(**workers: Capacity) -> Candidates:
+    found = Candidates()
+    for name, capacity in workers.items():
+        found.set(name, capacity)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("workers", "last", "avoid", "only_others", "expected"),
+    [
+        ({"a": FREE, "b": FREE, "c": FREE}, "a", (), False, "bca"),
+        ({"a": FREE, "b": FULL, "c": FREE}, "a", (), False, "ca"),
+        ({"a": FULL, "b": FULL}, "a", (), False, "ba"),
+        (
+            {"a": FREE, "b": FULL},
+            "",
+            {"a"},
+            False,
+            "b",
+        ),  # where it failed is the last resort, even with capacity
+        ({"a": FREE, "b": FULL}, "", {"a", "b"}, False, "a"),
+        ({"a": FREE, "b": FULL}, "", {"a", "b"}, True, ""),
+        ({}, "", (), False, ""),
+    ],
+)
+def test_next(
+    workers: dict[str, Capacity], last: str, avoid: set[str], only_others: bool, expected: str
+) -> None:
+    found = candidates(**workers).next(last, avoid, only_others=only_others)
+    assert "".join(found) == expected
+
+
+def test_a_choice_looks_at_a_window() -> None:
+    names = [f"{number:03}" for number in range(100)]
+    found = candidates(**dict.fromkeys(names, FREE))
+    assert found.next("097", {"099", "001"}, only_others=False) == ["098", "000", *names[2:WINDOW]]
+
+
+def test_only_available_workers_add_up() -> None:
+    both = candidates(a=FREE, b=Capacity(10, 5, 0), c=FULL)
+    assert both.capacity == Capacity(30, 3, 100)
+    both.set("d", Capacity(10, 1, float("inf")))
+    assert both.capacity == Capacity(40, 4, float("inf"))
+    for name in "abcd":
+        both.set(name, None)
+    assert both.capacity == Capacity()
+    assert len(both) == 0
+
+
+def test_after_any_changes() -> None:
+    chance, there, found = Random(5), dict[str, Capacity](), Candidates()
+    for _ in range(3000):
+        name = f"{chance.randrange(40):02}"
+        if chance.random() < 0.3:
+            there.pop(name, None)
+            found.set(name, None)
+        else:
+            there[name] = Capacity(10, chance.randrange(3), chance.choice([0.0, 0.1, 7.3, float("inf")]))
+            found.set(name, there[name])
+        free = {each: capacity for each, capacity in there.items() if capacity.available}
+        assert len(found) == len(there)
+        assert {each for each in there if not found.full(each)} == free.keys()
+        total = found.capacity
+        assert total.max_requests == 10 * len(there)
+        assert total.free_requests == sum(capacity.free_requests for capacity in free.values())
+        assert total.free_tokens == pytest.approx(sum(capacity.free_tokens for capacity in free.values()))
+        last = f"{chance.randrange(40):02}"
+        order = sorted(free or there)
+        turn = [name for name in order if name > last] + [name for name in order if name <= last]
+        assert found.next(last, (), only_others=False) == turn[:WINDOW]

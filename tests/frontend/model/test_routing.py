@@ -1,0 +1,223 @@
+"""Two frontends that route to two decode workers with simulated engines, over streams in memory."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
+
+import pytest
+
+from pdserve.config.host import VLLM_VERSION
+from pdserve.config.schema import DecodeConfig
+from pdserve.decode.worker import DecodeWorker
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.frontend.model.generation import Generation
+from pdserve.frontend.model.vllm_api import EngineCoreRequest
+from pdserve.frontend.model.workers import Link, WorkerPool
+from pdserve.messages import Outputs, Submit, ToFrontend
+from pdserve.plan.slots import Slot
+from pdserve.queue.memory import MemoryBroker, MemoryQueue
+from pdserve.records import Instance, Role
+from pdserve.registry.memory import MemoryRegistry, MemoryServer
+from pdserve.stream.memory import MemoryStreamClient, MemoryStreamServer
+from tests.conditions import until
+from tests.decode.graph import config, living
+from tests.engine.sims import body, decode_outputs, spec
+
+_numbers = count()
+BLOCK = 16
+
+
+class Frontend:
+    """Sends requests where its pool says, and reads the answers."""
+
+    def __init__(self, name: str, policy: str = "kv") -> None:
+        self.pool = WorkerPool(policy, VLLM_VERSION, lambda address: MemoryStreamClient(address, name), self)
+        self._answers: dict[str, tuple[Generation, list[int], asyncio.Event]] = {}
+
+    def link_up(self, link: Link) -> None: ...
+
+    def link_lost(self, link: Link, reason: str) -> None: ...
+
+    def received(self, link: Link, message: ToFrontend) -> None:
+        if isinstance(message, Outputs):
+            for output in decode_outputs(message.body).outputs:
+                generation, cached, over = self._answers[output.request_id]
+                generation.add_tokens(output.new_token_ids)
+                if output.prefill_stats is not None:
+                    cached.append(output.prefill_stats.num_cached_tokens)
+                if output.finish_reason is not None:
+                    generation.detach()
+                    over.set()
+
+    async def ask(self, prompt: list[int], max_tokens: int = 20) -> tuple[str, list[int], int]:
+        """The worker, the answer, and how many of the prompt's tokens were cached there."""
+        generation = Generation(request(prompt), None, 0.0, size=len(prompt) + max_tokens)
+        link, name = self.pool.pick(generation, only_others=False), f"r{next(_numbers)}"
+        assert link is not None
+        cached: list[int] = []
+        over = asyncio.Event()
+        self._answers[name] = generation, cached, over
+        generation.attach(link, name)
+        link.post(Submit(name, prompt, 30.0, body(max_tokens)))
+        async with asyncio.timeout(10):
+            await over.wait()
+        return link.instance, generation.tokens, cached[0]
+
+
+def request(prompt: list[int]) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=None,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+class Workers:
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+        self._server, self._broker = MemoryServer(), MemoryBroker()
+        self.workers: dict[str, DecodeWorker] = {}
+        self._lives: dict[str, AsyncExitStack] = {}
+        self._instances: dict[str, Instance] = {}
+        self.frontends: list[Frontend] = []
+
+    async def start(self, name: str) -> None:
+        stream = MemoryStreamServer()
+        worker = DecodeWorker(
+            config(DecodeConfig()),
+            Slot(Role.DECODE, 0),
+            name,
+            SimEngine(spec(Role.DECODE, name)),
+            MemoryRegistry(self._server, "t"),
+            MemoryQueue(self._broker),
+            stream,
+        )
+        life = self._lives[name] = await self._stack.enter_async_context(AsyncExitStack())
+        await life.enter_async_context(living(worker))
+        self.workers[name] = worker
+        self._instances[name] = Instance(
+            name, Role.DECODE, address=stream.address, kv_tokens=2048 * BLOCK, vllm_version=VLLM_VERSION
+        )
+        await self.tell()
+
+    async def kill(self, name: str) -> None:
+        await self._lives.pop(name).aclose()
+        del self.workers[name], self._instances[name]
+        await self.tell()
+
+    async def frontend(self, name: str, policy: str = "kv") -> Frontend:
+        frontend = Frontend(name, policy)
+        self.frontends.append(frontend)
+        self._stack.push_async_callback(frontend.pool.close)
+        await self.tell()
+        return frontend
+
+    async def tell(self) -> None:
+        """What the registry would tell."""
+        for frontend in self.frontends:
+            frontend.pool.update(self._instances.values(), len(self.frontends))
+        await until(lambda: all(frontend.pool.live == len(self.workers) for frontend in self.frontends))
+
+    async def told(self) -> None:
+        """Until the frontends know what is cached."""
+
+        def known() -> bool:
+            names = {name: set(worker._engine.prefixes.told()) for name, worker in self.workers.items()}
+            indexes = [frontend.pool._prefixes for frontend in self.frontends]
+            return all({name: set(index.told(name)) for name in names} == names for index in indexes)
+
+        await until(known)
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+@asynccontextmanager
+async def graph(*names: str) -> AsyncIterator[Workers]:
+    workers = Workers()
+    try:
+        for name in names:
+            await workers.start(name)
+        yield workers
+    finally:
+        await workers.close()
+
+
+async def test_conversations_return_to_their_blocks_whichever_frontend_has_them() -> None:
+    system = list(range(1000, 1000 + 20 * BLOCK))
+    prompts = [[*system, *range(3000 + 100 * user, 3000 + 100 * user + 40)] for user in range(8)]
+    homes: list[list[str]] = [[] for _ in prompts]
+    async with graph("a", "b") as workers:
+        frontends = [await workers.frontend("one"), await workers.frontend("two")]
+        for turn in range(4):
+            before = [len(prompt) for prompt in prompts]
+            answers = await asyncio.gather(
+                *(frontends[(user + turn) % 2].ask(prompt) for user, prompt in enumerate(prompts))
+            )
+            await workers.told()
+            for user, (worker, answer, cached) in enumerate(answers):
+                homes[user].append(worker)
+                if turn:  # everything but the last block, and what is new
+                    assert cached >= (before[user] - 30 - BLOCK) // BLOCK * BLOCK
+                prompts[user] += [*answer, *range(5000 + 10 * user, 5010 + 10 * user)]
+    assert all(len(set(home)) == 1 for home in homes)
+    assert min(Counter(home[0] for home in homes).values()) >= 3, (
+        "what all begin with does not bring all together"
+    )
+
+
+async def test_a_hot_prefix_spreads_when_its_worker_has_more_to_do() -> None:
+    system = list(range(1000, 1000 + 20 * BLOCK))
+    async with graph("a", "b") as workers:
+        frontends = [await workers.frontend("one"), await workers.frontend("two")]
+        first, _, _ = await frontends[0].ask([*system, 1])
+        await workers.told()
+        again, _, cached = await frontends[1].ask([*system, 2])
+        assert (again, cached) == (first, len(system))
+        prompts = [[*system, 3 + user] for user in range(20)]
+        answers = await asyncio.gather(
+            *(frontends[user % 2].ask(prompt, 200) for user, prompt in enumerate(prompts))
+        )
+    assert min(Counter(worker for worker, _, _ in answers).values()) >= 6
+
+
+async def test_a_worker_that_dies_takes_its_entries_away_and_comes_back_without() -> None:
+    prompt = list(range(1000, 1000 + 10 * BLOCK))
+    async with graph("a", "b") as workers:
+        frontend = await workers.frontend("one")
+        home, _, _ = await frontend.ask(prompt)
+        await workers.told()
+        assert (await frontend.ask(prompt))[0] == home
+        await workers.kill(home)
+        await until(lambda: len(frontend.pool._prefixes) == 0)
+        other, _, cached = await frontend.ask(prompt)
+        assert (other, cached) == ({"a": "b", "b": "a"}[home], 0)
+        await workers.start("c")
+        await workers.told()
+        assert (await frontend.ask(prompt))[0] == other
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "least-loaded"])
+async def test_nothing_is_told_or_kept_unless_the_router_is_kv(policy: str) -> None:
+    prompt = list(range(1000, 1000 + 10 * BLOCK))
+    async with graph("a", "b") as workers:
+        frontend = await workers.frontend("one", policy)
+        await frontend.ask(prompt)
+        await frontend.ask(prompt)
+        assert not any(worker._engine.prefixes.followed for worker in workers.workers.values())
+        frontend.pool.policy = "kv"
+        await workers.told()
+        assert len(frontend.pool._prefixes) > 0
+        frontend.pool.policy = policy
+        assert len(frontend.pool._prefixes) == 0
+        await until(lambda: not any(w._engine.prefixes.followed for w in workers.workers.values()))
+        await frontend.ask(prompt)
+        assert len(frontend.pool._prefixes) == 0

@@ -1,0 +1,23 @@
+import pytest
+
+from pdserve.prefill.pull import LOOK, TICK, pause
+
+
+@pytest.mark.parametrize(
+    ("streams", "prompt_seconds", "waiting", "seconds"),
+    [
+        (0, 0.1, 0, 0.0),  # idle: at once
+        (0, 100.0, 5, 0.0),
+        (1, 0.1, 0, LOOK),  # none is known to wait: a look now and then
+        (32, 0.0, 0, LOOK),
+        (2, 0.2, 1, 0.05),  # a quarter of its places: a quarter of what a prompt takes
+        (4, 0.08, 3, 0.04),
+        (8, 0.08, 1, 0.08),  # full
+        (8, 0.0, 1, TICK),  # no prompt was computed here so far
+        (8, 100.0, 1, LOOK),  # nothing starves
+    ],
+)
+def test_how_long_a_worker_leaves_the_queue_to_others(
+    streams: int, prompt_seconds: float, waiting: int, seconds: float
+) -> None:
+    assert pause(streams, 8, prompt_seconds, waiting) == pytest.approx(seconds)

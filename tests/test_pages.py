@@ -1,0 +1,52 @@
+"""What processes tell over HTTP beside their work."""
+
+import asyncio
+import socket
+import time
+
+import httpx
+import pytest
+
+from pdserve.messages import Load
+from pdserve.observe import pages
+from pdserve.observe.pages import read_loads, serve_pages
+from pdserve.records import Instance, Role
+
+
+def instance(name: str, url: str) -> Instance:
+    return Instance(name, Role.DECODE, metrics=url)
+
+
+async def test_a_process_tells_its_metrics_and_its_load() -> None:
+    with serve_pages("127.0.0.1") as page:
+        page.load = lambda: Load(running=len(asyncio.all_tasks()), unreachable=["a"])
+        async with httpx.AsyncClient() as http:
+            assert "pdserve_tasks" in (await http.get(page.metrics)).text
+        loads = await read_loads([instance("a", page.metrics), instance("b", page.metrics)])
+        assert set(loads) == {"a", "b"}
+        assert loads["a"].running > 0
+        assert loads["a"].unreachable == ["a"]
+
+
+async def test_what_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "READ_WITHIN", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        silent = f"http://127.0.0.1:{listening.getsockname()[1]}/metrics"
+        with serve_pages("127.0.0.1") as starting, serve_pages("127.0.0.1") as good:
+            starting.load = Instance("", Role.DECODE).__getattribute__  # type: ignore[assignment]
+            urls = {"good": good.metrics, "starting": starting.metrics, "silent": silent}
+            urls |= {"gone": "http://127.0.0.1:1/metrics", "none": "", "nonsense": "http://[/metrics"}
+            assert await read_loads(instance(*item) for item in urls.items()) == {"good": Load()}
+
+
+async def test_a_process_that_hangs_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "TOLD_WITHIN", 0.05)
+    with serve_pages("127.0.0.1") as page:
+        load = page.metrics.replace("metrics", "load")
+        asking = asyncio.get_running_loop().run_in_executor(None, httpx.get, load)
+        await asyncio.sleep(0)
+        time.sleep(0.4)  # noqa: ASYNC251 - it hangs
+        assert (await asking).status_code == 503
+        assert (await asyncio.to_thread(httpx.get, load)).json() == {
+            "running": 0, "waiting": 0, "kv_usage": 0.0, "tokens": 0, "queue_depth": 0, "unreachable": [],
+        }  # fmt: skip
