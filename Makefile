@@ -43,7 +43,8 @@ bench: install  ## measure one engine against the graph of CONFIG, then each hop
 	[ -z "$$failed" ] || echo "FAILED:$$failed (see above)"; exit $$code
 
 test: lint  ## install what is missing, lint, type-check, and run the tests (what CI runs)
-	$(BIN)/pytest $(PARALLEL) $(TESTS)
+	@rm -f .pytest_cache/v/cache/lastfailed
+	$(BIN)/pytest $(PARALLEL) $(TESTS) || { [ $$? -eq 1 ] && $(BIN)/python -m tools.failed_alone; }
 
 lint: dev  ## ruff and mypy, strict
 	$(BIN)/ruff check .

@@ -81,6 +81,13 @@ class ClosedLoop(Generic[E]):
             await self._news.wait_for(lambda: not self.running)
 
 
+def arrivals(rate: float, seconds: float, seed: int) -> Iterator[float]:
+    """When requests arrive, in seconds from the begin: a Poisson process of `rate` a second."""
+    dice, due = random.Random(seed), 0.0
+    while (due := due + dice.expovariate(rate)) < seconds:
+        yield due
+
+
 async def open_loop(
     requests: Iterator[E],
     send: Callable[[E], Coroutine[None, None, None]],
@@ -90,11 +97,10 @@ async def open_loop(
 ) -> list[E]:
     """Requests arrive `rate` times a second on average (Poisson), whatever becomes of those before. Returns all of
     them when the last one has ended; where it is cancelled, so are they."""
-    dice, begin, sent = random.Random(seed), time.monotonic(), list[E]()
-    due = begin
+    begin, sent = time.monotonic(), list[E]()
     async with asyncio.TaskGroup() as group:
-        while (due := due + dice.expovariate(rate)) < begin + seconds:
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
+        for due in arrivals(rate, seconds, seed):
+            await asyncio.sleep(max(0.0, begin + due - time.monotonic()))
             sent.append(next(requests))
             group.create_task(send(sent[-1]))
     return sent
