@@ -21,6 +21,7 @@ ALLOWED = {
     "pynvml": ("plan/machine.py",),
     "yaml": ("config/tree.py",),
     "pydantic": ("config/",),
+    "cryptography": ("credentials.py",),
     "vllm": ("engine/vllm/api.py", "engine/vllm/worker.py", "frontend/model/vllm_api.py", "kv/"),
     "fastapi": ("frontend/model/vllm_api.py",),
     "starlette": ("frontend/",),
@@ -66,6 +67,7 @@ LEAVES = (
     "messages",
     "records",
     "sampling",
+    "credentials",
 )
 """files (and the demo model) that every room may import from; of each other only from those before them"""
 

@@ -1,9 +1,9 @@
 """YAML to Config: strict, with every problem of a file found in one go.
 
-Sections are those of a Dynamo 0.2 graph: Common, Frontend, Processor, VllmWorker, PrefillWorker; and Graph, which is
-pdserve's own. As in Dynamo, a key of Common counts only in the sections that list it in `common-configs`, and not where
-the section sets it itself; one that no section lists is an error. The environment wins over Graph: PDSERVE_NATS,
-PDSERVE_ETCD, PDSERVE_STATE_DIR.
+Sections are those of a Dynamo 0.2 graph: Common, Frontend, Processor, VllmWorker, PrefillWorker; and Graph and
+Security, which are pdserve's own. As in Dynamo, a key of Common counts only in the sections that list it in
+`common-configs`, and not where the section sets it itself; one that no section lists is an error. The environment wins
+over Graph and Security: PDSERVE_NATS, PDSERVE_ETCD, PDSERVE_STATE_DIR, PDSERVE_CREDENTIALS.
 """
 
 import os
@@ -24,6 +24,7 @@ from pdserve.config.schema import (
     GraphSection,
     PrefillConfig,
     ProcessorSection,
+    SecuritySection,
     WorkerConfig,
     WorkerSection,
     etcd_address,
@@ -63,6 +64,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     processor = sections.read("Processor", ProcessorSection)
     decode = sections.read("VllmWorker", DecodeSection)
     prefill = sections.read("PrefillWorker", WorkerSection)
+    security = sections.read("Security", SecuritySection)
     sections.check_common()
 
     model = _model((decode, prefill), findings)
@@ -72,6 +74,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     if decode.entry and prefill.entry:
         _compare_workers(decode.args, prefill.args, findings)
     places = _with_places(graph.values, env, findings)
+    files = _with_files(security, env, findings)
     frontend_config = _frontend(frontend, processor.values, findings)
     decode_config = _worker(DecodeConfig, _with_policy(decode, findings), findings)
     prefill_config = _worker(PrefillConfig, prefill, findings)
@@ -84,6 +87,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
         frontend=frontend_config,
         decode=decode_config,
         prefill=prefill_config,
+        security=files,
         notes=tuple(findings.notes),
     )
 
@@ -237,6 +241,27 @@ def _with_places(graph: GraphSection, env: Mapping[str, str], findings: Findings
     nats, etcd = named("PDSERVE_NATS", nats_url), named("PDSERVE_ETCD", etcd_address)
     state_dir = _state_dir(graph, env.get("PDSERVE_STATE_DIR"), findings)
     return replace(graph, nats=nats or graph.nats, etcd=etcd or graph.etcd, state_dir=state_dir)
+
+
+def _with_files(
+    security: SectionRead[SecuritySection], env: Mapping[str, str], findings: Findings
+) -> SecuritySection:
+    """With absolute paths."""
+    values, named = security.values, env.get("PDSERVE_CREDENTIALS")
+    for one, other in (("tls-certificate", "tls-key"), ("tls-key", "tls-certificate")):
+        if one in security.own and other not in security.own:
+            findings.problem(security.own[one], f"needs {other} beside it.")
+
+    def beside(file: Path | None) -> Path | None:
+        return file and findings.path.parent.joinpath(file).resolve()
+
+    return replace(
+        values,
+        credentials=Path.cwd() / named if named else beside(values.credentials),
+        api_keys=beside(values.api_keys),
+        tls_certificate=beside(values.tls_certificate),
+        tls_key=beside(values.tls_key),
+    )
 
 
 def _state_dir(graph: GraphSection, named: str | None, findings: Findings) -> Path:

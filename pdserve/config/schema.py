@@ -25,6 +25,7 @@ PrefillPolicy = Literal["threshold", "adaptive"]
 PREFILL_POLICIES: tuple[str, ...] = get_args(PrefillPolicy)
 THRESHOLDS = ("max-local-prefill-length", "max-prefill-queue-size")
 """keys that mean the policy `threshold` where they are set alone"""
+Allowance = Literal["no-keys", "plain-http", "plain-graph"]
 EngineKind = Literal["vllm", "sim"]
 ENGINES: tuple[str, ...] = get_args(EngineKind)
 
@@ -109,9 +110,14 @@ Flag = Annotated[bool, Field(strict=True)]
 CommonKeys = Annotated[
     tuple[Text, ...], Field(json_schema_extra={"is": "a list of keys of Common, as in [model, block-size]"})
 ]
+Allowances = Annotated[
+    tuple[Allowance, ...],
+    Field(json_schema_extra={"is": f"a list of {', '.join(get_args(Allowance))}"}),
+]
 GpuNumbers = Annotated[
     tuple[ZeroOrMore, ...], Field(json_schema_extra={"is": "a list of GPU numbers, as in [0, 1]"})
 ]
+File = Annotated[Path, BeforeValidator(_text), AfterValidator(with_home)]
 GpuCount = Annotated[ZeroOrMore | None, BeforeValidator(_gpu_count)]
 
 
@@ -264,12 +270,31 @@ class GraphSection(Section):
     kv_port: Port = 5600
     """first of the ports on which workers hand out their KV handles (NIXL side channel), one for each
     worker"""
-    state_dir: Annotated[Path, BeforeValidator(_text), AfterValidator(with_home)] = Path("~/.pdserve")
+    state_dir: File = Path("~/.pdserve")
     """where embedded servers keep their data; a relative folder counts from the file's"""
     request_timeout: Seconds = 600.0
     """seconds; the deadline of a request that names none"""
     drain_timeout: SecondsOrZero = 30.0
     """seconds; for running requests to finish after SIGTERM"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecuritySection(Section):
+    """Files count from the YAML's folder where they are relative."""
+
+    credentials: File | None = None
+    """folder made by `pdserve credentials`, the same on all hosts of the graph: NATS, etcd and the streams between
+    processes are encrypted with it and take nothing without a certificate of it; not set: `serve` makes one for this
+    run where it starts both servers, else there is none"""
+    api_keys: File | None = None
+    """file of API keys with names and limits; not set: those of PDSERVE_API_KEYS"""
+    tls_certificate: File | None = None
+    """of the OpenAI API, in PEM with its chain: clients come by https"""
+    tls_key: File | None = None
+    """of `tls-certificate`, in PEM"""
+    allow: Allowances = ()
+    """what may be open to other machines all the same: `no-keys`, an API without keys; `plain-http`, an API without
+    TLS, as behind a proxy that has it; `plain-graph`, NATS, etcd and streams without credentials"""
 
 
 @dataclass(frozen=True)
@@ -283,5 +308,7 @@ class Config(GraphSection):
     frontend: FrontendConfig | None
     decode: DecodeConfig | None
     prefill: PrefillConfig | None
+    security: SecuritySection = field(default_factory=SecuritySection)
+    """with absolute paths"""
     notes: tuple[str, ...] = ()
     """what was read differently from how it was written, one sentence each, to be shown once at start"""

@@ -15,6 +15,7 @@ from pdserve.config.schema import (
     GraphSection,
     ProcessorSection,
     Section,
+    SecuritySection,
     WorkerSection,
     kebab,
 )
@@ -28,6 +29,7 @@ KINDS: dict[str, type[Section]] = {
     "Processor": ProcessorSection,
     "VllmWorker": DecodeSection,
     "PrefillWorker": WorkerSection,
+    "Security": SecuritySection,
 }
 _CONNECTORS = ("DynamoNixlConnector", "NixlConnector")
 

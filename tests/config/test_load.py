@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from pdserve.config.load import load
-from pdserve.config.schema import ENGINES, Config, FrontendConfig
+from pdserve.config.schema import ENGINES, Config, FrontendConfig, SecuritySection
 from pdserve.demo import MODEL_DIR
 from pdserve.engine import spec
 from pdserve.errors import ConfigError
@@ -224,6 +224,35 @@ def test_the_environment_wins(tmp_path: Path) -> None:
     found = problems(tmp_path, GOOD, {"PDSERVE_NATS": "10.0.0.5"})
     assert found == [
         "Environment variable PDSERVE_NATS is '10.0.0.5', but must be a NATS URL, as in nats://10.0.0.5:4222."
+    ]
+
+
+SECURITY = """\
+Security:
+  credentials: secrets
+  api-keys: /etc/keys.yaml
+  tls-certificate: edge.pem
+  tls-key: edge-key.pem
+  allow: [no-keys, plain-graph]
+"""
+
+
+def test_the_security_section(tmp_path: Path) -> None:
+    security = read(tmp_path, GOOD + SECURITY).security
+    assert (security.credentials, security.api_keys) == (tmp_path / "secrets", Path("/etc/keys.yaml"))
+    assert (security.tls_certificate, security.tls_key) == (tmp_path / "edge.pem", tmp_path / "edge-key.pem")
+    assert security.allow == ("no-keys", "plain-graph")
+    assert read(tmp_path, GOOD).security == SecuritySection()
+    assert read(tmp_path, GOOD, {"PDSERVE_CREDENTIALS": "/s"}).security.credentials == Path("/s")
+
+
+def test_mistakes_of_the_security_section(tmp_path: Path) -> None:
+    text = SECURITY.replace("  tls-key: edge-key.pem\n", "").replace("no-keys", "nothing")
+    line = len(GOOD.splitlines())
+    assert problems(tmp_path, GOOD + text) == [
+        f"FILE:{line + 4}: Security.tls-certificate needs tls-key beside it.",
+        f"FILE:{line + 5}: Security.allow is ['nothing', 'plain-graph'], but must be a list of no-keys, plain-http, "
+        "plain-graph.",
     ]
 
 

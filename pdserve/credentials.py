@@ -1,0 +1,156 @@
+"""The certificates by which the processes of one graph know each other, and with which they encrypt.
+
+A folder holds them: `ca.pem`, the graph's own authority; `node.pem` and `node-key.pem`, the certificate that every
+process of the graph shows, NATS and etcd too. What shows one that this authority has signed belongs to the graph;
+nothing else is asked. All hosts of a graph have a copy of the folder
+(docs/decisions/0032-one-folder-of-credentials.md).
+"""
+
+import ssl
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Self
+
+from pdserve import clock
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+NAME = "pdserve"
+"""that each certificate of a graph is for, beside its hosts' own names: a client that must check one checks this"""
+VALID = timedelta(days=3650)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    folder: Path
+
+    @classmethod
+    def load(cls, folder: Path | None) -> Self | None:
+        """None without a folder. Raises ConfigError where its files cannot be used, or others may read its key."""
+        if folder is None:
+            return None
+        found = cls(folder)
+        try:
+            if found.key.stat().st_mode & 0o077:
+                raise ConfigError([f"{found.key} can be read by other users: chmod 600 {found.key}."])
+            found.client_context()
+        except OSError as error:  # ssl's errors are OSErrors too
+            text = "make one with `pdserve credentials FOLDER`, or copy the graph's from another host."
+            raise ConfigError([f"Security.credentials: {folder} cannot be used ({error}): {text}"]) from error
+        return found
+
+    @property
+    def authority(self) -> Path:
+        return self.folder / "ca.pem"
+
+    @property
+    def certificate(self) -> Path:
+        return self.folder / "node.pem"
+
+    @property
+    def key(self) -> Path:
+        return self.folder / "node-key.pem"
+
+    def client_context(self) -> ssl.SSLContext:
+        """Shows the node's certificate, and takes any server of the graph, by whatever name."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        return self._of_graph(context)
+
+    def server_context(self) -> ssl.SSLContext:
+        """Takes clients that show a certificate of the graph."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        return self._of_graph(context)
+
+    def _of_graph(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_verify_locations(self.authority)
+        context.load_cert_chain(self.certificate, self.key)
+        return context
+
+
+def create(folder: Path, hosts: Iterable[str] = ("localhost", "127.0.0.1", "::1")) -> Credentials:
+    """Make an authority and a node's certificate that is also for `hosts`, in place of what is in the folder, which
+    only this user can read. The authority's key is kept nowhere: a new certificate means a new folder on all hosts.
+    Raises OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Credentials(Path(mkdtemp(prefix=f"{folder.name}.", dir=folder.parent)))  # mode 0700
+    try:
+        _write(fresh, hosts)
+        if folder.exists():
+            rmtree(folder)
+        fresh.folder.rename(folder)
+    except BaseException:
+        rmtree(fresh.folder, ignore_errors=True)
+        raise
+    return Credentials(folder)
+
+
+def _write(to: Credentials, hosts: Iterable[str]) -> None:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    authority_key, node_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "pdserve graph")])
+    node_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
+    begin = datetime.fromtimestamp(clock.unix(), UTC) - timedelta(days=1)  # the clocks of hosts differ
+
+    def certificate(name: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+        builder = x509.CertificateBuilder().subject_name(name).issuer_name(authority_name)
+        builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
+        return builder.not_valid_before(begin).not_valid_after(begin + VALID)
+
+    signs = x509.KeyUsage(
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    authority = (
+        certificate(authority_name, authority_key)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(signs, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority_key.public_key()), critical=False)
+        .sign(authority_key, hashes.SHA256())
+    )
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+    usages = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    node = (
+        certificate(node_name, node_key)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.DNSName(NAME), *map(_alternative, hosts)]), critical=False
+        )
+        .add_extension(usages, critical=False)
+        .add_extension(issuer, critical=False)
+        .sign(authority_key, hashes.SHA256())
+    )
+    to.authority.write_bytes(authority.public_bytes(Encoding.PEM))
+    to.certificate.write_bytes(node.public_bytes(Encoding.PEM))
+    to.key.touch(mode=0o600)
+    to.key.write_bytes(node_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+
+
+def _alternative(host: str) -> "x509.GeneralName":
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)

@@ -1,0 +1,94 @@
+"""The certificates of a graph: made, kept from others, and checked by both sides."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from pdserve.credentials import NAME, Credentials, create
+from pdserve.errors import ConfigError
+
+
+def make(folder: Path) -> Credentials:
+    found = Credentials.load(create(folder).folder)
+    assert found is not None
+    return found
+
+
+@asynccontextmanager
+async def greeter(credentials: Credentials) -> AsyncIterator[int]:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"hello")
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0, ssl=credentials.server_context())
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def greeted(port: int, context: ssl.SSLContext) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=NAME)
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+async def greeted_if_let_in(port: int, context: ssl.SSLContext) -> bytes:
+    """In TLS 1.3 a client learns after its own handshake that the server does not take its certificate."""
+    with suppress(ssl.SSLError, ConnectionError):
+        return await greeted(port, context)
+    return b""
+
+
+async def test_members_of_a_graph_take_each_other(tmp_path: Path) -> None:
+    credentials = make(tmp_path / "new" / "credentials")
+    async with greeter(credentials) as port:
+        assert await greeted(port, credentials.client_context()) == b"hello"
+
+
+async def test_a_client_of_another_graph_is_refused(tmp_path: Path) -> None:
+    ours, theirs = make(tmp_path / "ours"), make(tmp_path / "theirs")
+    stranger = theirs.client_context()
+    stranger.load_verify_locations(ours.authority)
+    async with greeter(ours) as port:
+        assert await greeted_if_let_in(port, stranger) == b""
+        assert await greeted_if_let_in(port, ours.client_context()) == b"hello"
+
+
+async def test_a_server_of_another_graph_is_refused(tmp_path: Path) -> None:
+    ours, theirs = make(tmp_path / "ours"), make(tmp_path / "theirs")
+    async with greeter(theirs) as port:
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await greeted(port, ours.client_context())
+
+
+async def test_a_client_without_a_certificate_is_refused(tmp_path: Path) -> None:
+    credentials = make(tmp_path / "credentials")
+    bare = ssl.create_default_context(cafile=str(credentials.authority))
+    async with greeter(credentials) as port:
+        assert await greeted_if_let_in(port, bare) == b""
+        assert await greeted_if_let_in(port, credentials.client_context()) == b"hello"
+
+
+def test_only_their_user_can_read_them(tmp_path: Path) -> None:
+    credentials = make(tmp_path / "credentials")
+    assert credentials.folder.stat().st_mode & 0o777 == 0o700
+    assert credentials.key.stat().st_mode & 0o777 == 0o600
+    credentials.key.chmod(0o640)
+    with pytest.raises(ConfigError, match="can be read by other users"):
+        Credentials.load(credentials.folder)
+
+
+def test_a_folder_that_holds_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pdserve credentials FOLDER"):
+        Credentials.load(tmp_path)
+
+
+def test_new_ones_replace_the_old(tmp_path: Path) -> None:
+    before = make(tmp_path / "credentials").authority.read_bytes()
+    assert make(tmp_path / "credentials").authority.read_bytes() != before
+    assert [path.name for path in tmp_path.iterdir()] == ["credentials"]
