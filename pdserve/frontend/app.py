@@ -107,8 +107,8 @@ class FrontendApp:
         trace.deadline = trace.started + seconds_allowed(
             asked, self._request_timeout, self._max_request_timeout
         )
-        if not self._keys.allow(path, request.headers):
-            raise HttpError(401, "a valid API key is needed: Authorization: Bearer KEY")
+        if key := self._keys.find(path, request.headers):
+            trace.key = key.name
         by_query = BY_QUERY.fullmatch(path) is not None
         if path not in GENERATING | TOKENIZING and not by_query:
             await self._pages(request.scope, request.receive, response)
@@ -118,13 +118,10 @@ class FrontendApp:
         # the model is known only when the body has been read: the bound is that of the longest context
         longest = max((card.max_model_len for card in self._models.known()), default=0)
         most = max_body(longest, tokenizing=path in TOKENIZING)
-        async with self._bodies.read(request, trace.deadline, self._client(request), most) as raw:
+        async with self._bodies.read(request, trace.deadline, _client(request, trace), most) as raw:
             named = request.query_params.get("model") or None
             body = ParsedBody(raw, named, RequestSize(0, None)) if by_query else parse_body(raw)
             await self._forward(body, request, response)
-
-    def _client(self, request: Request) -> str:
-        return self._keys.client(request.headers, request.client.host if request.client else "")
 
     # to a model
 
@@ -153,7 +150,7 @@ class FrontendApp:
         most = max_body(model.card.max_model_len, tokenizing=trace.path in TOKENIZING)
         if len(body.raw) > most:
             raise HttpError(413, f"the request body is larger than {most} bytes")
-        client = self._client(request)
+        client = _client(request, trace)
         if trace.path in GENERATING:
             trace.admission = admission = model.admission.enter(client, body.size, trace.deadline)
         else:
@@ -162,6 +159,12 @@ class FrontendApp:
             await _run(model, admission, body, request, response)
         finally:
             model.admission.leave(admission)
+
+
+def _client(request: Request, trace: RequestTrace) -> str:
+    """The client that it belongs to, to be fair between clients: its API key or, where none are configured, its
+    address, since any key could be made up."""
+    return trace.key or (request.client.host if request.client else "")
 
 
 async def _run(
@@ -242,9 +245,10 @@ def _log(response: ResponseWriter) -> None:
     if trace.first_token is not None:
         E2E.labels(trace.model).observe(total)
     logger.info(
-        "%s %s model=%s code=%d tokens=%d+%d ttft=%s total=%.3f prefill=%s instance=%s",
+        "%s %s%s model=%s code=%d tokens=%d+%d ttft=%s total=%.3f prefill=%s instance=%s",
         trace.request_id,
         trace.path,
+        trace.key and f" key={trace.key}",
         trace.model or "-",
         code,
         trace.prompt_tokens,

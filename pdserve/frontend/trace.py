@@ -50,6 +50,8 @@ class RequestTrace:
     """monotonic, as `started`"""
     model: str = ""
     started: float = field(default_factory=time.monotonic)
+    key: str = ""
+    """name of the API key that it came with; empty where no keys are configured"""
     first_token: float | None = None
     """monotonic, as `started`"""
     output_tokens: int = 0
@@ -65,7 +67,7 @@ class RequestTrace:
 
     def restarted(self) -> "RequestTrace":
         """The same request, as if nothing had been done for it."""
-        return RequestTrace(self.request_id, self.path, self.deadline, self.model, self.started)
+        return RequestTrace(self.request_id, self.path, self.deadline, self.model, self.started, self.key)
 
     def add_prompt(self, key: str, tokens: int) -> None:
         """A prompt of this request; the several outputs of n > 1 share one key and are counted once."""

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from pdserve.config.schema import AdmissionLimits
-from pdserve.frontend.auth import ApiKeys
+from pdserve.frontend.auth import ApiKey, ApiKeys
 from pdserve.frontend.body import BodyReader, max_body
 from pdserve.messages import Failed
 from tests.conditions import until
@@ -194,7 +194,7 @@ async def test_a_status_has_one_type(graph: Graph, stream: bool) -> None:
 
 
 async def test_a_missing_key_is_told_which_scheme(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
-    monkeypatch.setattr(graph.app, "_keys", ApiKeys(["secret"]))
+    monkeypatch.setattr(graph.app, "_keys", ApiKeys([ApiKey.of("secret")]))
     answer = await graph.http.get("/v1/models")
     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
     assert (await graph.http.get("/load")).status_code == 200
@@ -345,6 +345,19 @@ async def test_a_worker_that_refuses_a_request_is_quoted(graph: Graph, stream: b
     assert answer.status_code == 500
     assert "KV cache" in answer.json()["error"]["message"]
     assert fine.status_code == 200
+
+
+async def test_a_log_line_names_the_key_and_does_not_tell_it(
+    monkeypatch: pytest.MonkeyPatch, graph: Graph, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(graph.app, "_keys", ApiKeys([ApiKey.of("secret", "alice")]))
+    caplog.set_level(logging.INFO, "pdserve")
+    async with graph.worker() as worker:
+        header = {"authorization": "Bearer secret"}
+        await graph.http.post("/v1/completions", json=completion(), headers=header)
+        assert worker.seen
+    assert " /v1/completions key=alice model=demo code=200 " in caplog.text
+    assert "secret" not in caplog.text
 
 
 async def test_a_log_line_for_each_request(graph: Graph, caplog: pytest.LogCaptureFixture) -> None:
