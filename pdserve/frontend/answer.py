@@ -1,9 +1,11 @@
-"""The response on its way out, and the errors in it.
+"""The response on its way out, the errors in it, and what is noted of it in the end.
 
 The start of a response is held back until the first part of its body comes: only then it is known to which worker the
 request went, and whether it failed before anything was sent.
 """
 
+import logging
+import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -13,6 +15,9 @@ from starlette.types import Message, Send
 
 from pdserve.errors import PdserveError, whole_seconds
 from pdserve.frontend.trace import RequestFailure, RequestTrace
+from pdserve.observe.metrics import E2E, REQUESTS
+
+logger = logging.getLogger(__name__)
 
 _ERROR_TYPES = {
     400: "BadRequestError",
@@ -197,3 +202,26 @@ class ResponseWriter:
 
 def _is_stream(start: Message) -> bool:
     return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
+
+
+def log_request(response: ResponseWriter) -> None:
+    """Its line in the log, and its part in the metrics."""
+    trace, total = response.trace, time.monotonic() - response.trace.started
+    code = response.status or 499  # the client left before an answer
+    REQUESTS.labels(trace.model, str(code)).inc()
+    if trace.first_token is not None:
+        E2E.labels(trace.model).observe(total)
+    logger.info(
+        "%s %s%s model=%s code=%d tokens=%d+%d ttft=%s total=%.3f prefill=%s instance=%s",
+        trace.request_id,
+        trace.path,
+        trace.key and f" key={trace.key}",
+        trace.model or "-",
+        code,
+        trace.prompt_tokens,
+        trace.output_tokens,
+        "-" if trace.ttft is None else f"{trace.ttft:.3f}",
+        total,
+        trace.prefill or "-",
+        trace.instances or "-",
+    )

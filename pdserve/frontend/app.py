@@ -23,7 +23,7 @@ from pdserve.config.schema import FrontendConfig
 from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend.admission.control import Admission, ModelReplaced
 from pdserve.frontend.admission.estimate import RequestSize
-from pdserve.frontend.answer import HttpError, ResponseWriter, error_response
+from pdserve.frontend.answer import HttpError, ResponseWriter, error_response, log_request
 from pdserve.frontend.auth import ApiKeys
 from pdserve.frontend.body import BodyReader, ParsedBody, discard_rest, max_body, parse_body, replay
 from pdserve.frontend.deltas import DeltaStream
@@ -31,7 +31,6 @@ from pdserve.frontend.models import PauseWhileUnread, ServedModel, ServedModels
 from pdserve.frontend.pages import FrontendPages, MetricsPage
 from pdserve.frontend.sockets import CHUNKS, UNREAD
 from pdserve.frontend.trace import RequestFailure, RequestTrace, current_trace, seconds_allowed
-from pdserve.observe.metrics import E2E, REQUESTS
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ class FrontendApp:
                 answer = error_response(trace.path, error.status, str(error), error.param, error.retry_after)
                 await response.reply(answer, before_end=partial(discard_rest, request))
         if trace.path in GENERATING | TOKENIZING:
-            _log(response)
+            log_request(response)
 
     async def _answer(self, request: Request, response: ResponseWriter) -> None:
         trace, path = response.trace, response.trace.path
@@ -236,25 +235,3 @@ async def _finish(app: "asyncio.Task[None]", response: ResponseWriter) -> None:
             trace.failure = RequestFailure(500, "internal error")
         if not response.redirected:
             await response.fail(trace.failure)
-
-
-def _log(response: ResponseWriter) -> None:
-    trace, total = response.trace, time.monotonic() - response.trace.started
-    code = response.status or 499  # the client left before an answer
-    REQUESTS.labels(trace.model, str(code)).inc()
-    if trace.first_token is not None:
-        E2E.labels(trace.model).observe(total)
-    logger.info(
-        "%s %s%s model=%s code=%d tokens=%d+%d ttft=%s total=%.3f prefill=%s instance=%s",
-        trace.request_id,
-        trace.path,
-        trace.key and f" key={trace.key}",
-        trace.model or "-",
-        code,
-        trace.prompt_tokens,
-        trace.output_tokens,
-        "-" if trace.ttft is None else f"{trace.ttft:.3f}",
-        total,
-        trace.prefill or "-",
-        trace.instances or "-",
-    )
