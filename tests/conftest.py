@@ -6,8 +6,14 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from hypothesis import settings
 
 from tests.servers import etcd_server, nats_server, running
+
+settings.register_profile("same each time", derandomize=True)
+settings.register_profile("searching")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same each time"))
+"""what one commit passed, the next fails by its own fault only; HYPOTHESIS_PROFILE=searching tries others"""
 
 SERIAL = (
     "tests/chaos/test_real_engines.py",

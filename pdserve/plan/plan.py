@@ -105,7 +105,8 @@ def _in_chunks(decode: DecodeConfig, model: ModelFacts | None) -> DecodeConfig:
         or (decode.engine == "vllm" and (model is None or model.multimodal))
     ):
         return decode
-    tokens = min(DECODE_CHUNK, int(str(args.get("max-model-len") or length or DECODE_CHUNK)))
+    asked = args.get("max-model-len")
+    tokens = min(DECODE_CHUNK, asked if isinstance(asked, int) else length or DECODE_CHUNK)
     return _with_argument(decode, "long-prefill-token-threshold", tokens, "pdserve (short gaps)")
 
 

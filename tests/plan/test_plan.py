@@ -131,7 +131,8 @@ def test_a_graph_on_the_cpu(tmp_path: Path) -> None:
     ("keys", "tokens", "origin"),
     [
         ("remote-prefill: true", 256, "pdserve (short gaps)"),
-        ("remote-prefill: true, max-model-len: 256", 256, "pdserve (short gaps)"),
+        ("remote-prefill: true, max-model-len: 128", 128, "pdserve (short gaps)"),
+        ("remote-prefill: true, max-model-len: auto", 256, "pdserve (short gaps)"),
         ("remote-prefill: true, long-prefill-token-threshold: 2048", 2048, "VllmWorker"),
         ("remote-prefill: true, enable-chunked-prefill: false", None, None),
         ("remote-prefill: false", None, None),
