@@ -141,7 +141,7 @@ def test_a_graph_on_the_cpu(tmp_path: Path) -> None:
 def test_a_decode_worker_computes_prompts_in_chunks(
     tmp_path: Path, keys: str, tokens: int | None, origin: str | None
 ) -> None:
-    length = ", max-model-len: 256" if "max-model-len" in keys else ""
+    length = next((f", {key}" for key in keys.split(", ") if key.startswith("max-model-len")), "")
     prefill = (
         f"\nPrefillWorker: {{model: demo, block-size: 32{length}}}" if "remote-prefill: true" in keys else ""
     )
