@@ -29,7 +29,7 @@ class Instance(Struct, frozen=True):
     model: str = ""
     """served model name; empty for a frontend, which serves every model that has a card"""
     address: str = ""
-    """where its stream listens, `tcp://host:port` (decode, both), or its URL (frontend)"""
+    """where its stream listens, `tls://host:port` or `tcp://host:port` (decode, both), or its URL (frontend)"""
     metrics: str = ""
     """URL of its own Prometheus page; its load is beside it, at `/load`"""
     host: str = ""

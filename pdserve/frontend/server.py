@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from pdserve import queue, registry, stream
 from pdserve.config.host import installed_vllm
 from pdserve.config.schema import Config, FrontendConfig
+from pdserve.credentials import Credentials
 from pdserve.errors import QueueUnavailable
 from pdserve.frontend.app import GRACE, FrontendApp
 from pdserve.frontend.auth import load_keys
@@ -53,12 +54,13 @@ class Frontend(Service):
         assert config.etcd is not None
         assert config.nats is not None
         api_keys = load_keys()
+        credentials = Credentials.load(config.security.credentials)
         self._socket = stack.enter_context(bind(frontend.host, frontend.port))
         connection = await stack.enter_async_context(
             registry.connect(config.etcd, config.namespace, patient=True)
         )
         view = await stack.enter_async_context(RegistryView(connection))
-        context = self._model_context(frontend, config.nats)
+        context = self._model_context(frontend, config.nats, credentials)
         models = await stack.enter_async_context(
             serve_models(view, context, config.served_model_name, frontend)
         )
@@ -100,12 +102,14 @@ class Frontend(Service):
         await self._serving
         logger.info("stopped")
 
-    def _model_context(self, frontend: FrontendConfig, nats: str) -> ModelContext:
+    def _model_context(
+        self, frontend: FrontendConfig, nats: str, credentials: Credentials | None
+    ) -> ModelContext:
         config, serial = self._config, itertools.count(1)
         return ModelContext(
             # a name of its own for each connection: a worker takes a second connection of the same name for the
             # successor of the first, and while a model's card changes there are two
-            connect=lambda address: stream.connect(address, f"{self.id}.{next(serial)}"),
+            connect=lambda address: stream.connect(address, f"{self.id}.{next(serial)}", credentials),
             blobs=queue.connect_blobs(nats, config.namespace),
             state_dir=config.state_dir,
             router=frontend.router,

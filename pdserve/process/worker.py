@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from pdserve import queue, registry, stream
 from pdserve.config.schema import Config
+from pdserve.credentials import Credentials
 from pdserve.engine.base import Engine, Step
 from pdserve.engine.spec import EngineSpec, make_engine
 from pdserve.messages import Load
@@ -52,6 +53,7 @@ class EngineWorker(Service):
     def connect(cls, config: Config, slot: Slot, metrics_url: str) -> Self:
         assert config.etcd is not None
         assert config.nats is not None
+        credentials = Credentials.load(config.security.credentials)
         instance_id, decodes = new_instance_id(slot), slot.role.does(Role.DECODE)
         return cls(
             config,
@@ -60,7 +62,7 @@ class EngineWorker(Service):
             _make_engine(config, slot, instance_id),
             registry.connect(config.etcd, config.namespace, patient=True),
             queue.connect(config.nats, config.namespace, config.served_model_name),
-            stream.listen(config.host) if decodes else None,
+            stream.listen(config.host, credentials) if decodes else None,
             queue.connect_blobs(config.nats, config.namespace) if decodes else None,
             metrics_url,
         )

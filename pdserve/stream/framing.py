@@ -1,4 +1,4 @@
-"""One TCP connection that carries frames both ways.
+"""One TCP connection, plain or with TLS, that carries frames both ways.
 
 A frame is its length (four bytes, big-endian) and so many bytes; an empty frame is a heartbeat. A process that ends
 closes its connections, which the other side sees at once; one that hangs, or whose network is cut, is given up when it
@@ -6,10 +6,13 @@ was silent for some seconds. A connection that has ended stays so: to go on take
 """
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Protocol
+
+from pdserve.stream.tls import Tls
 
 BEAT_EVERY = 1.0
 SEND_WITHIN = 1.0
@@ -33,7 +36,7 @@ class ConnectionOwner(Protocol):
 
 
 class FramedConnection(asyncio.Protocol):
-    def __init__(self, owner: ConnectionOwner, max_frame: int) -> None:
+    def __init__(self, owner: ConnectionOwner, max_frame: int, tls: Tls | None = None) -> None:
         self.max_frame = max_frame
         """bytes; a longer frame ends the connection"""
         self.name = ""
@@ -46,6 +49,7 @@ class FramedConnection(asyncio.Protocol):
         """address of the other side, without its port"""
         self.opened = self.heard = time.monotonic()
         self._owner = owner
+        self._tls = tls
         self._transport: asyncio.Transport | None = None
         self._partial = bytearray()
         """a frame that has begun"""
@@ -71,7 +75,8 @@ class FramedConnection(asyncio.Protocol):
         """Send without waiting, however much is unsent. False where the connection has ended."""
         if self.ended or self._transport is None or self._transport.is_closing():
             return False
-        self._transport.write(len(body).to_bytes(4, "big") + body)
+        data = len(body).to_bytes(4, "big") + body
+        self._transport.write(data if self._tls is None else self._tls.encrypt(data))
         self._sent_at = time.monotonic()
         return True
 
@@ -137,6 +142,8 @@ class FramedConnection(asyncio.Protocol):
         if self.ended:
             return
         self.heard = time.monotonic()
+        if self._tls is not None:
+            data = self._decrypted(self._tls, data)
         found: bytes | bytearray = data
         if self._partial:
             self._partial += data
@@ -153,6 +160,19 @@ class FramedConnection(asyncio.Protocol):
                 self._owner.frame_received(self, view[start - length : start])
         if start or found is data:
             self._partial = bytearray(view[start:])
+
+    def _decrypted(self, tls: Tls, data: bytes) -> bytes:
+        assert self._transport is not None
+        try:
+            try:
+                return tls.decrypt(data)
+            finally:  # also what says why it is refused
+                if answer := tls.encrypt(b""):
+                    self._transport.write(answer)
+        except ssl.SSLError as error:
+            self._end(f"is not of this graph: {error.reason or error}")
+            self._transport.close()
+            return b""
 
     def eof_received(self) -> None:
         self.cut("was closed by the other side")

@@ -1,5 +1,5 @@
 """Streams over TCP: a listening socket in the decode worker, a connection for each frontend
-(docs/decisions/0021-streams-over-tcp.md).
+(docs/decisions/0021-streams-over-tcp.md), with mutual TLS where the graph has credentials.
 
 Frames (`framing`) hold msgpack. The first frame each way is a greeting: `pdserve-stream/1 <frontend id>`, answered by
 `pdserve-stream/1`. What does not greet like that is closed.
@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
+from pdserve.credentials import Credentials
 from pdserve.errors import PeerGone, ProtocolError
 from pdserve.messages import (
     ToDecode,
@@ -27,6 +28,7 @@ from pdserve.messages import (
 from pdserve.recent import RecentKeys
 from pdserve.stream.base import StreamClient, StreamServer
 from pdserve.stream.framing import FramedConnection, beats
+from pdserve.stream.tls import Tls
 from pdserve.tasks import Owner
 
 log = logging.getLogger(__name__)
@@ -39,9 +41,9 @@ WORKER_SILENCE = 4.0
 FRONTEND_SILENCE = 8.0
 """as for a worker, but longer: a frontend that only stalls (it loads a tokenizer) would lose all its requests"""
 CONNECT_WITHIN = 3.0
-"""seconds for the connection and the worker's greeting"""
+"""seconds for the connection, TLS and the worker's greeting"""
 GREET_WITHIN = 5.0
-"""seconds that a new connection gets for its greeting"""
+"""seconds that a new connection gets for TLS and its greeting"""
 
 MAX_GREETING = 1 << 10
 MAX_FRAME = 512 << 20
@@ -117,8 +119,11 @@ class UnreadMessages(Generic[T]):
 
 
 class TcpStreamServer(StreamServer):
-    def __init__(self, host: str, silence: float = FRONTEND_SILENCE) -> None:
+    def __init__(
+        self, host: str, credentials: Credentials | None = None, silence: float = FRONTEND_SILENCE
+    ) -> None:
         self._host = host
+        self._credentials = credentials
         self._silence = silence
         self._ungreeted: dict[FramedConnection, None] = {}
         self._frontends: dict[str, FramedConnection] = {}
@@ -130,11 +135,14 @@ class TcpStreamServer(StreamServer):
     async def _lifetime(self) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
-        server = await loop.create_server(
-            lambda: FramedConnection(self, MAX_GREETING), str(found[0][4][0]), 0
-        )
+        context = self._credentials.server_context() if self._credentials else None
+
+        def connection() -> FramedConnection:
+            return FramedConnection(self, MAX_GREETING, Tls(context, server=True) if context else None)
+
+        server = await loop.create_server(connection, str(found[0][4][0]), 0)
         host = f"[{self._host}]" if ":" in self._host else self._host
-        self.address = f"tcp://{host}:{server.sockets[0].getsockname()[1]}"
+        self.address = f"{_scheme(self._credentials)}://{host}:{server.sockets[0].getsockname()[1]}"
         self._leaving = False
         try:
             async with Owner() as tasks:
@@ -222,9 +230,16 @@ class TcpStreamServer(StreamServer):
 
 
 class TcpStreamClient(StreamClient):
-    def __init__(self, address: str, name: str, silence: float = WORKER_SILENCE) -> None:
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        credentials: Credentials | None = None,
+        silence: float = WORKER_SILENCE,
+    ) -> None:
         self._address = address
         self._name = name
+        self._credentials = credentials
         self._silence = silence
         self._connection: FramedConnection
         self._greeted: asyncio.Event
@@ -232,7 +247,8 @@ class TcpStreamClient(StreamClient):
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
-        self._connection = FramedConnection(self, MAX_GREETING)
+        tls = Tls(self._credentials.client_context(), server=False) if self._credentials else None
+        self._connection = FramedConnection(self, MAX_GREETING, tls)
         self._greeted, self._unread = asyncio.Event(), UnreadMessages()
         try:
             await self._connect()
@@ -244,12 +260,13 @@ class TcpStreamClient(StreamClient):
 
     async def _connect(self) -> None:
         try:
-            host, port = _endpoint(self._address)
+            host, port = _endpoint(self._address, _scheme(self._credentials))
             async with asyncio.timeout(CONNECT_WITHIN):
                 loop = asyncio.get_running_loop()
                 await loop.create_connection(lambda: self._connection, host, port)
                 await self._greeted.wait()
         except (OSError, ValueError) as error:
+            log.info("no connection to the worker: %s", error)
             raise PeerGone(self._address) from error
         if self._connection.ended:
             raise PeerGone(self._address)
@@ -306,9 +323,13 @@ class TcpStreamClient(StreamClient):
         self._greeted.set()
 
 
-def _endpoint(address: str) -> tuple[str, int]:
-    """Raises ValueError."""
+def _scheme(credentials: Credentials | None) -> str:
+    return "tcp" if credentials is None else "tls"
+
+
+def _endpoint(address: str, scheme: str) -> tuple[str, int]:
+    """Raises ValueError: also for a worker without TLS where this process has credentials, and the other way round."""
     parts = urlsplit(address)
-    if parts.scheme != "tcp" or not parts.hostname or not parts.port:
-        raise ValueError(f"{address!r} is not tcp://host:port")
+    if parts.scheme != scheme or not parts.hostname or not parts.port:
+        raise ValueError(f"{address!r} is not {scheme}://host:port, as all of this graph must be")
     return parts.hostname, parts.port

@@ -1,28 +1,82 @@
-"""Both implementations behind one fixture, on both event loops."""
+"""All implementations behind one fixture, on both event loops."""
 
 import asyncio
+import ssl
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 
 import pytest
 import uvloop
 
+from pdserve.credentials import Credentials, create
 from pdserve.stream import connect, listen
 from pdserve.stream.base import StreamClient, StreamServer
+from pdserve.stream.tcp import FRONTEND_SILENCE, WORKER_SILENCE, TcpStreamClient, TcpStreamServer
+from tests.stream.raw import Raw, raw
+
+HOST = "127.0.0.1"
 
 
+@dataclass
 class Streams:
-    def __init__(self, host: str) -> None:
-        self._host = host
+    host: str
+    credentials: Credentials | None
 
     def listen(self) -> StreamServer:
-        return listen(self._host)
+        return listen(self.host, self.credentials)
 
-    connect: Callable[[str, str], StreamClient] = staticmethod(connect)
+    def connect(self, address: str, name: str) -> StreamClient:
+        return connect(address, name, self.credentials)
 
 
-@pytest.fixture(params=["memory", "127.0.0.1"], ids=["memory", "tcp"])
-def streams(request: pytest.FixtureRequest) -> Streams:
-    return Streams(request.param)
+@dataclass
+class Wire:
+    """TCP, plain or with TLS."""
+
+    credentials: Credentials | None
+
+    @property
+    def scheme(self) -> str:
+        return "tls" if self.credentials else "tcp"
+
+    @property
+    def folder(self) -> str:
+        return str(self.credentials.folder) if self.credentials else ""
+
+    def server_context(self) -> ssl.SSLContext | None:
+        return self.credentials.server_context() if self.credentials else None
+
+    def server(self, silence: float = FRONTEND_SILENCE) -> TcpStreamServer:
+        return TcpStreamServer(HOST, self.credentials, silence)
+
+    def client(self, address: str, name: str, silence: float = WORKER_SILENCE) -> TcpStreamClient:
+        return TcpStreamClient(address, name, self.credentials, silence)
+
+    def raw(self, address: str) -> AbstractAsyncContextManager[Raw]:
+        return raw(address, self.credentials.client_context() if self.credentials else None)
+
+
+@pytest.fixture(scope="session")
+def credentials(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    return create(tmp_path_factory.mktemp("credentials") / "graph")
+
+
+@pytest.fixture(scope="session")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    """Of another graph."""
+    return create(tmp_path_factory.mktemp("credentials") / "other-graph")
+
+
+@pytest.fixture(params=["memory", "tcp", "tls"])
+def streams(request: pytest.FixtureRequest, credentials: Credentials) -> Streams:
+    host = "memory" if request.param == "memory" else HOST
+    return Streams(host, credentials if request.param == "tls" else None)
+
+
+@pytest.fixture(params=["tcp", "tls"])
+def wire(request: pytest.FixtureRequest, credentials: Credentials) -> Wire:
+    return Wire(credentials if request.param == "tls" else None)
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

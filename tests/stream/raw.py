@@ -1,6 +1,7 @@
 """Connections to a stream server whose bytes the test chooses."""
 
 import asyncio
+import ssl
 import struct
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator
@@ -37,9 +38,10 @@ class Raw:
 
 
 @asynccontextmanager
-async def raw(address: str) -> AsyncIterator[Raw]:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+async def raw(address: str, context: ssl.SSLContext | None = None) -> AsyncIterator[Raw]:
+    """Plain, whatever the server speaks, or with asyncio's own TLS."""
+    host, _, port = address.partition("://")[2].rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
     try:
         yield Raw(reader, writer)
     finally:

@@ -17,8 +17,9 @@ from pdserve.errors import PeerGone, ProtocolError
 from pdserve.messages import Cancel, Failed, Hello, Outputs, encode
 from pdserve.stream import framing, tcp
 from pdserve.stream.framing import FramedConnection
-from pdserve.stream.tcp import GREETING, TcpStreamClient, TcpStreamServer
+from pdserve.stream.tcp import GREETING, TcpStreamServer
 from tests.conditions import until
+from tests.stream.conftest import Wire
 from tests.stream.raw import frame, raw
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -26,31 +27,35 @@ pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
 _PEER = """
 import asyncio, sys
+from pathlib import Path
+from pdserve.credentials import Credentials
 from pdserve.messages import Failed, Hello
 from pdserve.stream import connect, listen
 
+credentials = Credentials.load(Path(sys.argv[1])) if sys.argv[1] else None
+
 async def server():
-    async with listen("127.0.0.1") as server:
+    async with listen("127.0.0.1", credentials) as server:
         print(server.address, flush=True)
         async for frontend, message in server.received():
             if message is not None:
                 await server.send(frontend, Failed("r", "heard"))
 
 async def client(address):
-    async with connect(address, "other") as client:
+    async with connect(address, "other", credentials) as client:
         await client.send(Hello("1"))
         print("connected", flush=True)
         async for message in client.received():
             pass
 
-asyncio.run(client(sys.argv[1]) if sys.argv[1:] else server())
+asyncio.run(client(sys.argv[2]) if sys.argv[2:] else server())
 """
 
 
 @asynccontextmanager
-async def _peer(*arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def _peer(wire: Wire, *arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _PEER, *arguments, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", _PEER, wire.folder, *arguments, stdout=asyncio.subprocess.PIPE
     )
     try:
         assert process.stdout
@@ -65,8 +70,8 @@ async def _peer(*arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Proce
 
 
 @pytest.mark.parametrize(("how", "within"), [(signal.SIGKILL, 0.3), (signal.SIGSTOP, 3.0)])
-async def test_a_worker_that_dies_or_hangs_is_noticed(how: signal.Signals, within: float) -> None:
-    async with _peer() as (process, address), TcpStreamClient(address, "f", silence=1.5) as client:
+async def test_a_worker_that_dies_or_hangs_is_noticed(wire: Wire, how: signal.Signals, within: float) -> None:
+    async with _peer(wire) as (process, address), wire.client(address, "f", silence=1.5) as client:
         received = client.received()
         await client.send(Hello("1"))
         assert await anext(received) == Failed("r", "heard")
@@ -80,8 +85,10 @@ async def test_a_worker_that_dies_or_hangs_is_noticed(how: signal.Signals, withi
 
 
 @pytest.mark.parametrize(("how", "within"), [(signal.SIGKILL, 0.3), (signal.SIGSTOP, 4.0)])
-async def test_a_frontend_that_dies_or_hangs_is_noticed(how: signal.Signals, within: float) -> None:
-    async with TcpStreamServer("127.0.0.1", silence=2) as server, _peer(server.address) as (process, _):
+async def test_a_frontend_that_dies_or_hangs_is_noticed(
+    wire: Wire, how: signal.Signals, within: float
+) -> None:
+    async with wire.server(silence=2) as server, _peer(wire, server.address) as (process, _):
         received = server.received()
         assert await anext(received) == ("other", Hello("1"))
         os.kill(process.pid, how)
@@ -91,7 +98,7 @@ async def test_a_frontend_that_dies_or_hangs_is_noticed(how: signal.Signals, wit
 
 
 @asynccontextmanager
-async def relay(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
+async def relay(wire: Wire, address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
     """An address that leads to `address` until the event is set: then nothing passes, and neither side is told."""
     cut, tasks = asyncio.Event(), set[asyncio.Task[None]]()
 
@@ -110,7 +117,7 @@ async def relay(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
 
     server = await asyncio.start_server(join, "127.0.0.1", 0)
     try:
-        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", cut
+        yield f"{wire.scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}", cut
     finally:
         server.close()
         for task in tasks:
@@ -118,11 +125,11 @@ async def relay(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_cut_network_is_noticed_at_both_ends() -> None:
+async def test_a_cut_network_is_noticed_at_both_ends(wire: Wire) -> None:
     async with (
-        TcpStreamServer("127.0.0.1", silence=1.5) as server,
-        relay(server.address) as (address, cut),
-        TcpStreamClient(address, "f", silence=1.5) as client,
+        wire.server(silence=1.5) as server,
+        relay(wire, server.address) as (address, cut),
+        wire.client(address, "f", silence=1.5) as client,
     ):
         at_server, at_client = server.received(), client.received()
         await client.send(Hello("1"))
@@ -135,11 +142,11 @@ async def test_a_cut_network_is_noticed_at_both_ends() -> None:
         assert 1.0 < time.monotonic() - started < 3.5
 
 
-async def test_a_frontend_that_was_given_up_is_told_when_it_wakes() -> None:
-    async with TcpStreamServer("127.0.0.1", silence=0.2) as server:
+async def test_a_frontend_that_was_given_up_is_told_when_it_wakes(wire: Wire) -> None:
+    async with wire.server(silence=0.2) as server:
         received = server.received()
         entering = asyncio.ensure_future(anext(received))
-        async with TcpStreamClient(server.address, "f", silence=60) as client:
+        async with wire.client(server.address, "f", silence=60) as client:
             assert await entering == ("f", None)
             reading = asyncio.ensure_future(anext(received))
             with pytest.raises(PeerGone):
@@ -148,11 +155,11 @@ async def test_a_frontend_that_was_given_up_is_told_when_it_wakes() -> None:
             reading.cancel()
 
 
-async def test_an_idle_connection_stays(caplog: pytest.LogCaptureFixture) -> None:
-    async with TcpStreamServer("127.0.0.1", silence=1.5) as server:
+async def test_an_idle_connection_stays(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
+    async with wire.server(silence=1.5) as server:
         received = server.received()
         waiting = asyncio.ensure_future(anext(received))
-        async with TcpStreamClient(server.address, "f", silence=1.5) as client:
+        async with wire.client(server.address, "f", silence=1.5) as client:
             idle = asyncio.ensure_future(anext(client.received()))
             done, _ = await asyncio.wait({idle, waiting}, timeout=4)
             assert not done
@@ -162,8 +169,8 @@ async def test_an_idle_connection_stays(caplog: pytest.LogCaptureFixture) -> Non
     assert "silent" not in caplog.text
 
 
-async def test_a_process_that_stalls_cuts_no_connection() -> None:
-    async with TcpStreamServer("127.0.0.1", silence=1.2) as server, _peer(server.address):
+async def test_a_process_that_stalls_cuts_no_connection(wire: Wire) -> None:
+    async with wire.server(silence=1.2) as server, _peer(wire, server.address):
         received = server.received()
         assert await anext(received) == ("other", Hello("1"))
         time.sleep(2.5)  # noqa: ASYNC251 (the stall)
@@ -174,8 +181,8 @@ async def test_a_process_that_stalls_cuts_no_connection() -> None:
 # back-pressure
 
 
-async def test_a_frontend_that_stops_reading_costs_a_second_and_is_gone() -> None:
-    async with TcpStreamServer("127.0.0.1") as server, _peer(server.address) as (process, _):
+async def test_a_frontend_that_stops_reading_costs_a_second_and_is_gone(wire: Wire) -> None:
+    async with wire.server() as server, _peer(wire, server.address) as (process, _):
         received = server.received()
         assert await anext(received) == ("other", Hello("1"))
         os.kill(process.pid, signal.SIGSTOP)
@@ -199,9 +206,11 @@ def _unsent(connection: FramedConnection) -> int:
     return connection._transport.get_write_buffer_size()
 
 
-async def test_many_senders_at_once_stay_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_senders_at_once_stay_within_the_bound(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(framing, "MAX_UNSENT", 100_000)
-    async with TcpStreamServer("127.0.0.1") as server, raw(server.address) as slow:
+    async with wire.server() as server, wire.raw(server.address) as slow:
         await slow.greet("slow")
         slow.reader._transport.pause_reading()  # type: ignore[attr-defined]
         connection, big = server._frontends["slow"], Outputs([b"x" * 50_000])
@@ -216,10 +225,12 @@ async def test_many_senders_at_once_stay_within_the_bound(monkeypatch: pytest.Mo
         reading.cancel()
 
 
-async def test_a_frontend_that_takes_a_burst_slowly_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frontend_that_takes_a_burst_slowly_is_kept(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a worker takes the prompts that another one has lost."""
     monkeypatch.setattr(framing, "MAX_UNSENT", 600_000)
-    async with TcpStreamServer("127.0.0.1") as server, raw(server.address) as slow:
+    async with wire.server() as server, wire.raw(server.address) as slow:
         await slow.greet("slow")
         slow.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 10_000)
         transport = server._frontends["slow"]._transport
@@ -237,13 +248,15 @@ async def test_a_frontend_that_takes_a_burst_slowly_is_kept(monkeypatch: pytest.
         reading.cancel()
 
 
-async def test_a_worker_that_does_not_read_holds_its_frontends_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_does_not_read_holds_its_frontends_back(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp, "MAX_UNREAD", (10_000, 1 << 20))
     monkeypatch.setattr(framing, "MAX_UNSENT", 1 << 20)
     count, big = 600, Cancel(["x" * 100_000])
     async with (
-        TcpStreamServer("127.0.0.1", silence=1) as server,
-        TcpStreamClient(server.address, "f") as client,
+        wire.server(silence=1) as server,
+        wire.client(server.address, "f") as client,
     ):
 
         async def send() -> None:
@@ -261,12 +274,12 @@ async def test_a_worker_that_does_not_read_holds_its_frontends_back(monkeypatch:
         await sending
 
 
-async def test_throughput_is_far_above_what_a_frontend_needs() -> None:
+async def test_throughput_is_far_above_what_a_frontend_needs(wire: Wire) -> None:
     """200,000 messages a second on a quiet machine; this bound also holds on a busy one."""
-    async with TcpStreamServer("127.0.0.1") as server:
+    async with wire.server() as server:
         received = server.received()
         waiting = asyncio.ensure_future(anext(received))
-        async with TcpStreamClient(server.address, "f") as client:
+        async with wire.client(server.address, "f") as client:
             await client.send(Hello("1"))
             await waiting
             before, message, count = time.process_time(), Outputs([b"x" * 300]), 20_000
@@ -285,8 +298,8 @@ async def _send_many(server: TcpStreamServer, message: Outputs, count: int) -> N
             await asyncio.sleep(0)
 
 
-async def test_small_messages_are_not_held_back() -> None:
-    async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "f") as client:
+async def test_small_messages_are_not_held_back(wire: Wire) -> None:
+    async with wire.server() as server, wire.client(server.address, "f") as client:
         for connection in (client._connection, server._frontends["f"]):
             assert connection._transport
             end = connection._transport.get_extra_info("socket")
@@ -297,12 +310,13 @@ async def test_small_messages_are_not_held_back() -> None:
 
 
 async def test_a_worker_whose_message_cannot_be_decoded_is_gone_and_told_so(
+    wire: Wire,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with TcpStreamServer("127.0.0.1") as server:
+    async with wire.server() as server:
         at_server = server.received()
         waiting = asyncio.ensure_future(anext(at_server))
-        async with TcpStreamClient(server.address, "f") as client:
+        async with wire.client(server.address, "f") as client:
             await client.send(Hello("1"))
             assert await waiting == ("f", Hello("1"))
             at_client = client.received()
@@ -319,12 +333,13 @@ async def test_a_worker_whose_message_cannot_be_decoded_is_gone_and_told_so(
 
 
 async def test_a_frontends_message_that_cannot_be_decoded_is_skipped(
+    wire: Wire,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with TcpStreamServer("127.0.0.1") as server:
+    async with wire.server() as server:
         received = server.received()
         waiting = asyncio.ensure_future(anext(received))
-        async with TcpStreamClient(server.address, "f") as client:
+        async with wire.client(server.address, "f") as client:
             for _ in range(100):
                 client._connection.write(b"\xc1 not msgpack")
             await client.send(Cancel(["a"]))
@@ -332,9 +347,11 @@ async def test_a_frontends_message_that_cannot_be_decoded_is_skipped(
     assert caplog.text.count("message of frontend f skipped") == 1
 
 
-async def test_a_message_over_the_bound_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_over_the_bound_is_refused_before_it_is_sent(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp, "MAX_FRAME", 1000)
-    async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "f") as client:
+    async with wire.server() as server, wire.client(server.address, "f") as client:
         with pytest.raises(ProtocolError):
             await client.send(Cancel(["x" * 1000]))
         await client.send(Cancel(["a"]))
@@ -358,11 +375,12 @@ BAD_GREETINGS = [
 
 
 async def test_connections_without_a_good_greeting_are_closed_and_logged_once(
+    wire: Wire,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "f") as client:
+    async with wire.server() as server, wire.client(server.address, "f") as client:
         for greeting in BAD_GREETINGS:
-            async with raw(server.address) as stranger:
+            async with wire.raw(server.address) as stranger:
                 stranger.send(greeting)
                 assert await stranger.closed(), greeting
         assert not server._ungreeted
@@ -373,12 +391,14 @@ async def test_connections_without_a_good_greeting_are_closed_and_logged_once(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_a_greeting_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_greeting_that_does_not_end_is_not_waited_for(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp, "GREET_WITHIN", 1.0)
     async with (
-        TcpStreamServer("127.0.0.1") as server,
-        raw(server.address) as slow,
-        raw(server.address) as mute,
+        wire.server() as server,
+        wire.raw(server.address) as slow,
+        wire.raw(server.address) as mute,
     ):
         started = time.monotonic()
         greeting = frame(GREETING + b" " + b"x" * 900)
@@ -392,19 +412,19 @@ async def test_a_greeting_that_does_not_end_is_not_waited_for(monkeypatch: pytes
         assert not server._ungreeted
 
 
-async def test_connections_that_have_not_greeted_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_that_have_not_greeted_are_few(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "MAX_UNGREETED", 3)
-    async with TcpStreamServer("127.0.0.1") as server, AsyncExitStack() as stack:
-        strangers = [await stack.enter_async_context(raw(server.address)) for _ in range(4)]
+    async with wire.server() as server, AsyncExitStack() as stack:
+        strangers = [await stack.enter_async_context(wire.raw(server.address)) for _ in range(4)]
         assert await strangers[0].closed()
         await until(lambda: len(server._ungreeted) == 3)
-        async with TcpStreamClient(server.address, "f") as client:
+        async with wire.client(server.address, "f") as client:
             await client.send(Hello("1"))
             assert await anext(server.received()) == ("f", Hello("1"))
 
 
-async def test_a_frame_without_an_end_takes_no_more_memory_than_was_sent() -> None:
-    async with TcpStreamServer("127.0.0.1") as server, raw(server.address) as liar:
+async def test_a_frame_without_an_end_takes_no_more_memory_than_was_sent(wire: Wire) -> None:
+    async with wire.server() as server, wire.raw(server.address) as liar:
         await liar.greet("liar")
         liar.send(struct.pack(">I", tcp.MAX_FRAME) + b"x" * 1000)
         connection = server._frontends["liar"]
@@ -412,17 +432,17 @@ async def test_a_frame_without_an_end_takes_no_more_memory_than_was_sent() -> No
         liar.send(b"x" * 1000)
         await until(lambda: len(connection._partial) == 2004)
         assert sys.getsizeof(connection._partial) < 100_000
-        async with raw(server.address) as worse:
+        async with wire.raw(server.address) as worse:
             await worse.greet("worse")
             worse.send(struct.pack(">I", tcp.MAX_FRAME + 1))
             assert await worse.closed()
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
-async def test_frames_arrive_whole_however_they_are_cut(chunk: int) -> None:
+async def test_frames_arrive_whole_however_they_are_cut(wire: Wire, chunk: int) -> None:
     messages = [Cancel(["a" * size]) for size in (0, 1, 300, 70_000 if chunk > 3 else 700)]
     data = b"".join(frame(encode(message)) + frame(b"") for message in messages)
-    async with TcpStreamServer("127.0.0.1") as server, raw(server.address) as end:
+    async with wire.server() as server, wire.raw(server.address) as end:
         await end.greet("f")
         received = server.received()
         for start in range(0, len(data), chunk):
@@ -431,7 +451,7 @@ async def test_frames_arrive_whole_however_they_are_cut(chunk: int) -> None:
         assert [await anext(received) for _ in messages] == [("f", message) for message in messages]
 
 
-async def _serve(answer: bytes) -> tuple[asyncio.Server, str]:
+async def _serve(wire: Wire, answer: bytes) -> tuple[asyncio.Server, str]:
     async def talk(reader: StreamReader, writer: StreamWriter) -> None:
         writer.write(answer)
         await reader.read(1000)
@@ -439,21 +459,21 @@ async def _serve(answer: bytes) -> tuple[asyncio.Server, str]:
             await reader.read(1000)
         writer.transport.abort()
 
-    server = await asyncio.start_server(talk, "127.0.0.1", 0)
-    return server, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server = await asyncio.start_server(talk, "127.0.0.1", 0, ssl=wire.server_context())
+    return server, f"{wire.scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 @pytest.mark.parametrize(
     "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"\xff" * 64, frame(GREETING + b" f"), bytes(8)]
 )
 async def test_a_server_that_does_not_answer_with_the_greeting_is_no_worker(
-    answer: bytes, monkeypatch: pytest.MonkeyPatch
+    wire: Wire, answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer with a name is a client's greeting: it has connected to itself."""
     monkeypatch.setattr(tcp, "CONNECT_WITHIN", 0.5)
-    server, address = await _serve(answer)
+    server, address = await _serve(wire, answer)
     with pytest.raises(PeerGone):
-        async with TcpStreamClient(address, "f"):
+        async with wire.client(address, "f"):
             pass
     server.close()
 
@@ -461,23 +481,23 @@ async def test_a_server_that_does_not_answer_with_the_greeting_is_no_worker(
 @pytest.mark.parametrize(
     "address", ["", "garbage", "tcp://", "tcp://h", "tcp://h:x", "tcp://h:99999", "http://h:1"]
 )
-async def test_an_address_that_cannot_be_read_is_a_peer_that_is_gone(address: str) -> None:
+async def test_an_address_that_cannot_be_read_is_a_peer_that_is_gone(wire: Wire, address: str) -> None:
     with pytest.raises(PeerGone):
-        async with TcpStreamClient(address, "f"):
+        async with wire.client(address, "f"):
             pass
 
 
 # what is left
 
 
-async def test_a_process_whose_tasks_are_cancelled_leaves_nothing() -> None:
-    async with TcpStreamServer("127.0.0.1") as outer:
+async def test_a_process_whose_tasks_are_cancelled_leaves_nothing(wire: Wire) -> None:
+    async with wire.server() as outer:
         before = asyncio.all_tasks()
 
         async def live() -> None:
-            async with TcpStreamServer("127.0.0.1") as server, TcpStreamClient(server.address, "f") as client:
+            async with wire.server() as server, wire.client(server.address, "f") as client:
                 addresses.append(server.address)
-                async with raw(server.address), TcpStreamClient(outer.address, "g"):
+                async with wire.raw(server.address), wire.client(outer.address, "g"):
                     async for _ in client.received():
                         pass
 
@@ -492,14 +512,14 @@ async def test_a_process_whose_tasks_are_cancelled_leaves_nothing() -> None:
             await until(lambda: not outer._frontends and not outer._ungreeted)
             for address in addresses:
                 with pytest.raises(PeerGone):
-                    async with TcpStreamClient(address, "f"):
+                    async with wire.client(address, "f"):
                         pass
 
 
-async def test_connections_that_come_while_a_worker_leaves_are_closed() -> None:
+async def test_connections_that_come_while_a_worker_leaves_are_closed(wire: Wire) -> None:
     """Accepted already: its frontend would wait for heartbeats."""
     for turns in range(8):
-        async with TcpStreamServer("127.0.0.1") as server:
+        async with wire.server() as server:
             port = int(server.address.rpartition(":")[2])
             late = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
             for _ in range(turns % 4):
@@ -510,24 +530,22 @@ async def test_connections_that_come_while_a_worker_leaves_are_closed() -> None:
                 assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(end, 1), 1) == b""
 
 
-async def test_a_workers_last_messages_arrive_though_the_frontend_goes_on_sending() -> None:
-    server = await TcpStreamServer("127.0.0.1").__aenter__()
-    async with raw(server.address) as frontend:
-        await frontend.greet("f")
-        frontend.reader._transport.pause_reading()  # type: ignore[attr-defined]
-        await server.send("f", Failed("r", "x" * 3_000_000))
+async def test_a_workers_last_messages_arrive_though_the_frontend_goes_on_sending(wire: Wire) -> None:
+    server, last = await wire.server().__aenter__(), Failed("r", "x" * 3_000_000)
+    async with wire.client(server.address, "f") as client:
+        client._connection.pause_reading()
+        await server.send("f", last)
         leaving = asyncio.create_task(server.__aexit__(None, None, None))
         for _ in range(20):
-            frontend.send(frame(b""))
+            client._connection.write(b"")
             await asyncio.sleep(0.001)
-        frontend.reader._transport.resume_reading()  # type: ignore[attr-defined]
-        assert len(await frontend.reader.read()) > 3_000_000
-        frontend.writer.close()
-        await leaving
+        client._connection.resume_reading()
+        assert await anext(client.received()) == last
+    await leaving
 
 
-async def test_a_worker_leaves_though_a_frontend_does_not_read() -> None:
-    async with _peer_that_stops() as (server, process):
+async def test_a_worker_leaves_though_a_frontend_does_not_read(wire: Wire) -> None:
+    async with _peer_that_stops(wire) as (server, process):
         started = time.monotonic()
         await server.__aexit__(None, None, None)
         assert time.monotonic() - started < 2
@@ -535,9 +553,9 @@ async def test_a_worker_leaves_though_a_frontend_does_not_read() -> None:
 
 
 @asynccontextmanager
-async def _peer_that_stops() -> AsyncIterator[tuple[TcpStreamServer, asyncio.subprocess.Process]]:
-    server = await TcpStreamServer("127.0.0.1").__aenter__()
-    async with _peer(server.address) as (process, _):
+async def _peer_that_stops(wire: Wire) -> AsyncIterator[tuple[TcpStreamServer, asyncio.subprocess.Process]]:
+    server = await wire.server().__aenter__()
+    async with _peer(wire, server.address) as (process, _):
         assert await anext(server.received()) == ("other", Hello("1"))
         os.kill(process.pid, signal.SIGSTOP)
         for _ in range(1000):

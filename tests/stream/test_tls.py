@@ -1,0 +1,264 @@
+"""Streams of a graph with credentials, and what is not of the graph."""
+
+import asyncio
+import random
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+
+import pytest
+
+from pdserve.credentials import Credentials
+from pdserve.errors import PeerGone
+from pdserve.messages import Failed, Hello, Outputs
+from pdserve.stream import tcp
+from pdserve.stream.tcp import GREETING, TcpStreamClient, TcpStreamServer
+from tests.conditions import until
+from tests.stream.conftest import HOST
+from tests.stream.raw import frame, raw
+
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
+
+GREETS = frame(GREETING + b" stranger")
+
+
+def _without_certificate(_: Credentials) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def _of_another_graph(others: Credentials) -> ssl.SSLContext:
+    context = _without_certificate(others)
+    context.load_cert_chain(others.certificate, others.key)
+    return context
+
+
+def _older_tls(others: Credentials) -> ssl.SSLContext:
+    context = _of_another_graph(others)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+@pytest.mark.parametrize("context", [_without_certificate, _of_another_graph, _older_tls])
+async def test_a_frontend_of_no_or_another_graph_is_refused(
+    credentials: Credentials,
+    strangers: Credentials,
+    context: Callable[[Credentials], ssl.SSLContext],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """TLS 1.3 lets a client send before the server has read its certificate."""
+    async with TcpStreamServer(HOST, credentials) as server:
+        received = asyncio.ensure_future(anext(server.received()))
+        with suppress(ssl.SSLError, ConnectionError):
+            async with raw(server.address, context(strangers)) as stranger:
+                stranger.send(GREETS)
+                with suppress(ssl.SSLError):
+                    assert GREETING not in await stranger.reader.read()
+        await until(lambda: server._refused == {HOST: 1})
+        assert not server._frontends
+        assert not received.done()
+        async with TcpStreamClient(server.address, "f", credentials) as client:
+            await client.send(Hello("1"))
+            assert await received == ("f", Hello("1"))
+    assert "is not of this graph" in caplog.text
+
+
+async def test_a_worker_of_another_graph_gets_nothing(
+    credentials: Credentials, strangers: Credentials, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its address may stand in etcd, or a port has been given to another process since."""
+    async with TcpStreamServer(HOST, strangers) as server:
+        with pytest.raises(PeerGone):
+            async with TcpStreamClient(server.address, "f", credentials):
+                pass
+        await until(lambda: bool(server._refused))
+        assert not server._frontends
+    assert "CERTIFICATE_VERIFY_FAILED" in caplog.text
+
+
+async def test_a_frontend_that_is_refused_is_told(
+    credentials: Credentials, strangers: Credentials, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that would trust the worker."""
+
+    class Gullible(Credentials):
+        def client_context(self) -> ssl.SSLContext:
+            return _of_another_graph(strangers)
+
+    caplog.set_level("INFO")
+    async with TcpStreamServer(HOST, credentials) as server:
+        started = time.monotonic()
+        with pytest.raises(PeerGone):
+            async with TcpStreamClient(server.address, "f", Gullible(credentials.folder)):
+                pass
+        assert time.monotonic() - started < tcp.CONNECT_WITHIN - 0.5
+    assert "TLSV1_ALERT_UNKNOWN_CA" in caplog.text
+
+
+@pytest.mark.parametrize("server_has", [True, False])
+async def test_plain_and_tls_do_not_meet(
+    credentials: Credentials, server_has: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not by the address, and not where the address is wrong."""
+    caplog.set_level("INFO")
+    of_server, of_client = (credentials, None) if server_has else (None, credentials)
+    async with TcpStreamServer(HOST, of_server) as server:
+        with pytest.raises(PeerGone):
+            async with TcpStreamClient(server.address, "f", of_client):
+                pass
+        assert "as all of this graph must be" in caplog.text
+        assert not server._refused
+        scheme = "tcp" if server_has else "tls"
+        with pytest.raises(PeerGone):
+            async with TcpStreamClient(f"{scheme}://{server.address.partition('://')[2]}", "f", of_client):
+                pass
+        await until(lambda: server._refused == {HOST: 1})
+        assert not server._frontends
+
+
+async def test_prompts_and_tokens_are_not_readable_on_the_way(credentials: Credentials) -> None:
+    seen = bytearray()
+
+    async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(HOST, int(server.address.rpartition(":")[2]))
+
+        async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(1000):
+                seen.extend(data)
+                writer.write(data)
+            writer.close()
+
+        with suppress(ConnectionError):
+            await asyncio.gather(pump(reader, back), pump(there, writer))
+
+    async with TcpStreamServer(HOST, credentials) as server:
+        between = await asyncio.start_server(join, HOST, 0)
+        address = f"tls://{HOST}:{between.sockets[0].getsockname()[1]}"
+        async with TcpStreamClient(address, "the-frontend", credentials) as client:
+            await client.send(Hello("the prompt"))
+            await anext(server.received())
+            await server.send("the-frontend", Failed("r", "the answer"))
+            assert await anext(client.received()) == Failed("r", "the answer")
+        between.close()
+    assert len(seen) > 1000
+    for text in (b"the-frontend", b"the prompt", b"the answer", GREETING):
+        assert text not in seen
+
+
+# connections that do not finish the handshake
+
+
+async def test_connections_that_do_not_finish_tls_are_ended(
+    credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "GREET_WITHIN", 1.0)
+    hello = _client_hello(credentials)
+    async with (
+        TcpStreamServer(HOST, credentials) as server,
+        raw(server.address) as mute,
+        raw(server.address) as begun,
+        raw(server.address) as half,
+        raw(server.address, credentials.client_context()) as finished,
+    ):
+        begun.send(hello)
+        half.send(hello[: len(hello) // 2])
+        await until(lambda: len(server._ungreeted) == 4)
+        for stranger in (mute, begun, half, finished):
+            assert await stranger.closed(4)
+        assert not server._ungreeted
+        assert server._refused == {HOST: 4}
+
+
+async def test_a_flood_of_connections_leaves_the_worker_to_its_frontends(
+    credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "MAX_UNGREETED", 20)
+    hello = _client_hello(credentials)
+    async with (
+        TcpStreamServer(HOST, credentials) as server,
+        TcpStreamClient(server.address, "first", credentials) as first,
+        AsyncExitStack() as stack,
+    ):
+        for number in range(200):
+            flood = await stack.enter_async_context(raw(server.address))
+            if number % 2:
+                flood.send(hello)
+        await until(lambda: server._refused == {HOST: 180})
+        assert len(server._ungreeted) == 20
+        received = server.received()
+        async with TcpStreamClient(server.address, "second", credentials) as second:
+            for client, name in ((first, "first"), (second, "second")):
+                await client.send(Hello(name))
+                assert await anext(received) == (name, Hello(name))
+
+
+async def test_bytes_of_any_kind_end_only_their_connection(credentials: Credentials) -> None:
+    """Fixed seeds: random bytes, and handshakes of which bytes were changed, that were cut, or go on with nonsense."""
+    chance, hello = random.Random(0), _client_hello(credentials)
+    count = 300
+    async with (
+        TcpStreamServer(HOST, credentials) as server,
+        TcpStreamClient(server.address, "f", credentials) as client,
+    ):
+        for number in range(count):
+            data = bytearray(hello if number % 3 else chance.randbytes(chance.randrange(1, 2000)))
+            for _ in range(chance.randrange(5)):
+                data[chance.randrange(len(data))] = chance.randrange(256)
+            if number % 3 == 2:
+                data += chance.randbytes(chance.randrange(20_000))
+            with socket.create_connection((HOST, int(server.address.rpartition(":")[2]))) as end:
+                with suppress(OSError):
+                    end.sendall(data)
+                await asyncio.sleep(0)
+        await until(lambda: server._refused == {HOST: count})
+        assert not server._ungreeted
+        await client.send(Hello("1"))
+        assert await anext(server.received()) == ("f", Hello("1"))
+
+
+async def test_bytes_that_were_changed_on_the_way_end_the_connection(credentials: Credentials) -> None:
+    """Not one message is read from them."""
+    async with (
+        TcpStreamServer(HOST, credentials) as server,
+        TcpStreamClient(server.address, "f", credentials) as client,
+    ):
+        transport, tls = server._frontends["f"]._transport, server._frontends["f"]._tls
+        assert transport
+        assert tls
+        record = bytearray(tls.encrypt(frame(b"x" * 100)))
+        record[-1] ^= 1
+        transport.write(record)
+        await server.send("f", Outputs([b"after"]))
+        with pytest.raises(PeerGone):
+            await anext(client.received())
+
+
+async def test_a_frontend_that_ends_tls_is_gone(credentials: Credentials) -> None:
+    """Though it leaves its connection open."""
+    context = credentials.client_context()
+    received, unsent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(received, unsent)
+    async with TcpStreamServer(HOST, credentials) as server, raw(server.address) as end:
+        with suppress(ssl.SSLWantReadError):
+            tls.do_handshake()
+        end.send(unsent.read())
+        received.write(await end.reader.read(10_000))
+        tls.do_handshake()
+        tls.write(frame(GREETING + b" f"))
+        end.send(unsent.read())
+        await until(lambda: "f" in server._frontends)
+        with suppress(ssl.SSLWantReadError):
+            tls.unwrap()
+        end.send(unsent.read())
+        await until(lambda: "f" not in server._frontends)
+
+
+def _client_hello(credentials: Credentials) -> bytes:
+    unsent = ssl.MemoryBIO()
+    tls = credentials.client_context().wrap_bio(ssl.MemoryBIO(), unsent)
+    with suppress(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return unsent.read()
