@@ -8,6 +8,8 @@ from uuid import uuid4
 import pytest
 from hypothesis import settings
 
+from tests.e2e.graph import Graph
+from tests.real import Reference, one_graph, one_vllm
 from tests.servers import etcd_server, nats_server, running
 
 settings.register_profile("same each time", derandomize=True)
@@ -17,6 +19,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same each time"))
 
 SERIAL = (
     "tests/chaos/test_real_engines.py",
+    "tests/conformance/",
     "tests/e2e/",
     "tests/engine/test_vllm_engine.py",
     "tests/chaos/test_chaos.py",
@@ -69,6 +72,22 @@ def etcd_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An etcd that must not be harmed; tests of outages start their own."""
     with running(etcd_server(tmp_path_factory.mktemp("etcd"))) as server:
         yield server.url
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    """vLLM's own server with the arguments of `graph`: the yardstick."""
+    with one_vllm(tmp_path_factory.mktemp("vllm")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def graph(tmp_path_factory: pytest.TempPathFactory, vllm_server: Reference) -> Iterator[Graph]:
+    """A real graph that must not be harmed: one decode and one prefill worker. After the other server, so that three
+    engines never load at once on a small machine."""
+    del vllm_server
+    with one_graph(tmp_path_factory.mktemp("graph")) as graph:
+        yield graph
 
 
 @pytest.fixture

@@ -48,8 +48,9 @@ class HttpError(PdserveError):
 def error_body(path: str, status: int, message: str, param: str | None = None) -> dict[str, object]:
     """In OpenAI's shape, as vLLM's own errors; in Anthropic's under /v1/messages."""
     kind = _ERROR_TYPES.get(status, "InternalServerError")
-    error: dict[str, object] = {"message": message, "type": kind, "param": param, "code": status}
-    return {"type": "error", "error": error} if path.startswith("/v1/messages") else {"error": error}
+    if path.startswith("/v1/messages"):
+        return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def error_response(
@@ -62,13 +63,15 @@ def error_response(
 
 
 def with_one_type(body: bytes, status: int = 0) -> bytes:
-    """An error of vLLM's app, whole or as an event of a stream, with the type that its status has everywhere: the app
-    calls a 504 once TimeoutError and once Gateway Timeout. Anything else stays as it is."""
+    """An error of the graph that vLLM's app tells, whole or as an event of a stream, with the type that its status has
+    everywhere: the app calls a 504 once TimeoutError and once Gateway Timeout. What one vLLM server can say too, and
+    anything else, stays as it is."""
     mark = _EVENT if body.startswith(_EVENT) else b""
     try:
         fields = msgspec.json.decode(body.removeprefix(mark))
         error = fields["error"]
-        kind = _ERROR_TYPES.get(status or error["code"], error["type"])
+        status = status or error["code"]
+        kind = _ERROR_TYPES.get(status, error["type"]) if status >= 429 else error["type"]
     except (msgspec.DecodeError, TypeError, KeyError):
         return body
     if error["type"] == kind:

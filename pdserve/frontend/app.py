@@ -186,7 +186,7 @@ async def _run(
         is_long = trace.path in TOKENIZING and len(body.raw) > LONG_TEXT
         async with model.admission.long_text(admission.client) if is_long else nullcontext():
             processor = await model.ready()
-            await processor.app(_inner_scope(request, trace), replay(body.raw, gone), response)
+            await processor.app(_inner_scope(request, trace, body), replay(body.raw, gone), response)
 
     app = asyncio.create_task(answer())
     watch = asyncio.create_task(_disconnected(request))
@@ -207,10 +207,12 @@ async def _run(
         await _finish(app, response)
 
 
-def _inner_scope(request: Request, trace: RequestTrace) -> Scope:
-    """As vLLM's app sees the request: always with a request id, from which it makes the response's id."""
+def _inner_scope(request: Request, trace: RequestTrace, body: ParsedBody) -> Scope:
+    """As vLLM's app sees the request: always with an id, from which it makes the response's id. It takes the header's
+    before the body's."""
     headers = MutableHeaders(raw=list(request.scope["headers"]))
-    headers["x-request-id"] = trace.request_id
+    if not body.has_id or "x-request-id" in headers:
+        headers["x-request-id"] = trace.request_id
     return {**request.scope, "headers": headers.raw}
 
 

@@ -2,6 +2,7 @@
 app."""
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -41,6 +42,8 @@ class ParsedBody:
     size: RequestSize
     plain: bool = False
     """as `is_plain` has it"""
+    has_id: bool = False
+    """it names an id for its answer"""
 
 
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:
@@ -105,13 +108,9 @@ async def discard_rest(request: Request) -> None:
 
 
 def parse_body(raw: bytes) -> ParsedBody:
-    """Find the model and the size of the request, and refuse what must not come from outside. Raises BadRequest."""
-    try:
-        fields = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the request body is no valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise BadRequest("the request body must be a JSON object")
+    """Find the model and the size of the request, and refuse what must not come from outside. What is no JSON object,
+    or names its model by no text, is refused by the model's app. Raises BadRequest."""
+    fields = _fields(raw)
     extra = fields.get("vllm_xargs")
     for name in FORBIDDEN:
         if fields.get(name) is not None:
@@ -123,9 +122,22 @@ def parse_body(raw: bytes) -> ParsedBody:
     if not isinstance(fields.get("structured_outputs") or {}, dict):  # vLLM 0.32 answers 500
         raise BadRequest("structured_outputs must be an object", "structured_outputs")
     model = fields.get("model")
-    if model is not None and not isinstance(model, str):
-        raise BadRequest("model must be a string", "model")
-    return ParsedBody(raw, model or None, _size(raw, fields), is_plain(fields))
+    named = model if isinstance(model, str) and model else None
+    has_id = fields.get("request_id") is not None
+    return ParsedBody(raw, named, _size(raw, fields), is_plain(fields), has_id)
+
+
+def _fields(raw: bytes) -> dict[str, object]:
+    """Empty where the model's app, which reads with Python's `json`, will find none either. That one takes more than
+    the JSON of the standard: NaN, numbers of any size, other encodings, halves of a surrogate pair."""
+    try:
+        fields = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        try:
+            fields = json.loads(raw)
+        except (ValueError, RecursionError):
+            return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _size(raw: bytes, fields: Mapping[str, object]) -> RequestSize:

@@ -168,8 +168,8 @@ class ServedModels:
         if model is not None or name == self._expected:
             message = f"{name} is not being served: {self.missing(name)}"
             raise HttpError(503, message, retry_after=RETRY_AFTER)
-        there = f"there are: {', '.join(names)}" if names else "there are none now"
-        raise HttpError(404, f"the model {name!r} does not exist; {there}", "model")
+        there = f"Valid aliases: {', '.join(names)}." if names else "There are none now."
+        raise HttpError(404, f"The model `{name}` does not exist. {there}", "model")
 
     def listed(self) -> list[ModelCard]:
         """The models that are ready, in order of name: a request would be served now."""

@@ -142,7 +142,7 @@ class FrontendPages:
         for card in cards:
             if card.name == name:
                 return JSONResponse(_listing(card))
-        raise HttpError(404, f"the model {name!r} does not exist", "model")
+        raise HttpError(404, f"The model `{name}` does not exist.", "model")
 
 
 @cache

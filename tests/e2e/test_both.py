@@ -7,9 +7,9 @@ import pytest
 
 from pdserve.ports import free_port
 from tests.e2e.cases import Case
-from tests.e2e.conftest import GRAPH
 from tests.e2e.graph import Graph, serving
 from tests.e2e.test_identity import complete
+from tests.real import GRAPH
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 

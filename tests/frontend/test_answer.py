@@ -14,7 +14,12 @@ from pdserve.frontend.answer import with_one_type
         (
             b'data: {"error":{"type":"Bad Request","code":400}}\n\n',
             0,
-            b'data: {"error":{"type":"BadRequestError","code":400}}\n\n',
+            b'data: {"error":{"type":"Bad Request","code":400}}\n\n',
+        ),
+        (
+            b'data: {"error":{"type":"Service Unavailable","code":503}}\n\n',
+            0,
+            b'data: {"error":{"type":"ServiceUnavailableError","code":503}}\n\n',
         ),
         (b'{"error":{"type":"Strange","code":418}}', 418, b'{"error":{"type":"Strange","code":418}}'),
         (b'{"error":"text"}', 400, b'{"error":"text"}'),

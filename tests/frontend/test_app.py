@@ -57,12 +57,13 @@ async def test_errors_carry_the_request_id_too(graph: Graph) -> None:
     "body", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe{\x00}\x00", b'{"model": 5}', b"[" * 10_000]
 )
 async def test_bad_json(graph: Graph, body: bytes) -> None:
+    """Refused by vLLM's app, in its words."""
     async with graph.worker():
         answer = await graph.http.post(
             "/v1/completions", content=body, headers={"content-type": "application/json"}
         )
     assert answer.status_code == 400
-    assert answer.json()["error"]["type"] == "BadRequestError"
+    assert answer.json().get("detail") or answer.json()["error"]["type"].startswith("Bad")
 
 
 @pytest.mark.parametrize("tokenizing", [False, True])
@@ -122,7 +123,9 @@ async def test_transfer_params_are_refused(graph: Graph, path: str, extra: dict[
     async with graph.worker() as worker:
         answer = await graph.http.post(path, json={**completion(), **chat(), **extra})
     assert answer.status_code == 400
-    assert "transfer_params" in answer.json()["error"]["param"]
+    error = answer.json()["error"]
+    assert "transfer_params" in error["message"]
+    assert path == "/v1/messages" or "transfer_params" in error["param"]
     assert not worker.seen
 
 
@@ -180,7 +183,7 @@ async def test_the_model_of_a_query_is_decoded(graph: Graph) -> None:
         found = await graph.http.get("/openapi.json?model=de%6Do")
         missing = await graph.http.get("/openapi.json?a=b&model=a%2Fb+c")
     assert found.status_code == 200
-    assert "'a/b c'" in missing.json()["error"]["message"]
+    assert "`a/b c`" in missing.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

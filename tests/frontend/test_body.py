@@ -42,6 +42,26 @@ def test_the_size_of_a_request(body: bytes, max_tokens: int | None, sequences: i
     assert (size.prompt_tokens, size.max_tokens, size.sequences) == (len(body) // 4, max_tokens, sequences)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"temperature": NaN, "kv_transfer_params": {}}',
+        b'{"user": "\\ud800", "kv_transfer_params": {}}',
+        '{"kv_transfer_params": {}}'.encode("utf-16"),
+        b'\xef\xbb\xbf{"kv_transfer_params": {}}',
+        b'{"seed": 1e999, "kv_transfer_params": {}}',
+    ],
+)
+def test_what_only_python_reads_is_read_as_well(body: bytes) -> None:
+    with pytest.raises(BadRequest, match="kv_transfer_params"):
+        parse_body(body)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"[" * 10_000, b'{"model": 5}'])
+def test_what_names_no_model_is_left_to_the_app(body: bytes) -> None:
+    assert parse_body(body).model is None
+
+
 def test_structured_outputs_that_are_no_object_are_refused() -> None:
     """vLLM 0.32 would answer 500."""
     with pytest.raises(BadRequest, match="must be an object"):

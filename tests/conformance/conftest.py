@@ -1,0 +1,13 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conformance.pair import Pair
+from tests.e2e.graph import Graph
+from tests.real import Reference
+
+
+@pytest.fixture(scope="session")
+def pair(graph: Graph, vllm_server: Reference) -> Iterator[Pair]:
+    with Pair(graph.url, vllm_server.url) as pair:
+        yield pair

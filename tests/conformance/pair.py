@@ -1,0 +1,65 @@
+"""One vLLM server and one graph, asked the same."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+
+from tests.conformance.answers import Answer, Request, answer_of, without
+from tests.conformance.differences import DIFFERENCES
+from tests.real import KEY
+
+
+class Pair:
+    """Use it as a context manager."""
+
+    def __init__(self, ours: str, theirs: str) -> None:
+        self.ours, self.theirs = ours, theirs
+        """URLs"""
+        self._stack = ExitStack()
+        self._clients = [httpx.Client(base_url=url, timeout=120) for url in (ours, theirs)]
+        self._pool = ThreadPoolExecutor(2)
+
+    def __enter__(self) -> "Pair":
+        self._stack.enter_context(self._pool)
+        for client in self._clients:
+            self._stack.enter_context(client)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def both(self, request: Request) -> tuple[Answer, Answer]:
+        """Ours and theirs; both are asked at the same time."""
+        ours, theirs = self._pool.map(lambda client: _ask(client, request), self._clients)
+        return ours, theirs
+
+    def same(self, request: Request) -> Answer:
+        """Ours, which must be theirs but for what `request.differs` names, and that must really differ."""
+        ours, theirs = self.both(request)
+        mine, their = _compared(ours), _compared(theirs)
+        if request.differs:
+            difference = DIFFERENCES[request.differs]
+            assert mine != their, f"{difference.name} is no difference any more"
+            for path in difference.where:
+                mine, their = without(mine, path), without(their, path)
+        assert mine == their
+        return ours
+
+
+def _ask(client: httpx.Client, request: Request) -> Answer:
+    content: dict[str, Any] = (
+        {"json": request.json} if request.content is None else {"content": request.content}
+    )
+    if request.content is None and request.json is None:
+        content = {}
+    default = {"authorization": f"Bearer {KEY}"}
+    if request.content is not None:
+        default["content-type"] = "application/json"
+    headers = {name: value for name, value in (default | request.headers).items() if value}
+    return answer_of(client.request(request.method, request.path, headers=headers, **content))
+
+
+def _compared(answer: Answer) -> dict[str, Any]:
+    return {"status": answer.status, "headers": answer.headers, "body": answer.body}

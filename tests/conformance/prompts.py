@@ -1,0 +1,27 @@
+"""Prompts whose answers can be compared: never the same twice, so that no cache has them."""
+
+import hashlib
+
+SHORT = "What is the code of the red box?"
+LONG_TOKENS = 300
+"""at least, of `long`: the graph prefills these remotely"""
+
+
+def long(seed: str) -> str:
+    """A text of some 400 tokens for this seed alone."""
+    colours = ("red", "blue", "green", "black", "white", "brown")
+    facts = []
+    for number in range(30):
+        digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
+        code = int.from_bytes(digest[:2], "big") % 9000 + 1000
+        facts.append(f"The code of the {colours[digest[3] % len(colours)]} box is {code}.")
+    return " ".join(facts) + " What is the code of the red box?"
+
+
+def ids(seed: str, count: int = LONG_TOKENS) -> list[int]:
+    """A prompt as token ids."""
+    found: list[int] = []
+    while len(found) < count:
+        digest = hashlib.sha256(f"{seed} {len(found)}".encode()).digest()
+        found += [20 + (digest[i] * 256 + digest[i + 1]) % 580 for i in range(0, 32, 2)]
+    return found[:count]
