@@ -75,7 +75,7 @@ def read_tree(path: Path, findings: Findings) -> Mapping[str, Entry]:
     """The file's top-level entries. Raises ConfigError where the file can't be read as one YAML mapping; duplicate keys
     and the like go to `findings`."""
     try:
-        node = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
+        text = path.read_text("utf-8")
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
@@ -83,14 +83,20 @@ def read_tree(path: Path, findings: Findings) -> Mapping[str, Entry]:
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path} is not UTF-8 text: give the path of a YAML file with -f."]) from error
+    return parse_tree(text, findings, "start from configs/local.yaml")
+
+
+def parse_tree(text: str, findings: Findings, advice: str) -> Mapping[str, Entry]:
+    """The same of the file's text; `advice` is what to do where it is no mapping."""
+    path = findings.path
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ConfigError([_not_yaml(path, error)]) from error
     if node is None:
-        raise ConfigError([f"{path} is empty: start from configs/local.yaml."])
+        raise ConfigError([f"{path} is empty: {advice}."])
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(
-            [f"{path}:1: the file is not a mapping of sections: start from configs/local.yaml."]
-        )
+        raise ConfigError([f"{path}:1: the file is not a mapping of sections: {advice}."])
     return _Reader(findings).children("", node, ())
 
 

@@ -1,44 +1,41 @@
-"""API keys. Where none are configured, every request is allowed."""
+"""API keys at the HTTP edge: which one a request came with. Where none are configured, every request is allowed."""
 
-import hashlib
+import asyncio
 import hmac
+import logging
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
+from pdserve.config.api_keys import ApiKey, FoundKeys, digest_of, read_keys
 from pdserve.errors import ConfigError
 from pdserve.frontend.answer import HttpError
 
+logger = logging.getLogger(__name__)
+
 OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/version", "/metrics"})
 """for probes and scrapers, which have no key"""
-
-
-@dataclass(frozen=True)
-class ApiKey:
-    name: str
-    """in logs and metrics; what the client stores is bound to it"""
-    digest: bytes
-    """SHA-256 of the key"""
-
-    @classmethod
-    def of(cls, key: str, name: str = "") -> Self:
-        """One without a name is called by its digest, which stays the same wherever the key stands."""
-        digest = _digest(key)
-        return cls(name or f"key-{digest.hex()[:12]}", digest)
+CHECK = 2.0
+"""seconds after which it is looked whether a file of keys has changed"""
 
 
 class ApiKeys:
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[ApiKey]) -> None:
+        """From now on these. A key that is gone is refused; what came with it before goes on."""
         self._keys = {key.digest: key for key in keys}
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
     def find(self, path: str, headers: Mapping[str, str]) -> ApiKey | None:
         """The key that a request came with: `Authorization: Bearer KEY` as OpenAI's clients send it, or `x-api-key` as
         Anthropic's. None where none is needed. Raises HttpError for a request that needs one and has none."""
         if not self._keys or path in OPEN_PATHS:
             return None
-        digest = _digest(_given(headers))
+        digest = digest_of(_given(headers))
         # looked up by a hash that no client can steer, so that the time tells nothing about the keys
         key = self._keys.get(digest)
         if key is None or not hmac.compare_digest(key.digest, digest):
@@ -46,30 +43,52 @@ class ApiKeys:
         return key
 
 
-def load_keys(environment: Mapping[str, str] = os.environ) -> ApiKeys:
-    """From PDSERVE_API_KEYS: keys with commas between, or `@FILE` with one key on each line; unset or empty means no
-    keys. Raises ConfigError for a value without a key: a slip must not open the server to all."""
-    value = environment.get("PDSERVE_API_KEYS", "")
-    if not value.startswith("@"):
-        keys = [key.strip() for key in value.split(",") if key.strip()]
-        if value and not keys:
-            text = f"PDSERVE_API_KEYS is {value!r}, which holds no key: set KEY1,KEY2 or @FILE, or unset it."
-            raise ConfigError([text])
-        return ApiKeys(map(ApiKey.of, keys))
+class KeySource:
+    """Where the keys come from. What is wrong with them when the frontend starts raises ConfigError; later the keys of
+    before stay."""
+
+    def __init__(self, file: Path | None, env: Mapping[str, str] = os.environ) -> None:
+        self._file = file
+        self._env = env
+        self._notes: list[str] = []
+        """that were told"""
+        found = read_keys(file, env)
+        self._states = {path: _state(path) for path in found.files}
+        self.keys = ApiKeys()
+        self._take(found)
+
+    async def follow(self) -> None:
+        """Read the files again when they change. Never returns."""
+        while True:
+            await asyncio.sleep(CHECK)
+            states = await asyncio.to_thread(lambda: {path: _state(path) for path in self._states})
+            if states == self._states:
+                continue
+            self._states = states
+            try:
+                self._take(await asyncio.to_thread(read_keys, self._file, self._env))
+            except ConfigError as error:
+                logger.error("the API keys of before stay, since the new ones cannot be used: %s", error)
+
+    def _take(self, found: FoundKeys) -> None:
+        self.keys.replace(found.keys)
+        if found.keys:
+            logger.info("%d API keys", len(found.keys))
+        for note in found.notes:
+            if note not in self._notes:
+                logger.warning("%s", note)
+        self._notes = found.notes
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    """Another one whenever the file may be another one."""
     try:
-        lines = Path(value[1:]).read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"PDSERVE_API_KEYS: {value[1:]} cannot be read: {error}."]) from error
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not keys:
-        raise ConfigError([f"PDSERVE_API_KEYS: there is no key in {value[1:]}."])
-    return ApiKeys(map(ApiKey.of, keys))
+        found = file.stat()
+    except OSError as error:
+        return (error.errno or 0,)
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _given(headers: Mapping[str, str]) -> str:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()

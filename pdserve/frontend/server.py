@@ -21,7 +21,7 @@ from pdserve.config.schema import Config, FrontendConfig
 from pdserve.credentials import Credentials
 from pdserve.errors import QueueUnavailable
 from pdserve.frontend.app import GRACE, FrontendApp
-from pdserve.frontend.auth import load_keys
+from pdserve.frontend.auth import KeySource
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.models import serve_models
 from pdserve.frontend.pages import MetricsPage
@@ -53,7 +53,7 @@ class Frontend(Service):
         assert frontend is not None, f"{config.path} has no section for a frontend"
         assert config.etcd is not None
         assert config.nats is not None
-        api_keys = load_keys()
+        self._keys = KeySource(config.security.api_keys)
         credentials = Credentials.load(config.security.credentials)
         self._socket = stack.enter_context(bind(frontend.host, frontend.port))
         connection = await stack.enter_async_context(
@@ -71,14 +71,14 @@ class Frontend(Service):
         self._models = models
         self._presence = Presence(connection, self._instance(await _clock_skew(config.nats)), None)
         page = MetricsPage(view, self.id, client)
-        app = FrontendApp(models, page, api_keys, config.request_timeout, frontend.max_request_timeout)
+        app = FrontendApp(models, page, self._keys.keys, config.request_timeout, frontend.max_request_timeout)
         self._connections = ClientConnections(frontend.header_timeout, frontend.write_timeout)
         self._server = QuietServer(
             http_config(app, self._connections, config.drain_timeout), self._connections
         )
 
     def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
-        return [self._connections.watch()]
+        return [self._connections.watch(), self._keys.follow()]
 
     def load(self) -> Load:
         return self._models.report()

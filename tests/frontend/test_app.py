@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from pdserve.config.api_keys import ApiKey
 from pdserve.config.schema import AdmissionLimits
-from pdserve.frontend.auth import ApiKey, ApiKeys
+from pdserve.frontend.auth import ApiKeys
 from pdserve.frontend.body import BodyReader, max_body
 from pdserve.messages import Failed
 from tests.conditions import until

@@ -1,11 +1,16 @@
+import logging
+import os
 from pathlib import Path
 
 import pytest
 from starlette.datastructures import Headers
 
-from pdserve.errors import ConfigError
+from pdserve.config.api_keys import ApiKey
+from pdserve.frontend import auth
 from pdserve.frontend.answer import HttpError
-from pdserve.frontend.auth import ApiKey, ApiKeys, load_keys
+from pdserve.frontend.auth import ApiKeys, KeySource
+from pdserve.tasks import Owner
+from tests.conditions import until
 
 
 def bearer(key: str) -> Headers:
@@ -45,34 +50,46 @@ def test_without_keys_every_request_is_allowed() -> None:
     assert ApiKeys().find("/v1/models", {}) is None
 
 
-def test_keys_of_the_environment(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("# ours\nalpha\n\nbeta\n")
-    assert allows(load_keys({"PDSERVE_API_KEYS": " a, b "}), "/x", bearer("b"))
-    assert allows(load_keys({"PDSERVE_API_KEYS": f"@{file}"}), "/x", bearer("beta"))
-    assert not allows(load_keys({"PDSERVE_API_KEYS": f"@{file}"}), "/x", bearer("# ours"))
-    assert allows(load_keys({}), "/x", Headers())
-    assert allows(load_keys({"PDSERVE_API_KEYS": ""}), "/x", Headers())
-
-
-@pytest.mark.parametrize("content", [None, "", "# only a comment\n"])
-def test_a_key_file_without_keys_opens_nothing(tmp_path: Path, content: str | None) -> None:
-    file = tmp_path / "keys"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(ConfigError, match="PDSERVE_API_KEYS"):
-        load_keys({"PDSERVE_API_KEYS": f"@{file}"})
-
-
-@pytest.mark.parametrize("value", [",", " ", " , ,", "\t"])
-def test_a_variable_without_keys_opens_nothing(value: str) -> None:
-    with pytest.raises(ConfigError, match="PDSERVE_API_KEYS"):
-        load_keys({"PDSERVE_API_KEYS": value})
-
-
 def test_a_key_without_a_name_is_called_by_its_digest() -> None:
     keys = ApiKeys([ApiKey.of("one"), ApiKey.of("two", "alice")])
     one, two = keys.find("/x", bearer("one")), keys.find("/x", Headers({"x-api-key": "two"}))
     assert one
     assert two
     assert (one.name, two.name) == ("key-7692c3ad3540", "alice")
+
+
+async def test_a_file_is_read_again_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(auth, "CHECK", 0.01)
+    file = tmp_path / "keys"
+    write(file, "alice=alice-0123456789abc\nbob=bob-0123456789abcdef\n")
+    source = KeySource(file, {})
+    alice, bob = bearer("alice-0123456789abc"), bearer("bob-0123456789abcdef")
+    assert allows(source.keys, "/x", alice)
+    async with Owner() as tasks:
+        tasks.forever(source.follow, "keys")
+        write(file, "bob=bob-0123456789abcdef\n")
+        await until(lambda: not allows(source.keys, "/x", alice))
+        assert allows(source.keys, "/x", bob)
+        write(file, "bob=bob-0123456789abcdef\nbob: {\n")
+        await until(lambda: len(errors(caplog)) == 1)
+        file.unlink()
+        await until(lambda: len(errors(caplog)) == 2)
+        assert all(error.startswith("the API keys of before stay") for error in errors(caplog))
+        assert allows(source.keys, "/x", bob)
+        write(file, "alice=alice-0123456789abc\n")
+        await until(lambda: allows(source.keys, "/x", alice))
+        assert not allows(source.keys, "/x", bob)
+
+
+def write(file: Path, text: str) -> None:
+    """As an administrator should: the file is never there by half."""
+    fresh = file.with_suffix(".new")
+    fresh.touch(0o600)
+    fresh.write_text(text)
+    os.replace(fresh, file)
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]

@@ -1,0 +1,207 @@
+"""API keys: which there are, what they are called, and what each may use.
+
+They come from the file that `Security.api-keys` names and from PDSERVE_API_KEYS (keys with commas between, or `@FILE`);
+where both are set, the keys of both count. A file is YAML
+
+    alice:
+      key: sk-...              # or key-sha256: 64 hex digits; then the file holds no secret
+      requests-per-minute: 60
+
+or has a key, or name=key, on each line. Nothing here, errors and notes included, tells a key.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from pdserve.config.schema import SecuritySection
+from pdserve.config.tree import Entry, Findings, or_nearest, parse_tree
+from pdserve.errors import ConfigError
+
+VARIABLE = "PDSERVE_API_KEYS"
+SHORT = 16
+"""characters; a shorter key can be guessed"""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_KEYS = ("key", "key-sha256")
+_LIMITS = ("requests-per-minute", "tokens-per-minute", "concurrent-requests")
+
+
+@dataclass(frozen=True)
+class KeyLimits:
+    """Of one key, at all frontends together; None: no limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    name: str
+    """in logs and metrics; what the client stores is bound to it"""
+    digest: bytes
+    """SHA-256 of the key"""
+    limits: KeyLimits = KeyLimits()
+
+    @classmethod
+    def of(cls, key: str, name: str = "", limits: KeyLimits = KeyLimits()) -> Self:
+        """One without a name is called by its digest, which stays the same wherever the key stands."""
+        digest = digest_of(key)
+        return cls(name or f"key-{digest.hex()[:12]}", digest, limits)
+
+
+def digest_of(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+@dataclass
+class FoundKeys:
+    keys: list[ApiKey] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    """that they were read from"""
+    notes: list[str] = field(default_factory=list)
+    """sentences worth a warning"""
+
+
+def configured(security: SecuritySection, env: Mapping[str, str]) -> bool:
+    """Whether the API takes only requests with a key: what is configured and cannot be read ends the frontend."""
+    return security.api_keys is not None or bool(env.get(VARIABLE))
+
+
+def read_keys(file: Path | None, env: Mapping[str, str]) -> FoundKeys:
+    """Those of the file and of the environment; none where neither is set. Raises ConfigError, also for a file or value
+    without a key: a slip must not open the server to all."""
+    found, value = FoundKeys(), env.get(VARIABLE, "")
+    if value.startswith("@"):
+        _read_file(Path(value[1:]), found)
+    elif value:
+        _read_lines([(VARIABLE, text) for text in value.split(",")], found)
+        if not found.keys:
+            raise ConfigError([f"{VARIABLE} is set and holds no key: set KEY1,KEY2 or @FILE, or unset it."])
+    if file is not None:
+        _read_file(file, found)
+    _check_unique(found.keys)
+    return found
+
+
+def _read_file(path: Path, found: FoundKeys) -> None:
+    found.files.append(path)
+    try:
+        text, mode = path.read_text("utf-8"), path.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            [f"{path}: the API keys cannot be read ({reason}): correct Security.api-keys or {VARIABLE}."]
+        ) from None
+    before, lines = (
+        len(found.keys),
+        [
+            (f"{path}:{number}", line)
+            for number, line in enumerate(text.splitlines(), 1)
+            if line.strip() and not line.lstrip().startswith("#")
+        ],
+    )
+    if all(len(line.split()) == 1 and not line.rstrip().endswith(":") for _, line in lines):
+        plain = bool(lines)
+        _read_lines(lines, found)
+    else:
+        plain = _read_yaml(path, text, found)
+    if len(found.keys) == before:
+        raise ConfigError([f"{path}: there is no API key in it: add one, or take the file away."])
+    if plain and mode & 0o004:
+        found.notes.append(
+            f"{path} holds API keys and every user of this machine can read it: chmod 600 {path}, or give "
+            "key-sha256 in place of key."
+        )
+
+
+def _read_lines(lines: Iterable[tuple[str, str]], found: FoundKeys) -> None:
+    """`key` or `name=key`; a key may end in `=` itself."""
+    for place, line in lines:
+        if not (text := line.strip()):
+            continue
+        name, _, key = text.partition("=")
+        if not key.strip("="):
+            name, key = "", text
+        elif not _NAME.fullmatch(name):
+            raise ConfigError([f"{place}: what stands before the = is no name for an API key: {_NAMES}."])
+        _note_short(f"{place}: the key{name and f' {name}'}", key, found)
+        found.keys.append(ApiKey.of(key, name))
+
+
+_NAMES = "letters, digits and . _ @ -, at most 64"
+
+
+def _read_yaml(path: Path, text: str, found: FoundKeys) -> bool:
+    """Whether a key stands there itself."""
+    findings, plain = Findings(path), False
+    try:
+        tree = parse_tree(text, findings, "name each key, as in docs/frontend.md")
+        findings.raise_if_any()
+    except ConfigError as error:  # YAML's own messages quote the file
+        raise ConfigError([re.sub(r"'[^']*'", "...", problem) for problem in error.problems]) from None
+    for entry in tree.values():
+        fields = entry.children
+        if not _NAME.fullmatch(entry.path):
+            findings.problem(entry, f"is no name for an API key: {_NAMES}.")
+        elif not isinstance(entry.value, dict):
+            findings.problem(entry, "must be a mapping: indent `key: ...` under it.")
+        else:
+            for name, unknown in fields.items():
+                if name not in _KEYS + _LIMITS:
+                    names = ", ".join(_KEYS + _LIMITS)
+                    hint = or_nearest(name, _KEYS + _LIMITS, f"remove it, or use one of: {names}.")
+                    findings.problem(unknown, f"is not a key of an API key: {hint}")
+            plain = plain or "key" in fields
+            digest, limits = _digest(entry, findings, found), _limits(fields, findings)
+            found.keys.append(ApiKey(entry.path, digest, limits))
+    findings.raise_if_any()
+    return plain
+
+
+def _digest(entry: Entry, findings: Findings, found: FoundKeys) -> bytes:
+    """Empty where there is a problem. No value is shown."""
+    key, hashed = (entry.children.get(name) for name in _KEYS)
+    if (key is None) == (hashed is None):
+        findings.problem(entry, "needs either key or key-sha256.")
+    elif hashed is not None:
+        if isinstance(hashed.value, str) and re.fullmatch(r"[0-9A-Fa-f]{64}", hashed.value):
+            return bytes.fromhex(hashed.value)
+        findings.problem(hashed, "must be 64 hex digits, the SHA-256 of the key, in quotes.")
+    elif key is not None:
+        if isinstance(key.value, str) and re.fullmatch(r"\S+", key.value):
+            _note_short(f"{findings.path}:{key.line}: {key.path}", key.value, found)
+            return digest_of(key.value)
+        findings.problem(key, "must be a text without spaces: put quotes round it.")
+    return b""
+
+
+def _limits(fields: Mapping[str, Entry], findings: Findings) -> KeyLimits:
+    values = {}
+    for name in _LIMITS:
+        if (entry := fields.get(name)) is None:
+            continue
+        if isinstance(entry.value, int) and not isinstance(entry.value, bool) and entry.value > 0:
+            values[name.replace("-", "_")] = entry.value
+        else:
+            findings.problem(entry, "must be a whole number, 1 or more; without it there is no such limit.")
+    return KeyLimits(**values)
+
+
+def _note_short(what: str, key: str, found: FoundKeys) -> None:
+    if len(key) < SHORT:
+        found.notes.append(f"{what} has fewer than {SHORT} characters and can be guessed: use a longer one.")
+
+
+def _check_unique(keys: Iterable[ApiKey]) -> None:
+    names: dict[str, ApiKey] = {}
+    digests: dict[bytes, ApiKey] = {}
+    for key in keys:
+        if other := digests.get(key.digest):
+            raise ConfigError([f"the API keys {other.name} and {key.name} are the same key: change one."])
+        if key.name in names:
+            raise ConfigError([f"there are two API keys of the name {key.name}: rename one of them."])
+        digests[key.digest] = names[key.name] = key

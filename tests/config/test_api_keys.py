@@ -1,0 +1,116 @@
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from pdserve.config.api_keys import ApiKey, KeyLimits, configured, read_keys
+from pdserve.config.schema import SecuritySection
+from pdserve.errors import ConfigError
+
+LONG = "sk-0123456789abcdef"
+OTHER = "sk-fedcba9876543210"
+HASH = hashlib.sha256(OTHER.encode()).hexdigest()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "keys.yaml"
+    file.touch(0o600)
+    return file
+
+
+def test_a_file_of_names(file: Path) -> None:
+    file.write_text(
+        f"alice:\n  key: {LONG}\n  requests-per-minute: 60\n  concurrent-requests: 8\n"
+        f"bob@example.org: {{key-sha256: {HASH}, tokens-per-minute: 100000}}\n"
+    )
+    found = read_keys(file, {})
+    assert found.keys == [
+        ApiKey.of(LONG, "alice", KeyLimits(requests_per_minute=60, concurrent_requests=8)),
+        ApiKey.of(OTHER, "bob@example.org", KeyLimits(tokens_per_minute=100_000)),
+    ]
+    assert (found.files, found.notes) == ([file], [])
+
+
+def test_a_file_of_lines(file: Path) -> None:
+    file.write_text(f"# ours\n{LONG}\n\n  alice={OTHER}\n# end\nbase64-0123456789==\n")
+    assert read_keys(file, {}).keys == [
+        ApiKey.of(LONG),
+        ApiKey.of(OTHER, "alice"),
+        ApiKey.of("base64-0123456789=="),
+    ]
+
+
+def test_the_environment(file: Path) -> None:
+    file.write_text(LONG)
+    assert read_keys(None, {}).keys == []
+    assert read_keys(None, {"PDSERVE_API_KEYS": ""}).keys == []
+    assert [key.name for key in read_keys(None, {"PDSERVE_API_KEYS": " a=x , b=y,"}).keys] == ["a", "b"]
+    assert read_keys(None, {"PDSERVE_API_KEYS": f"@{file}"}).keys == [ApiKey.of(LONG)]
+    both = read_keys(file, {"PDSERVE_API_KEYS": f"alice={OTHER}"})
+    assert {key.name for key in both.keys} == {"alice", ApiKey.of(LONG).name}
+
+
+def test_whether_keys_are_configured(file: Path) -> None:
+    """Also where they cannot be read: then the frontend does not start."""
+    assert not configured(SecuritySection(), {"PDSERVE_API_KEYS": ""})
+    assert configured(SecuritySection(), {"PDSERVE_API_KEYS": ","})
+    assert configured(SecuritySection(api_keys=file), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "FILE: there is no API key in it"),
+        ("# only a comment\n", "FILE: there is no API key in it"),
+        ("alice:\n", "FILE:1: alice must be a mapping"),
+        ("alice: {}\n", "FILE:1: alice needs either key or key-sha256"),
+        (f"alice: {{key: {LONG}, key-sha256: {HASH}}}", "FILE:1: alice needs either key or key-sha256"),
+        ("alice: {key: }", "FILE:1: alice.key must be a text"),
+        ("alice:\n  key: 1234567812345678", "FILE:2: alice.key must be a text"),
+        (f"alice: {{key-sha256: {LONG}}}", "FILE:1: alice.key-sha256 must be 64 hex digits"),
+        (
+            f"alice:\n  key: {LONG}\n  request-per-minute: 3",
+            "FILE:3: alice.request-per-minute is not a key of an API key: did you mean requests-per-minute?",
+        ),
+        (f"alice:\n  key: {LONG}\n  tokens-per-minute: 0", "FILE:3: alice.tokens-per-minute must be a whole"),
+        (
+            f"alice:\n  key: {LONG}\n  tokens-per-minute: yes",
+            "FILE:3: alice.tokens-per-minute must be a whole",
+        ),
+        (f"al ice: {{key: {LONG}}}", "FILE:1: al ice is no name for an API key"),
+        (f"alice: {{key: {LONG}}}\nalice: {{key: {OTHER}}}", "FILE:2: alice was already set in line 1"),
+        (f"alice: {{key: {LONG}}}\nbob: {{key: {LONG}}}", "the API keys alice and bob are the same key"),
+        (f"alice={LONG}\nalice={OTHER}", "there are two API keys of the name alice"),
+        (f"al/ice={LONG}", "FILE:1: what stands before the = is no name"),
+        (f"- {LONG}", "FILE:1: the file is not a mapping"),
+        (f"alice: {{key: *{LONG}}}", "FILE:1: this is not YAML"),
+        (f"alice:\n  key: !{LONG} x", "FILE:1: alice has no plain value"),
+        (f"alice: {{key: {LONG}", "FILE:1: this is not YAML"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told_and_no_key_is(file: Path, text: str, problem: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_keys(file, {})
+    assert str(error.value).replace(str(file), "FILE").startswith(problem)
+    assert LONG not in str(error.value)
+    assert OTHER not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [",", " ", " , ,", "\t", "@/nowhere/keys"])
+def test_a_variable_without_keys_opens_nothing(file: Path, value: str) -> None:
+    file.write_text(LONG)
+    for keys in (None, file):
+        with pytest.raises(ConfigError, match="PDSERVE_API_KEYS"):
+            read_keys(keys, {"PDSERVE_API_KEYS": value})
+
+
+def test_what_is_worth_a_warning(file: Path) -> None:
+    file.write_text("alice:\n  key: short\n")
+    file.chmod(0o644)
+    short, readable = read_keys(file, {}).notes
+    assert short.startswith(f"{file}:2: alice.key has fewer than 16 characters")
+    assert f"chmod 600 {file}" in readable
+    file.write_text(f"alice: {{key-sha256: {HASH}}}")
+    assert read_keys(file, {}).notes == []
