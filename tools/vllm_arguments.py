@@ -26,13 +26,20 @@ def read_parser() -> dict[str, Any]:
     """The content of the JSON file, as the installed vLLM would have it. Takes some seconds."""
     from vllm import __version__
     from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, FrontendArgs, make_arg_parser
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser())
+    names = {
+        "tool_call_parser": ToolParserManager.list_registered(),
+        "reasoning_parser": ReasoningParserManager.list_registered(),
+    }
     api = {field.name for field in fields(BaseFrontendArgs)}
     server = ({field.name for field in fields(FrontendArgs)} | _LAUNCHER) - api
     rows = [
         _row(action, "api" if action.dest in api else "server" if action.dest in server else "engine")
+        | ({"names": names[action.dest]} if action.dest in names else {})
         for action in parser._actions
         if action.option_strings and action.dest != "help"
     ]

@@ -35,6 +35,8 @@ class Argument(msgspec.Struct, frozen=True):
     aliases: tuple[str, ...] = ()
     default: object = None
     """None also where the default is an object"""
+    names: tuple[str, ...] = ()
+    """of the parsers that vLLM has; a plugin may add others"""
 
 
 class _ArgumentFile(msgspec.Struct):
@@ -117,6 +119,12 @@ def refusal(name: str) -> str | None:
     if arguments()[name].group == "server":
         return "is about vLLM's own HTTP server, which a worker does not have; remove it."
     return None
+
+
+def shapes_answers(name: str) -> bool:
+    """Whether the argument belongs to the processor as much as to the worker, whose model card brings it there. A
+    decode engine knows of reasoning too: a grammar holds after it."""
+    return arguments()[name].group == "api" or name.startswith("reasoning-")
 
 
 def for_engine(args: Mapping[str, object]) -> dict[str, object]:

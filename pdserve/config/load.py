@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pdserve.config.arguments import arguments
+from pdserve.config.arguments import arguments, shapes_answers
 from pdserve.config.host import resolve_model, with_home
 from pdserve.config.schema import (
     THRESHOLDS,
@@ -71,6 +71,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     _check_split(decode, prefill, findings)
     _check_prefill(prefill.args, findings)
     _follow_processor(processor.args, decode.args if decode.entry else dict(prefill.args), findings)
+    _check_parsers(decode.args if decode.entry else processor.args, findings)
     if decode.entry and prefill.entry:
         _compare_workers(decode.args, prefill.args, findings)
     places = _with_places(graph.values, env, findings)
@@ -157,12 +158,31 @@ def _follow_processor(processor: Arguments, worker: Arguments, findings: Finding
     """Give the worker the Processor's templates and parsers, which travel in its model card. Whatever else a Processor
     says must be what its worker says too."""
     for name, entry in processor.items():
-        if arguments()[name].group == "api" and name not in worker:
+        if shapes_answers(name) and name not in worker:
             worker[name] = entry
         elif _effective(worker, name) != entry.value:
             other = f"says {_said(worker[name].value)}" if name in worker else "does not say so"
             text = f"the worker {other}: the processor follows its workers; set it there."
             findings.problem(entry, f"is {_said(entry.value)}, but {text}")
+
+
+def _check_parsers(args: Arguments, findings: Findings) -> None:
+    """Parsers that vLLM would miss only when its engine has started."""
+    for name, plugin in (
+        ("tool-call-parser", "tool-parser-plugin"),
+        ("reasoning-parser", "reasoning-parser-plugin"),
+    ):
+        entry, known = args.get(name), arguments()[name].names
+        if entry and entry.value not in known and plugin not in args:
+            hint = or_nearest(str(entry.value), known, f"use one of: {', '.join(known)}.")
+            whose = f"no parser of vLLM's (a plugin's needs {plugin})"
+            findings.problem(entry, f"is {entry.value}, {whose}: {hint}")
+    auto = args.get("enable-auto-tool-choice")
+    if auto and auto.value and "tool-call-parser" not in args:
+        text = "needs tool-call-parser beside it: how the model writes its calls (hermes for Qwen)."
+        findings.problem(auto, text)
+    elif (parser := args.get("tool-call-parser")) and not (auto and auto.value):
+        findings.note(parser, " has no effect without enable-auto-tool-choice: true.")
 
 
 def _compare_workers(decode: Arguments, prefill: Arguments, findings: Findings) -> None:

@@ -266,12 +266,26 @@ def test_the_larger_number_of_workers_counts_frontend_processes(tmp_path: Path) 
 
 
 def test_a_processor_gives_its_templates_to_the_workers(tmp_path: Path) -> None:
-    config = read(tmp_path, GOOD + "Processor: {tool-call-parser: hermes, enable-auto-tool-choice: true}\n")
+    own = "Processor: {tool-call-parser: hermes, enable-auto-tool-choice: true, reasoning-parser: qwen3}\n"
+    config = read(tmp_path, GOOD + own)
     assert config.decode is not None
     assert config.prefill is not None
     assert config.decode.engine_args["tool-call-parser"] == "hermes"
     assert config.decode.origins["tool-call-parser"] == "Processor"
-    assert "tool-call-parser" not in config.prefill.engine_args
+    assert config.decode.engine_args["reasoning-parser"] == "qwen3"
+    assert not {"tool-call-parser", "reasoning-parser"} & config.prefill.engine_args.keys()
+
+
+def test_parsers_of_a_plugin_have_any_name(tmp_path: Path) -> None:
+    own = "{tool-call-parser: mine, tool-parser-plugin: /a.py, enable-auto-tool-choice: true}"
+    config = read(tmp_path, f"{GOOD}Processor: {own}\n")
+    assert config.decode is not None
+    assert config.decode.engine_args["tool-call-parser"] == "mine"
+
+
+def test_a_parser_that_is_never_asked_is_noted(tmp_path: Path) -> None:
+    (note,) = read(tmp_path, GOOD + "Processor: {tool-call-parser: hermes}\n").notes
+    assert note.endswith("tool-call-parser has no effect without enable-auto-tool-choice: true.")
 
 
 @pytest.mark.parametrize(
@@ -311,6 +325,21 @@ BAD = {
     "unknown key in a mapping": (
         GOOD.replace("remote-prefill: true", "remote-prefill: true\n  ServiceArgs: {worker: 2}"),
         "FILE:8: VllmWorker.ServiceArgs.worker is not a key of VllmWorker.ServiceArgs: did you mean workers?",
+    ),
+    "a misspelt tool parser": (
+        GOOD + "Processor: {tool-call-parser: hermess, enable-auto-tool-choice: true}\n",
+        "FILE:11: Processor.tool-call-parser is hermess, no parser of vLLM's (a plugin's needs tool-parser-plugin): "
+        "did you mean hermes?",
+    ),
+    "a misspelt reasoning parser": (
+        GOOD.replace("remote-prefill: true", "remote-prefill: true\n  reasoning-parser: deepseek-r1"),
+        "FILE:8: VllmWorker.reasoning-parser is deepseek-r1, no parser of vLLM's (a plugin's needs "
+        "reasoning-parser-plugin): did you mean deepseek_r1?",
+    ),
+    "tools without a parser": (
+        GOOD + "Processor: {enable-auto-tool-choice: true}\n",
+        "FILE:11: Processor.enable-auto-tool-choice needs tool-call-parser beside it: how the model writes its calls "
+        "(hermes for Qwen).",
     ),
     "a key in the wrong section": (
         GOOD.replace("port: 8000", "router: round-robin"),
