@@ -29,8 +29,9 @@ _json = msgspec.json.Encoder().encode
 
 def is_plain(fields: Mapping[str, object]) -> bool:
     """Whether a request, as decoded from its JSON, asks for a stream of a single text and for nothing that would be
-    told beside it. False for every field that is not known here."""
-    given = {name: value for name, value in fields.items() if value is not None}
+    told beside it. False for every field that is not known here, and for a tool_choice of null, with which a tool
+    parser looks at the text."""
+    given = {name: value for name, value in fields.items() if value is not None or name == "tool_choice"}
     options, prompt = given.pop("stream_options", {}), given.get("prompt")
     return (
         given.keys() - {"n"} <= _PLAIN

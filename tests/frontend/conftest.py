@@ -8,6 +8,7 @@ import httpx
 import pytest
 import pytest_asyncio
 import uvicorn
+from msgspec.structs import replace
 from starlette.types import ASGIApp
 
 from pdserve.config.host import installed_vllm
@@ -81,6 +82,7 @@ class Graph:
         at_once: int = 0,
         loaded: str = "",
         generation: int = 0,
+        args: dict[str, object] | None = None,
     ) -> AsyncIterator[EchoWorker]:
         """A worker that is registered and connected; leaving kills it and its lease."""
         self._count += 1
@@ -88,6 +90,7 @@ class Graph:
             f"decode-0-{self._count:04}", model, pace=pace, prefill=prefill, at_once=at_once, loaded=loaded
         )
         served = card(model, fingerprint=loaded, generation=generation)
+        served = replace(served, engine_args={**served.engine_args, **(args or {})})
         async with worker, MemoryRegistry(self.registry) as registry:
             await registry.put(keys.card(model, worker.id), encode_record(served))
             await registry.put(keys.instance(worker.instance), encode_record(worker.instance))

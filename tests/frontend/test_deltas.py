@@ -54,6 +54,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
         ({"logprobs": 0}, False),
         ({"echo": True}, False),
         ({"tools": []}, False),
+        ({"tool_choice": None}, False),
         ({"return_token_ids": True}, False),
         ({"use_beam_search": True}, False),
         ({"whatever comes": 1}, False),
@@ -296,6 +297,31 @@ async def test_equal_bytes_at_another_worker(
                 answers.append(re.sub(r'"created":\d+', "", (await answer).text))
     assert answers[0] == answers[1]
     assert written["chunks"] > 5
+
+
+TOOLS = {"tool-call-parser": "hermes", "enable-auto-tool-choice": True}
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_equal_bytes_beside_a_tool_parser(graph: Graph, written: Counter[str]) -> None:
+    """It looks at nothing where the request has no tools, and makes no chunk of half a character."""
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    async with graph.worker("tools", pace=None, args=TOOLS) as worker:
+        for text in (TEXTS[1], f"a call {call}"):
+            worker.script = [Step([token]) for token in TOKENIZER.encode(text)]
+            worker.script[-1].finish = FinishReason.STOP
+            before, answers = written["chunks"], []
+            for more in ({}, NOT_PLAIN, {"tool_choice": None}):
+                body = {**CHAT, "model": "tools", "stream_options": {"include_usage": True}, **more}
+                request = graph.http.post("/v1/chat/completions", json=body, headers={"x-request-id": "same"})
+                answer = asyncio.create_task(request)
+                await worker.until(lambda: worker.jobs)
+                while worker.jobs:
+                    await paced_step(worker)
+                answers.append(re.sub(r'"created":\d+', "", (await answer).text))
+            assert answers[0] == answers[1]
+            assert written["chunks"] - before > 10
+            assert ('"tool_calls":[{' in answers[2]) == (call in text)
 
 
 async def paced_step(worker: EchoWorker) -> None:

@@ -9,7 +9,7 @@ this class notices that it goes on at another worker from prompt + tokens so far
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -52,10 +52,10 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         """ends a request of AsyncLLM with an error; this and the next two are set when AsyncLLM is there"""
         self.process: Callable[[EngineCoreOutputs], list[str]]
         """takes one engine step's outputs; returns the requests that are over thereby"""
-        self.stream_deltas: Callable[[str, DeltaStream], None]
+        self.stream_deltas: Callable[[str, DeltaStream, bool], None]
         """lets the ordinary outputs of a request be written without vLLM's app"""
-        self.plain_paths: frozenset[str] = frozenset()
-        """where that is possible"""
+        self.plain_paths: Mapping[str, bool] = {}
+        """where that is possible, and the last argument for it"""
         self.on_capacity: Callable[[], None] = lambda: None
         """called when there may be more capacity at the workers than before"""
         self.estimate = RequestEstimate()
@@ -128,7 +128,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         if trace is not None:
             trace.add_prompt(request.external_req_id or request.request_id, len(generation.prompt))
             if trace.deltas is not None and trace.path in self.plain_paths:
-                self.stream_deltas(generation.id, trace.deltas)
+                self.stream_deltas(generation.id, trace.deltas, self.plain_paths[trace.path])
         if trace is None or trace.admission is None:
             self.place(generation)
         elif trace.failure is not None:  # a sibling (n > 1) has just ended all of them

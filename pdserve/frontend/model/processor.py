@@ -72,7 +72,10 @@ async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[P
         stack.callback(
             core.shutdown
         )  # called first: no request must go on at another worker when one is left
-        app, core.plain_paths = await make_app(engine, args, card.supported_tasks)
+        try:
+            app, core.plain_paths = await make_app(engine, args, card.supported_tasks)
+        except ValueError as error:
+            raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error
         yield Processor(card, app, core, core.workers)
 
 

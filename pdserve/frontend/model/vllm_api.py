@@ -30,6 +30,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError, VLLMValidationError
 from vllm.outputs import RequestOutput
+from vllm.parser import DelegatingParser
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.base import BaseRenderer
 from vllm.sampling_params import SamplingParams
@@ -240,6 +241,7 @@ def _config_without_engine(args: Namespace) -> VllmConfig:
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     engine_args = AsyncEngineArgs.from_cli_args(args)
+    engine_args._set_default_reasoning_config_args()  # what thinking_token_budget is checked by
     model = engine_args.create_model_config()
     model.quantization = None  # kernels are the workers' business
     vllm.envs.VLLM_CPU_KVCACHE_SPACE = 0  # no KV cache here, and no warning about its size
@@ -247,6 +249,7 @@ def _config_without_engine(args: Namespace) -> VllmConfig:
         model_config=model,
         logging_config=engine_args.create_logging_config(),
         structured_outputs_config=engine_args.create_structured_outputs_config(),
+        reasoning_config=engine_args.reasoning_config,
     )
 
 
@@ -308,14 +311,18 @@ class OutputHandler:
             self._metrics.record(scheduler_stats=None, iteration_stats=stats)
 
 
-def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream) -> None:
+def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream, empty: bool) -> None:
     """Let `deltas` write the text of this request's outputs whenever it is ready, and vLLM's app get the others: the
-    next of them then has the tokens of what was written, which the app counts."""
+    next of them then has the tokens of what was written, which the app counts. `empty`: the app makes a chunk also of
+    an output without text (half of a character)."""
     state = engine.output_processor.request_states[request_id]
     if state.stream_interval > 1:
         return
     make, queue, detokenizer = state.make_request_output, state.queue, state.detokenizer
     written: list[int] = []
+
+    def makes_chunk(output: RequestOutput | None) -> bool:
+        return output is not None and (empty or output.finished or output.outputs[0].text != "")
 
     def make_request_output(
         new_token_ids: list[int],
@@ -326,17 +333,20 @@ def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream) -> Non
         **options: Any,
     ) -> RequestOutput | None:
         if finish_reason is None and queue.output is None and deltas.ready():
-            deltas.write(detokenizer.get_next_output_text(False, True))
+            text = detokenizer.get_next_output_text(False, True)
+            if text or empty:
+                deltas.write(text)
             written.extend(new_token_ids)
             return None
         if finish_reason is not None:
             # the state, with its prompt, must not be a cycle that waits for the collector
             vars(state).pop("make_request_output", None)
-        if queue.output is None:  # else this one will be merged into that one
-            deltas.passed()
         new_token_ids = [*written, *new_token_ids]
         written.clear()
-        return make(new_token_ids, pooling_output, finish_reason, stop_reason, *rest, **options)
+        output = make(new_token_ids, pooling_output, finish_reason, stop_reason, *rest, **options)
+        if makes_chunk(output) and not makes_chunk(queue.output):  # else it will be merged into that one
+            deltas.passed()
+        return output
 
     state.make_request_output = make_request_output
 
@@ -344,14 +354,20 @@ def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream) -> Non
 # ── the HTTP app ───────────────────────────────────────────────────────────────────────────────────────
 
 
-async def make_app(engine: AsyncLLM, args: Namespace, tasks: Sequence[str]) -> tuple[ASGIApp, frozenset[str]]:
+async def make_app(
+    engine: AsyncLLM, args: Namespace, tasks: Sequence[str]
+) -> tuple[ASGIApp, dict[str, bool]]:
     """vLLM's own app on this engine, without its middleware: the edge does cross-origin rules, metrics and all else,
     and each layer costs time on every streamed chunk. The app raises BadRequest for what vLLM refuses only when its
-    answer has begun (a stream of /v1/responses). Also returns its routes that `stream_deltas` is for."""
+    answer has begun (a stream of /v1/responses). Also returns its routes that `stream_deltas` is for, each with the
+    last argument of that. Raises ValueError for parsers that cannot be used with the model."""
     app = build_app(args, tuple(tasks), engine.model_config)
     app.user_middleware = []
     app.middleware_stack = FastAPI.build_middleware_stack(app)  # app's own is patched to add SageMaker's
-    await init_app_state(engine, app.state, args, tuple(tasks))
+    try:
+        await init_app_state(engine, app.state, args, tuple(tasks))
+    except TypeError as error:  # vLLM's ParserManager
+        raise ValueError(str(error)) from error
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -364,11 +380,18 @@ async def make_app(engine: AsyncLLM, args: Namespace, tasks: Sequence[str]) -> t
     return answer, _plain_paths(app, args)
 
 
-def _plain_paths(app: FastAPI, args: Namespace) -> frozenset[str]:
+def _plain_paths(app: FastAPI, args: Namespace) -> dict[str, bool]:
     """The routes whose ordinary chunks differ in nothing but their text, for requests that are plain
-    (`frontend/deltas.py`): on the others a parser looks at each text, or something is added to each chunk."""
+    (`frontend/deltas.py`), and whether outputs without text have chunks there. On the others a parser looks at each
+    text, or something is added to each chunk. vLLM's older tool parsers look at nothing where no tools are given."""
     if args.enable_force_include_usage or args.enable_log_outputs or args.sse_keep_alive_interval:
-        return frozenset()
+        return {}
+    completions, chats = {"/v1/completions": True}, "/v1/chat/completions"
     chat = app.state.openai_serving_chat
-    plain = chat is not None and type(chat) is OpenAIServingChat and chat.parser_cls is None
-    return frozenset({"/v1/completions", "/v1/chat/completions"} if plain else {"/v1/completions"})
+    if chat is None or type(chat) is not OpenAIServingChat:
+        return completions
+    if (parser := chat.parser_cls) is None:
+        return {**completions, chats: True}
+    only_tools = parser.__bases__ == (DelegatingParser,) and parser.reasoning_parser_cls is None
+    looks = not only_tools or parser.tool_parser_cls.engine_based_streaming
+    return completions if looks else {**completions, chats: False}

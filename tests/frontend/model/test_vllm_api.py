@@ -49,6 +49,7 @@ SIGNATURES = {
     "vllm.engine.arg_utils:AsyncEngineArgs.create_model_config": ["self"],
     "vllm.engine.arg_utils:AsyncEngineArgs.create_logging_config": ["self"],
     "vllm.engine.arg_utils:AsyncEngineArgs.create_structured_outputs_config": ["self"],
+    "vllm.engine.arg_utils:AsyncEngineArgs._set_default_reasoning_config_args": ["self"],
     "vllm.v1.executor:Executor.get_class": ["vllm_config"],
     "vllm.v1.metrics.loggers:PrometheusStatLogger.__init__": ["self", "vllm_config", "engine_indexes"],
     "vllm.v1.metrics.prometheus:unregister_vllm_metrics": [],
