@@ -19,11 +19,13 @@ from dataclasses import dataclass
 
 class PdserveError(Exception):
     """Base of the tree above. Where the error reaches a client its answer has the HTTP `status`, `param`, the field or
-    header of the request that is at fault, and `retry_after` in seconds, 0 where trying again makes no sense."""
+    header of the request that is at fault, `retry_after` in seconds, 0 where trying again makes no sense, and `limit`,
+    the limit of an API key that was reached: `requests` or `tokens`."""
 
     status = 500
     param: str | None = None
     retry_after: float = 0.0
+    limit: str = ""
 
 
 @dataclass

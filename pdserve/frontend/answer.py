@@ -15,7 +15,7 @@ from starlette.types import Message, Send
 
 from pdserve.errors import PdserveError, whole_seconds
 from pdserve.frontend.trace import RequestFailure, RequestTrace
-from pdserve.observe.metrics import E2E, REQUESTS
+from pdserve.observe.metrics import E2E, KEY_REQUESTS, KEY_TOKENS, REQUESTS
 
 logger = logging.getLogger(__name__)
 
@@ -45,21 +45,30 @@ class HttpError(PdserveError):
         self.retry_after = retry_after
 
 
-def error_body(path: str, status: int, message: str, param: str | None = None) -> dict[str, object]:
-    """In OpenAI's shape, as vLLM's own errors; in Anthropic's under /v1/messages."""
+def error_body(
+    path: str, status: int, message: str, param: str | None = None, limit: str = ""
+) -> dict[str, object]:
+    """In OpenAI's shape, as vLLM's own errors; in Anthropic's under /v1/messages. vLLM has no limits of keys: the error
+    of a `limit` is as OpenAI and Anthropic have it."""
     kind = _ERROR_TYPES.get(status, "InternalServerError")
     if path.startswith("/v1/messages"):
-        return {"type": "error", "error": {"type": kind, "message": message}}
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+        return {"type": "error", "error": {"type": "rate_limit_error" if limit else kind, "message": message}}
+    code = "rate_limit_exceeded" if limit else status
+    return {"error": {"message": message, "type": limit or kind, "param": param, "code": code}}
 
 
 def error_response(
-    path: str, status: int, message: str, param: str | None = None, retry_after: float = 0.0
+    path: str,
+    status: int,
+    message: str,
+    param: str | None = None,
+    retry_after: float = 0.0,
+    limit: str = "",
 ) -> Response:
     headers = {"retry-after": str(whole_seconds(retry_after))} if retry_after else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(error_body(path, status, message, param), status, headers)
+    return JSONResponse(error_body(path, status, message, param, limit), status, headers)
 
 
 def with_one_type(body: bytes, status: int = 0) -> bytes:
@@ -184,6 +193,7 @@ class ResponseWriter:
         self._stream = _is_stream(start)
         headers = MutableHeaders(raw=list(start["headers"]))
         headers["x-request-id"] = trace.request_id
+        headers.update(trace.headers)
         if trace.prefill:
             headers["x-pdserve-prefill"] = trace.prefill
         if trace.instances:
@@ -212,6 +222,10 @@ def log_request(response: ResponseWriter) -> None:
     trace, total = response.trace, time.monotonic() - response.trace.started
     code = response.status or 499  # the client left before an answer
     REQUESTS.labels(trace.model, str(code)).inc()
+    if trace.key:
+        KEY_REQUESTS.labels(trace.key, str(code)).inc()
+        KEY_TOKENS.labels(trace.key, "prompt").inc(trace.prompt_tokens)
+        KEY_TOKENS.labels(trace.key, "output").inc(trace.output_tokens)
     if trace.first_token is not None:
         E2E.labels(trace.model).observe(total)
     logger.info(

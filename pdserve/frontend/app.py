@@ -31,6 +31,7 @@ from pdserve.frontend.models import PauseWhileUnread, ServedModel, ServedModels
 from pdserve.frontend.pages import FrontendPages, MetricsPage
 from pdserve.frontend.sockets import CHUNKS, UNREAD
 from pdserve.frontend.trace import RequestFailure, RequestTrace, current_trace, seconds_allowed
+from pdserve.frontend.usage import KeyUse
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,8 @@ class FrontendApp:
             if response.status:  # the answer has begun, or was given at the deadline
                 await response.fail(RequestFailure(error.status, str(error)))
             else:
-                answer = error_response(trace.path, error.status, str(error), error.param, error.retry_after)
+                said = error.status, str(error), error.param, error.retry_after, error.limit
+                answer = error_response(trace.path, *said)
                 await response.reply(answer, before_end=partial(discard_rest, request))
         if trace.path in GENERATING | TOKENIZING:
             log_request(response)
@@ -117,10 +119,13 @@ class FrontendApp:
         # the model is known only when the body has been read: the bound is that of the longest context
         longest = max((card.max_model_len for card in self._models.known()), default=0)
         most = max_body(longest, tokenizing=path in TOKENIZING)
-        async with self._bodies.read(request, trace.deadline, _client(request, trace), most) as raw:
-            named = request.query_params.get("model") or None
-            body = ParsedBody(raw, named, RequestSize(0, None)) if by_query else parse_body(raw)
-            await self._forward(body, request, response)
+        with KeyUse(self._keys.ledger, response) as use:
+            async with self._bodies.read(request, trace.deadline, _client(request, trace), most) as raw:
+                named = request.query_params.get("model") or None
+                body = ParsedBody(raw, named, RequestSize(0, None)) if by_query else parse_body(raw)
+                if path in GENERATING:
+                    use.reserve(body.size, longest)
+                await self._forward(body, request, response)
 
     # to a model
 

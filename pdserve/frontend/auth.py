@@ -4,12 +4,15 @@ import asyncio
 import hmac
 import logging
 import os
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pdserve.config.api_keys import ApiKey, FoundKeys, digest_of, read_keys
 from pdserve.errors import ConfigError
 from pdserve.frontend.answer import HttpError
+from pdserve.frontend.limits import KeyLedger
+from pdserve.observe.metrics import KEY_REQUESTS, KEY_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +23,19 @@ CHECK = 2.0
 
 
 class ApiKeys:
-    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+    def __init__(self, keys: Iterable[ApiKey] = (), ledger: KeyLedger | None = None) -> None:
+        self.ledger = ledger or KeyLedger()
+        self._keys: dict[bytes, ApiKey] = {}
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
         """From now on these. A key that is gone is refused; what came with it before goes on."""
-        self._keys = {key.digest: key for key in keys}
+        before, self._keys = self._keys, {key.digest: key for key in keys}
+        names = {key.name for key in self._keys.values()}
+        for gone in {key.name for key in before.values()} - names:
+            for metric in (KEY_REQUESTS, KEY_TOKENS):
+                metric.remove_by_labels({"key": gone})
+        self.ledger.replace(self._keys.values(), time.monotonic())
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -47,14 +57,16 @@ class KeySource:
     """Where the keys come from. What is wrong with them when the frontend starts raises ConfigError; later the keys of
     before stay."""
 
-    def __init__(self, file: Path | None, env: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, file: Path | None, env: Mapping[str, str] = os.environ, ledger: KeyLedger | None = None
+    ) -> None:
         self._file = file
         self._env = env
         self._notes: list[str] = []
         """that were told"""
         found = read_keys(file, env)
         self._states = {path: _state(path) for path in found.files}
-        self.keys = ApiKeys()
+        self.keys = ApiKeys(ledger=ledger)
         self._take(found)
 
     async def follow(self) -> None:

@@ -52,6 +52,8 @@ class RequestTrace:
     started: float = field(default_factory=time.monotonic)
     key: str = ""
     """name of the API key that it came with; empty where no keys are configured"""
+    headers: dict[str, str] = field(default_factory=dict)
+    """of its answer, whatever that will be"""
     first_token: float | None = None
     """monotonic, as `started`"""
     output_tokens: int = 0
@@ -67,7 +69,8 @@ class RequestTrace:
 
     def restarted(self) -> "RequestTrace":
         """The same request, as if nothing had been done for it."""
-        return RequestTrace(self.request_id, self.path, self.deadline, self.model, self.started, self.key)
+        before = self.model, self.started, self.key, self.headers
+        return RequestTrace(self.request_id, self.path, self.deadline, *before)
 
     def add_prompt(self, key: str, tokens: int) -> None:
         """A prompt of this request; the several outputs of n > 1 share one key and are counted once."""

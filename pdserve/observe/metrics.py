@@ -21,6 +21,8 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 # frontend
 REQUESTS = Counter("pdserve_requests_total", "HTTP requests answered", ["model", "code"])
+KEY_REQUESTS = Counter("pdserve_key_requests_total", "HTTP requests answered, by API key", ["key", "code"])
+KEY_TOKENS = Counter("pdserve_key_tokens_total", "Tokens of an API key: prompt, output", ["key", "kind"])
 TTFT = Histogram("pdserve_ttft_seconds", "Request in to first token out", ["model"], buckets=_SECONDS)
 ITL = Histogram("pdserve_itl_seconds", "Time between a stream's tokens", ["model"], buckets=_SECONDS)
 E2E = Histogram("pdserve_e2e_seconds", "Request in to last token out", ["model"], buckets=_SECONDS)
