@@ -75,6 +75,11 @@ class Owner:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._tasks.difference_update(tasks)
 
+    async def settle(self, within: float) -> None:
+        """Let the tasks end by themselves for so many seconds."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=within)
+
     def forever(self, work: Work, name: str, *, again_after: float | None = None) -> asyncio.Task[None]:
         """Keep `work` running, restarted whenever it ends; `again_after` as of `forever`."""
         return self.start(forever(work, name, again_after=again_after), name)

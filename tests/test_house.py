@@ -21,7 +21,7 @@ ALLOWED = {
     "pynvml": ("plan/machine.py",),
     "yaml": ("config/tree.py",),
     "pydantic": ("config/",),
-    "cryptography": ("credentials.py",),
+    "cryptography": ("credentials.py", "certificate.py"),
     "vllm": ("engine/vllm/api.py", "engine/vllm/worker.py", "frontend/model/vllm_api.py", "kv/"),
     "fastapi": ("frontend/model/vllm_api.py",),
     "starlette": ("frontend/",),
@@ -68,6 +68,7 @@ LEAVES = (
     "records",
     "sampling",
     "credentials",
+    "certificate",
 )
 """files (and the demo model) that every room may import from; of each other only from those before them"""
 

@@ -312,7 +312,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             cls,
             target.hostname,
             target.port or (443 if secure else 80),
-            ssl=_trusted(os.environ.get("SSL_CERT_FILE")) if secure else None,
+            ssl=trusted() if secure else None,
             local_addr=(source, 0) if source else None,
         )
         transport.write(post(url, body, path, headers))
@@ -411,9 +411,15 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._over = True
 
 
+def trusted() -> ssl.SSLContext:
+    """By the certificates in the file that SSL_CERT_FILE names, as of a server that signed its own, else by the
+    system's."""
+    return _trusting(os.environ.get("SSL_CERT_FILE"))
+
+
 @cache
-def _trusted(file: str | None) -> ssl.SSLContext:
-    """Of the certificates in the file, else of the system's; they take some milliseconds to load."""
+def _trusting(file: str | None) -> ssl.SSLContext:
+    """They take some milliseconds to load."""
     return ssl.create_default_context(cafile=file)
 
 

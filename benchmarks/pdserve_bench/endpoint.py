@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from pdserve.errors import ConfigError, Unavailable
-from pdserve_bench.client import CHAT, COMPLETIONS, Exchange, LoadClient, error_message
+from pdserve_bench.client import CHAT, COMPLETIONS, Exchange, LoadClient, error_message, trusted
 
 _PROBE_WORDS = 200
 _WORD = "{:04d}"
@@ -96,7 +96,7 @@ async def find_endpoint(
 async def _models(base: str, headers: Mapping[str, str], required: bool) -> list[Mapping[str, Any]]:
     """Empty for a server that has no such list, where none is required."""
     try:
-        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as http:
+        async with httpx.AsyncClient(trust_env=False, timeout=10.0, verify=trusted()) as http:
             answer = await http.get(f"{base}/v1/models", headers=headers)
             if answer.status_code in (404, 405, 501) and not required:
                 return []

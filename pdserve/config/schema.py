@@ -177,6 +177,11 @@ class HttpServer(AdmissionLimits, FrontendProcesses):
     """seconds; a connection on which no whole request head comes within them is closed"""
     write_timeout: Seconds = 30.0
     """seconds; a request whose client takes nothing of its answer for so long ends"""
+    max_connections: OneOrMore = 8192
+    """connections; open at a time for each frontend process, and no more than its file descriptors less 256; more are
+    closed at once"""
+    max_connections_per_client: OneOrMore = 4096
+    """connections; of one address (IPv6: of a network of 64 bits) at a time for each frontend process"""
     max_request_timeout: Seconds = 3600.0
     """seconds; a client may not ask for a later deadline"""
 
@@ -312,3 +317,8 @@ class Config(GraphSection):
     """with absolute paths"""
     notes: tuple[str, ...] = ()
     """what was read differently from how it was written, one sentence each, to be shown once at start"""
+
+    @property
+    def scheme(self) -> str:
+        """By which clients come."""
+        return "https" if self.security.tls_certificate else "http"

@@ -17,7 +17,6 @@ from functools import partial
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
-from starlette.websockets import WebSocketClose
 
 from pdserve.config.schema import FrontendConfig
 from pdserve.errors import BadRequest, Overloaded
@@ -26,10 +25,10 @@ from pdserve.frontend.admission.estimate import RequestSize
 from pdserve.frontend.answer import HttpError, ResponseWriter, error_response, log_request
 from pdserve.frontend.auth import ApiKeys
 from pdserve.frontend.body import BodyReader, ParsedBody, discard_rest, max_body, parse_body, replay
+from pdserve.frontend.connections import CHUNKS, UNREAD
 from pdserve.frontend.deltas import DeltaStream
 from pdserve.frontend.models import PauseWhileUnread, ServedModel, ServedModels
 from pdserve.frontend.pages import FrontendPages, MetricsPage
-from pdserve.frontend.sockets import CHUNKS, UNREAD
 from pdserve.frontend.trace import RequestFailure, RequestTrace, current_trace, seconds_allowed
 from pdserve.frontend.usage import KeyUse
 
@@ -80,9 +79,6 @@ class FrontendApp:
         self._bodies = BodyReader()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await WebSocketClose(1008, "no WebSocket routes")(scope, receive, send)
-            return
         request = Request(scope, receive)
         given = request.headers.get("x-request-id", "")
         request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex

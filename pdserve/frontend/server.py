@@ -5,6 +5,7 @@ import asyncio
 import itertools
 import logging
 import os
+import resource
 import socket
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
@@ -16,20 +17,25 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from pdserve import queue, registry, stream
+from pdserve.certificate import ServerCertificate
 from pdserve.config.host import installed_vllm
 from pdserve.config.schema import Config, FrontendConfig
 from pdserve.credentials import Credentials
 from pdserve.errors import QueueUnavailable
 from pdserve.frontend.app import GRACE, FrontendApp
 from pdserve.frontend.auth import KeySource
+from pdserve.frontend.connections import LINGER, SHUTDOWN_WITHIN, ClientConnection, ClientConnections
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.models import serve_models
 from pdserve.frontend.pages import MetricsPage
-from pdserve.frontend.sockets import ClientConnections, accept_all, bind
+from pdserve.frontend.renewal import RenewedCertificate
+from pdserve.frontend.sockets import accept_all, begins_tls, bind
 from pdserve.messages import Load
+from pdserve.observe.metrics import CONNECTIONS_CLOSED
 from pdserve.plan.slots import Slot
 from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id, registered_skew
+from pdserve.recent import RecentKeys
 from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
 from pdserve.tasks import Owner
@@ -38,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 LOAD_WITHIN = 60.0
 """seconds that a frontend beside others takes to load its models before it takes requests nevertheless"""
+OTHER_FILES = 256
+"""file descriptors that clients do not get: workers, etcd and logs need some"""
+EXHAUSTED = 1.0
+"""seconds without new connections where this process has no file descriptors left for them"""
 CLOCK_WITHIN = 3.0
 """seconds that NATS gets to tell its time"""
 
@@ -48,13 +58,15 @@ class Frontend(Service):
         return cls(config, slot, new_instance_id(slot), metrics_url)
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Raises ConfigError where the port or the API keys cannot be used."""
+        """Raises ConfigError where the port, the certificate or the API keys cannot be used."""
         config, frontend = self._config, self._config.frontend
         assert frontend is not None, f"{config.path} has no section for a frontend"
         assert config.etcd is not None
         assert config.nats is not None
         self._keys = KeySource(config.security.api_keys)
         credentials = Credentials.load(config.security.credentials)
+        files = ServerCertificate.of(config.security.tls_certificate, config.security.tls_key)
+        self._certificate = RenewedCertificate(files) if files else None
         self._socket = stack.enter_context(bind(frontend.host, frontend.port))
         connection = await stack.enter_async_context(
             registry.connect(config.etcd, config.namespace, patient=True)
@@ -72,13 +84,20 @@ class Frontend(Service):
         self._presence = Presence(connection, self._instance(await _clock_skew(config.nats)), None)
         page = MetricsPage(view, self.id, client)
         app = FrontendApp(models, page, self._keys.keys, config.request_timeout, frontend.max_request_timeout)
-        self._connections = ClientConnections(frontend.header_timeout, frontend.write_timeout)
+        files_left = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES
+        self._connections = ClientConnections(
+            frontend.header_timeout,
+            frontend.write_timeout,
+            most=max(1, min(frontend.max_connections, files_left)),
+            most_per_client=frontend.max_connections_per_client,
+        )
         self._server = QuietServer(
-            http_config(app, self._connections, config.drain_timeout), self._connections
+            http_config(app, self._connections, config.drain_timeout), self._connections, self._certificate
         )
 
     def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
-        return [self._connections.watch(), self._keys.follow()]
+        renewing = [self._certificate.watch()] if self._certificate else []
+        return [self._connections.watch(), self._keys.follow(), *renewing]
 
     def load(self) -> Load:
         return self._models.report()
@@ -121,7 +140,7 @@ class Frontend(Service):
         return Instance(
             id=self.id,
             role=self._slot.role,
-            address=f"http://{self._config.host}:{self._socket.getsockname()[1]}",
+            address=f"{self._config.scheme}://{self._config.host}:{self._socket.getsockname()[1]}",
             metrics=self._metrics_url,
             host=self._config.host,
             pid=os.getpid(),
@@ -143,45 +162,93 @@ def cross_origin(app: ASGIApp) -> ASGIApp:
 
 
 class QuietServer(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again at the end, and the exit code would not be 0. Connections are
-    accepted together: uvloop accepts one in each turn of its loop, and where tokens make turns long, requests would
-    wait in the kernel's queue, neither admitted nor refused."""
+    """Signals are ours: uvicorn would raise them again at the end, and the exit code would not be 0. So is accepting
+    connections: uvloop accepts one in each turn of its loop, and where tokens make turns long, requests would wait in
+    the kernel's queue, neither admitted nor refused; and a client counts before its TLS handshake."""
 
-    def __init__(self, config: uvicorn.Config, connections: ClientConnections) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        connections: ClientConnections,
+        certificate: RenewedCertificate | None = None,
+    ) -> None:
         super().__init__(config)
+        self._connections = connections
+        self._certificate = certificate
         self._listening: Sequence[socket.socket] = ()
         self._accepting = Owner()
-        connections.on_open = self._accept_waiting
+        self._told = RecentKeys[None](1000)
+        """addresses that sent plain HTTP instead of TLS"""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """In place of uvicorn's, which would listen with servers of asyncio's."""
+        self.servers = []
         self._listening = sockets or ()
-        await super().startup(sockets)
+        for sock in self._listening:
+            sock.listen(self.config.backlog)
+        self._listen()
+        self.started = True
+
+    def _listen(self) -> None:
+        for sock in self._listening:
+            if sock.fileno() >= 0:
+                asyncio.get_running_loop().add_reader(sock, self._accept)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take also the connections that the kernel has made and this process has not accepted yet: closing the
         listening socket would reset them."""
-        late = [self._take(sock) for sock in accept_all(sockets or ())]
+        self._accept()
+        for sock in self._listening:
+            asyncio.get_running_loop().remove_reader(sock)
+            sock.close()
         async with self._accepting:
-            end, *_ = await asyncio.gather(super().shutdown(sockets), *late, return_exceptions=True)
-        if isinstance(end, BaseException):
-            raise end
+            await self._accepting.settle(LINGER)
+        await super().shutdown(sockets)
 
-    def _accept_waiting(self) -> None:
-        for sock in accept_all(self._listening):
-            self._accepting.start(self._take(sock), "accept")
+    def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            for sock, address in accept_all(self._listening):
+                protocol = self._protocol()
+                if self._connections.enter(protocol, address):
+                    self._accepting.start(self._take(sock, protocol, address), "accept")
+                else:
+                    sock.close()
+        except OSError as error:
+            logger.error("no connections for a second: %s", error)
+            for sock in self._listening:
+                loop.remove_reader(sock)
+            loop.call_later(EXHAUSTED, self._listen)
 
-    async def _take(self, sock: socket.socket) -> None:
-        with suppress(OSError):  # it is gone already
-            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, sock)
+    async def _take(self, sock: socket.socket, protocol: ClientConnection, address: str) -> None:
+        loop, tls = asyncio.get_running_loop(), self._certificate
+        try:
+            if tls is None:
+                await loop.connect_accepted_socket(lambda: protocol, sock)
+            elif await asyncio.wait_for(begins_tls(sock), self._connections.header_timeout):
+                await loop.connect_accepted_socket(
+                    lambda: protocol,
+                    sock,
+                    ssl=tls.context,
+                    ssl_handshake_timeout=self._connections.header_timeout,
+                    ssl_shutdown_timeout=SHUTDOWN_WITHIN,
+                )
+            elif address not in self._told:
+                self._told[address] = None
+                logger.warning("%s does not speak TLS (this is logged once for each address)", address)
+        except (OSError, TimeoutError):  # it is gone already, or its handshake failed or did not come
+            CONNECTIONS_CLOSED.labels("handshake").inc()
+        finally:
+            if protocol.transport is None:
+                self._connections.leave(protocol)
+                sock.close()
 
-    def _protocol(self) -> asyncio.Protocol:
-        return self.config.http_protocol_class(  # type: ignore[call-arg]
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
+    def _protocol(self) -> ClientConnection:
+        return self._connections(self.config, self.server_state, self.lifespan.state)
 
 
 def http_config(app: ASGIApp, connections: ClientConnections, drain_timeout: float) -> uvicorn.Config:
@@ -191,6 +258,7 @@ def http_config(app: ASGIApp, connections: ClientConnections, drain_timeout: flo
         log_config=None,
         access_log=False,
         lifespan="off",
+        ws="none",
         server_header=False,
         proxy_headers=False,  # a client on this host could pass for many
         timeout_keep_alive=65,

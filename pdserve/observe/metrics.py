@@ -29,7 +29,7 @@ E2E = Histogram("pdserve_e2e_seconds", "Request in to last token out", ["model"]
 WAITING = Gauge("pdserve_waiting_requests", "Requests that wait in this frontend for their turn", ["model"])
 CONNECTIONS_CLOSED = Counter(
     "pdserve_connections_closed_total",
-    "Connections closed because nothing moved: unread answers, endless heads",
+    "Connections closed by the server: unread answers, heads that do not come, refused requests, limits, handshakes",
     ["reason"],
 )
 MIGRATIONS = Counter("pdserve_migrations_total", "Requests moved to another decode worker", ["model"])

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from pdserve.certificate import ServerCertificate
 from pdserve.config.host import find_folder
-from pdserve.config.schema import Config, DecodeConfig, WorkerConfig
+from pdserve.config.schema import Config, DecodeConfig, SecuritySection, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.plan.machine import GIB, Machine
 from pdserve.plan.memory import (
@@ -68,6 +69,7 @@ def make_plan(
     for worker in _one_per_role(real):
         problems += [*_block_size(worker), *_model_fits(worker, model), *_memory_fits(worker, machine)]
     problems += [*_shared_gpus(real), *_ram(machine, real, len(frontends))]
+    problems += _certificate(config.security) if frontends else []
     return Plan(config, machine, workers, frontends, tuple(problems), tuple(notes))
 
 
@@ -177,6 +179,15 @@ def _ports(config: Config, workers: Sequence[PlannedWorker]) -> Iterator[str]:
             f"{config.path}: Frontend.port {config.frontend.port} is among the KV ports of the workers "
             f"({min(ports)} to {max(ports)}): change Graph.kv-port."
         )
+
+
+def _certificate(security: SecuritySection) -> list[str]:
+    try:
+        if files := ServerCertificate.of(security.tls_certificate, security.tls_key):
+            files.context()
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def _kv_variable(env: Mapping[str, str]) -> Iterator[str]:

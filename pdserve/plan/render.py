@@ -94,7 +94,9 @@ def _heading(plan: Plan) -> Text:
 
 def _url(plan: Plan) -> str | None:
     frontend = plan.config.frontend
-    return f"http://{frontend.host}:{frontend.port}/v1" if frontend and plan.frontends else None
+    if frontend is None or not plan.frontends:
+        return None
+    return f"{plan.config.scheme}://{frontend.host}:{frontend.port}/v1"
 
 
 def _processes(plan: Plan) -> Table:

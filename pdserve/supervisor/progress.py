@@ -160,7 +160,8 @@ def url_of(config: Config) -> str:
         return ""
     host, port = config.frontend.host, config.frontend.port
     host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    host = f"[{host}]" if ":" in host else host
+    return f"{config.scheme}://{host}:{port}"
 
 
 def curl(config: Config) -> str:
@@ -177,5 +178,8 @@ def curl(config: Config) -> str:
     }
     # Keys on lines of their own, so that it can be read and edited.
     text = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
-    command = f"curl -Ni {url_of(config)}/v1/chat/completions -H 'Content-Type: application/json' -d "
+    unverified = "k" * (config.scheme == "https")  # the certificate need not be for this address
+    command = (
+        f"curl -Ni{unverified} {url_of(config)}/v1/chat/completions -H 'Content-Type: application/json' -d "
+    )
     return command + shlex.quote(f"{{\n  {text}\n}}")

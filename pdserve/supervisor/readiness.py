@@ -84,7 +84,8 @@ async def until_frontends_ready(url: str, processes: int) -> AsyncIterator[str]:
 
     The frontends share one port, and which of them answers is chance: until each of them has said that it is ready."""
     ready: set[str] = set()
-    async with httpx.AsyncClient(headers={"connection": "close"}, timeout=5) as client:
+    # not verified: these are this machine's own, and no name of theirs need be in their certificate
+    async with httpx.AsyncClient(headers={"connection": "close"}, timeout=5, verify=False) as client:
         while len(ready) < processes:
             id, missing = await _ask(client, url)
             if missing or id in ready:

@@ -1,13 +1,15 @@
 import asyncio
+import inspect
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
-import uvicorn
+import uvloop
 from msgspec.structs import replace
 from starlette.types import ASGIApp
 
@@ -15,11 +17,13 @@ from pdserve.config.host import installed_vllm
 from pdserve.config.schema import AdmissionLimits
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.auth import ApiKeys
+from pdserve.frontend.connections import ClientConnections
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.models import ServedModels, serve_models
 from pdserve.frontend.pages import MetricsPage
-from pdserve.frontend.server import QuietServer, cross_origin
-from pdserve.frontend.sockets import ClientConnections
+from pdserve.frontend.renewal import RenewedCertificate
+from pdserve.frontend.server import QuietServer, http_config
+from pdserve.frontend.sockets import bind
 from pdserve.queue.base import BlobStore
 from pdserve.records import ModelCard, encode_record
 from pdserve.registry import keys
@@ -99,18 +103,17 @@ class Graph:
             yield worker
 
 
-async def serve(app: ASGIApp, stack: AsyncExitStack, connections: ClientConnections | None = None) -> str:
+async def serve(
+    app: ASGIApp,
+    stack: AsyncExitStack,
+    connections: ClientConnections | None = None,
+    certificate: RenewedCertificate | None = None,
+) -> str:
     connections = connections or ClientConnections(30.0, 30.0)
-    config = uvicorn.Config(
-        app,
-        http=connections,  # type: ignore[arg-type]
-        port=0,
-        log_config=None,
-        lifespan="off",
-        timeout_graceful_shutdown=1,
-    )
-    server = QuietServer(config, connections)
-    task = asyncio.create_task(server.serve())
+    server = QuietServer(http_config(app, connections, 1.0), connections, certificate)
+    sock = stack.enter_context(bind("127.0.0.1", 0))
+    port = sock.getsockname()[1]
+    task = asyncio.create_task(server.serve(sockets=[sock]))
     watching = asyncio.create_task(connections.watch())
     await until(lambda: server.started)
 
@@ -120,12 +123,11 @@ async def serve(app: ASGIApp, stack: AsyncExitStack, connections: ClientConnecti
         watching.cancel()
 
     stack.push_async_callback(stop)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    return f"http://127.0.0.1:{port}"
+    return f"{'https' if certificate else 'http'}://127.0.0.1:{port}"
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph]:
+@asynccontextmanager
+async def running_graph(state: Path) -> AsyncIterator[Graph]:
     server = MemoryServer()
     serial = itertools.count()
     async with AsyncExitStack() as stack:
@@ -134,7 +136,7 @@ async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph
         context = ModelContext(
             lambda address: connect(address, f"frontend-{next(serial)}"),
             NoBlobs(),
-            tmp_path_factory.mktemp("state"),
+            state,
             "round-robin",
             20.0,
         )
@@ -142,6 +144,39 @@ async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph
         graph.models = await stack.enter_async_context(serve_models(view, context, "demo", AdmissionLimits()))
         client = await stack.enter_async_context(httpx.AsyncClient())
         graph.app = FrontendApp(graph.models, MetricsPage(view, "frontend-0-test", client), ApiKeys(), 20.0)
-        graph.url = await serve(cross_origin(graph.app), stack)
+        graph.url = await serve(graph.app, stack)
         graph.http = await stack.enter_async_context(httpx.AsyncClient(base_url=graph.url, timeout=30))
         yield graph
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph]:
+    async with running_graph(tmp_path_factory.mktemp("state")) as graph:
+        yield graph
+
+
+@pytest.fixture(scope="session")
+def uvloops() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        yield runner
+
+
+@pytest.fixture(scope="session")
+def edge(uvloops: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
+    """A graph on the loop that frontends have, for tests `on_uvloop`."""
+    running = running_graph(tmp_path_factory.mktemp("state"))
+    yield uvloops.run(running.__aenter__())
+    uvloops.run(running.__aexit__(None, None, None))
+
+
+def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """What transports do, above all with TLS, is the loop's: frontends run on uvloop."""
+
+    def run(uvloops: asyncio.Runner, **fixtures: object) -> None:
+        uvloops.run(test(**fixtures))
+
+    own = inspect.Parameter("uvloops", inspect.Parameter.KEYWORD_ONLY)
+    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+    parameters = [*inspect.signature(test).parameters.values(), own]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run

@@ -391,4 +391,4 @@ async def test_websockets_are_refused(graph: Graph) -> None:
     }
     async with httpx.AsyncClient(base_url=graph.url) as client:
         answer = await client.get("/v1/realtime", headers=headers)
-    assert answer.status_code == 403
+    assert answer.status_code == 404

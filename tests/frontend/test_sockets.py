@@ -15,8 +15,9 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import ConfigError
-from pdserve.frontend.server import QuietServer, cross_origin, http_config
-from pdserve.frontend.sockets import ClientConnections, bind
+from pdserve.frontend.connections import ClientConnections
+from pdserve.frontend.server import QuietServer, http_config
+from pdserve.frontend.sockets import bind
 from tests.conditions import until
 from tests.frontend.conftest import Graph, serve
 from tests.frontend.test_generate import completion
@@ -109,7 +110,7 @@ def test_connections_are_not_accepted_in_a_turn_each() -> None:
 async def server(graph: Graph, connections: ClientConnections) -> AsyncIterator[tuple[str, int]]:
     """The same frontend on another port."""
     async with AsyncExitStack() as stack:
-        url = httpx.URL(await serve(cross_origin(graph.app), stack, connections))
+        url = httpx.URL(await serve(graph.app, stack, connections))
         assert url.port is not None
         yield url.host, url.port
 

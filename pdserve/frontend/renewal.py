@@ -1,0 +1,52 @@
+"""The certificate that a frontend shows, taken anew when its files change."""
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from pdserve.certificate import ServerCertificate
+from pdserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOOK = 10.0
+"""seconds between two looks at the files"""
+
+
+class RenewedCertificate:
+    """Raises ConfigError where it cannot be used at the start; later a broken one is logged, and the one before stays.
+    `watch` must run."""
+
+    def __init__(self, files: ServerCertificate, every: float = LOOK) -> None:
+        self._files = files
+        self._every = every
+        self._loaded = self._seen = self._stamps()
+        self.context = files.context()
+        """for new connections"""
+        logger.info("TLS with %s, valid until %s", files.chain, files.valid_until().date())
+
+    async def watch(self) -> None:
+        """Until cancelled. Files are loaded when they have not changed since the last look: they are written one after
+        the other."""
+        while True:
+            await asyncio.sleep(self._every)
+            stamps = self._stamps()
+            if stamps == self._seen != self._loaded:
+                self._loaded = stamps
+                self._load()
+            self._seen = stamps
+
+    def _load(self) -> None:
+        try:
+            self.context = self._files.context()
+            logger.info("a new certificate, valid until %s", self._files.valid_until().date())
+        except ConfigError as error:
+            logger.error("the new certificate is not taken, the one before stays: %s", error)
+
+    def _stamps(self) -> list[tuple[int, int, int]]:
+        found = []
+        for file in (self._files.chain, self._files.key):
+            with suppress(OSError):
+                stat = file.stat()
+                found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        return found
