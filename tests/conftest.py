@@ -8,6 +8,7 @@ from uuid import uuid4
 import pytest
 from hypothesis import settings
 
+from pdserve.credentials import Credentials, create
 from tests.e2e.graph import Graph
 from tests.real import Reference, one_graph, one_vllm
 from tests.servers import etcd_server, nats_server, running
@@ -88,6 +89,11 @@ def graph(tmp_path_factory: pytest.TempPathFactory, vllm_server: Reference) -> I
     del vllm_server
     with one_graph(tmp_path_factory.mktemp("graph")) as graph:
         yield graph
+
+
+@pytest.fixture(scope="session")
+def credentials(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    return create(tmp_path_factory.mktemp("graph-of") / "credentials")
 
 
 @pytest.fixture

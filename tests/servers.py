@@ -7,16 +7,17 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+from pdserve.credentials import Credentials
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 
 
-def nats_server(state_dir: Path, port: int = 0) -> EmbeddedNats:
+def nats_server(state_dir: Path, port: int = 0, credentials: Credentials | None = None) -> EmbeddedNats:
     """`async with nats_server(tmp_path) as nats`; then `nats.url`, `kill(nats)`, `restart(nats)`."""
-    return EmbeddedNats(state_dir, port)
+    return EmbeddedNats(state_dir, port, credentials=credentials)
 
 
-def etcd_server(state_dir: Path, port: int = 0) -> EmbeddedEtcd:
-    return EmbeddedEtcd(state_dir, port)
+def etcd_server(state_dir: Path, port: int = 0, credentials: Credentials | None = None) -> EmbeddedEtcd:
+    return EmbeddedEtcd(state_dir, port, credentials=credentials)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ BENCH = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 ALLOWED = {
     "aetcd": ("registry/etcd",),
+    "grpc": ("registry/etcd",),
     "nats": ("queue/jetstream/",),
     "zmq": ("engine/vllm/cache.py", "kv/side_channel.py"),  # vLLM itself speaks it there
     "pynvml": ("plan/machine.py",),

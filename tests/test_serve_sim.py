@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from pdserve.credentials import create
 from pdserve.ports import free_port, port_holder
 from pdserve.records import Role
 from tests.serving import FRONTEND, WORKERS, Serve, kv_ports, running, until
@@ -105,6 +106,28 @@ def test_a_killed_server_comes_back_at_the_same_address(graph: Serve, server: st
     until(lambda: f"{server} is back at" in graph.text, graph)
     until(lambda: len(_instances(graph)) == 4, graph)
     assert graph.chat()[1]
+
+
+def test_another_user_of_the_machine_gets_nothing(graph: Serve, tmp_path: Path) -> None:
+    """Not by what is open, nor by what is on the disk."""
+    state_dir = Path(graph.env["PDSERVE_STATE_DIR"])
+    found = json.loads((state_dir / "graph.json").read_text())
+    for credentials in ([], ["--credentials", str(create(tmp_path / "mine").folder)]):
+        for command in ("status", "set"):
+            result = graph.pdserve(command, "--etcd", found["etcd"], *credentials)
+            assert (result.returncode, result.stdout) == (1, "")
+            assert "no etcd answers" in result.stderr
+    assert found["credentials"] == str(state_dir / "credentials")
+    result = graph.pdserve("status", "--etcd", found["etcd"], "--credentials", found["credentials"])
+    assert "decode-1" in result.stdout
+
+    def others(path: Path) -> int:
+        return path.stat().st_mode & 0o077
+
+    assert others(state_dir) == 0
+    for folder in ("credentials", "logs", "nats", "etcd", "sockets"):
+        assert others(state_dir / folder) == 0
+    assert others(state_dir / "graph.json") == 0
 
 
 def test_a_second_graph_on_the_same_state_is_refused(graph: Serve, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class ServeRun(ServerRun):
         self.folder, self.file, self.state_dir = folder, file, folder / "state"
         command = [*PDSERVE, "serve", "-f", str(file), *options]
         super().__init__(command, folder / "serve.log", variables)
-        for name in ("PDSERVE_NATS", "PDSERVE_ETCD"):
+        for name in ("PDSERVE_NATS", "PDSERVE_ETCD", "PDSERVE_CREDENTIALS"):
             self.env.pop(name, None)
         self.env["PDSERVE_STATE_DIR"] = str(self.state_dir)
 
@@ -282,6 +282,8 @@ def derive(
     for section in sections.values():
         if _take(section, "model") is not None:
             section["model"] = str(model or config.model)
+    sections.pop("Security", None)  # clients come by plain http, from this machine
+    _take(sections["Frontend"], "host")
     graph = sections.setdefault("Graph", {})
     for key in ("nats", "etcd", "state-dir", "kv-port"):
         _take(graph, key)

@@ -55,7 +55,9 @@ class GraphWatch:
     async def move(self, graph: GraphRecord) -> None:
         """To the etcd of this graph, first of all and where it has another one. Raises RegistryUnavailable."""
         await self._connection.aclose()
-        self.registry = await self._connection.enter_async_context(connect(graph.etcd, graph.namespace))
+        self.registry = await self._connection.enter_async_context(
+            connect(graph.etcd, graph.namespace, graph.load_credentials())
+        )
 
     async def instances(self, *roles: Role) -> list[Instance]:
         """Of these roles, else of all; empty while etcd does not answer."""

@@ -1,11 +1,12 @@
 """Find the running graph that a command means, and the place of a role in a graph."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.config.load import load
 from pdserve.config.schema import Config
+from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.graph import from_environment
 from pdserve.plan.machine import Machine
@@ -28,17 +29,25 @@ class GraphAddress:
     namespace: str
     url: str = ""
     """of its frontend, where that is known"""
+    credentials: Credentials | None = None
 
 
-def find_graph(file: Path | None, etcd: str | None, namespace: str | None) -> GraphAddress:
-    """An address given wins over a file, a file over the default state directory. Raises NoGraph, ConfigError."""
-    if etcd:
-        return GraphAddress(etcd, namespace or Config.namespace)
-    if file:
+def find_graph(
+    file: Path | None, etcd: str | None, namespace: str | None, credentials: Path | None = None
+) -> GraphAddress:
+    """An address given wins over a file, a file over the default state directory; an address in the environment counts
+    as given where there is no file. Raises NoGraph, ConfigError."""
+    if file and not etcd:
         config = load(file)
-        return GraphAddress(config.etcd, config.namespace) if config.etcd else _on(config.state_dir)
-    if address := os.environ.get("PDSERVE_ETCD"):
-        return GraphAddress(address, namespace or Config.namespace)
+        if config.etcd is None:
+            return _on(config.state_dir)
+        return GraphAddress(
+            config.etcd,
+            config.namespace,
+            credentials=Credentials.load(credentials or config.security.credentials),
+        )
+    if address := etcd or os.environ.get("PDSERVE_ETCD"):
+        return GraphAddress(address, namespace or Config.namespace, credentials=Credentials.load(credentials))
     return _on(Path(os.environ.get("PDSERVE_STATE_DIR", Config.state_dir)).expanduser())
 
 
@@ -49,7 +58,7 @@ def _on(state_dir: Path) -> GraphAddress:
             f"no graph runs on {state_dir}: start one with `pdserve serve -f FILE`, or say which one with "
             "-f FILE or --etcd HOST:PORT."
         )
-    return GraphAddress(graph.etcd, graph.namespace, graph.url)
+    return GraphAddress(graph.etcd, graph.namespace, graph.url, graph.load_credentials())
 
 
 def find_place(role: Role, file: Path, index: int) -> tuple[Config, Slot]:
@@ -81,4 +90,4 @@ def _with_servers(config: Config) -> Config:
                 "Graph, or PDSERVE_NATS and PDSERVE_ETCD, or use `pdserve serve`, which starts both itself."
             ]
         )
-    return replace(config, nats=config.nats or graph.nats, etcd=config.etcd or graph.etcd)
+    return graph.serving(config)

@@ -22,3 +22,12 @@ GraphFile = Annotated[
 ]
 Etcd = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="the graph's etcd, instead of a file")]
 Namespace = Annotated[str | None, typer.Option(metavar="NAME", help="with --etcd (default: pdserve)")]
+CredentialsFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--credentials",
+        metavar="FOLDER",
+        envvar="PDSERVE_CREDENTIALS",
+        help="the graph's, with --etcd (default: those that a file or the running graph names)",
+    ),
+]

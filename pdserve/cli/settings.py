@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pdserve.cli.find import GraphAddress, find_graph
-from pdserve.cli.options import Etcd, GraphFile, Namespace
+from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.config.schema import POLICIES, PREFILL_POLICIES, THRESHOLDS
 from pdserve.config.tree import or_nearest
 from pdserve.decode import settings
@@ -28,6 +28,7 @@ def change_settings(
     file: GraphFile = None,
     etcd: Etcd = None,
     namespace: Namespace = None,
+    credentials: CredentialsFolder = None,
 ) -> int:
     """Change settings of a running graph, at once and without a restart. They are kept in etcd and win over the file
     until unset. Without arguments: show them.
@@ -41,7 +42,7 @@ def change_settings(
     wanted = _parse(changes or [], unset or [])
     if problems := [problem for name, value in wanted.items() if (problem := _problem(name, value))]:
         raise ConfigError(problems)
-    found = asyncio.run(_change(find_graph(file, etcd, namespace), wanted))
+    found = asyncio.run(_change(find_graph(file, etcd, namespace, credentials), wanted))
     if found.keys() & set(THRESHOLDS):
         found.setdefault("policy", "threshold")  # as decode workers read it
     for name, what in SETTINGS.items():
@@ -77,7 +78,7 @@ def _problem(name: str, value: str | None) -> str | None:
 
 async def _change(graph: GraphAddress, changes: Mapping[str, str | None]) -> dict[str, str]:
     """Write them; return what is set then. Raises RegistryUnavailable."""
-    async with connect(graph.etcd, graph.namespace) as registry:
+    async with connect(graph.etcd, graph.namespace, graph.credentials) as registry:
         for name, value in changes.items():
             if value is None:
                 await registry.delete(keys.setting(name))

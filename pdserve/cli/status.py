@@ -19,7 +19,7 @@ from rich.text import Text
 
 from pdserve import clock
 from pdserve.cli.find import GraphAddress, NoGraph, find_graph
-from pdserve.cli.options import Etcd, GraphFile, Namespace
+from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.errors import RegistryUnavailable
 from pdserve.messages import Load
 from pdserve.observe.pages import read_loads
@@ -38,6 +38,7 @@ def status(
     file: GraphFile = None,
     etcd: Etcd = None,
     namespace: Namespace = None,
+    credentials: CredentialsFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="everything, as one JSON object")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="go on showing changes until Ctrl-C")] = False,
 ) -> int:
@@ -51,14 +52,16 @@ def status(
       pdserve status -f configs/disagg.yaml --json | jq '.instances[].load'
       pdserve status --etcd 10.0.0.5:2379    a graph elsewhere
     """
-    return asyncio.run(_status(find_graph(file, etcd, namespace), as_json, watch))
+    return asyncio.run(_status(find_graph(file, etcd, namespace, credentials), as_json, watch))
 
 
 async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
     """Return the exit code. Raises NoGraph where etcd does not answer."""
     async with AsyncExitStack() as stack:
         try:
-            registry = await stack.enter_async_context(connect(graph.etcd, graph.namespace))
+            registry = await stack.enter_async_context(
+                connect(graph.etcd, graph.namespace, graph.credentials)
+            )
             view = await stack.enter_async_context(RegistryView(registry))
         except RegistryUnavailable as error:
             raise NoGraph(f"{error}: no graph runs there.") from None

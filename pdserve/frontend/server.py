@@ -69,7 +69,7 @@ class Frontend(Service):
         self._certificate = RenewedCertificate(files) if files else None
         self._socket = stack.enter_context(bind(frontend.host, frontend.port))
         connection = await stack.enter_async_context(
-            registry.connect(config.etcd, config.namespace, patient=True)
+            registry.connect(config.etcd, config.namespace, credentials, patient=True)
         )
         view = await stack.enter_async_context(RegistryView(connection))
         context = self._model_context(frontend, config.nats, credentials)
@@ -81,7 +81,9 @@ class Frontend(Service):
             with suppress(TimeoutError):
                 await asyncio.wait_for(models.settled(), LOAD_WITHIN)
         self._models = models
-        self._presence = Presence(connection, self._instance(await _clock_skew(config.nats)), None)
+        self._presence = Presence(
+            connection, self._instance(await _clock_skew(config.nats, credentials)), None
+        )
         page = MetricsPage(view, self.id, client)
         app = FrontendApp(models, page, self._keys.keys, config.request_timeout, frontend.max_request_timeout)
         files_left = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES
@@ -129,7 +131,7 @@ class Frontend(Service):
             # a name of its own for each connection: a worker takes a second connection of the same name for the
             # successor of the first, and while a model's card changes there are two
             connect=lambda address: stream.connect(address, f"{self.id}.{next(serial)}", credentials),
-            blobs=queue.connect_blobs(nats, config.namespace),
+            blobs=queue.connect_blobs(nats, config.namespace, credentials),
             state_dir=config.state_dir,
             router=frontend.router,
             request_timeout=config.request_timeout,
@@ -149,10 +151,10 @@ class Frontend(Service):
         )
 
 
-async def _clock_skew(nats: str) -> float | None:
+async def _clock_skew(nats: str, credentials: Credentials | None) -> float | None:
     with suppress(QueueUnavailable, TimeoutError):
         async with asyncio.timeout(CLOCK_WITHIN):
-            return registered_skew(await queue.clock_skew(nats), None)
+            return registered_skew(await queue.clock_skew(nats, credentials), None)
     return None
 
 

@@ -60,10 +60,10 @@ class EngineWorker(Service):
             slot,
             instance_id,
             _make_engine(config, slot, instance_id),
-            registry.connect(config.etcd, config.namespace, patient=True),
-            queue.connect(config.nats, config.namespace, config.served_model_name),
+            registry.connect(config.etcd, config.namespace, credentials, patient=True),
+            queue.connect(config.nats, config.namespace, config.served_model_name, credentials),
             stream.listen(config.host, credentials) if decodes else None,
-            queue.connect_blobs(config.nats, config.namespace) if decodes else None,
+            queue.connect_blobs(config.nats, config.namespace, credentials) if decodes else None,
             metrics_url,
         )
 

@@ -1,4 +1,5 @@
-"""The prefill queue seam (see `base`). The address chooses the implementation."""
+"""The prefill queue seam (see `base`). The address chooses the implementation. With credentials, all is TLS and nothing
+else: a server without it, or of another graph, is none."""
 
 import asyncio
 import json
@@ -7,34 +8,35 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
+from pdserve.credentials import Credentials
 from pdserve.queue.base import BlobStore, PrefillQueue
 
 _IMPLEMENTATIONS = {"nats": "pdserve.queue.jetstream", "memory": "pdserve.queue.memory"}
 
 
-def connect(nats: str, namespace: str, model: str) -> PrefillQueue:
+def connect(nats: str, namespace: str, model: str, credentials: Credentials | None = None) -> PrefillQueue:
     """The queue of one model, to enter. `nats` is a NATS URL, several of them separated by commas, or
     `memory://<name>` for one that lives in this process."""
-    queue: PrefillQueue = _implementation(nats).connect(nats, namespace, model)
+    queue: PrefillQueue = _implementation(nats).connect(nats, namespace, model, credentials)
     return queue
 
 
-def connect_blobs(nats: str, namespace: str) -> BlobStore:
+def connect_blobs(nats: str, namespace: str, credentials: Credentials | None = None) -> BlobStore:
     """The store of model archives; it connects for each operation, so there is nothing to enter."""
-    store: BlobStore = _implementation(nats).connect_blobs(nats, namespace)
+    store: BlobStore = _implementation(nats).connect_blobs(nats, namespace, credentials)
     return store
 
 
-async def clock_skew(nats: str) -> float | None:
+async def clock_skew(nats: str, credentials: Credentials | None = None) -> float | None:
     """Seconds that this process's time of day is ahead of the server's; None where that does not tell its time. Leaves
     nothing behind on the server. Raises QueueUnavailable."""
-    skew: float | None = await _implementation(nats).clock_skew(nats)
+    skew: float | None = await _implementation(nats).clock_skew(nats, credentials)
     return skew
 
 
 async def server_info(nats: str) -> dict[str, Any]:
-    """What the NATS server at this URL says of itself to each client, before any authentication. Raises OSError, also
-    for what is no NATS server."""
+    """What the NATS server at this URL says of itself to each client, before TLS and any authentication: not to be
+    relied on. Raises OSError, also for what is no NATS server."""
     try:
         at = urlsplit(nats)
         reader, writer = await asyncio.open_connection(at.hostname, at.port or 4222)

@@ -26,16 +26,16 @@ from pdserve.recent import RecentKeys
 _named: "WeakValueDictionary[str, MemoryBroker]" = WeakValueDictionary()
 
 
-def connect(nats: str, namespace: str, model: str) -> "MemoryQueue":
+def connect(nats: str, namespace: str, model: str, credentials: object = None) -> "MemoryQueue":
     """Queues of one address share a broker, for as long as one of them keeps it."""
     return MemoryQueue(_broker(nats), namespace, model)
 
 
-def connect_blobs(nats: str, namespace: str) -> "MemoryBlobs":
+def connect_blobs(nats: str, namespace: str, credentials: object = None) -> "MemoryBlobs":
     return MemoryBlobs(_broker(nats), namespace)
 
 
-async def clock_skew(nats: str) -> float | None:
+async def clock_skew(nats: str, credentials: object = None) -> float | None:
     """The broker has no clock of its own."""
     return None
 

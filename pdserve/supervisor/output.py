@@ -15,6 +15,7 @@ from rich.text import Text
 
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
+from pdserve.supervisor.state import make_private
 from pdserve.supervisor.terminal import NonBlockingStream
 
 FILE_LIMIT = 64 << 20
@@ -164,7 +165,7 @@ class LogFile:
 
     def _open(self) -> None:
         self.close()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(self.path.parent)
         if self.path.exists():
             self.path.replace(self.path.with_name(self.path.name + ".1"))
         self._file = self.path.open("wb", buffering=0)

@@ -6,10 +6,10 @@ import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from pdserve.config.schema import Config
+from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, RegistryUnavailable
 from pdserve.graph import process_spec, to_environment
 from pdserve.plan.plan import Plan
@@ -76,9 +76,10 @@ async def _serve(config: Config, slots: Sequence[Slot], output: ProcessOutput, l
     async with AsyncExitStack() as stack:
         guardian = stack.enter_context(Guardian(patience, lock))
         (await stack.enter_async_context(Owner())).forever(guardian.keep, "guardian")
-        urls = await stack.enter_async_context(embedded_servers(config, guardian, policy))
-        graph = _record(config, urls)
-        instances = await _registered_instances(stack, graph, config)
+        credentials = _credentials(config)
+        urls = await stack.enter_async_context(embedded_servers(config, guardian, policy, credentials))
+        graph = _record(config, urls, credentials)
+        instances = await _registered_instances(stack, graph, config, credentials)
         state.write(config.state_dir, graph)
         sockets = stack.enter_context(state.socket_folder(config.state_dir))
         specs = [
@@ -98,18 +99,28 @@ async def _serve(config: Config, slots: Sequence[Slot], output: ProcessOutput, l
         await roles.run(until_frontends_ready(graph.url, frontends), show_ready, patience)
 
 
+def _credentials(config: Config) -> Credentials | None:
+    """Those that the file names; new ones where all that needs them is ours. They are made anew each time, under the
+    lock of the state directory, when nothing is left of the graph that had those before."""
+    if config.security.credentials is None and config.nats is None and config.etcd is None:
+        return state.fresh_credentials(config.state_dir)
+    return Credentials.load(config.security.credentials)
+
+
 async def _registered_instances(
-    stack: AsyncExitStack, graph: state.GraphRecord, config: Config
+    stack: AsyncExitStack, graph: state.GraphRecord, config: Config, credentials: Credentials | None
 ) -> RegisteredInstances:
     try:
-        registry = await stack.enter_async_context(connect(graph.etcd, graph.namespace))
+        registry = await stack.enter_async_context(connect(graph.etcd, graph.namespace, credentials))
         view = await stack.enter_async_context(RegistryView(registry, keys.INSTANCES))
     except RegistryUnavailable as error:
         raise ConfigError([f"etcd is needed: {error}. Start it, or leave Graph.etcd out."]) from None
     return RegisteredInstances(registry, view, config.host, config.drain_timeout)
 
 
-def _record(config: Config, embedded: Mapping[str, str]) -> state.GraphRecord:
+def _record(
+    config: Config, embedded: Mapping[str, str], credentials: Credentials | None
+) -> state.GraphRecord:
     return state.GraphRecord(
         pid=os.getpid(),
         config=str(config.path.resolve()),
@@ -118,12 +129,13 @@ def _record(config: Config, embedded: Mapping[str, str]) -> state.GraphRecord:
         etcd=config.etcd or embedded["etcd"],
         nats=config.nats or embedded["nats"],
         url=url_of(config),
+        credentials=str(credentials.folder) if credentials else "",
     )
 
 
 def _environment(slot: Slot, config: Config, graph: state.GraphRecord, sockets: Path) -> dict[str, str]:
     return {
-        **to_environment(replace(config, nats=graph.nats, etcd=graph.etcd), slot),
+        **to_environment(graph.serving(config), slot),
         # One record per line, tracebacks included; the supervisor shows them as the user wants them.
         "PDSERVE_LOG_FORMAT": "json",
         "PDSERVE_LOG_LEVEL": os.environ.get("PDSERVE_LOG_LEVEL", "INFO"),

@@ -9,18 +9,21 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 import msgspec
 import psutil
 
+from pdserve.config.schema import Config
+from pdserve.credentials import Credentials, create
 from pdserve.errors import ConfigError
 from pdserve.supervisor.guardian import alive
 
 log = logging.getLogger(__name__)
 
-_LOCK, _RECORD = "lock", "graph.json"
+_LOCK, _RECORD, _CREDENTIALS = "lock", "graph.json", "credentials"
 _LONGEST_FOLDER = 107 - len("/123e4567-e89b-12d3-a456-426614174000")
 """bytes, before the names that vLLM gives its sockets"""
 
@@ -37,6 +40,20 @@ class GraphRecord(msgspec.Struct, frozen=True):
     nats: str
     url: str = ""
     """of its frontend, empty where it has none"""
+    credentials: str = ""
+    """folder; empty where it has none"""
+
+    def load_credentials(self) -> Credentials | None:
+        """Raises ConfigError."""
+        return Credentials.load(Path(self.credentials) if self.credentials else None)
+
+    def serving(self, config: Config) -> Config:
+        """A configuration with this graph's servers where it names none, and what they ask for."""
+        folder = Path(self.credentials) if self.credentials else None
+        security = replace(config.security, credentials=config.security.credentials or folder)
+        return replace(
+            config, nats=config.nats or self.nats, etcd=config.etcd or self.etcd, security=security
+        )
 
 
 @contextlib.contextmanager
@@ -68,6 +85,13 @@ def locked(state_dir: Path) -> Iterator[int]:
             yield lock.fileno()
         finally:
             (state_dir / _RECORD).unlink(missing_ok=True)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that this user alone can read, or make it so: what is in it may hold prompts. Raises OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_mode & 0o077:
+        folder.chmod(0o700)
 
 
 def try_lock(lock: IO[str]) -> bool:
@@ -121,7 +145,7 @@ def _empty(folder: Path) -> None:
 
 def _open_lock(state_dir: Path) -> IO[str]:
     try:
-        state_dir.mkdir(parents=True, exist_ok=True)
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         return (state_dir / _LOCK).open("a+")
     except OSError as error:
         raise _unusable(state_dir, error) from error
@@ -133,10 +157,19 @@ def _unusable(state_dir: Path, error: OSError) -> ConfigError:
     )
 
 
+def fresh_credentials(state_dir: Path) -> Credentials:
+    """For one run of a graph. Raises ConfigError where they cannot be written."""
+    try:
+        return create(state_dir / _CREDENTIALS)
+    except OSError as error:
+        raise _unusable(state_dir, error) from error
+
+
 def write(state_dir: Path, graph: GraphRecord) -> None:
     """Raises ConfigError where it cannot be written; the record before it then stays whole."""
     fresh = state_dir / f"{_RECORD}.new"
     try:
+        fresh.touch(mode=0o600)  # a NATS URL may have a password in it
         fresh.write_bytes(msgspec.json.format(msgspec.json.encode(graph)))
         fresh.replace(state_dir / _RECORD)
     except OSError as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.credentials import Credentials
 from pdserve.queue.base import BlobStore, PrefillQueue
 from pdserve.queue.jetstream.blobs import NatsBlobs
 from pdserve.queue.jetstream.queue import JetStreamQueue
@@ -51,9 +52,12 @@ def _memory_queues(broker: MemoryBroker) -> Queues:
     return Queues(lambda model: MemoryQueue(broker, "ns", model), MemoryBlobs(broker, "ns"))
 
 
-def nats_queues(url: str, namespace: str) -> Queues:
+def nats_queues(url: str, namespace: str, credentials: Credentials | None = None) -> Queues:
     limits = StreamLimits(ack_wait=ACK_WAIT, bound=BOUND, max_deliver=MAX_DELIVER, resync=0.3)
-    return Queues(lambda model: JetStreamQueue(url, namespace, model, limits), NatsBlobs(url, namespace))
+    return Queues(
+        lambda model: JetStreamQueue(url, namespace, model, limits, credentials),
+        NatsBlobs(url, namespace, credentials),
+    )
 
 
 def _broker() -> MemoryBroker:
@@ -86,8 +90,11 @@ class _MemoryOutage(Outage):
 
 
 class NatsOutage(Outage):
-    def __init__(self, state_dir: Path) -> None:
-        self.server = nats_server(state_dir)
+    """With TLS, as in most graphs; the server that all tests share is without."""
+
+    def __init__(self, state_dir: Path, credentials: Credentials) -> None:
+        self.server = nats_server(state_dir, credentials=credentials)
+        self.tls = credentials.client_context()
 
     async def down(self) -> None:
         await kill(self.server)
@@ -99,23 +106,25 @@ class NatsOutage(Outage):
 
 
 @pytest.fixture(params=["memory", "nats"])
-async def outage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Outage]:
+async def outage(
+    request: pytest.FixtureRequest, tmp_path: Path, credentials: Credentials
+) -> AsyncIterator[Outage]:
     if request.param == "memory":
         memory = _MemoryOutage()
         async with memory.queues:
             yield memory
         return
-    real = NatsOutage(tmp_path)
+    real = NatsOutage(tmp_path, credentials)
     async with real.server:
-        real.queues = nats_queues(real.server.url, "ns")
+        real.queues = nats_queues(real.server.url, "ns", credentials)
         async with real.queues:
             yield real
 
 
 @pytest.fixture
-async def nats_outage(tmp_path: Path) -> AsyncIterator[NatsOutage]:
-    real = NatsOutage(tmp_path)
+async def nats_outage(tmp_path: Path, credentials: Credentials) -> AsyncIterator[NatsOutage]:
+    real = NatsOutage(tmp_path, credentials)
     async with real.server:
-        real.queues = nats_queues(real.server.url, "ns")
+        real.queues = nats_queues(real.server.url, "ns", credentials)
         async with real.queues:
             yield real

@@ -5,14 +5,18 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import nats
+import nats.js.errors
 import pytest
 from nats.aio.client import Client
 
+from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, QueueUnavailable
 from pdserve.messages import PrefillCancel, PrefillFailed
 from pdserve.ports import free_port
 from pdserve.queue import clock_skew, connect, connect_blobs, server_info
-from pdserve.queue.jetstream.connection import NatsConnection, cancellable
+from pdserve.queue.jetstream.client import cancellable
+from pdserve.queue.jetstream.connection import NatsConnection
 from pdserve.supervisor.embedded import EmbeddedNats
 from tests.full_disk import small_disk
 from tests.queue.conftest import NatsOutage, Outage
@@ -130,7 +134,8 @@ async def test_what_is_cancelled_at_a_hung_server_stops(nats_outage: NatsOutage)
 
     async def prepare(_: Client) -> None: ...
 
-    async with NatsConnection(nats_outage.server.url, prepare) as connection, hung(nats_outage.server):
+    server = nats_outage.server
+    async with NatsConnection(server.url, prepare, nats_outage.tls) as connection, hung(server):
         started = time.monotonic()
         while time.monotonic() - started < 0.5:
             started = time.monotonic()
@@ -173,17 +178,15 @@ async def test_the_stream_is_made_anew_when_it_is_deleted(nats_outage: NatsOutag
     await publish(decode, "a")
     assert ids(await pulling) == ["a"]
     for _ in range(2):
-        await _delete_streams(nats_outage.server.url)
+        await _delete_streams(nats_outage)
         await publish(decode, "b")
         assert ids(await prefill.pull(1, 2)) == ["b"]
-        await _delete_streams(nats_outage.server.url)
+        await _delete_streams(nats_outage)
         assert await prefill.pull(1, 0.1) == []
 
 
-async def _delete_streams(url: str) -> None:
-    import nats
-
-    client = await nats.connect(url)
+async def _delete_streams(outage: NatsOutage) -> None:
+    client = await nats.connect(outage.server.url, tls=outage.tls)
     js = client.jetstream()
     for stream in await js.streams_info():
         assert stream.config.name
@@ -195,16 +198,14 @@ async def test_depth_is_asked_for_when_no_worker_reports(nats_outage: NatsOutage
     decode = await nats_outage.queues()
     await publish(decode, "a", "b")
     assert decode.depth == 2
-    await _purge(nats_outage.server.url)
+    await _purge(nats_outage)
     await until(lambda: decode.depth == 0, 3)
     await publish(decode, "c")
     assert decode.depth == 1
 
 
-async def _purge(url: str) -> None:
-    import nats
-
-    client = await nats.connect(url)
+async def _purge(outage: NatsOutage) -> None:
+    client = await nats.connect(outage.server.url, tls=outage.tls)
     js = client.jetstream()
     for stream in await js.streams_info():
         assert stream.config.name
@@ -246,16 +247,16 @@ async def test_blobs_of_a_server_that_is_away() -> None:
         await connect_blobs(f"nats://127.0.0.1:{free_port('127.0.0.1')}", "ns").get("m")
 
 
-async def test_a_clock_is_not_read_where_its_stream_is_removed_meanwhile(nats_outage: NatsOutage) -> None:
-    import nats
-
+async def test_a_clock_is_not_read_where_its_stream_is_removed_meanwhile(
+    nats_outage: NatsOutage, credentials: Credentials
+) -> None:
     url = nats_outage.server.url
-    client = await nats.connect(url)
+    client = await nats.connect(url, tls=nats_outage.tls)
     js = client.jetstream()
 
     async def measure() -> None:
         while True:
-            await clock_skew(url)
+            await clock_skew(url, credentials)
 
     measuring = asyncio.create_task(measure())
     while not measuring.done():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.credentials import Credentials
 from pdserve.registry.base import Registry
 from pdserve.registry.etcd import EtcdRegistry
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
@@ -42,11 +43,14 @@ class MemoryStage(Stage):
 
 
 class EtcdStage(Stage):
-    def __init__(self, state_dir: Path) -> None:
-        self.server = etcd_server(state_dir)
+    """With TLS, as in most graphs; the etcd that all tests share is without."""
+
+    def __init__(self, state_dir: Path, credentials: Credentials) -> None:
+        self.server = etcd_server(state_dir, credentials=credentials)
+        self.credentials = credentials
 
     def registry(self) -> Registry:
-        return EtcdRegistry(self.server.url, "ns", TTL)
+        return EtcdRegistry(self.server.url, "ns", TTL, credentials=self.credentials)
 
     async def down(self) -> None:
         await kill(self.server)
@@ -84,18 +88,20 @@ async def stage(etcd: str | None, namespace: str) -> Stage:
 
 
 @pytest.fixture
-async def etcd_stage(tmp_path: Path) -> AsyncIterator[EtcdStage]:
+async def etcd_stage(tmp_path: Path, credentials: Credentials) -> AsyncIterator[EtcdStage]:
     """An etcd of its own, to be harmed."""
-    real = EtcdStage(tmp_path)
+    real = EtcdStage(tmp_path, credentials)
     async with real.server:
         yield real
 
 
 @pytest.fixture(params=["memory", "etcd"])
-async def outage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Stage]:
+async def outage(
+    request: pytest.FixtureRequest, tmp_path: Path, credentials: Credentials
+) -> AsyncIterator[Stage]:
     if request.param == "memory":
         yield MemoryStage()
         return
-    real = EtcdStage(tmp_path)
+    real = EtcdStage(tmp_path, credentials)
     async with real.server:
         yield real

@@ -102,16 +102,20 @@ async def test_a_connection_lost_within_the_lease_writes_only_what_is_not_there(
 
 async def test_a_killed_process_vanishes_with_its_lease(etcd_stage: EtcdStage) -> None:
     script = (
-        "import asyncio, sys\n"
+        "import asyncio, pathlib, sys\n"
+        "from pdserve.credentials import Credentials\n"
         "from pdserve.registry.etcd import EtcdRegistry\n"
         "async def main():\n"
-        f"    async with EtcdRegistry(sys.argv[1], 'ns', {TTL}) as registry:\n"
+        "    credentials = Credentials(pathlib.Path(sys.argv[2]))\n"
+        f"    async with EtcdRegistry(sys.argv[1], 'ns', {TTL}, credentials=credentials) as registry:\n"
         "        await registry.put('a', b'1')\n"
         "        await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"
     )
     async with etcd_stage.registry() as other, following(other) as seen:
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, etcd_stage.server.url)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", script, etcd_stage.server.url, str(etcd_stage.credentials.folder)
+        )
         await seen.until({"a": b"1"})
         await asyncio.sleep(TTL + 1)
         assert seen.state == {"a": b"1"}  # it is kept alive as long as the process lives

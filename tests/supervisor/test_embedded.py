@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from pdserve.config.schema import Config
+from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
 from pdserve.supervisor import embedded
@@ -96,7 +97,11 @@ async def test_dies_with_its_parent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nats", "etcd"])
 async def test_a_server_that_ends_or_hangs_is_back_at_its_address(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str,
+    tmp_path: Path,
+    credentials: Credentials,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for constant, seconds in {"HANGS_AFTER": 0.3, "CHECK_EVERY": 0.1, "ANSWER_WITHIN": 0.2}.items():
         monkeypatch.setattr(embedded, constant, seconds)
@@ -107,7 +112,7 @@ async def test_a_server_that_ends_or_hangs_is_back_at_its_address(
         return int((tmp_path / name / "lock").read_text() or 0)
 
     with Guardian(patience=1) as guardian:
-        async with embedded_servers(config, guardian, QUICK) as urls:
+        async with embedded_servers(config, guardian, QUICK, credentials) as urls:
             assert list(urls) == [name]
             os.kill(pid(), signal.SIGKILL)
             await until(lambda: "is back at" in caplog.text, within=20)

@@ -115,7 +115,7 @@ def _process(scene: Scene, slot: Slot, offset: float) -> ServerRun:
     running, frontend = scene.running, scene.config.frontend
     graph = running.graph
     config = replace(
-        scene.config,
+        graph.serving(scene.config),
         nats=graph.nats,
         etcd=graph.etcd,
         state_dir=running.state_dir,

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from pdserve.messages import Cancel, Hello, encode
-from pdserve.queue.jetstream.connection import publish_once
+from pdserve.queue.jetstream.client import publish_once
 from pdserve.queue.jetstream.stream import QueueNames
 from pdserve.records import Role
 from pdserve.registry import keys
@@ -57,8 +57,11 @@ async def spread(scene: Scene) -> float | None:
     everything = payloads(scene.options.seed)
     await asyncio.gather(*(asyncio.to_thread(_to_port, host, port, everything) for host, port, _ in ports))
     subjects = await _subjects(scene)
+    graph = scene.running.graph
+    credentials = graph.load_credentials()
+    tls = credentials.client_context() if credentials else None
     for subject in subjects:
-        await publish_once(scene.running.graph.nats, subject, everything)
+        await publish_once(graph.nats, subject, everything, tls)
     names = await _to_etcd(scene, everything)
     scene.say(f"garbage to {len(ports)} ports, {len(subjects)} subjects, {len(names)} keys")
     await asyncio.sleep(scene.options.hold / 2)

@@ -18,7 +18,7 @@ from pdserve import queue as prefill_queue
 from pdserve.errors import Unavailable
 from pdserve.messages import KvHandle, PrefillDone, PrefillRequest, PrefillStarted, encode
 from pdserve.queue.base import PrefillQueue
-from pdserve.queue.jetstream.connection import short_connection
+from pdserve.queue.jetstream.client import short_connection
 from pdserve.supervisor.embedded import EmbeddedNats
 from pdserve.tasks import Lifetime, Owner
 from pdserve_bench.hops.section import HopOptions, HopSection, Pair, alternate, cases, compared

@@ -59,7 +59,10 @@ class SoakReport:
 async def soak(
     graph: GraphRecord, warm: int, requests: int, lengths: tuple[int, int], seed: int
 ) -> SoakReport:
-    async with connect(graph.etcd, graph.namespace) as registry, GraphWatch() as watch:
+    async with (
+        connect(graph.etcd, graph.namespace, graph.load_credentials()) as registry,
+        GraphWatch() as watch,
+    ):
         await watch.move(graph)
         await watch.learn()
         warm_up = MixedLoad(graph.url, graph.model, lengths, seed)
@@ -79,7 +82,7 @@ async def soak(
 
 
 async def _look(graph: GraphRecord, watch: GraphWatch, registry: Registry) -> Picture:
-    stored = {"nats": await nats_keeps(graph.nats), "etcd": len(await registry.read(""))}
+    stored = {"nats": await nats_keeps(graph), "etcd": len(await registry.read(""))}
     return await picture(graph.pid, await watch.instances(), stored)
 
 

@@ -9,8 +9,9 @@ import httpx
 import psutil
 
 from pdserve.observe.pages import read_loads
-from pdserve.queue.jetstream.connection import discard, open_client
+from pdserve.queue.jetstream.client import short_connection
 from pdserve.records import Instance
+from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.watch import held, series
 
 MARGINS = {"blocks": 0, "sockets": 2, "files": 2, "tasks": 2, "threads": 4, "MiB": 24, "kept": 0}
@@ -87,17 +88,13 @@ async def _tasks(http: httpx.AsyncClient, instance: Instance) -> int:
     return round(series(page)["pdserve_tasks"])
 
 
-async def nats_keeps(url: str) -> int:
+async def nats_keeps(graph: GraphRecord) -> int:
     """Messages and consumers of all streams; the model's archive among them."""
-    from nats.aio.client import Client
-
-    client = Client()
-    await open_client(client, url)
-    try:
+    credentials = graph.load_credentials()
+    tls = credentials.client_context() if credentials else None
+    async with short_connection(graph.nats, tls) as client:
         streams = await client.jetstream().streams_info()
         return sum(stream.state.messages + stream.state.consumer_count for stream in streams)
-    finally:
-        await discard(client)
 
 
 def leaks(before: Picture, after: Picture) -> list[str]:

@@ -91,7 +91,7 @@ class GraphSystem(System):
         file = write(self.sections, folder / "system.yaml")
         async with started(file, folder, say, variables=self.variables) as running:
             graph = running.graph
-            async with connect(graph.etcd, graph.namespace) as registry:
+            async with connect(graph.etcd, graph.namespace, graph.load_credentials()) as registry:
                 yield _RunningGraph(Endpoint(graph.url, graph.model), graph.pid, registry)
 
 

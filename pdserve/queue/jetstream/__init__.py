@@ -1,7 +1,13 @@
 """The prefill queue and the blob store on NATS: the only place that imports nats."""
 
+from pdserve.credentials import Credentials
 from pdserve.queue.jetstream.blobs import NatsBlobs as connect_blobs
 from pdserve.queue.jetstream.blobs import clock_skew
-from pdserve.queue.jetstream.queue import JetStreamQueue as connect
+from pdserve.queue.jetstream.queue import JetStreamQueue
+
+
+def connect(nats: str, namespace: str, model: str, credentials: Credentials | None) -> JetStreamQueue:
+    return JetStreamQueue(nats, namespace, model, credentials=credentials)
+
 
 __all__ = ["clock_skew", "connect", "connect_blobs"]

@@ -7,16 +7,17 @@ import hashlib
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from ssl import SSLContext
 
-import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import ObjectInfo, StorageType, StreamConfig
 
-from pdserve.errors import ProtocolError, QueueUnavailable
+from pdserve.credentials import Credentials
+from pdserve.errors import ConfigError, ProtocolError, QueueUnavailable
 from pdserve.queue.base import BlobStore
-from pdserve.queue.jetstream.connection import short_connection
+from pdserve.queue.jetstream.client import PASSING, short_connection
 from pdserve.queue.jetstream.stream import API_TIMEOUT, bucket, measure
 
 CALL_TIMEOUT = 5.0
@@ -26,8 +27,9 @@ PUT_WITHIN = 60.0
 class NatsBlobs(BlobStore):
     """Raises QueueUnavailable while NATS is away."""
 
-    def __init__(self, nats: str, namespace: str) -> None:
+    def __init__(self, nats: str, namespace: str, credentials: Credentials | None = None) -> None:
         self._url = nats
+        self._tls = credentials.client_context() if credentials else None
         self._bucket = bucket(namespace)
 
     async def put(self, name: str, data: bytes) -> None:
@@ -64,14 +66,14 @@ class NatsBlobs(BlobStore):
 
     @asynccontextmanager
     async def _jetstream(self) -> AsyncIterator[JetStreamContext]:
-        async with _available(self._url) as client:
+        async with _available(self._url, self._tls) as client:
             yield client.jetstream(timeout=CALL_TIMEOUT)
 
 
-async def clock_skew(url: str) -> float | None:
+async def clock_skew(url: str, credentials: Credentials | None = None) -> float | None:
     """Of this process against the server, with a stream that is there for a moment only. Raises QueueUnavailable."""
     stream = f"pdserve-clock-{secrets.token_hex(4)}"
-    async with _available(url) as client:
+    async with _available(url, credentials.client_context() if credentials else None) as client:
         js = client.jetstream(timeout=API_TIMEOUT)
         await js.add_stream(StreamConfig(name=stream, subjects=[stream], storage=StorageType.MEMORY))
         try:
@@ -82,12 +84,12 @@ async def clock_skew(url: str) -> float | None:
 
 
 @asynccontextmanager
-async def _available(url: str) -> AsyncIterator[Client]:
-    """Raises QueueUnavailable for what nats-py raises."""
+async def _available(url: str, tls: SSLContext | None) -> AsyncIterator[Client]:
+    """Raises QueueUnavailable for what `short_connection` raises."""
     try:
-        async with short_connection(url) as client:
+        async with short_connection(url, tls) as client:
             yield client
-    except (nats.errors.Error, OSError, TimeoutError) as error:
+    except (*PASSING, ConfigError) as error:
         raise QueueUnavailable(f"NATS at {url}: {error}") from error
 
 

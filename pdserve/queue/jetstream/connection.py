@@ -9,10 +9,10 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from ssl import SSLContext
 
 import nats.errors
 from nats.aio.client import Client
@@ -20,35 +20,21 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from pdserve.errors import ConfigError, QueueUnavailable
+from pdserve.queue.jetstream.client import PASSING, GraphClient, cancellable, discard, open_client
 from pdserve.tasks import Lifetime, Owner
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT = 2
 PING_INTERVAL = 2.0
 PING_TIMEOUT = 3
 """seconds; a ping can't be tried twice: nats-py breaks on a late answer to one that was given up"""
 RETRY = 0.3
 _INBOX_BOUND = 100_000
-_PASSING = (nats.errors.Error, OSError, TimeoutError)
 ANSWER_WITHIN = 2.0
 LEAVE_WITHIN = 1.0
 _NO_MESSAGES, _TIMED_OUT, _HEARTBEAT = "404", "408", "100"
 
-T = TypeVar("T")
 Handler = Callable[[Msg], Awaitable[None]]
-
-
-async def cancellable(call: Awaitable[T]) -> T:
-    """Await something of nats-py, which at times swallows a cancellation (its own doing, and wait_for's
-    before Python 3.12): a task that was cancelled meanwhile stops here nevertheless."""
-    task = asyncio.current_task()
-    before = task.cancelling() if task else 0
-    try:
-        return await call
-    finally:
-        if task and task.cancelling() > before:
-            raise asyncio.CancelledError
 
 
 class SubjectMessages:
@@ -75,14 +61,18 @@ class SubjectMessages:
 class NatsConnection(Lifetime):
     """`prepare` gets each new client before it counts as connected; when it fails, the connection does.
 
-    Entering returns after the first try, whatever came of it, but raises a ConfigError of `prepare`.
+    Entering returns after the first try, whatever came of it, but raises a ConfigError: of `prepare`, or where the
+    server and `tls` do not fit.
     """
 
-    def __init__(self, url: str, prepare: Callable[[Client], Awaitable[None]]) -> None:
+    def __init__(
+        self, url: str, prepare: Callable[[Client], Awaitable[None]], tls: SSLContext | None = None
+    ) -> None:
         self.url = url
         self.lost: asyncio.Future[None] | None = None
         """of the present client, done when it is lost"""
         self._prepare = prepare
+        self._tls = tls
         self._client: Client | None = None
         self._handlers: dict[str, Handler] = {}
         self._unsent: set[str] = set()
@@ -144,7 +134,7 @@ class NatsConnection(Lifetime):
 
     async def _keep_client(self, tried: "asyncio.Future[None]") -> None:
         """The life of one client: make it, watch it, and part with it when it is lost."""
-        client, leaving = Client(), False
+        client, leaving = GraphClient(self.url, self._tls), False
         try:
             await self._use(client, tried)
             self._complaint = ""
@@ -155,7 +145,7 @@ class NatsConnection(Lifetime):
             if str(error) != self._complaint:
                 log.error("%s", error)
             self._complaint = str(error)
-        except _PASSING as error:
+        except PASSING as error:
             log.debug("NATS at %s: %s", self.url, error)
         except asyncio.CancelledError:
             leaving = True
@@ -167,7 +157,7 @@ class NatsConnection(Lifetime):
             if not tried.done():
                 tried.set_result(None)
 
-    async def _use(self, client: Client, tried: "asyncio.Future[None]") -> None:
+    async def _use(self, client: GraphClient, tried: "asyncio.Future[None]") -> None:
         """Returns when a connection that worked is lost; raises when there never was one."""
         lost = self.lost = asyncio.get_running_loop().create_future()
 
@@ -175,7 +165,7 @@ class NatsConnection(Lifetime):
             if not lost.done():
                 lost.set_result(None)
 
-        await cancellable(open_client(client, self.url, on_closed))
+        await cancellable(open_client(client, on_closed))
         self._unsent = set(self._handlers)
         await cancellable(self._prepare(client))
         self._client = client
@@ -185,10 +175,10 @@ class NatsConnection(Lifetime):
             tried.set_result(None)
         await _until_lost(client, lost)
 
-    async def _close_client(self, client: Client, leaving: bool) -> None:
+    async def _close_client(self, client: GraphClient, leaving: bool) -> None:
         self._client = None
         if leaving and client.is_connected:
-            with suppress(*_PASSING):
+            with suppress(*PASSING):
                 await client.flush(1)
         await discard(client)
         if self.lost is not None and not self.lost.done():
@@ -319,68 +309,11 @@ def _check(status: str, message: Msg) -> None:
     raise QueueUnavailable(f"pull refused: {status} {what}")
 
 
-async def open_client(
-    client: Client, url: str, on_closed: Callable[[], Awaitable[None]] | None = None
-) -> None:
-    """For one TCP connection: without pings and reconnections of its own."""
-    await client.connect(
-        [server.strip() for server in url.split(",")],
-        allow_reconnect=False,
-        max_reconnect_attempts=1,
-        reconnect_time_wait=0,
-        connect_timeout=CONNECT_TIMEOUT,
-        ping_interval=24 * 3600,
-        flush_timeout=1,
-        error_cb=_on_error,
-        closed_cb=on_closed,
-    )
-
-
-async def discard(client: Client) -> None:
-    """Close it without sending what it still has: nats-py's close() would wait for ever for a server that
-    hangs to take that, and swallows cancellations meanwhile; and what was reported as failed must not be
-    sent."""
-    client._pending.clear()
-    client._pending_data_size = 0
-    writer = getattr(client._transport, "_io_writer", None)
-    if writer is not None:
-        writer.transport.abort()
-    with suppress(*_PASSING):
-        await client.close()
-
-
 async def _until_lost(client: Client, lost: "asyncio.Future[None]") -> None:
     while not lost.done():
         await asyncio.wait({lost}, timeout=PING_INTERVAL)
         if not lost.done():
             try:
                 await cancellable(client.flush(PING_TIMEOUT))
-            except _PASSING:
+            except PASSING:
                 return
-
-
-async def _on_error(error: Exception) -> None:
-    """Also told what a handler raised."""
-    if isinstance(error, _PASSING):
-        log.debug("nats: %s", error)
-    else:
-        log.error("a message of NATS could not be handled", exc_info=error)
-
-
-@asynccontextmanager
-async def short_connection(url: str) -> AsyncIterator[Client]:
-    """For a few operations. Raises what nats-py does."""
-    client = Client()
-    try:
-        await open_client(client, url)
-        yield client
-    finally:
-        await discard(client)
-
-
-async def publish_once(url: str, subject: str, payloads: Iterable[bytes]) -> None:
-    """On a connection of its own, whatever the payloads are. Raises what nats-py does."""
-    async with short_connection(url) as client:
-        for payload in payloads:
-            await client.publish(subject, payload)
-        await client.flush()

@@ -15,6 +15,7 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from pdserve.credentials import Credentials
 from pdserve.errors import ProtocolError, QueueFull, QueueUnavailable
 from pdserve.messages import (
     PrefillAnswer,
@@ -32,12 +33,12 @@ from pdserve.messages import (
 )
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.depth import Puller, QueueDepth
+from pdserve.queue.jetstream.client import cancellable
 from pdserve.queue.jetstream.connection import (
     ConsumerMissing,
     NatsConnection,
     PullConsumer,
     SubjectMessages,
-    cancellable,
 )
 from pdserve.queue.jetstream.stream import (
     CONSUMER,
@@ -66,10 +67,19 @@ _PULLERS = 1000
 
 
 class JetStreamQueue(PrefillQueue):
-    def __init__(self, nats: str, namespace: str, model: str, limits: StreamLimits | None = None) -> None:
+    def __init__(
+        self,
+        nats: str,
+        namespace: str,
+        model: str,
+        limits: StreamLimits | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
         self._names = QueueNames(namespace, model)
         self._limits = limits or StreamLimits()
-        self._connection = NatsConnection(nats, self._prepare)
+        self._connection = NatsConnection(
+            nats, self._prepare, credentials.client_context() if credentials else None
+        )
         self._puller = PullConsumer(self._connection, self._names.stream, CONSUMER)
         self._depth = QueueDepth()
         self._loads: RecentKeys[tuple[PrefillLoad, float]] = RecentKeys(_PULLERS)

@@ -1,0 +1,189 @@
+"""What is not of the graph gets nothing from its servers, and takes in none of its processes."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import nats
+import nats.errors
+import psutil
+import pytest
+
+from pdserve import registry
+from pdserve.credentials import Credentials, create
+from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
+from pdserve.queue import clock_skew, connect, connect_blobs
+from pdserve.registry import etcd
+from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
+from tests.queue.requests import publish, until
+from tests.servers import etcd_server, nats_server, pid_of
+
+Stranger = Callable[[Credentials], ssl.SSLContext | None]
+ASKED = {
+    EmbeddedNats: (b'CONNECT {"verbose":false}\r\nPING\r\n', b"PONG"),
+    EmbeddedEtcd: (b"GET /health HTTP/1.0\r\n\r\n", b'"health":"true"'),
+}
+"""what members ask, and what they are told"""
+
+
+def in_plain(_: Credentials) -> None:
+    return None
+
+
+def without_certificate(_: Credentials) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def of_another_graph(other: Credentials) -> ssl.SSLContext:
+    context = without_certificate(other)
+    context.load_cert_chain(other.certificate, other.key)
+    return context
+
+
+STRANGERS = pytest.mark.parametrize("stranger", [in_plain, without_certificate, of_another_graph])
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Credentials:
+    return create(tmp_path / "other")
+
+
+@pytest.fixture(params=[EmbeddedNats, EmbeddedEtcd])
+async def server(
+    request: pytest.FixtureRequest, tmp_path: Path, credentials: Credentials
+) -> AsyncIterator[EmbeddedServer]:
+    async with request.param(tmp_path, credentials=credentials) as started:
+        yield started
+
+
+async def told(port: int, question: bytes, tls: ssl.SSLContext | None) -> bytes:
+    """All that the port says to this client."""
+    answer = b""
+    with suppress(OSError):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            if tls is not None:
+                with suppress(TimeoutError):  # NATS speaks first
+                    async with asyncio.timeout(0.3):
+                        await reader.readline()
+                await writer.start_tls(tls)
+            writer.write(question)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    while part := await reader.read(4096):
+                        answer += part
+        finally:
+            writer.close()
+    return answer
+
+
+@STRANGERS
+async def test_no_port_tells_a_stranger_anything(
+    server: EmbeddedServer, stranger: Stranger, other: Credentials, credentials: Credentials
+) -> None:
+    """Those for peers included."""
+    listening = [
+        end.laddr
+        for end in psutil.Process(pid_of(server)).net_connections("tcp")
+        if end.status == psutil.CONN_LISTEN
+    ]
+    question, right = ASKED[type(server)]
+    assert server.port in {address.port for address in listening}
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+    for address in listening:
+        answer = await told(address.port, question, stranger(other))
+        # NATS says what it is before TLS; all of them may complain
+        lines = [line for line in answer.splitlines() if not line.startswith((b"INFO ", b"-ERR "))]
+        assert lines in (
+            [],
+            [b"HTTP/1.0 400 Bad Request", b"", b"Client sent an HTTP request to an HTTPS server."],
+        )
+    member = credentials.client_context()
+    member.minimum_version = ssl.TLSVersion.TLSv1_2
+    assert right in await told(server.port, question, member)
+
+
+async def test_nats_serves_no_stranger(tmp_path: Path, credentials: Credentials, other: Credentials) -> None:
+    async with nats_server(tmp_path, credentials=credentials) as server:
+        for stranger in (without_certificate, of_another_graph):
+            with pytest.raises((nats.errors.Error, OSError)):
+                await nats.connect(server.url, tls=stranger(other), allow_reconnect=False)
+        with pytest.raises(ConfigError, match=r"asks for TLS: set Security\.credentials"):
+            async with connect(server.url, "ns", "m"):
+                pass
+        with pytest.raises(ConfigError, match=r"not of this graph's credentials \(.*certificate"):
+            async with connect(server.url, "ns", "m", other):
+                pass
+        for credentials_of_none in (None, other):
+            with pytest.raises(QueueUnavailable):
+                await connect_blobs(server.url, "ns", credentials_of_none).get("m")
+            with pytest.raises(QueueUnavailable):
+                await clock_skew(server.url, credentials_of_none)
+        assert await clock_skew(server.url, credentials) is not None
+
+
+async def test_no_prompt_goes_to_a_nats_without_tls(
+    tmp_path: Path, credentials: Credentials, nats_url: str
+) -> None:
+    """As when another user of this machine has taken the port of a server that is down."""
+    with pytest.raises(ConfigError, match=r"has no TLS, but Security\.credentials is set"):
+        async with connect(nats_url, "ns", "m", credentials):
+            pass
+    with pytest.raises(QueueUnavailable):
+        await connect_blobs(nats_url, "ns", credentials).put("m", b"x")
+
+    server = nats_server(tmp_path / "ours", credentials=credentials)
+    impostor = create(tmp_path / "theirs" / "credentials")
+    async with connect((await started(server)).url, "ns", "m", credentials) as queue:
+        for made_by in (None, impostor):
+            await publish(queue, "before")
+            await server.stop()
+            await until(lambda: not queue.connected)
+            async with nats_server(tmp_path / "theirs", server.port, credentials=made_by):
+                await asyncio.sleep(1)
+                assert not queue.connected
+                with pytest.raises(QueueUnavailable):
+                    await publish(queue, "secret")
+            await server.start()
+            await until(lambda: queue.connected)
+        await server.stop()
+
+
+async def started(server: EmbeddedNats) -> EmbeddedNats:
+    await server.start()
+    return server
+
+
+async def test_etcd_serves_no_stranger(
+    tmp_path: Path, credentials: Credentials, other: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd, "CONNECT_WITHIN", 1.5)
+    server = etcd_server(tmp_path, credentials=credentials)
+    async with server, registry.connect(server.url, "ns", credentials) as ours:
+        await ours.put("a", b"1")
+        for stranger in (None, other):
+            with pytest.raises(RegistryUnavailable, match=r"no etcd answers at .* \(.+\)"):
+                async with registry.connect(server.url, "ns", stranger):
+                    pass
+        # an authority that is taken from the graph, with a certificate that it has not signed
+        for name in ("node.pem", "node-key.pem"):
+            (tmp_path / name).write_bytes((other.folder / name).read_bytes())
+        (tmp_path / "ca.pem").write_bytes(credentials.authority.read_bytes())
+        with pytest.raises(RegistryUnavailable):
+            async with registry.connect(server.url, "ns", Credentials(tmp_path)):
+                pass
+        assert await ours.read("") == {"a": b"1"}
+
+
+async def test_nothing_is_read_from_an_etcd_without_tls(
+    credentials: Credentials, etcd_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd, "CONNECT_WITHIN", 1.5)
+    with pytest.raises(RegistryUnavailable, match="no etcd answers at"):
+        async with registry.connect(etcd_url, "ns", credentials):
+            pass
