@@ -243,7 +243,7 @@ class EtcdRegistry(Registry):
         except TimeoutError:
             if not self.patient:
                 raise RegistryUnavailable(f"no etcd answers at {self._address}{self._cause}") from None
-            log.warning("no etcd answers at %s%s; waiting for it", self._address, self._cause)
+            log.warning("no etcd answers at %s; waiting for it%s", self._address, self._cause)
             await self._live_session()
 
     @property
