@@ -117,6 +117,9 @@ Allowances = Annotated[
 GpuNumbers = Annotated[
     tuple[ZeroOrMore, ...], Field(json_schema_extra={"is": "a list of GPU numbers, as in [0, 1]"})
 ]
+Origins = Annotated[
+    tuple[Text, ...], Field(json_schema_extra={"is": "a list of origins, as in [https://chat.example]"})
+]
 File = Annotated[Path, BeforeValidator(_text), AfterValidator(with_home)]
 GpuCount = Annotated[ZeroOrMore | None, BeforeValidator(_gpu_count)]
 
@@ -184,6 +187,8 @@ class HttpServer(AdmissionLimits, FrontendProcesses):
     """connections; of one address (IPv6: of a network of 64 bits) at a time for each frontend process"""
     max_request_timeout: Seconds = 3600.0
     """seconds; a client may not ask for a later deadline"""
+    allowed_origins: Origins = ()
+    """web pages of these origins may ask from within a browser, `"*"`: all"""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from functools import partial
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
 from pdserve.config.schema import FrontendConfig
@@ -106,11 +107,16 @@ class FrontendApp:
         )
         if key := self._keys.find(path, request.headers):
             trace.key = key.name
-        by_query = BY_QUERY.fullmatch(path) is not None
+        bare, by_query = path.rstrip("/"), BY_QUERY.fullmatch(path) is not None
+        if bare != path and bare in GENERATING | TOKENIZING | self._pages.paths:
+            there = RedirectResponse(request.url.replace(path=bare))
+            await response.reply(there, before_end=partial(discard_rest, request))
+            return
         if path not in GENERATING | TOKENIZING and not by_query:
             await self._pages(request.scope, request.receive, response)
             return
         if request.method != "POST" and not by_query:
+            trace.headers["allow"] = "POST"
             raise HttpError(405, f"{path} takes POST")
         # the model is known only when the body has been read: the bound is that of the longest context
         longest = max((card.max_model_len for card in self._models.known()), default=0)

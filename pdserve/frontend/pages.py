@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 import pdserve
 from pdserve.config.host import installed_vllm
-from pdserve.frontend.answer import HttpError
+from pdserve.frontend.answer import HttpError, error_response
 from pdserve.frontend.models import ServedModels
 from pdserve.observe.metrics import SlotMetrics, merge
 from pdserve.records import Instance, ModelCard
@@ -92,26 +92,26 @@ class FrontendPages:
     def __init__(self, models: ServedModels, metrics: MetricsPage) -> None:
         self._models = models
         self._metrics = metrics
-        self._router = Router(
-            [
-                Route("/health", self._health),
-                Route("/ping", self._health, methods=["GET", "POST"]),
-                Route("/load", self._load),
-                Route("/version", self._version),
-                Route("/metrics", self._metrics_page),
-                Route("/v1/models", self._list),
-                Route("/v1/models/{name:path}", self._list),
-            ],
-            redirect_slashes=False,
-            default=_not_found,
-        )
+        routes = [
+            Route("/health", self._health),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+            Route("/load", self._load),
+            Route("/version", self._version),
+            Route("/metrics", self._metrics_page),
+            Route("/v1/models", self._list),
+            Route("/v1/models/{name:path}", self._list),
+        ]
+        self.paths = frozenset(route.path for route in routes)
+        self._router = Router(routes, redirect_slashes=False, default=_not_found)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._router({**scope, "app": self}, receive, send)  # with an app, a wrong method raises
         except HTTPException as error:
-            methods = sorted((error.headers or {})["Allow"].split(", "))
-            raise HttpError(error.status_code, f"{scope['path']} takes {', '.join(methods)}") from None
+            methods = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
+            answer = error_response(scope["path"], error.status_code, f"{scope['path']} takes {methods}")
+            answer.headers["allow"] = methods
+            await answer(scope, receive, send)
 
     async def _health(self, _: Request) -> Response:
         missing, degraded = self._models.missing(), self._models.degraded()

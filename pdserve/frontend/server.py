@@ -86,6 +86,7 @@ class Frontend(Service):
         )
         page = MetricsPage(view, self.id, client)
         app = FrontendApp(models, page, self._keys.keys, config.request_timeout, frontend.max_request_timeout)
+        edge = cross_origin(app, frontend.allowed_origins)
         files_left = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES
         self._connections = ClientConnections(
             frontend.header_timeout,
@@ -94,7 +95,7 @@ class Frontend(Service):
             most_per_client=frontend.max_connections_per_client,
         )
         self._server = QuietServer(
-            http_config(app, self._connections, config.drain_timeout), self._connections, self._certificate
+            http_config(edge, self._connections, config.drain_timeout), self._connections, self._certificate
         )
 
     def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
@@ -158,9 +159,9 @@ async def _clock_skew(nats: str, credentials: Credentials | None) -> float | Non
     return None
 
 
-def cross_origin(app: ASGIApp) -> ASGIApp:
-    """Browsers may ask from anywhere, as with vLLM's own server."""
-    return CORSMiddleware(app, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+def cross_origin(app: ASGIApp, origins: Sequence[str] = ()) -> ASGIApp:
+    """Browsers may ask from within pages of these origins, as with vLLM's own server."""
+    return CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
 
 class QuietServer(uvicorn.Server):
@@ -255,7 +256,7 @@ class QuietServer(uvicorn.Server):
 
 def http_config(app: ASGIApp, connections: ClientConnections, drain_timeout: float) -> uvicorn.Config:
     return uvicorn.Config(
-        cross_origin(app),
+        app,
         http=connections,  # type: ignore[arg-type]  # any callable that makes a protocol
         log_config=None,
         access_log=False,

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -55,6 +56,8 @@ class Answer:
 
 def answer_of(response: httpx.Response) -> Answer:
     headers = {name: value for name, value in response.headers.items() if not _OWN_HEADERS.fullmatch(name)}
+    if "location" in headers:
+        headers["location"] = urlsplit(headers["location"]).path
     kind = headers.get("content-type", "")
     if kind.startswith("text/event-stream"):
         return Answer(response.status_code, headers, events_of(response.text), response)
@@ -128,6 +131,6 @@ def _without_growth(value: Any, path: str, said: dict[str, Any], partial: bool) 
 def without(tree: Any, path: str) -> Any:
     """A copy in which the part at this path is `…`."""
     key, _, rest = path.partition(".")
-    if not isinstance(tree, dict) or key not in tree:
+    if not isinstance(tree, dict):
         return tree
-    return {**tree, key: without(tree[key], rest) if rest else "…"}
+    return {**tree, key: without(tree.get(key), rest) if rest else "…"}

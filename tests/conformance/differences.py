@@ -4,11 +4,14 @@ the two together, and each case that names a difference holds that it is still t
 from dataclasses import dataclass
 from pathlib import Path
 
+API_PAGE = Path(__file__).parents[2] / "docs/api.md"
+REFUSED = ("body.error.message", "body.error.param")
+
 
 @dataclass(frozen=True)
 class Difference:
     name: str
-    """of the cases that show it (`Request.differs`)"""
+    """by which cases refer to it (`Request.differs`)"""
     vllm: str
     ours: str
     """with the reason"""
@@ -23,16 +26,68 @@ class Difference:
 DIFFERENCES: dict[str, Difference] = {
     difference.name: difference
     for difference in (
+        # routes
+        Difference(
+            "left out",
+            "`/invocations`, `/v1/systemone`, `/kv_event_sources`, elastic expert parallelism; render, derender and "
+            "`/inference/v1` only to say (403) that they are switched off",
+            "404: they are for one SageMaker container, for a few architectures, or steer one engine",
+        ),
+        Difference(
+            "unknown paths and methods",
+            '`{"detail": "Not Found"}`',
+            "the same status and `Allow`, but an error in OpenAI's shape, with a message that says what is there",
+            ("body", "headers.allow"),
+        ),
+        Difference(
+            "HEAD of pages", "405", "as GET, without the body: load balancers ask so", ("status", "headers")
+        ),
+        Difference("`/v1/models/{model}`", "404", "one model, as OpenAI has it"),
+        Difference(
+            "`/v1/models`",
+            '`"owned_by": "vllm"`, `permission`',
+            '`"owned_by": "pdserve"`; OpenAI has withdrawn `permission`. All models of the graph',
+            ("body.data",),
+        ),
+        Difference("`/version`", "vLLM's", "pdserve's, and vLLM's as `vllm`", ("body",)),
+        Difference(
+            "`/health`, `/ping`",
+            "no body",
+            "JSON: what is missing, what is degraded",
+            ("body", "headers.content-type"),
+        ),
+        Difference("`/metrics`", "of one process, by any method", "of all processes of the graph, by GET"),
+        # fields
         Difference(
             "`kv_transfer_params`, `ec_transfer_params`, `kv_hints`",
             "taken from any client",
             "400: where KV comes from is decided inside the graph, and some values end an engine",
         ),
         Difference(
-            "`structured_outputs` that is no object",
-            "500",
-            "400, with the field named",
+            "`n` x prompts", "at most 16,384", "at most 128 (`max-outputs`), which `param` names too", REFUSED
+        ),
+        Difference("`structured_outputs` that is no object", "500", "400, with the field named"),
+        # around a request
+        Difference(
+            "no valid API key",
+            '401, `{"error": "Unauthorized"}`; pages outside of `/v1` are open',
+            "401, an error in OpenAI's shape; all but `/health`, `/ping`, `/load`, `/version`, `/metrics` needs one",
+        ),
+        Difference("`system_fingerprint`", "made from its configuration", "made from the frontend's"),
+        Difference(
+            "response headers",
+            "",
+            "`x-request-id` always; `x-pdserve-prefill`, `x-pdserve-instance`; no `server`",
+        ),
+        Difference(
+            "a stream's status",
+            "sent at once",
+            "sent with the first token: what fails before has a status of its own and not 200 with an error event",
+        ),
+        Difference(
+            "too much load, deadlines, large bodies",
+            "queued without a bound",
+            "429, 503 and 504 with Retry-After, 408, 413 ([frontend.md](frontend.md#too-much-load))",
         ),
     )
 }
-API_PAGE = Path(__file__).parents[2] / "docs/api.md"

@@ -23,6 +23,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/detokenize": {"model": "demo", "tokens": [60, 61]},
     "/generative_scoring": {"model": "demo", "query": "a", "items": ["b"], "label_token_ids": [300, 301]},
 }
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 REQUIRED = {
     "/v1/chat/completions": "messages",
     "/v1/chat/completions/batch": "messages",
@@ -79,7 +80,7 @@ SAMPLING: dict[str, Any] = {
     "top_p": [0, -0.1, 1.1, "all", None],
     "top_k": [-2, 0, 1.5, "all", 2**40],
     "min_p": [-1, 2, "x"],
-    "n": [0, -1, "two", 1.5, 10**9, True],
+    "n": [0, -1, "two", 1.5, True],
     "seed": [-1, 2**65, "x", 1.5],
     "stop": [1, [1], {}, [""], "", None, ["a"] * 20, [None]],
     "stop_token_ids": ["x", ["x"], [-1], [10**9], None],
@@ -248,6 +249,13 @@ REQUESTS = [
     *variants("/v1/chat/completions", SAMPLING | CHAT_ONLY),
     *variants("/v1/completions", SAMPLING | COMPLETION_ONLY),
     *variants("/v1/responses", RESPONSES),
+    *(changed(path, f"KV transfer {fields}", "`kv_transfer_params`, `ec_transfer_params`, `kv_hints`", **fields)
+      for path in GENERATING for fields in ({"kv_transfer_params": {"a": 1}},)),
+    *(Request(f"{path} structured outputs of text", path, GOOD[path] | {"structured_outputs": "x"},
+              headers={"connection": "close"}, differs="`structured_outputs` that is no object")
+      for path in ("/v1/chat/completions", "/v1/completions")),
+    *(changed(path, "too many outputs", "`n` x prompts", n=20_000)
+      for path in ("/v1/chat/completions", "/v1/completions")),
     *variants("/v1/messages", MESSAGES),
     *(request for path, fields in OTHERS.items() for request in variants(path, fields)),
     *(changed(path, f"{field} streamed", "", stream=True, **{field: value})

@@ -12,6 +12,7 @@ from pdserve.config.api_keys import ApiKey
 from pdserve.config.schema import AdmissionLimits
 from pdserve.frontend.auth import ApiKeys
 from pdserve.frontend.body import BodyReader, max_body
+from pdserve.frontend.server import cross_origin
 from pdserve.messages import Failed
 from tests.conditions import until
 from tests.frontend.conftest import Graph
@@ -373,13 +374,30 @@ async def test_a_log_line_for_each_request(graph: Graph, caplog: pytest.LogCaptu
     assert f"prefill=local instance={worker.id}" in line
 
 
-async def test_cross_origin(graph: Graph) -> None:
+@pytest.mark.parametrize(
+    ("origins", "status", "allowed"),
+    [((), 400, []), (("*",), 200, ["*"]), (("http://a",), 200, ["http://a"]), (("http://b",), 400, [])],
+)
+async def test_cross_origin(graph: Graph, origins: tuple[str, ...], status: int, allowed: list[str]) -> None:
     ask = {"origin": "http://a", "access-control-request-method": "POST"}
-    async with graph.worker():
-        before = await graph.http.options("/v1/completions", headers=ask)
-        answer = await graph.http.post("/v1/completions", json=completion(), headers={"origin": "http://a"})
-    assert before.status_code == 200
-    assert answer.headers.get_list("access-control-allow-origin") == ["*"]
+    transport = httpx.ASGITransport(cross_origin(graph.app, origins))
+    async with graph.worker(), httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        before = await client.options("/v1/completions", headers=ask)
+        answer = await client.get("/v1/models", headers={"origin": "http://a"})
+    assert before.status_code == status
+    assert answer.headers.get_list("access-control-allow-origin") == allowed
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/models", "/health"])
+async def test_a_slash_too_many_is_redirected(graph: Graph, path: str) -> None:
+    answer = await graph.http.post(f"{path}/?a=b", content=b"x" * 100_000)
+    assert (answer.status_code, answer.headers["location"]) == (307, f"{graph.url}{path}?a=b")
+
+
+@pytest.mark.parametrize(("path", "methods"), [("/v1/completions", "POST"), ("/v1/models", "GET, HEAD")])
+async def test_a_wrong_method_is_told_which(graph: Graph, path: str, methods: str) -> None:
+    answer = await graph.http.delete(path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, methods)
 
 
 async def test_websockets_are_refused(graph: Graph) -> None:

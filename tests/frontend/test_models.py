@@ -121,7 +121,7 @@ async def test_unknown_model(graph: Graph) -> None:
     assert answer.status_code == 404
     assert answer.json()["error"]["param"] == "model"
     assert "demonic" in answer.json()["error"]["message"]
-    assert "demo" in answer.json()["error"]["message"].split("there are")[1]
+    assert "demo" in answer.json()["error"]["message"].split("Valid aliases")[1]
     assert single.status_code == 404
 
 

@@ -1,0 +1,168 @@
+"""Which routes there are, with which methods; pages; headers of all kinds."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conformance.answers import Request
+from tests.conformance.differences import DIFFERENCES
+from tests.conformance.pair import Pair
+from tests.conformance.prompts import SHORT
+from tests.real import KEY
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+
+METHODS = ("GET", "HEAD", "POST", "OPTIONS", "DELETE", "PUT", "PATCH")
+SERVED = (
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+    "/generative_scoring",
+)
+BY_ID = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel")
+PAGES = ("/health", "/load", "/metrics", "/ping", "/v1/models", "/version")
+DOCUMENTS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
+LEFT_OUT = (
+    "/invocations",
+    "/is_scaling_elastic_ep",
+    "/kv_event_sources",
+    "/scale_elastic_ep",
+    "/v1/systemone",
+)
+SCALE_OUT = (
+    "/inference/v1/abort_requests",
+    "/inference/v1/generate",
+    "/v1/chat/completions/derender",
+    "/v1/chat/completions/render",
+    "/v1/completions/derender",
+    "/v1/completions/render",
+    "/v1/messages/render",
+)
+"""vLLM has them, in no document, to say that they are switched off"""
+NOWHERE = (
+    "/",
+    "/nowhere",
+    "/v1",
+    "/v1/embeddings",
+    "/score",
+    "/rerank",
+    "/pooling",
+    "/classify",
+    "/sleep",
+    "/server_info",
+    "/reset_prefix_cache",
+    "/collective_rpc",
+    "/start_profile",
+    "/v1/load_lora_adapter",
+    "/v1/audio/transcriptions",
+    "/favicon.ico",
+    "//v1/models",
+    "/v1/Models",
+    "/v1/chat/completions/x",
+    "/v1/files",
+    "/v1/responses/x/y",
+)
+
+
+def test_vllm_has_no_route_that_is_not_known_here(pair: Pair) -> None:
+    found = httpx.get(f"{pair.theirs}/openapi.json").json()["paths"]
+    assert set(found) == {*SERVED, *BY_ID, *PAGES, *LEFT_OUT}
+
+
+def route(path: str, method: str, differs: str = "", **more: Any) -> Request:
+    path = path.replace("{response_id}", "resp_1")
+    return Request(f"{method} {path}", path, method=method, differs=differs, **more)
+
+
+def wrong_methods(paths: tuple[str, ...], right: tuple[str, ...]) -> list[Request]:
+    return [
+        route(path, method, "unknown paths and methods")
+        for path in paths
+        for method in METHODS
+        if method not in right and method != "HEAD"
+    ]
+
+
+ORIGIN = {"origin": "http://page.example"}
+PREFLIGHT = {
+    **ORIGIN,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization",
+}
+BODY = {"model": "demo", "prompt": SHORT, "max_tokens": 4}
+
+
+def completion(
+    name: str, content: bytes | None = None, path: str = "/v1/completions", **headers: str
+) -> Request:
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    body = None if content is not None else BODY
+    return Request(f"completion with {name}", path, body, content=content, headers=given)
+
+
+REQUESTS = [
+    *wrong_methods(SERVED, ("POST",)),
+    *wrong_methods(("/load", "/v1/models", "/version", "/health"), ("GET",)),
+    *wrong_methods(("/ping",), ("GET", "POST")),
+    *(route(path, "GET") for path in ("/load", "/docs", "/docs/oauth2-redirect", "/redoc")),
+    *(route(path, method, name) for path, name in (("/health", "`/health`, `/ping`"), ("/ping", "`/health`, `/ping`"),
+      ("/version", "`/version`")) for method in ("GET",)),
+    route("/ping", "POST", "`/health`, `/ping`"),
+    route("/v1/models", "GET", "`/v1/models`"),
+    *(route(path, "HEAD", "HEAD of pages") for path in ("/load", "/v1/models", "/version", "/health", "/ping")),
+    *(route("/metrics", method, "`/metrics`") for method in ("GET", "POST", "DELETE")),
+    *(route(path, method, "left out") for path in LEFT_OUT for method in METHODS if method != "HEAD"),
+    *(route(path, method, "left out") for path in SCALE_OUT for method in ("GET", "POST")),
+    *(route(path, method, "unknown paths and methods") for path in NOWHERE for method in METHODS if method != "HEAD"),
+    route("/v1/models/demo", "GET", "`/v1/models/{model}`"),
+    route("/v1/models/no-such-model", "GET", "`/v1/models/{model}`"),
+    route("/v1/responses/resp_1", "GET"),
+    route("/v1/responses/nothing", "GET"),
+    route("/v1/responses/resp_1/cancel", "POST"),
+    *(Request(f"{method} {path}/", f"{path}/", method=method)
+      for path in ("/v1/chat/completions", "/v1/models", "/tokenize", "/health") for method in ("GET", "POST")),
+    *(Request(f"preflight {path}", path, method="OPTIONS", headers=PREFLIGHT)
+      for path in ("/v1/chat/completions", "/v1/models", "/nowhere")),
+    Request("preflight of an odd method", "/v1/completions", method="OPTIONS",
+            headers=PREFLIGHT | {"access-control-request-method": "FOO"}),
+    Request("completion from a page", "/v1/completions", BODY, headers=ORIGIN),
+    Request("stream from a page", "/v1/completions", BODY | {"stream": True}, headers=ORIGIN),
+    Request("error from a page", "/v1/completions", {}, headers=ORIGIN),
+    completion("accept", accept="application/xml"),
+    completion("gzip accepted", accept_encoding="gzip"),
+    completion("a body in gzip", b"\x1f\x8b\x08\x00", content_encoding="gzip"),
+    completion("expect", json.dumps(BODY).encode(), expect="100-continue"),
+    completion("override", x_http_method_override="DELETE"),
+    completion("an upper type", json.dumps(BODY).encode(), content_type="APPLICATION/JSON"),
+    completion("a vendor's type", json.dumps(BODY).encode(), content_type="application/vnd.api+json"),
+    completion("no valid type", json.dumps(BODY).encode(), content_type=";"),
+    completion("a long request id", x_request_id="a" * 300),
+    completion("a rank", x_data_parallel_rank="0"),
+    completion("an odd rank", x_data_parallel_rank="x"),
+    completion("a long header", x_long="a" * 20_000),
+    completion("a query", path="/v1/completions?api-version=1"),
+    completion("an escaped path", path="/v1/%63ompletions"),
+    Request("an odd method", "/v1/completions", BODY, method="FOO"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+def test_route(pair: Pair, request_: Request) -> None:
+    ours = pair.same(request_)
+    if request_.differs == "left out":
+        assert ours.status == 404
+
+
+def test_without_a_key(pair: Pair) -> None:
+    """Of the graph under test there is none to be had; tests/frontend has what it says then."""
+    answer = httpx.post(f"{pair.theirs}/v1/completions", json=BODY, headers={"authorization": "Bearer no"})
+    assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
+    assert KEY not in answer.text
+    assert '`{"error": "Unauthorized"}`' in DIFFERENCES["no valid API key"].vllm
