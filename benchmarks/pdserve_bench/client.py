@@ -277,7 +277,7 @@ _MARKUP = re.compile(r"<(script|style|head)\b.*?</\1>|<[^>]*>", re.I | re.S)
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One POST on a connection of its own, and its answer as far as it was read. Reading raises EOFError and OSError
+    """One request on a connection of its own, and its answer as far as it was read. Reading raises EOFError and OSError
     where the connection ends before the answer does.
 
     A protocol, not a pair of streams: an event is read when the loop sees it, without waking a task, into a buffer that
@@ -305,6 +305,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         source: str = "",
     ) -> Self:
         """Connect and send. Raises OSError."""
+        return await cls.sent(url, post(url, body, path, headers), source)
+
+    @classmethod
+    async def sent(cls, url: str, request: bytes, source: str = "") -> Self:
+        """The same for a request as it goes over the wire, whatever it is. Raises OSError."""
         target = urlsplit(url)
         assert target.hostname, url
         secure = target.scheme == "https"
@@ -315,7 +320,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             ssl=trusted() if secure else None,
             local_addr=(source, 0) if source else None,
         )
-        transport.write(post(url, body, path, headers))
+        transport.write(request)
         return connection
 
     @property
