@@ -1,7 +1,6 @@
 """The pages that the frontend answers itself: health, load, versions, metrics, the list of models."""
 
 import asyncio
-import re
 import time
 from functools import cache
 
@@ -16,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 import pdserve
 from pdserve.config.host import installed_vllm
 from pdserve.frontend.answer import HttpError, error_response
+from pdserve.frontend.model.openapi import LEFT_OUT
 from pdserve.frontend.models import ServedModels
 from pdserve.observe.metrics import SlotMetrics, merge
 from pdserve.records import Instance, ModelCard
@@ -29,15 +29,6 @@ KEPT = 1.0
 MAX_MERGED = 100
 """other processes whose pages are merged into one: with more, reading and parsing them would take a frontend seconds,
 and each has its own page (`Instance.metrics`) for a scraper that finds them all"""
-
-_LEFT_OUT = re.compile(
-    r"/sleep|/wake_up|/is_sleeping|/(start|stop)_profile|/reset_.*|/collective_rpc|/server_info|/pause|/resume"
-    r"|/is_paused|/scale_elastic_ep|/is_scaling_elastic_ep|/v1/(load|unload)_lora_adapter|/v1/embeddings|/v1/realtime"
-    r"|/pooling|/classify|/score|/v1/score|(/v[12])?/rerank|/inference/v1/.*|.*/(de)?render|/v1/audio/.*"
-    r"|/kv_event_sources|/v1/systemone|/invocations|/init_weight.*|/update_weights"
-)
-"""routes that vLLM has for some models and that make no sense on a separated graph: 404 says so. Most steer an engine
-that is not in this process"""
 
 
 class MetricsPage:
@@ -164,6 +155,6 @@ def _listing(card: ModelCard) -> dict[str, object]:
 
 async def _not_found(scope: Scope, _: Receive, __: Send) -> None:
     path = scope["path"]
-    if _LEFT_OUT.fullmatch(path):
+    if LEFT_OUT.fullmatch(path):
         raise HttpError(404, f"{path} is not available on a separated graph")
     raise HttpError(404, f"there is no {path}")

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pdserve.frontend.app import GENERATING, TOKENIZING
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import continuation
 
@@ -152,10 +153,17 @@ async def test_model_need_not_be_named_where_there_is_one(graph: Graph) -> None:
 
 async def test_docs_and_schema(graph: Graph) -> None:
     async with graph.worker():
-        schema = await graph.http.get("/openapi.json")
+        paths = (await graph.http.get("/openapi.json")).json()["paths"]
         docs = await graph.http.get("/docs")
-    assert "/v1/chat/completions" in schema.json()["paths"]
+        absent = [
+            f"{method} {path}"
+            for path, operations in paths.items()
+            for method in operations
+            if (await graph.http.request(method, path)).status_code in (404, 405) and "{" not in path
+        ]
     assert docs.status_code == 200
+    assert absent == []
+    assert GENERATING | TOKENIZING | {"/v1/models/{name}", "/health", "/metrics"} <= paths.keys()
 
 
 @pytest.mark.parametrize(

@@ -230,14 +230,14 @@ class VllmEngine(Engine):
         params, raw.kv_transfer_params = raw.kv_transfer_params, None
         raw.request_id = request.request_id
         output = Output(request.request_id, raw.new_token_ids, raw.finished, raw=raw)
+        if raw.finish_reason is api.FinishReason.ERROR and (raw.new_token_ids or not request.began):
+            output.refused = requests.refusal(request.body, raw.new_token_ids)
         if raw.new_token_ids and not request.began:
             request.began = True
             output.recomputed = request.pulls and self._computed_here(raw.prefill_stats)
         if raw.finished:
             self._requests.drop(request)
             output.failed = raw.finish_reason in (api.FinishReason.ERROR, api.FinishReason.ABORT)
-            if raw.finish_reason is api.FinishReason.ERROR and not request.began:
-                output.refused = requests.refusal(request.body)
             if request.prefill and params and not output.failed:
                 output.handle = self._handle(params, len(request.prompt))
         if request.prefill and not (request.samples and _is_whole(params, request.prompt)):

@@ -128,15 +128,17 @@ def remote_ok(request: api.EngineCoreRequest) -> bool:
     )
 
 
-def refusal(body: list[bytes]) -> str:
-    """Why vLLM ended this request with an error before its first token, where the request is at fault; else empty.
-    vLLM's frontend parses a grammar and does not compile it; its engine writes the reason to its log only."""
+def refusal(body: list[bytes], rejected: Sequence[int]) -> str:
+    """Why vLLM ended this request with an error before its first token, or with tokens that the grammar rejects, where
+    the request is at fault; else empty. vLLM's frontend parses a grammar and does not compile it; its engine writes the
+    reason to its log only. A grammar without finite text ({"$ref": "#"}) rejects every token."""
     asked = read_body(body).sampling_params.structured_outputs
     if asked is None:
         return ""
     kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
     kind = next((name for name in kinds if getattr(asked, name)), "structured output")
-    return f"structured_outputs.{kind} cannot be compiled by the engine ({asked._backend})"
+    why = "allows no further token" if rejected else "cannot be compiled by the engine"
+    return f"structured_outputs.{kind} {why} ({asked._backend})"
 
 
 def to_generate(

@@ -12,7 +12,7 @@ from argparse import ArgumentError, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from http import HTTPStatus
 from operator import length_hint
 from typing import Any, cast
@@ -49,6 +49,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from pdserve.errors import BadRequest
 from pdserve.frontend.deltas import DeltaStream
 from pdserve.frontend.model.grammar import lark_problem, schema_problem
+from pdserve.frontend.model.openapi import describe
 
 __all__ = [
     "AsyncLLM",
@@ -363,6 +364,8 @@ async def make_app(
     last argument of that. Raises ValueError for parsers that cannot be used with the model."""
     app = build_app(args, tuple(tasks), engine.model_config)
     app.user_middleware = []
+    document = app.openapi
+    app.openapi = cache(lambda: describe(document()))
     app.middleware_stack = FastAPI.build_middleware_stack(app)  # app's own is patched to add SageMaker's
     try:
         await init_app_state(engine, app.state, args, tuple(tasks))
