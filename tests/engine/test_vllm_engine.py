@@ -668,6 +668,15 @@ async def test_a_grammar_that_cannot_be_compiled_is_refused(pair: Pair) -> None:
     assert await pair.decode.generate("after the grammar", prompt_of(50))
 
 
+async def test_a_grammar_without_finite_text_is_refused(pair: Pair) -> None:
+    """It compiles, and no token fits: tried again elsewhere, it would fail everywhere."""
+    asked = StructuredOutputsParams(json={"$ref": "#"})
+    asked._backend = "xgrammar"
+    await pair.decode.engine.generate("endless", prompt_of(50), body(structured_outputs=asked), None)
+    await pair.decode.end("endless")
+    assert pair.decode.outputs["endless"][-1].refused.startswith("structured_outputs.json allows no further")
+
+
 async def test_prompt_logprobs_are_computed_locally(pair: Pair) -> None:
     wanted = body(prompt_logprobs=1)
     assert pair.decode.engine.prefix_hit(prompt_of(64), wanted) is None

@@ -68,6 +68,13 @@ async def test_bad_json(graph: Graph, body: bytes) -> None:
     assert answer.json().get("detail") or answer.json()["error"]["type"].startswith("Bad")
 
 
+async def test_an_error_may_quote_half_of_a_surrogate_pair(graph: Graph) -> None:
+    async with graph.worker():
+        answer = await graph.http.post("/v1/completions", content=b'{"model": "a\\udc00b", "prompt": "x"}')
+    assert answer.status_code == 404
+    assert "a\\udc00b" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("tokenizing", [False, True])
 async def test_oversize_body(graph: Graph, tokenizing: bool) -> None:
     most = max_body(4096, tokenizing=tokenizing)

@@ -3,19 +3,27 @@
 import json
 from pathlib import Path
 
-from pdserve_bench.fuzz.__main__ import SIMULATED, Fuzzer
+import pytest
+from pdserve_bench.fuzz import schema
+from pdserve_bench.fuzz.__main__ import SIMULATED
+from pdserve_bench.fuzz.answers import problem
 from pdserve_bench.fuzz.bodies import INTEGERS, make
+from pdserve_bench.fuzz.fuzzer import Fuzzer
+from pdserve_bench.fuzz.nasties import nasties
+from pdserve_bench.fuzz.request import FuzzRequest
 from pdserve_bench.launch import started
 from pdserve_bench.simulated import write
 
-BODIES = 400
+BODIES = 300
+EXAMPLES = 3
+"""of schemathesis, for each operation"""
 
 
-def test_a_body_is_the_same_each_time_and_no_two_are() -> None:
-    bodies = [make(1, number, "demo") for number in range(BODIES)]
-    assert bodies == [make(1, number, "demo") for number in range(BODIES)]
-    assert len({body.raw for body in bodies}) > 0.9 * BODIES
-    assert bodies != [make(2, number, "demo") for number in range(BODIES)]
+def test_a_request_is_the_same_each_time_and_no_two_are() -> None:
+    requests = [make(1, number, "demo") for number in range(BODIES)]
+    assert requests == [make(1, number, "demo") for number in range(BODIES)]
+    assert len({request.raw for request in requests}) > 0.9 * BODIES
+    assert requests != [make(2, number, "demo") for number in range(BODIES)]
 
 
 def test_integers_over_64_bits_are_in_all_kinds_of_fields() -> None:
@@ -25,12 +33,77 @@ def test_integers_over_64_bits_are_in_all_kinds_of_fields() -> None:
         assert any(f'"{field}"' in text for text in huge), field
 
 
-async def test_bodies_of_every_shape_leave_nothing(tmp_path: Path) -> None:
-    """No 5xx, nothing in flight, no block held, no place taken."""
-    file = write(SIMULATED, tmp_path / "sim.yaml")
-    async with started(file, tmp_path, print) as running:
-        report = await Fuzzer(running.graph, seed=3).run(range(BODIES))
-    assert report.problems == []
-    assert sum(report.statuses.values()) == BODIES
+def test_the_names_of_those_made_by_hand_are_unique() -> None:
+    names = [request.name for request in nasties("demo")]
+    assert len(names) == len(set(names)) > 200
+
+
+OPENAI = {"error": {"message": "m", "type": "t", "param": None, "code": 400}}
+ANTHROPIC = {"type": "error", "error": {"type": "t", "message": "m"}}
+EVENTS = b'data: {"choices": []}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "kind", "answer", "wrong"),
+    [
+        ("/v1/completions", 400, "application/json", json.dumps(OPENAI).encode(), ""),
+        ("/v1/completions", 400, "application/json", json.dumps(ANTHROPIC).encode(), "that is none"),
+        ("/v1/messages", 400, "application/json", json.dumps(ANTHROPIC).encode(), ""),
+        ("/v1/completions", 404, "application/json", json.dumps(OPENAI).encode(), "that is none"),
+        ("/v1/completions", 400, "text/plain", b"no", "that is none"),
+        ("/v1/completions", 500, "application/json", json.dumps(OPENAI).encode(), "status 500"),
+        ("/v1/completions", 0, "", b"", "no answer"),
+        ("/v1/completions", 200, "application/json", b"{", "no JSON"),
+        ("/v1/completions", 200, "text/event-stream", EVENTS + b"data: [DONE]\n\n", ""),
+        ("/v1/completions", 200, "text/event-stream", EVENTS, "without its end"),
+        ("/v1/completions", 200, "text/event-stream", b"data: {\n\ndata: [DONE]\n\n", "no JSON"),
+        ("/v1/messages", 200, "text/event-stream", b'data: {"type": "message_stop"}\n\n', ""),
+        ("/v1/completions", 200, "text/event-stream", b'data: {"error": {"code": 500}}\n\n', "in the stream"),
+    ],
+)
+def test_answers_are_judged(path: str, status: int, kind: str, answer: bytes, wrong: str) -> None:
+    found = problem(FuzzRequest("x", path, b""), status, kind, answer)
+    assert wrong in found
+    assert bool(found) == bool(wrong)
+
+
+def test_what_is_expected_alone_is_right() -> None:
+    request = FuzzRequest("x", "/", b"", expected=frozenset({404, 504}))
+    assert (
+        problem(
+            request, 504, "application/json", json.dumps({"error": {**OPENAI["error"], "code": 504}}).encode()
+        )
+        == ""
+    )
+    assert "not [404, 504]" in problem(request, 200, "application/json", b"{}")
+
+
+def test_a_finding_can_be_sent_again(tmp_path: Path) -> None:
+    short = FuzzRequest("x", "/a?b", b'{"it\'s": 1}', {"x-a": "\xff", "x-b": ""}, "PUT")
+    assert short.wire("h").startswith(b"PUT /a?b HTTP/1.1\r\nhost: h\r\n")
+    assert b"\r\nx-a: \xff\r\n" in short.wire("h")
+    assert "-X PUT 'http://h/a?b'" in short.curl("http://h", tmp_path)
+    long = FuzzRequest("x", "/", b"\0" * 10)
+    command = long.curl("http://h", tmp_path)
+    assert Path(command.rpartition("@")[2]).read_bytes() == long.raw
+
+
+async def test_requests_of_every_shape_leave_nothing(tmp_path: Path) -> None:
+    """No 5xx, nothing in flight; no block held, no place taken, no process gone; a client beside is served right."""
+    async with started(write(SIMULATED, tmp_path / "sim.yaml"), tmp_path, print, thresholds=True) as running:
+        fuzzer = Fuzzer(running.graph, running.state_dir / "logs")
+        async with fuzzer.watching():
+            await fuzzer.run(nasties("demo"), 4)
+            sent, found = await schema.run(running.graph.url, tmp_path, EXAMPLES, seed=1)
+            await fuzzer.run(make(3, number, "demo") for number in range(BODIES))
+    report = fuzzer.report
+    told = [
+        f"{finding.what}\n{finding.request and finding.request.curl('http://graph', tmp_path)}"
+        for finding in report.findings
+    ]
+    assert not told, "\n".join(told)
+    assert not found, found
+    assert sent > 10 * EXAMPLES
+    assert report.canaries > 5
     assert report.statuses["200"] > 50, json.dumps(report.statuses)
     assert report.statuses["400"] > 50

@@ -1,15 +1,17 @@
-"""Bodies of every shape: valid ones for every route that takes one, with some changes each.
+"""Requests of every shape: valid ones for every route that takes a body, with some changes each.
 
 Values of other types, integers over 64 bits wherever a number may stand, NaN, lone surrogates, deep nesting, long text,
-half a body, bytes that are no JSON; some clients leave at a random moment.
+half a body, bytes that are no JSON; other codings, headers, methods, queries; some clients leave at a random moment.
 """
 
+import gzip
 import json
 import random
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from pdserve_bench.fuzz.request import FuzzRequest
 
 INTEGERS = (2**63 - 1, 2**63, -(2**63) - 1, 2**64 - 1, 2**64, -(2**64), 10**30, -(10**30), 10**400)
 NUMBERS = (0, -1, 1, 2, 0.5, -0.0, 1e308, -1e308, 1e-320, 2**31, 2**32, 65536, 129, 500)
@@ -74,28 +76,20 @@ NESTED: Mapping[str, Callable[[Any], Any]] = {
 """where a value may stand inside another one, by field; what follows a space tells several of a field apart"""
 
 
-@dataclass(frozen=True)
-class FuzzBody:
-    """One request, the same for a number of a seed."""
-
-    number: int
-    path: str
-    raw: bytes
-    leaves: float | None = None
-    """seconds after which its client goes away; None: it reads to the end"""
-
-    def __str__(self) -> str:
-        text = self.raw if len(self.raw) <= 1500 else self.raw[:700] + b" ... " + self.raw[-700:]
-        return f"body {self.number}, POST {self.path}, {len(self.raw)} bytes: {text!r}"
-
-
-def make(seed: int, number: int, model: str) -> FuzzBody:
+def make(seed: int, number: int, model: str) -> FuzzRequest:
     dice = random.Random(f"{seed}-{number}")
     path, body = dice.choice(_VALID)(dice, model)
     for _ in range(dice.choice((0, 1, 1, 1, 1, 2, 4))):
-        dice.choice((_set_number, _set_nested, _set_nested, _replace, _drop))(dice, body)
+        dice.choice((_set_number, _set_nested, _set_nested, _replace, _retype, _duplicate, _drop))(dice, body)
     leaves = dice.choice((None, None, None, dice.random() * 0.1, dice.random()))
-    return FuzzBody(number, path, _spelled(dice, body), leaves)
+    raw, headers = _coded(dice, _spelled(dice, body))
+    for _ in range(dice.choice((0, 0, 0, 0, 1, 3))):
+        headers |= _header(dice)
+    query = dice.choice(_QUERIES) if dice.random() < 0.05 else ""
+    method = dice.choice(("GET", "PUT", "DELETE", "PATCH")) if dice.random() < 0.02 else "POST"
+    if dice.random() < 0.03:
+        path, raw = dice.choice(_OTHER_PATHS), dice.choice((b"", raw))
+    return FuzzRequest(f"body {number}", path + query, raw, headers, method, leaves=leaves)
 
 
 # valid ones, by route; short, so that thousands end soon
@@ -125,18 +119,75 @@ def _chat(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", {"model": model, "messages": messages, **_sampling(dice)}
 
 
+def _tools(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tool = {
+        "type": "function",
+        "function": {"name": "weather", "description": "of a city", "parameters": parameters},
+    }
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+    }
+    path, body = _chat(dice, model)
+    body["messages"] += [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": _text(dice)}]},
+    ]
+    choice = dice.choice(("none", "auto", "required", {"type": "function", "function": {"name": "weather"}}))
+    return path, body | {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": True}
+
+
+def _structured(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 0}, "b": {"enum": ["x", "y"]}},
+    }
+    asked = dice.choice(
+        ({"json": schema}, {"regex": "[a-c]{1,9}"}, {"choice": ["a", "b"]}, {"grammar": 'root ::= "a"+'})
+    )
+    path, body = dice.choice((_completions, _chat))(dice, model)
+    body["structured_outputs"] = asked
+    if path.endswith("chat/completions") and dice.random() < 0.5:
+        del body["structured_outputs"]
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return path, body
+
+
 def _batch(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
     messages = [[{"role": "user", "content": _text(dice)}] for _ in range(2)]
     return "/v1/chat/completions/batch", {"model": model, "messages": messages, "max_tokens": 4}
 
 
 def _responses(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
-    return "/v1/responses", {"model": model, "input": _text(dice), **_sampling(dice, "max_output_tokens")}
+    turns = [{"role": "user", "content": [{"type": "input_text", "text": _text(dice)}]}]
+    body = {
+        "model": model,
+        "input": dice.choice((_text(dice), turns)),
+        **_sampling(dice, "max_output_tokens"),
+    }
+    if dice.random() < 0.3:
+        tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
+        body |= {"tools": [tool], "tool_choice": "auto", "instructions": _text(dice), "metadata": {"a": "b"}}
+    return "/v1/responses", body
 
 
 def _anthropic(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
     path = dice.choice(("/v1/messages", "/v1/messages", "/v1/messages/count_tokens"))
-    return path, {"model": model, "messages": [{"role": "user", "content": _text(dice)}], **_sampling(dice)}
+    content = dice.choice((_text(dice), [{"type": "text", "text": _text(dice)}]))
+    body = {"model": model, "messages": [{"role": "user", "content": content}], **_sampling(dice)}
+    if dice.random() < 0.3:
+        tool = {"name": "weather", "input_schema": {"type": "object"}}
+        use = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}}
+        result = {
+            "type": "tool_result",
+            "tool_use_id": "toolu_1",
+            "content": [{"type": "text", "text": "sunny"}],
+        }
+        body["messages"] += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+        body |= {"tools": [tool], "system": [{"type": "text", "text": _text(dice)}], "stop_sequences": ["x"]}
+    return path, body
 
 
 def _tokenizing(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
@@ -157,7 +208,39 @@ def _scoring(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
 _VALID = (
     *[_completions] * 3,
     *[_chat] * 3,
-    *(_batch, _responses, _anthropic, _tokenizing, _scoring),
+    *[_responses, _anthropic, _structured] * 2,
+    *(_tools, _batch, _tokenizing, _scoring),
+)
+_OTHER_PATHS = (
+    *(
+        "/",
+        "/health",
+        "/ping",
+        "/load",
+        "/version",
+        "/metrics",
+        "/v1/models",
+        "/v1/models/demo",
+        "/openapi.json",
+        "/docs",
+    ),
+    *(
+        "/v1/responses/resp_1",
+        "/v1/responses/resp_1/cancel",
+        "/v1/responses/..%2f",
+        "/pause",
+        "/v1/embeddings",
+        "/%00",
+    ),
+)
+_QUERIES = (
+    "?",
+    "?model=no-model",
+    "?model=%00",
+    "?stream=true&starting_after=-1",
+    "?" + "x" * 3000,
+    "?a[]=1&a[]=2",
+    "?%ff=%fe",
 )
 
 
@@ -190,17 +273,40 @@ def _set_nested(dice: random.Random, body: dict[str, Any]) -> None:
 
 def _replace(dice: random.Random, body: dict[str, Any]) -> None:
     """A value somewhere inside."""
+    here, key = _inner(dice, body)
+    here[key] = _nasty(dice)
+
+
+def _inner(dice: random.Random, body: dict[str, Any]) -> tuple[Any, Any]:
+    """A list or object somewhere inside that is not empty, and a key of it."""
     here: Any = body
     while True:
         key = dice.choice(list(here) if isinstance(here, dict) else range(len(here)))
         if not isinstance(here[key], dict | list) or not here[key] or dice.random() < 0.3:
-            break
+            return here, key
         here = here[key]
-    here[key] = _nasty(dice)
+
+
+def _retype(dice: random.Random, body: dict[str, Any]) -> None:
+    """The same value, otherwise typed."""
+    here, key = _inner(dice, body)
+    value = here[key]
+    here[key] = dice.choice((str(value), [value], {"": value}, bool(value), [value] * 300, json.dumps(value)))
+
+
+def _duplicate(dice: random.Random, body: dict[str, Any]) -> None:
+    """An element again beside itself, or a field under a name that is nearly its own."""
+    here, key = _inner(dice, body)
+    if isinstance(here, list):
+        here += [here[key]] * dice.choice((1, 1, 100))
+    else:
+        here[dice.choice((key.upper(), f"{key} ", f"{key}\0", key * 2, "__class__"))] = here[key]
 
 
 def _drop(dice: random.Random, body: dict[str, Any]) -> None:
-    body.pop(dice.choice(list(body)), None)
+    """A field somewhere inside, or one of the outermost."""
+    here, key = _inner(dice, body) if dice.random() < 0.5 else (body, dice.choice(list(body)))
+    del here[key]
     if not body:
         body["x"] = 1
 
@@ -230,3 +336,61 @@ def _spelled(dice: random.Random, body: dict[str, Any]) -> bytes:
             return raw[:at].encode() + dice.randbytes(3) + raw[at:].encode()
         case _:
             return raw.encode()
+
+
+def _coded(dice: random.Random, raw: bytes) -> tuple[bytes, dict[str, str]]:
+    """Now and then in another coding than a client's."""
+    match dice.randrange(60):
+        case 0:
+            return gzip.compress(raw), {"content-encoding": "gzip"}
+        case 1:
+            return raw, {"content-encoding": dice.choice(("gzip", "deflate", "br", "x", ""))}
+        case 2:
+            return raw.decode("latin-1").encode("utf-16"), {
+                "content-type": "application/json; charset=utf-16"
+            }
+        case 3:
+            return b"\xef\xbb\xbf" + raw, {}
+        case 4:
+            return raw, {
+                "content-type": dice.choice(("text/plain", "multipart/form-data", "", "application/json;"))
+            }
+        case _:
+            return raw, {}
+
+
+def _header(dice: random.Random) -> dict[str, str]:
+    name = dice.choice(
+        (
+            *(
+                "x-request-timeout",
+                "x-request-timeout",
+                "x-request-id",
+                "x-request-id",
+                "x-data-parallel-rank",
+            ),
+            *(
+                "x-session-id",
+                "traceparent",
+                "accept",
+                "authorization",
+                "anthropic-version",
+                "x-forwarded-for",
+            ),
+        )
+    )
+    values = (
+        "0.05",
+        "1e-9",
+        "3",
+        "nan",
+        "-1",
+        "same-id",
+        "cmpl-same-id",
+        "\xff\xfe",
+        "a" * 4000,
+        "%0d%0a",
+        "9" * 40,
+        "",
+    )
+    return {name: dice.choice(values)}

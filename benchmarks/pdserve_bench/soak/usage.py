@@ -97,12 +97,12 @@ async def nats_keeps(graph: GraphRecord) -> int:
         return sum(stream.state.messages + stream.state.consumer_count for stream in streams)
 
 
-def leaks(before: Picture, after: Picture) -> list[str]:
+def leaks(before: Picture, after: Picture, allowed: Mapping[str, int] = MARGINS) -> list[str]:
     """A sentence for each thing that grew by more than its margin, and for each process that is not there."""
     found = [f"{name} is gone" for name in before.keys() - after.keys()]
     found += [f"{name} is new" for name in after.keys() - before.keys()]
     for name in sorted(before.keys() & after.keys()):
-        margins = {**MARGINS, "MiB": ENGINE_MIB} if " child " in name else MARGINS
+        margins = {**allowed, "MiB": max(ENGINE_MIB, allowed["MiB"])} if " child " in name else allowed
         for what, margin in margins.items():
             was, now = getattr(before[name], what), getattr(after[name], what)
             if what == "blocks" and was:

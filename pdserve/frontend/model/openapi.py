@@ -18,6 +18,8 @@ that is not in this process"""
 _JSON = "application/json"
 _REFUSED = "Refused: 400, 401, 404, 405, 408 (a slow body), 413 (a large one), 429 (with Retry-After)"
 _FAILED = "Failed: 500, 503 (no worker, with Retry-After), 504 (the request's deadline passed)"
+_NO_JSON = {"type": "object", "properties": {"detail": {"type": "string"}}, "required": ["detail"]}
+"""as FastAPI refuses a body that cannot be parsed"""
 _MODEL = {
     "get": {
         "summary": "Show Available Model",
@@ -42,8 +44,9 @@ def _is_left_out(path: str) -> bool:
 
 
 def _with_errors(path: str, operation: Mapping[str, Any]) -> dict[str, Any]:
-    name = "AnthropicErrorResponse" if path.startswith("/v1/messages") else "ErrorResponse"
-    content = {_JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    names = ["AnthropicErrorResponse"] if path.startswith("/v1/messages") else []
+    schemas = [{"$ref": f"#/components/schemas/{name}"} for name in (*names, "ErrorResponse")]
+    content = {_JSON: {"schema": {"anyOf": [*schemas, _NO_JSON]}}}
     answers = {
         "200": operation["responses"]["200"],
         "4XX": {"description": _REFUSED, "content": content},

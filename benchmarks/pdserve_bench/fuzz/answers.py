@@ -1,0 +1,92 @@
+"""Which answers a fuzzed request may get. Pure."""
+
+import json
+from contextlib import suppress
+from typing import Any
+
+from pdserve_bench.fuzz.request import FuzzRequest
+
+OURS_ALONE = frozenset({429, 503, 504})
+"""statuses of load and of deadlines: for requests that ask for a short one"""
+EXCUSED = {
+    b"list index out of range": "simulated engines have no logprobs",
+    b"validation errors for ChatCompletionStreamResponse": "vLLM: an error that its Anthropic stream cannot tell",
+    b"validation error for ChatCompletionStreamResponse": "the same",
+}
+"""what a 5xx may say, each with the reason"""
+_LAST = {"message_stop", "error", "response.completed", "response.incomplete", "response.failed"}
+UNREADABLE = b"Invalid HTTP request received."
+"""of a head that is no HTTP: there is no route yet whose errors it could have"""
+
+
+def problem(request: FuzzRequest, status: int, kind: str, answer: bytes) -> str:
+    """What is wrong with this answer; empty where nothing is. `status` is 0 where the connection ended without one,
+    `kind` its content type."""
+    if request.expected is not None and status not in request.expected and status != 429:
+        return f"status {status}, not {sorted(request.expected)}: {_short(answer)}"
+    if status == 0:
+        return "" if request.expected else "no answer"
+    if status >= 500 and not _is_excused(request, status, answer):
+        return f"status {status}: {_short(answer)}"
+    if kind.startswith("text/event-stream"):
+        return _stream_problem(request, answer)
+    if status >= 400 and not answer.startswith(UNREADABLE):
+        return _error_problem(request.path, status, answer)
+    if kind.startswith("application/json") and request.method != "HEAD":
+        with suppress(ValueError):
+            json.loads(answer)
+            return ""
+        return f"no JSON: {_short(answer)}"
+    return ""
+
+
+def _is_excused(request: FuzzRequest, status: int, answer: bytes) -> bool:
+    if request.expected is not None and status in request.expected:
+        return True
+    hurried = "x-request-timeout" in request.headers and status in OURS_ALONE
+    return hurried or any(text in answer for text in EXCUSED)
+
+
+def _error_problem(path: str, status: int, answer: bytes) -> str:
+    """In OpenAI's dialect, in Anthropic's on its routes; or as vLLM's own server has it: OpenAI's there too for what it
+    refuses before it looks closer, FastAPI's for a wrong method and for no JSON."""
+    try:
+        found = json.loads(answer)
+        error = found.get("error")
+        if error is None:
+            well = status in (400, 405) and isinstance(found["detail"], str)
+        else:
+            anthropic = path.startswith("/v1/messages") and found.get("type") == "error"
+            well = isinstance(error["message"], str) and bool(error["message"] and error["type"])
+            well = well and (anthropic or error["code"] == status)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        well = False
+    return "" if well else f"an error of {status} that is none: {_short(answer)}"
+
+
+def _stream_problem(request: FuzzRequest, answer: bytes) -> str:
+    """Events that are JSON, and an end that is one."""
+    last: Any = None
+    for line in answer.splitlines():
+        if not line.startswith(b"data:"):
+            continue
+        try:
+            last = "[DONE]" if line.endswith(b"[DONE]") else json.loads(line[5:])
+        except ValueError:
+            return f"an event that is no JSON: {_short(line)}"
+        error = last.get("error") if isinstance(last, dict) else None
+        code = error.get("code", 500) if isinstance(error, dict) else 0
+        if isinstance(code, int) and code >= 500 and not _is_excused(request, code, line):
+            return f"in the stream: {_short(line)}"
+    if last == "[DONE]" or (isinstance(last, dict) and _ends(last)):
+        return ""
+    return f"a stream that ends without its end: {_short(answer[-300:])}"
+
+
+def _ends(event: dict[str, Any]) -> bool:
+    kind = str(event.get("type", ""))
+    return bool(event.get("error")) or kind in _LAST
+
+
+def _short(answer: bytes) -> str:
+    return repr(answer if len(answer) < 800 else answer[:500] + b" ... " + answer[-300:])

@@ -1,0 +1,227 @@
+"""Sends fuzzed requests to a graph, with a client beside them whose answers are known, and looks what they left."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+from httptools import HttpParserError, HttpParserUpgrade
+
+from pdserve.config.load import load
+from pdserve.observe.logs import parse
+from pdserve.observe.pages import read_loads
+from pdserve.records import Role
+from pdserve.supervisor.state import GraphRecord
+from pdserve_bench.chaos.judge import Judgement
+from pdserve_bench.chaos.load import JudgedLoad
+from pdserve_bench.chaos.questions import Case, again, computed, endless, learn, prompt_lengths, simulated
+from pdserve_bench.client import Exchange, HttpConnection, LoadClient
+from pdserve_bench.fuzz.answers import problem
+from pdserve_bench.fuzz.request import FuzzRequest
+from pdserve_bench.load import side_by_side
+from pdserve_bench.soak.usage import Picture, leaks, picture
+from pdserve_bench.watch import GraphWatch, busy
+
+CONCURRENCY = 32
+TIMEOUT = 60.0
+SETTLE = 45.0
+"""seconds: KV of an abandoned remote prefill is kept for its lease"""
+BURST_OUTPUT = 200
+"""tokens: long enough that as many as there are places overlap"""
+ELSEWHERE = "127.0.0.2"
+"""the address that fuzzed requests come from: turns go round the clients, and the canary is another one"""
+KNOWN_CASES = 8
+"""prompts whose answers real engines are asked for before"""
+STARVED = 30.0
+"""seconds that the canary may wait for a token"""
+TOLD_EVERY = 10.0
+GROWTH = {"blocks": 0, "sockets": 8, "files": 8, "tasks": 8, "threads": 24, "MiB": 400}
+"""what a process may hold more than before: pools and allocators fill up; the soak is what finds slow leaks"""
+
+
+@dataclass
+class FuzzFinding:
+    what: str
+    request: FuzzRequest | None = None
+    status: int = 0
+
+
+@dataclass
+class FuzzReport:
+    statuses: Counter[str] = field(default_factory=Counter)
+    findings: list[FuzzFinding] = field(default_factory=list)
+    canaries: int = 0
+    """answers of the client beside, all of which were judged"""
+    longest_pause: float = 0.0
+    """seconds that it waited for a token"""
+    seconds: float = 0.0
+
+    @property
+    def sent(self) -> int:
+        return sum(self.statuses.values())
+
+
+@dataclass
+class Answer:
+    status: int = 0
+    """0 where the connection ended without one"""
+    kind: str = ""
+    """its content type"""
+    body: bytes = b""
+    hung: bool = False
+    """no end within the client's time"""
+
+
+async def send(url: str, request: FuzzRequest, source: str = "") -> Answer:
+    answer = Answer()
+    try:
+        async with asyncio.timeout(TIMEOUT if request.leaves is None else request.leaves):
+            connection = await HttpConnection.sent(url, request.wire(urlsplit(url).netloc), source)
+            try:
+                answer.status = await connection.status()
+                answer.kind = connection.headers.get("content-type", "")
+                answer.body = await connection.rest(despite_reset=True)
+            finally:
+                connection.abort()
+    except TimeoutError:
+        answer.hung = True
+    except (OSError, EOFError, HttpParserError, HttpParserUpgrade) as error:
+        answer.body = repr(error).encode()
+    return answer
+
+
+class Fuzzer:
+    """What it finds is in `report`."""
+
+    def __init__(
+        self, graph: GraphRecord, logs: Path | None = None, say: Callable[[str], None] = print
+    ) -> None:
+        """`logs` is the folder of the graph's logs, where they are to be read."""
+        self.report = FuzzReport()
+        self._graph, self._logs, self._say = graph, logs, say
+        self._source = ELSEWHERE if (urlsplit(graph.url).hostname or "").startswith("127.") else ""
+        self._told = time.monotonic()
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Send in here: a client asks beside what it knows the answers of, and leaving looks what is left."""
+        began = time.monotonic()
+        read = {file: file.stat().st_size for file in self._log_files()}
+        async with GraphWatch() as watch:
+            await watch.move(self._graph)
+            before = await watch.learn()
+            held = await picture(self._graph.pid, before, {})
+            load = await self._canary()
+            async with load:
+                yield
+            self._judge(load)
+            await self._look_after(watch, held, {instance.id for instance in before})
+        for file, size in read.items():
+            self._read_log(file, size)
+        self.report.seconds = time.monotonic() - began
+
+    async def run(self, requests: Iterable[FuzzRequest], concurrency: int = CONCURRENCY) -> None:
+        await side_by_side(requests, self.send, concurrency)
+
+    async def send(self, request: FuzzRequest) -> bytes:
+        """The answer, as far as it was read."""
+        answer = await send(self._graph.url, request, self._source)
+        if answer.hung:
+            self._count("left")
+            if request.leaves is None:
+                self._found(f"no end within {TIMEOUT:g} s", request)
+            return answer.body
+        self._count(str(answer.status or "none"))
+        if what := problem(request, answer.status, answer.kind, answer.body):
+            self._found(what, request, answer.status)
+        return answer.body
+
+    def _count(self, status: str) -> None:
+        self.report.statuses[status] += 1
+        if time.monotonic() > self._told + TOLD_EVERY:
+            self._told = time.monotonic()
+            self._say(f"{self.report.sent} requests, {len(self.report.findings)} findings")
+
+    def _found(self, what: str, request: FuzzRequest | None = None, status: int = 0) -> None:
+        self.report.findings.append(FuzzFinding(what, request, status))
+
+    # the client beside
+
+    async def _canary(self) -> JudgedLoad:
+        config, url, model = load(Path(self._graph.config), {}), self._graph.url, self._graph.model
+        async with httpx.AsyncClient(trust_env=False) as http:
+            listed = (await http.get(f"{url}/v1/models")).json()["data"]
+        longest = next(entry["max_model_len"] for entry in listed if entry["id"] == model)
+        cases = endless(prompt_lengths(config, longest), seed=7)
+        if sim := simulated(config):
+            known: Iterator[Case] = (replace(case, expected=computed(case, sim)) for case in cases)
+        else:
+            client = LoadClient(url)
+            known = again(await learn(client, model, islice(cases, KNOWN_CASES), TIMEOUT))
+        return JudgedLoad(url, model, known, 1, TIMEOUT)
+
+    def _judge(self, load: JudgedLoad) -> None:
+        for seen in load.seen("fuzz", 0.0):
+            self.report.canaries += 1
+            self.report.longest_pause = max(self.report.longest_pause, seen.pause or 0.0)
+            if seen.result is not Judgement.OK:
+                self._found(f"the client beside: {seen.trace}")
+        if self.report.longest_pause > STARVED:
+            self._found(f"the client beside waited {self.report.longest_pause:.1f} s for a token")
+
+    # what is left
+
+    async def _look_after(self, watch: GraphWatch, before: Picture, ids: set[str]) -> None:
+        left = await watch.leftovers(SETTLE)
+        if left.blocks:
+            self._found(f"KV blocks are held: {dict(left.blocks)}")
+        if left.queued:
+            self._found(f"{left.queued} prefill requests are still queued")
+        after = await watch.instances()
+        for instance, now in (await read_loads(after)).items():
+            if busy(now):
+                self._found(f"{instance}: {now}")
+        if ids != (there := {instance.id for instance in after}):
+            self._found(f"processes ended or began: {sorted(ids ^ there)}")
+        async with httpx.AsyncClient(trust_env=False, timeout=10) as http:
+            if (answer := await http.get(f"{self._graph.url}/health")).status_code != 200:
+                self._found(f"/health: {answer.status_code} {answer.text}")
+            elif there_load := (await http.get(f"{self._graph.url}/load")).json()["server_load"]:
+                self._found(f"/load: {there_load}")
+        await self._burst(sum(worker.max_num_seqs for worker in after if worker.role.does(Role.DECODE)))
+        for growth in leaks(before, await picture(self._graph.pid, await watch.instances(), {}), GROWTH):
+            self._found(growth)
+
+    async def _burst(self, places: int) -> None:
+        """As many requests as the workers run at once, all of which have to be in the middle at the same moment: a
+        place that is still taken makes one of them wait for another's end."""
+        body = {"model": self._graph.model, "max_tokens": BURST_OUTPUT, "ignore_eos": True, "stream": True}
+        burst = [Exchange({**body, "prompt": [300 + n], "return_token_ids": True}) for n in range(places)]
+        client = LoadClient(self._graph.url)
+        await asyncio.gather(*(client.ask(exchange, TIMEOUT) for exchange in burst))
+        for exchange in burst:
+            if exchange.error:
+                self._found(f"burst: {exchange.error}")
+        first_end = min(exchange.ended for exchange in burst)
+        if late := sum(not exchange.arrivals or exchange.arrivals[0] > first_end for exchange in burst):
+            self._found(f"burst: {late} of {places} requests began when another had ended")
+
+    def _log_files(self) -> list[Path]:
+        return sorted(self._logs.glob("*.log")) if self._logs else []
+
+    def _read_log(self, file: Path, size: int) -> None:
+        """Tracebacks, but those that vLLM writes of bad requests."""
+        with file.open(errors="replace") as log:
+            log.seek(size)
+            lines = log.readlines()
+        logger = ""
+        for number, line in enumerate(lines):
+            logger = parse(line.rstrip("\n"), "").logger or logger
+            if line.startswith("Traceback") and not logger.startswith("vllm."):
+                self._found(f"{file.name}: {''.join(lines[max(0, number - 1) : number + 60])}")

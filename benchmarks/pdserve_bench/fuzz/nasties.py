@@ -1,0 +1,410 @@
+"""Requests that were made by hand to break a server, each with the statuses that it may get: what was found once, and
+what clients are known to try. Fuzzed ones meet these by chance only, if ever."""
+
+import gzip
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from pdserve_bench.fuzz.request import FuzzRequest
+
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES, TOKENIZE = "/v1/messages", "/tokenize"
+OK, BAD, EITHER = (200,), (400,), (200, 400)
+LARGE = (400, 413)
+NOWHERE = "http://127.0.0.1:1/x"
+"""an address that nothing listens on: a server that fetched it would say so, and with another one it would be SSRF"""
+TEMPLATE = "{% for i in range(99999999) %}x{% endfor %}"
+
+
+def nasties(model: str) -> list[FuzzRequest]:
+    """All of them; their names are unique."""
+    kinds = (_bodies, _grammars, _fetching, _headers, _spellings, _routes, _connections)
+    return [request for kind in kinds for request in kind(model)]
+
+
+def _json(name: str, path: str, body: Mapping[str, Any], expected: Collection[int]) -> FuzzRequest:
+    return FuzzRequest(name, path, json.dumps(body).encode(), expected=frozenset(expected))
+
+
+def _completion(model: str, /, **fields: object) -> dict[str, object]:
+    return {"model": model, "prompt": "The sun is", "max_tokens": 4, "temperature": 0, **fields}
+
+
+def _chat(model: str, /, **fields: object) -> dict[str, object]:
+    return {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, **fields}
+
+
+def _bodies(model: str) -> Iterator[FuzzRequest]:
+    """Fields whose size or value is the trouble."""
+    completions: Mapping[str, tuple[Mapping[str, object], Collection[int]]] = {
+        "logit_bias of 50,000 tokens": ({"logit_bias": {str(n): 1 for n in range(50_000)}}, EITHER),
+        "5,000 stop strings": ({"stop": [f"x{n}" for n in range(5000)]}, EITHER),
+        "a stop string of 200,000 characters": ({"stop": "x" * 200_000}, EITHER),
+        "an empty stop string": ({"stop": [""]}, EITHER),
+        "100,000 stop_token_ids": ({"stop_token_ids": list(range(100_000))}, EITHER),
+        "5,000 bad_words": ({"bad_words": [f"w{n}" for n in range(5000)]}, EITHER),
+        "1,000 allowed_token_ids": ({"allowed_token_ids": list(range(1000))}, EITHER),
+        "no allowed_token_ids": ({"allowed_token_ids": []}, EITHER),
+        "129 prompts": ({"prompt": ["a"] * 129}, BAD),
+        "100 prompts twice": ({"prompt": ["a"] * 100, "n": 2}, BAD),
+        "n is 10^9": ({"n": 10**9}, BAD),
+        "n as text": ({"n": "129"}, BAD),
+        "best_of is 10^9": ({"best_of": 10**9}, EITHER),
+        "max_tokens is 2^40": ({"max_tokens": 2**40}, BAD),
+        "max_tokens is 0": ({"max_tokens": 0}, EITHER),
+        "min_tokens above max_tokens": ({"min_tokens": 100}, BAD),
+        "prompt_logprobs is 2^30": ({"prompt_logprobs": 2**30}, BAD),
+        "prompt_logprobs of the whole vocabulary": ({"prompt_logprobs": -1}, BAD),
+        "logprobs is 2^31": ({"logprobs": 2**31}, BAD),
+        "truncate_prompt_tokens is -2": ({"truncate_prompt_tokens": -2}, EITHER),
+        "a run of one character": ({"prompt": "a" * 300_000}, BAD),
+        "a run of spaces": ({"prompt": " " * 300_000}, BAD),
+        "tokens that are none": ({"prompt": [10**9, -1]}, BAD),
+        "an empty list of tokens": ({"prompt": []}, BAD),
+        "a prompt of lone surrogates": ({"prompt": "\ud800\udc00\udfff" * 10}, EITHER),
+        "a prompt of NUL": ({"prompt": "\0" * 100}, EITHER),
+        "prompts of both kinds": ({"prompt": ["a", [300]]}, BAD),
+        "a cache_salt of 100,000 characters": ({"cache_salt": "x" * 100_000}, BAD),
+        "an empty cache_salt": ({"cache_salt": ""}, BAD),
+        "vllm_xargs of 100,000 characters": ({"vllm_xargs": {"a": "x" * 100_000}}, EITHER),
+        "kv_transfer_params": ({"kv_transfer_params": {"do_remote_prefill": True}}, BAD),
+        "kv_transfer_params in vllm_xargs": ({"vllm_xargs": {"kv_transfer_params": "x"}}, BAD),
+        "the highest priority": ({"priority": -(2**63)}, OK),
+        "the lowest priority": ({"priority": 2**63 - 1}, OK),
+        "a priority over 64 bits": ({"priority": 2**64}, BAD),
+        "NaN": ({"temperature": float("nan")}, BAD),
+        "infinity": ({"presence_penalty": float("inf")}, BAD),
+        "a temperature of 1e308": ({"temperature": 1e308, "logit_bias": {"300": 100}}, EITHER),
+        "a top_k over 64 bits": ({"top_k": 2**64}, EITHER),
+        "a seed over 64 bits": ({"seed": 2**64}, BAD),
+        "a name of another model": ({"model": "../../etc/passwd"}, (404,)),
+        "a model of 100,000 characters": ({"model": "x" * 100_000}, (404,)),
+        "a model of half a surrogate pair": ({"model": "a\udc00b"}, (404,)),
+        "a model that is a list": ({"model": [model]}, BAD),
+        "prompt_embeds": ({"prompt_embeds": "AAAA"}, BAD),
+        "echo without output": ({"echo": True, "max_tokens": 0}, EITHER),
+        "a suffix": ({"suffix": "x"}, EITHER),
+        "stream_options without a stream": ({"stream_options": {"include_usage": True}}, EITHER),
+        "a request_id of 100,000 characters": ({"request_id": "x" * 100_000}, EITHER),
+    }
+    for name, (fields, expected) in completions.items():
+        yield _json(name, COMPLETIONS, _completion(model, **fields), expected)
+    tools = [_tool(f"f{number}") for number in range(128)]
+    chats: Mapping[str, tuple[Mapping[str, object], Collection[int]]] = {
+        "a chat_template": ({"chat_template": "{{ 7 * 7 }}"}, BAD),
+        "a chat_template without end": ({"chat_template": TEMPLATE}, BAD),
+        "a chat_template among chat_template_kwargs": ({"chat_template_kwargs": {"chat_template": TEMPLATE}}, BAD),
+        "chat_template_kwargs that are arguments": ({"chat_template_kwargs": {"conversation": "x"}}, BAD),
+        "messages among chat_template_kwargs": ({"chat_template_kwargs": {"messages": "x"}}, BAD),
+        "tensors among chat_template_kwargs": ({"chat_template_kwargs": {"return_tensors": "pt"}}, EITHER),
+        "mm_processor_kwargs": ({"mm_processor_kwargs": {"x": 1}}, BAD),
+        "media_io_kwargs": ({"media_io_kwargs": {"image": {"x": 1}}}, BAD),
+        "a role that is none": ({"messages": [{"role": "\ud800", "content": "hi"}]}, EITHER),
+        "no messages": ({"messages": []}, BAD),
+        "10,000 messages": ({"messages": [{"role": "user", "content": "a"}] * 10_000}, LARGE),
+        "128 tools that are required": ({"tools": tools, "tool_choice": "required"}, EITHER),
+        "a tool whose name is a path": ({"tools": [_tool("../x\0")]}, EITHER),
+        "a tool_choice that is no tool": ({"tools": tools, "tool_choice": _tool("g")}, BAD),
+        "a thinking budget over 64 bits": ({"thinking_token_budget": 2**64}, EITHER),
+    }  # fmt: skip
+    for name, (fields, expected) in chats.items():
+        yield _json(name, CHAT, _chat(model, **fields), expected)
+    yield _json("a template to tokenize", TOKENIZE, _chat(model, chat_template=TEMPLATE), BAD)
+    batch = _chat(model, messages=[[{"role": "user", "content": "hi"}]] * 200)
+    yield _json("a batch of 200", f"{CHAT}/batch", batch, BAD)
+    yield _json(
+        "a run of new lines to tokenize", TOKENIZE, {"model": model, "prompt": "\n" * 280_000}, (200, 413)
+    )
+    yield _json("tokens over 64 bits to detokenize", "/detokenize", {"model": model, "tokens": [2**64]}, BAD)
+    yield _json("negative tokens to detokenize", "/detokenize", {"model": model, "tokens": [-1]}, BAD)
+    anthropic = _chat(model, system=[{"type": "text", "text": "x"}] * 1000, max_tokens=-1)
+    yield _json("an Anthropic request for -1 tokens", MESSAGES, anthropic, BAD)
+    yield _json("an Anthropic request for nothing", MESSAGES, {"model": model}, BAD)
+    thinking = _chat(model, thinking={"type": "enabled", "budget_tokens": 2**64})
+    yield _json("an Anthropic thinking budget over 64 bits", MESSAGES, thinking, EITHER)
+    result = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": None}]}]
+    yield _json("an Anthropic tool result of no tool", MESSAGES, _chat(model, messages=result), EITHER)
+
+
+def _tool(name: str) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+def _grammars(model: str) -> Iterator[FuzzRequest]:
+    """Which grow when they are compiled, or never end. They run on the frontend, which checks them, and in engines."""
+    deep: dict[str, object] = {"type": "string"}
+    for _ in range(200):
+        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
+    doubling: dict[str, object] = {"a25": {"type": "string"}}
+    for level in range(25):
+        inner = {"$ref": f"#/$defs/a{level + 1}"}
+        doubling[f"a{level}"] = {
+            "type": "object",
+            "properties": {"x": inner, "y": inner},
+            "required": ["x", "y"],
+        }
+    either = [{"type": "object", "properties": {f"p{n}": {"type": "string"}}} for n in range(4)]
+    mutual = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
+    many = {f"p{number}": {"type": "string"} for number in range(2000)}
+    tree = {"type": "object", "properties": {"l": {"$ref": "#"}, "r": {"$ref": "#"}}}
+    schemas: Mapping[str, tuple[object, Collection[int]]] = {
+        "a deep schema": (deep, BAD),
+        "a schema that is itself": ({"$ref": "#"}, EITHER),
+        "two schemas that are each other": ({"$defs": mutual, "$ref": "#/$defs/a"}, EITHER),
+        "a tree": (tree, OK),
+        "an object that must hold itself": ({**tree, "required": ["l"]}, EITHER),
+        "a schema on the network": ({"$ref": NOWHERE}, EITHER),
+        "a schema in a file": ({"$ref": "file:///etc/passwd"}, EITHER),
+        "a schema of 2^25 parts": ({"$defs": doubling, "$ref": "#/$defs/a0"}, EITHER),
+        "a schema of 4^12 cases": ({"allOf": [{"anyOf": either}] * 12}, EITHER),
+        "a schema of 2,000 properties": ({"type": "object", "properties": many}, EITHER),
+        "10,000 values": ({"enum": [f"v{n}" for n in range(10_000)]}, EITHER),
+        "100,000 items at least": ({"type": "array", "items": {"type": "integer"}, "minItems": 100_000}, EITHER),
+        "10^6 characters at least": ({"type": "string", "minLength": 10**6, "maxLength": 10**7}, EITHER),
+        "a pattern of 10^6 characters": ({"type": "string", "pattern": "^(a{1000}){1000}$"}, EITHER),
+        "a pattern that backtracks": ({"type": "object", "patternProperties": {"^(a|a)*$": {}}}, EITHER),
+        "a pattern that is none": ({"type": "object", "patternProperties": {"([": {}}}, EITHER),
+        "a multiple of 1e-300": ({"type": "number", "multipleOf": 1e-300}, EITHER),
+        "a maximum that ends llguidance": ({"type": "integer", "maximum": -(2**63) + 1}, EITHER),
+        "an enum over 64 bits": ({"enum": [2**70]}, EITHER),
+        "false": (False, EITHER),
+        "a schema that is a number": (5, EITHER),
+    }  # fmt: skip
+    for name, (schema, expected) in schemas.items():
+        yield _structured(model, name, expected, json=schema)
+    regexes = {
+        "backtracking": "(a+)+$",
+        "nested stars": "((a*)*)*b",
+        "many repetitions": "a{99999}",
+        "repetitions of repetitions": "(a{999}){999}",
+        "six levels of repetitions": "((((((a{50}){50}){50}){50}){50}){50})",
+        "many wild cards": "^.*.*.*.*.*.*.*.*.*.*.*=.*$",
+        "a look ahead": "(?=a)b",
+        "a reference back": "(?P<x>a)(?P=x)",
+        "30,000 parentheses": "(" * 30_000 + "a" + ")" * 30_000,
+        "5,000 alternatives": "|".join(f"a{n}" for n in range(5000)),
+        "classes of everything": "\\p{L}{1000}[\\u0000-\\U0010ffff]{1000}",
+        "a lone bracket": "[",
+        "nothing": "",
+    }
+    for name, regex in regexes.items():
+        yield _structured(model, f"a regex: {name}", EITHER, regex=regex)
+    grammars = {
+        "left recursion": 'root ::= root root | "a"',
+        "no finite text": 'root ::= root "a"',
+        "2^30 letters": "root ::= " + "".join(f"a{n} a{n}\na{n} ::= " for n in range(30)) + '"x"',
+        "10^5 repetitions": 'root ::= "a"{100000}',
+        "20,000 parentheses": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000,
+        "Lark's, a regex with a tail": "start: a+\na: /(a|b)*c{1000}/",
+        "Lark's, 5,000 parentheses": "start: " + "(" * 5000 + '"a"' + ")" * 5000,
+        "a rule that is not there": "root ::= nothing",
+        "NUL": "\0",
+    }
+    for name, grammar in grammars.items():
+        yield _structured(model, f"a grammar: {name}", EITHER, grammar=grammar)
+    yield _structured(model, "10,000 choices", EITHER, choice=[f"c{n}" for n in range(10_000)])
+    yield _structured(model, "a choice of 50,000 characters", EITHER, choice=["x" * 50_000])
+    yield _structured(model, "an empty choice", EITHER, choice=[])
+    yield _structured(model, "two kinds of structured outputs", BAD, regex="a", choice=["a"])
+    yield _structured(model, "another backend", EITHER, regex="a", _backend="../x")
+    tag = {"format": {"type": "sequence", "elements": [{"type": "any_text"}] * 2000}}
+    yield _structured(model, "a structural tag of 2,000 parts", EITHER, structural_tag=json.dumps(tag))
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
+    yield _json(
+        "a response_format without finite text", CHAT, _chat(model, response_format=response_format), EITHER
+    )
+
+
+def _structured(model: str, name: str, expected: Collection[int], **fields: object) -> FuzzRequest:
+    return _json(name, COMPLETIONS, _completion(model, structured_outputs=fields), expected)
+
+
+def _fetching(model: str) -> Iterator[FuzzRequest]:
+    """Which would make the server read a file or call another host."""
+    for url in (
+        NOWHERE,
+        "http://169.254.169.254/latest/meta-data",
+        "file:///etc/passwd",
+        "ftp://x/y",
+        "data:,",
+    ):
+        for kind in ("image_url", "audio_url", "video_url"):
+            messages = [{"role": "user", "content": [{"type": kind, kind: {"url": url}}]}]
+            yield _json(f"{kind} {url}", CHAT, _chat(model, messages=messages), BAD)
+    image = {"type": "image", "source": {"type": "url", "url": NOWHERE}}
+    messages = [{"role": "user", "content": [image]}]
+    yield _json("an Anthropic image", MESSAGES, _chat(model, messages=messages), BAD)
+    for part in (
+        {"type": "input_image", "image_url": NOWHERE},
+        {"type": "input_file", "file_url": NOWHERE},
+        {"type": "input_file", "file_id": "../../etc/passwd"},
+    ):
+        content = [{"role": "user", "content": [part]}]
+        yield _json(f"responses: {json.dumps(part)}", RESPONSES, {"model": model, "input": content}, BAD)
+    for tool in (
+        {"type": "web_search_preview"},
+        {"type": "mcp", "server_label": "x", "server_url": NOWHERE, "require_approval": "never"},
+        {"type": "code_interpreter", "container": {"type": "auto"}},
+        {"type": "file_search", "vector_store_ids": ["x"]},
+        {"type": "local_shell"},
+        {"type": "image_generation"},
+    ):
+        body = {"model": model, "input": "hi", "max_output_tokens": 4, "tools": [tool]}
+        yield _json(f"the built-in tool {tool['type']}", RESPONSES, body, EITHER)
+    previous = {"model": model, "input": "hi", "previous_response_id": "../../x"}
+    yield _json("a previous response that is a path", RESPONSES, previous, (400, 404))
+
+
+def _headers(model: str) -> Iterator[FuzzRequest]:
+    raw = json.dumps(_completion(model)).encode()
+    for value in ("nan", "inf", "-1", "0", "1e400", "abc", "10s", "9" * 5000, "5,5", ""):
+        refused = OK if not value else BAD
+        name = f"x-request-timeout: {value[:10]}"
+        yield FuzzRequest(
+            name, COMPLETIONS, raw, {"x-request-timeout": value}, expected=frozenset({*BAD, *refused})
+        )
+    yield FuzzRequest(
+        "no time at all", COMPLETIONS, raw, {"x-request-timeout": "1e-9"}, expected=frozenset({429, 504})
+    )
+    for value in ("a" * 129, "a b", "../..", "cmpl-", "%0d%0a", "\xff"):
+        yield FuzzRequest(
+            f"x-request-id: {value[:10]}", COMPLETIONS, raw, {"x-request-id": value}, expected=frozenset(OK)
+        )
+    for value in ("7", "-1", "abc", "9" * 5000):
+        headers = {"x-data-parallel-rank": value}
+        yield FuzzRequest(f"a rank: {value[:10]}", COMPLETIONS, raw, headers, expected=frozenset(EITHER))
+    for name, value in {
+        "authorization": "Bearer " + "x" * 5000,
+        "traceparent": "00-" + "f" * 500,
+        "accept": "\xff\xfe",
+        "expect": "100-continue",
+        "x-session-id": "\xff" * 1000,
+    }.items():
+        yield FuzzRequest(
+            f"the header {name}", COMPLETIONS, raw, {name: value}, expected=frozenset((100, 200, 401))
+        )
+
+
+def _spellings(model: str) -> Iterator[FuzzRequest]:
+    """The same body, spelled in ways that a server may read wrongly."""
+    text = json.dumps(_completion(model))
+    bad = {
+        "Latin-1": text.replace("The", "Th\xe9").encode("latin-1"),
+        "half a body": text.encode()[: len(text) // 2],
+        "no body": b"",
+        "null": b"null",
+        "a list": b"[]",
+        "100,000 brackets": b"[" * 100_000,
+        "100,000 brackets in a field": f'{text[:-1]}, "metadata": {"[" * 100_000}{"]" * 100_000}}}'.encode(),
+        "a number of 5,000 digits": f'{text[:-1]}, "temperature": {"9" * 5000}}}'.encode(),
+        "JSON in JSON": json.dumps(text).encode(),
+        "two bodies": text.encode() * 2,
+    }
+    for name, raw in bad.items():
+        yield FuzzRequest(name, COMPLETIONS, raw, expected=frozenset(BAD))
+    for coding in ("utf-16", "utf-32", "utf-8-sig"):
+        yield FuzzRequest(coding, COMPLETIONS, text.encode(coding), expected=frozenset(EITHER))
+    smuggled = json.dumps(_completion(model, kv_transfer_params={"do_remote_prefill": True}))
+    for coding in ("utf-16", "utf-32", "utf-8-sig"):
+        yield FuzzRequest(
+            f"smuggled in {coding}", COMPLETIONS, smuggled.encode(coding), expected=frozenset(BAD)
+        )
+    not_standard = f'{smuggled[:-1]}, "seed": NaN, "user": "\\ud800"}}'.encode()
+    yield FuzzRequest(
+        "smuggled in what is no standard JSON", COMPLETIONS, not_standard, expected=frozenset(BAD)
+    )
+    twice = f'{text[:-1]}, "n": 129, "n": 1}}'.encode()
+    yield FuzzRequest("a field twice", COMPLETIONS, twice, expected=frozenset(OK))
+    hidden = f'{text[:-1]}, "kv_transfer_params": {{"do_remote_prefill": true}}, "kv_transfer_params": null}}'
+    yield FuzzRequest("a forbidden field, then not", COMPLETIONS, hidden.encode(), expected=frozenset(EITHER))
+    bomb = gzip.compress(b" " * (50 << 20))
+    for coding, raw in {
+        "gzip": bomb,
+        "deflate": bomb,
+        "br": text.encode(),
+        "x" * 1000: text.encode(),
+    }.items():
+        headers = {"content-encoding": coding}
+        yield FuzzRequest(
+            f"coded as {coding[:10]}", COMPLETIONS, raw, headers, expected=frozenset((200, 400, 415))
+        )
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "x" * 1000):
+        headers = {"content-type": kind}
+        yield FuzzRequest(
+            f"as {kind[:20]}", COMPLETIONS, text.encode(), headers, expected=frozenset((400, 415))
+        )
+    headers = {"content-type": "application/json; charset=utf-16"}
+    yield FuzzRequest(
+        "a charset that it is not", COMPLETIONS, text.encode(), headers, expected=frozenset(EITHER)
+    )
+    large = f'{text[:-1]}, "user": "{"x" * (9 << 20)}"}}'.encode()
+    yield FuzzRequest("9 MiB", COMPLETIONS, large, expected=frozenset((413,)))
+
+
+def _routes(model: str) -> Iterator[FuzzRequest]:
+    for path in (
+        "/",
+        "//v1/completions",
+        "/v1/completions/",
+        "/v1/../v1/completions",
+        "/v1/completions%00",
+        "/%ff",
+    ):
+        yield FuzzRequest(f"GET {path}", path, b"", method="GET", expected=frozenset((404, 405)))
+    for path in (
+        "/pause",
+        "/collective_rpc",
+        "/v1/load_lora_adapter",
+        "/sleep",
+        "/init_weights_update_group",
+    ):
+        yield FuzzRequest(f"POST {path}", path, b"{}", expected=frozenset((404,)))
+    yield FuzzRequest(
+        "a long path", "/" + "a" * 20_000, b"", method="GET", expected=frozenset((404, 414, 431))
+    )
+    for method in ("GET", "PUT", "DELETE", "PATCH", "TRACE"):
+        yield FuzzRequest(
+            f"{method} {COMPLETIONS}", COMPLETIONS, b"", method=method, expected=frozenset((405,))
+        )
+    for path in ("/health", "/metrics", "/v1/models", "/load", "/version"):
+        yield FuzzRequest(f"DELETE {path}", path, b"", method="DELETE", expected=frozenset((405,)))
+    responses = f"{RESPONSES}/resp_x"
+    for name in (
+        "%2e%2e%2f",
+        "%00",
+        "x" * 5000,
+        "resp_x?stream=true&starting_after=-5",
+        "resp_x?model=no-model",
+    ):
+        path = f"{RESPONSES}/{name}"
+        yield FuzzRequest(f"GET {path[:40]}", path, b"", method="GET", expected=frozenset((400, 404)))
+    words = f"{responses}?stream=x&starting_after=y"
+    yield FuzzRequest("GET with words", words, b"", method="GET", expected=frozenset((400, 404)))
+    yield FuzzRequest("cancel nothing", f"{responses}/cancel", b"", expected=frozenset((400, 404)))
+    yield FuzzRequest("DELETE of a response", responses, b"", method="DELETE", expected=frozenset((404, 405)))
+    yield FuzzRequest(
+        "a model of a path", "/v1/models/..%2f..%2fetc", b"", method="GET", expected=frozenset((404,))
+    )
+    query = f"{COMPLETIONS}?model=%00%ff&{'x' * 1000}"
+    raw = json.dumps(_completion(model)).encode()
+    yield FuzzRequest("a query", query, raw, expected=frozenset((200, 400, 404)))
+
+
+def _connections(model: str) -> Iterator[FuzzRequest]:
+    """Heads that lie about what follows them. Without a status: that the connection ends is answer enough."""
+    raw = json.dumps(_completion(model)).encode()
+    refused = frozenset({0, 400, 408, 411, 413, 431, 501})
+    for value in ("5", "-5", "abc", "+5", "9" * 30, "0x10", ""):
+        yield FuzzRequest(
+            f"content-length: {value[:10]}", COMPLETIONS, raw, {"content-length": value}, expected=refused
+        )
+    yield FuzzRequest(
+        "both lengths", COMPLETIONS, raw, {"transfer-encoding": "chunked"}, expected=refused | {200}
+    )
+    late = {"content-length": str(len(raw) + 10), "x-request-timeout": "1"}
+    yield FuzzRequest("less than content-length", COMPLETIONS, raw, late, expected=refused)
+    many = {f"x-{number}": "y" * 50 for number in range(500)}
+    yield FuzzRequest("500 headers", COMPLETIONS, raw, many, expected=refused | {200})
+    yield FuzzRequest("a method that is none", COMPLETIONS, raw, method="FOO", expected=refused | {405})
+    yield FuzzRequest("NUL in a header", COMPLETIONS, raw, {"x-request-id": "a\0b"}, expected=refused)

@@ -1,0 +1,49 @@
+"""One request of the fuzz, as it goes over the wire and as a command that sends it again."""
+
+import hashlib
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class FuzzRequest:
+    """One request, as bytes; for a number of a seed always the same."""
+
+    name: str
+    path: str
+    """with its query"""
+    raw: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """besides the ordinary ones, or instead of them"""
+    method: str = "POST"
+    expected: frozenset[int] | None = None
+    """the statuses that it may get, 0 for none; None: any below 500"""
+    leaves: float | None = None
+    """seconds after which its client goes away; None: it reads to the end"""
+
+    def wire(self, host: str) -> bytes:
+        lines = {
+            "host": host,
+            "connection": "close",
+            "content-type": "application/json",
+            "content-length": str(len(self.raw)),
+            **self.headers,
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        return f"{self.method} {self.path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + self.raw
+
+    def curl(self, url: str, folder: Path) -> str:
+        """A command that sends it again; what cannot be typed lies in the folder then."""
+        words = ["curl", "-isS", "--path-as-is", "-X", self.method, f"{url}{self.path}"]
+        for name, value in {"content-type": "application/json", **self.headers}.items():
+            words += ["-H", f"{name}: {value}" if value else f"{name};"]
+        if len(self.raw) < 2000 and self.raw.isascii() and b"\0" not in self.raw:
+            words += ["--data-binary", self.raw.decode()] if self.raw else []
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = folder / f"{hashlib.sha256(self.raw).hexdigest()[:12]}.body"
+            file.write_bytes(self.raw)
+            words += ["--data-binary", f"@{file}"]
+        return shlex.join(words)
