@@ -6,6 +6,7 @@ nothing else is asked. All hosts of a graph have a copy of the folder
 (docs/decisions/0032-one-folder-of-credentials.md).
 """
 
+import hmac
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -57,6 +58,10 @@ class Credentials:
     @property
     def key(self) -> Path:
         return self.folder / "node-key.pem"
+
+    def secret(self, purpose: str) -> bytes:
+        """32 bytes that each process of the graph can make and no other, for what does not speak TLS."""
+        return hmac.digest(self.key.read_bytes(), purpose.encode(), "sha256")
 
     def client_context(self) -> ssl.SSLContext:
         """Shows the node's certificate, and takes any server of the graph, by whatever name."""

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pdserve.credentials import Credentials
 from pdserve.engine.base import Engine
 from pdserve.records import Role
 
@@ -29,6 +30,8 @@ class EngineSpec:
     """false: a decode engine that never pulls, without a KV connector"""
     host: str = "127.0.0.1"
     """where the other engines reach this one"""
+    credentials: Credentials | None = None
+    """by which other engines know this one"""
     kv_port: int = 0
     """first port of the KV side channel; the engine takes one for each TP rank"""
 

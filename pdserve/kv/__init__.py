@@ -18,3 +18,6 @@ PREEMPTED = "pdserve_preempted"
 AHEAD = "pdserve_ahead"
 """key in a request's transfer parameters: not to be run, but says what can be read ahead. How many blocks not to read,
 since the prefix cache has them; -1 where nothing more of what was read is wanted"""
+
+CREDENTIALS = "pdserve_credentials"
+"""key in the connector's extra configuration: the graph's folder of credentials on this host, or None"""

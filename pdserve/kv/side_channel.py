@@ -4,15 +4,24 @@ vLLM's own listener ends its thread at the first message that it cannot read, a 
 engine can then pull KV from that prefill engine, and each attempt waits for 5 s. This one speaks the same protocol and
 drops such messages. And a prefill worker asks its own now and then (`ask`), since nothing else shows whether it can
 be reached: health and queue do not depend on it.
+
+Its answer is all that it takes to read and to write all KV of that engine. ZeroMQ does not speak TLS: where the graph
+has credentials, both ends use its own CURVE, with one pair of keys that only processes of the graph can make. The
+server answers no peer that does not know its public key, which is never sent: what knows it is of the graph.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from logging import Logger
 from threading import Event
 
 import msgspec
 import zmq
+from zmq.utils import z85
+
+from pdserve.credentials import Credentials
 
 GET_META = b"get_meta_msg"
 """vLLM's name of the request (`tests/kv/test_side_channel.py` compares)"""
@@ -20,11 +29,32 @@ _POLL_MS = 1000
 """between two looks at `stop`"""
 _RESTART_DELAY = 0.5
 """seconds"""
+_MAX_MESSAGE = 4 << 10
+"""bytes; a request has some 20"""
 _request = msgspec.msgpack.Decoder(tuple[bytes, int, int])
 
 
+@dataclass(frozen=True)
+class CurveKey:
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def of(cls, credentials: Credentials | None) -> "CurveKey | None":
+        """None, for a channel in the clear, without credentials."""
+        if credentials is None:
+            return None
+        secret = z85.encode(credentials.secret("KV side channel"))
+        return cls(zmq.curve_public(secret), secret)
+
+
 def listen(
-    answers: Mapping[tuple[int, int], bytes], ready: Event, stop: Event, path: str, log: Logger
+    answers: Mapping[tuple[int, int], bytes],
+    ready: Event,
+    stop: Event,
+    path: str,
+    log: Logger,
+    key: CurveKey | None = None,
 ) -> None:
     """Answer until `stop`, whatever arrives. `answers` are by pipeline and tensor-parallel rank."""
     while not stop.is_set():
@@ -33,6 +63,10 @@ def listen(
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.setsockopt(zmq.RCVTIMEO, _POLL_MS)
                 socket.setsockopt(zmq.IPV6, 1)
+                socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
+                if key is not None:
+                    socket.curve_server = True
+                    socket.curve_secretkey = key.secret
                 socket.bind(path)
                 ready.set()
                 _serve(socket, answers, stop, log)
@@ -66,13 +100,30 @@ def _answer(parts: list[bytes], answers: Mapping[tuple[int, int], bytes]) -> byt
     return answers[pipeline_rank, tensor_rank]
 
 
-def ask(path: str, within: float) -> None:
+Dial = Callable[[int, str], AbstractContextManager["zmq.Socket[bytes]"]]
+
+
+def dialer(key: CurveKey | None) -> Dial:
+    """What opens a requesting socket: in place of vLLM's `zmq_ctx`, and called as that is."""
+
+    @contextmanager
+    def dial(kind: int, path: str) -> "Iterator[zmq.Socket[bytes]]":
+        with zmq.Context() as context, context.socket(kind) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IPV6, 1)
+            if key is not None:
+                socket.curve_publickey, socket.curve_secretkey = key.public, key.secret
+                socket.curve_serverkey = key.public
+            socket.connect(path)
+            yield socket
+
+    return dial
+
+
+def ask(path: str, within: float, key: CurveKey | None = None) -> None:
     """Ask as a decode engine would; blocks. Raises TimeoutError without an answer."""
-    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
+    with dialer(key)(zmq.REQ, path) as socket:
         socket.setsockopt(zmq.RCVTIMEO, int(within * 1000))
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.connect(path)
         socket.send(msgspec.msgpack.encode((GET_META, 0, 0)))
         try:
             socket.recv_multipart()

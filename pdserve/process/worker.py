@@ -59,7 +59,7 @@ class EngineWorker(Service):
             config,
             slot,
             instance_id,
-            _make_engine(config, slot, instance_id),
+            _make_engine(config, slot, instance_id, credentials),
             registry.connect(config.etcd, config.namespace, credentials, patient=True),
             queue.connect(config.nats, config.namespace, config.served_model_name, credentials),
             stream.listen(config.host, credentials) if decodes else None,
@@ -114,7 +114,7 @@ class EngineWorker(Service):
         ]
 
 
-def _make_engine(config: Config, slot: Slot, instance_id: str) -> Engine:
+def _make_engine(config: Config, slot: Slot, instance_id: str, credentials: Credentials | None) -> Engine:
     section = config.decode if slot.role.does(Role.DECODE) else config.prefill
     assert section is not None, f"{config.path} has no section for a {slot.role.value} worker"
     spec = EngineSpec(
@@ -126,6 +126,7 @@ def _make_engine(config: Config, slot: Slot, instance_id: str) -> Engine:
         disaggregated=slot.role.does(Role.PREFILL)
         or (config.decode is not None and config.decode.remote_prefill),
         host=config.host,
+        credentials=credentials,
         kv_port=slot.kv_port,
     )
     return make_engine(section.engine, spec)

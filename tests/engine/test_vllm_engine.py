@@ -26,6 +26,7 @@ from prometheus_client import REGISTRY, generate_latest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from pdserve.credentials import create
 from pdserve.engine.base import Output, Transfers
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm.api import (
@@ -39,7 +40,7 @@ from pdserve.engine.vllm.api import (
 from pdserve.engine.vllm.engine import VllmEngine
 from pdserve.engine.vllm.instruction_sets import describe, request_amx
 from pdserve.errors import EngineDead, ProtocolError
-from pdserve.kv import PREEMPTED
+from pdserve.kv import PREEMPTED, side_channel
 from pdserve.messages import KvHandle
 from pdserve.plan.machine import GIB
 from pdserve.plan.memory import size
@@ -209,6 +210,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(recorded: Path) -> AsyncIterator[Pair]:
+    credentials = create(recorded.parent / "credentials")
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
     readers: list[asyncio.Task[None]] = []
@@ -216,7 +218,9 @@ async def pair(recorded: Path) -> AsyncIterator[Pair]:
         async with AsyncExitStack() as stack:
             driven = []
             for role in (Role.DECODE, Role.PREFILL):
-                spec = EngineSpec(role, f"{role.value}-0-test", MODEL, engine_args=ARGUMENTS)
+                spec = EngineSpec(
+                    role, f"{role.value}-0-test", MODEL, engine_args=ARGUMENTS, credentials=credentials
+                )
                 with _recording(recorded):
                     driven.append(Driven(await stack.enter_async_context(VllmEngine(spec))))
                 readers.append(asyncio.create_task(driven[-1].read()))
@@ -693,12 +697,13 @@ async def test_vllms_metrics_are_on_the_page(pair: Pair) -> None:
 
 
 async def test_malformed_messages_do_not_end_the_side_channel(pair: Pair) -> None:
-    """A connection is made anew afterwards, which asks the side channel."""
+    """A connection is made anew afterwards, which asks the side channel. A stranger gets nothing of it."""
     await pair.prefill.engine.reach()
-    host, port = pair.prefill.engine._process.side_channel.removeprefix("tcp://").split(":")
-    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+    with pytest.raises(TimeoutError):
+        side_channel.ask(pair.prefill.engine._process.side_channel, 0.5)
+    process = pair.prefill.engine._process
+    with side_channel.dialer(process.channel_key)(zmq.DEALER, process.side_channel) as peer:
         peer.setsockopt(zmq.LINGER, 1000)
-        peer.connect(f"tcp://{host}:{port}")
         for garbage in (b"", b"\xc1", b"garbage"):
             peer.send(garbage)
             peer.send_multipart([b"", garbage])

@@ -1,38 +1,39 @@
 """No message ends the side channel's listener, and vLLM's own request is answered."""
 
 import logging
+import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import zmq
 
-from pdserve.kv import side_channel
+from pdserve.credentials import Credentials, create
+from pdserve.kv import CREDENTIALS, side_channel
 from pdserve.kv.nixl import provide_nixl
+from pdserve.kv.side_channel import CurveKey
 from pdserve.ports import free_port
 
 ANSWERS = {(0, 0): b"metadata"}
 
 
-@pytest.fixture(params=["ours", "as vLLM starts it"])
-def path(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(params=["plain", "with credentials"])
+def key(request: pytest.FixtureRequest, tmp_path: Path) -> CurveKey | None:
+    return CurveKey.of(create(tmp_path / "graph")) if request.param == "with credentials" else None
+
+
+@contextmanager
+def listening(key: CurveKey | None) -> Iterator[str]:
     port, ready, stop = free_port("127.0.0.1"), threading.Event(), threading.Event()
     path = f"tcp://127.0.0.1:{port}"
-    work: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    if request.param == "ours":
-        work, arguments = side_channel.listen, (ANSWERS, ready, stop, path, logging.getLogger("test"))
-    else:
-        provide_nixl()
-        from pdserve.kv.connector import ConnectorScheduler
-
-        work = ConnectorScheduler._nixl_handshake_listener
-        arguments = (ANSWERS, ready, stop, "127.0.0.1", port)
-    thread = threading.Thread(target=work, args=arguments)
+    arguments = (ANSWERS, ready, stop, path, logging.getLogger("test"), key)
+    thread = threading.Thread(target=side_channel.listen, args=arguments)
     thread.start()
     assert ready.wait(5)
     yield path
@@ -41,33 +42,35 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     assert not thread.is_alive()
 
 
-def test_malformed_messages_are_dropped(path: str) -> None:
-    side_channel.ask(path, 2)
+@pytest.fixture
+def path(key: CurveKey | None) -> Iterator[str]:
+    with listening(key) as path:
+        yield path
+
+
+def test_malformed_messages_are_dropped(path: str, key: CurveKey | None) -> None:
+    side_channel.ask(path, 2, key)
     garbage = [b"", b"\xc1", b"x", b"\x91" * 100_000, msgspec.msgpack.encode((side_channel.GET_META, 0, 99))]
     garbage += [msgspec.msgpack.encode(message) for message in ((b"other", 0, 0), {"a": 1}, [1], None)]
-    with zmq.Context() as context:
-        for kind in (zmq.DEALER, zmq.REQ):
-            for message in garbage:
-                with context.socket(kind) as peer:
-                    peer.setsockopt(zmq.LINGER, 1000)
-                    peer.connect(path)
-                    peer.send(message)
-                    if kind == zmq.DEALER:
-                        peer.send_multipart([message] * 4)
+    for kind in (zmq.DEALER, zmq.REQ):
+        for message in garbage:
+            with side_channel.dialer(key)(kind, path) as peer:
+                peer.setsockopt(zmq.LINGER, 1000)
+                peer.send(message)
+                if kind == zmq.DEALER:
+                    peer.send_multipart([message] * 4)
     host, port = path.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port))) as plain:
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\xff" * 1000)
-        side_channel.ask(path, 2)
+        side_channel.ask(path, 2, key)
 
 
-def test_the_answer_is_what_vllm_reads(path: str) -> None:
+def test_the_answer_is_what_vllm_reads(path: str, key: CurveKey | None) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
 
     assert side_channel.GET_META == GET_META_MSG
-    with zmq.Context() as context, context.socket(zmq.REQ) as peer:
+    with side_channel.dialer(key)(zmq.REQ, path) as peer:
         peer.setsockopt(zmq.RCVTIMEO, 2000)
-        peer.setsockopt(zmq.LINGER, 0)
-        peer.connect(path)
         peer.send(msgspec.msgpack.encode((GET_META_MSG, 0, 0)))
         metadata, clock = peer.recv_multipart()
     assert metadata == b"metadata"
@@ -77,3 +80,52 @@ def test_the_answer_is_what_vllm_reads(path: str) -> None:
 def test_a_port_that_does_not_answer_is_a_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(TimeoutError, match="does not answer"):
         side_channel.ask(f"tcp://127.0.0.1:{deaf.getsockname()[1]}", 0.2)
+
+
+def test_only_a_process_of_the_graph_is_answered(tmp_path: Path) -> None:
+    """Not one without a key, not one of another graph, and not one that has a key of its own but not the graph's."""
+    ours, other = (CurveKey.of(create(tmp_path / name)) for name in ("ours", "other"))
+    assert ours
+    assert other
+    public, secret = zmq.curve_keypair()
+    with listening(ours) as path:
+        for key in (None, other, CurveKey(public, secret)):
+            with pytest.raises(TimeoutError):
+                side_channel.ask(path, 0.5, key)
+        side_channel.ask(path, 2, ours)
+    with listening(None) as path, pytest.raises(TimeoutError):
+        side_channel.ask(path, 0.5, ours)
+
+
+def test_the_key_is_the_graphs(tmp_path: Path) -> None:
+    """Equal for all copies of a folder, and not readable from what is sent or from another purpose's."""
+    graph = create(tmp_path / "graph")
+    copied = Credentials(shutil.copytree(graph.folder, tmp_path / "copy"))
+    assert CurveKey.of(copied) == CurveKey.of(graph)
+    assert CurveKey.of(create(tmp_path / "other")) != CurveKey.of(graph)
+    assert graph.secret("a") != graph.secret("b")
+
+
+def test_vllms_connector_listens_and_asks_with_it(tmp_path: Path) -> None:
+    """The classes that vLLM makes, without engines around them: the configuration alone leads them to the key."""
+    provide_nixl()
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+
+    from pdserve.kv.connector import ConnectorScheduler, channel_key
+
+    graph = create(tmp_path / "graph")
+    extra = {CREDENTIALS: str(graph.folder)}
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(get_from_extra_config=extra.get))
+    scheduler = SimpleNamespace(vllm_config=config)
+    port, ready, stop = free_port("127.0.0.1"), threading.Event(), threading.Event()
+    arguments = (scheduler, ANSWERS, ready, stop, "127.0.0.1", port)
+    thread = threading.Thread(target=ConnectorScheduler._nixl_handshake_listener, args=arguments)
+    thread.start()
+    assert ready.wait(5)
+    path = f"tcp://127.0.0.1:{port}"
+    side_channel.ask(path, 2, channel_key(config))
+    with pytest.raises(TimeoutError):
+        side_channel.ask(path, 0.5)
+    stop.set()
+    thread.join(5)
+    assert "zmq_ctx" in base_worker.NixlBaseConnectorWorker._nixl_handshake.__code__.co_names

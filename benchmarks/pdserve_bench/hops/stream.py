@@ -1,5 +1,6 @@
 """The TCP stream between a decode worker and a frontend, alone: two processes (`stream_ends`), and messages like the
-outputs of one engine step. Against a bare TCP connection in the same two processes that carries the same bytes."""
+outputs of one engine step, with TLS. Against a bare, plain TCP connection in the same two processes that carries the same
+bytes."""
 
 import asyncio
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from pdserve.credentials import create
 from pdserve.errors import Unavailable
 from pdserve.supervisor.exits import dies_with_parent
 from pdserve_bench.hops.section import HopOptions, HopSection, Pair, alternate, cases, compared
@@ -119,9 +121,11 @@ class _Ends:
 @asynccontextmanager
 async def _ends(folder: Path) -> AsyncIterator[_Ends]:
     """Raises Unavailable where they do not come up."""
-    async with _end(folder, "worker") as worker:
+    credentials = str(create(folder / "credentials").folder)
+    async with _end(folder, "worker", credentials) as worker:
         listening = msgspec.json.decode(await worker.line(_LATE), type=Listening)
-        async with _end(folder, "frontend", listening.address, str(listening.bare_port)) as frontend:
+        arguments = credentials, listening.address, str(listening.bare_port)
+        async with _end(folder, "frontend", *arguments) as frontend:
             yield _Ends(worker, frontend)
 
 

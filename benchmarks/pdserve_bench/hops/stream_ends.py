@@ -1,9 +1,9 @@
 """The two processes of the stream's benchmark, each on the event loop that the real ones have.
 
-    python -m pdserve_bench.hops.stream_ends worker      says where it listens, then serves until its stdin ends
-    python -m pdserve_bench.hops.stream_ends frontend ADDRESS PORT      measures what its stdin asks for
+    python -m pdserve_bench.hops.stream_ends worker CREDENTIALS      says where it listens, serves until its stdin ends
+    python -m pdserve_bench.hops.stream_ends frontend CREDENTIALS ADDRESS PORT      measures what its stdin asks for
 
-The worker serves the stream, and beside it a bare protocol that sends as many bytes back, unread: the baseline. Asked
+The worker serves the stream, with TLS as a graph does, and beside it a bare protocol that sends as many bytes back, unread: the baseline. Asked
 for a number of messages it sends each in a turn of its event loop of its own, as steps of an engine do.
 """
 
@@ -14,10 +14,12 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
+from pathlib import Path
 
 import msgspec
 import uvloop
 
+from pdserve.credentials import Credentials
 from pdserve.engine.sim import wire
 from pdserve.messages import Cancel, Outputs, encode, encode_to_decode
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
@@ -99,11 +101,11 @@ class BareWorker(asyncio.Protocol):
             await asyncio.sleep(0)
 
 
-async def work() -> None:
+async def work(credentials: Credentials) -> None:
     messages = {size: outputs(size) for size in SIZES}
     loop = asyncio.get_running_loop()
     bare = await loop.create_server(BareWorker, HOST, 0)
-    async with bare, TcpStreamServer(HOST) as server:
+    async with bare, TcpStreamServer(HOST, credentials) as server:
         _say(Listening(server.address, bare.sockets[0].getsockname()[1]))
         serving = asyncio.create_task(_serve(server, messages))
         async for _ in _lines():
@@ -132,8 +134,8 @@ class Asker(Lifetime):
 
 
 class StreamAsker(Asker):
-    def __init__(self, address: str) -> None:
-        self._client = TcpStreamClient(address, "bench")
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self._client = TcpStreamClient(address, "bench", credentials)
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
@@ -174,8 +176,8 @@ class BareAsker(Asker, asyncio.Protocol):
             self._done.set()
 
 
-async def ask(address: str, port: int) -> None:
-    async with StreamAsker(address) as stream, BareAsker(port) as bare:
+async def ask(credentials: Credentials, address: str, port: int) -> None:
+    async with StreamAsker(address, credentials) as stream, BareAsker(port) as bare:
         async for line in _lines():
             task = msgspec.json.decode(line, type=StreamTask)
             _say(await _measured(bare if task.bare else stream, task))
@@ -211,6 +213,6 @@ def _say(message: msgspec.Struct) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "worker":
-        uvloop.run(work())
+        uvloop.run(work(Credentials(Path(sys.argv[2]))))
     else:
-        uvloop.run(ask(sys.argv[2], int(sys.argv[3])))
+        uvloop.run(ask(Credentials(Path(sys.argv[2])), sys.argv[3], int(sys.argv[4])))

@@ -20,14 +20,15 @@ _decode = msgspec.msgpack.Decoder(api.KVEventBatch).decode
 
 
 class CacheMirror(Lifetime):
-    """Enter it before the engine starts: it binds the socket to which the engine connects. It is wrong for the moment
+    """Enter it before the engine starts, and `follow` when it has, before its first request. It is wrong for the moment
     that an event takes; a lost event makes it wrong until the block is stored or removed again."""
 
     def __init__(self) -> None:
         self.prefixes = CachedPrefixes()
         self._blocks: dict[Any, tuple[bytes, int]] = {}
         """by vLLM's hash: a block's name, and the how manieth of its prompt it is"""
-        self.endpoint = ""
+        self.endpoint = api.get_open_zmq_ipc_path()
+        """where the engine is to publish its events: in a folder that only this user can enter"""
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
@@ -35,13 +36,14 @@ class CacheMirror(Lifetime):
         try:
             self._socket = context.socket(zmq.SUB)
             self._socket.subscribe(b"")
-            port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-            self.endpoint = f"tcp://127.0.0.1:{port}"
             async with Owner() as tasks:
                 tasks.forever(self._read, "kv events")
                 yield
         finally:
             context.destroy(linger=0)
+
+    def follow(self) -> None:
+        self._socket.connect(self.endpoint)
 
     def clear(self) -> None:
         self.prefixes.clear()

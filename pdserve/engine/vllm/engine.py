@@ -51,6 +51,7 @@ class VllmEngine(Engine):
             stack.push_async_callback(self._process.stop)
             await self._fingerprint.before()
             await self._process.start(self._cache.endpoint)
+            self._cache.follow()
             self._stats = api.PrometheusStatLogger(self._process.config)
             self._stats.log_engine_initialized()
             self.facts = await self._facts()
@@ -183,7 +184,8 @@ class VllmEngine(Engine):
         await self._call(self._core.get_supported_tasks_async())
 
     async def reach(self) -> None:
-        await asyncio.to_thread(side_channel.ask, self._process.side_channel, REACH_WITHIN)
+        process = self._process
+        await asyncio.to_thread(side_channel.ask, process.side_channel, REACH_WITHIN, process.channel_key)
 
     def cpu_seconds(self) -> float:
         return self._process.cpu_seconds()

@@ -16,6 +16,8 @@ from pdserve.config.arguments import for_engine, to_argv
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api
 from pdserve.errors import ConfigError, EngineDead
+from pdserve.kv import CREDENTIALS
+from pdserve.kv.side_channel import CurveKey
 from pdserve.ports import free_port, port_holder
 from pdserve.records import Role
 
@@ -40,6 +42,7 @@ class VllmProcess:
         self.core: api.AsyncMPClient | None = None
         self.side_channel = ""
         """ZeroMQ address at which other engines ask for KV"""
+        self.channel_key = CurveKey.of(spec.credentials)
         self.processes: set[psutil.Process] = set()
         """all of them, in all generations"""
         self._spec = spec
@@ -129,7 +132,10 @@ class VllmProcess:
                 "kv_role": "kv_producer" if spec.role is Role.PREFILL else "kv_consumer",
                 "engine_id": spec.instance,
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"kv_lease_duration": LEASE},
+                "kv_connector_extra_config": {
+                    "kv_lease_duration": LEASE,
+                    CREDENTIALS: str(spec.credentials.folder.absolute()) if spec.credentials else None,
+                },
             }
         if spec.role is Role.DECODE:
             arguments["kv-events-config"] = {
