@@ -2,7 +2,9 @@
 
 import asyncio
 import socket
+import threading
 import time
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -11,6 +13,7 @@ from pdserve.messages import Load
 from pdserve.observe import pages
 from pdserve.observe.pages import read_loads, serve_pages
 from pdserve.records import Instance, Role
+from tests.conditions import until
 
 
 def instance(name: str, url: str) -> Instance:
@@ -50,3 +53,34 @@ async def test_a_process_that_hangs_does_not_answer(monkeypatch: pytest.MonkeyPa
         assert (await asyncio.to_thread(httpx.get, load)).json() == {
             "running": 0, "waiting": 0, "kv_usage": 0.0, "tokens": 0, "queue_depth": 0, "unreachable": [],
         }  # fmt: skip
+
+
+def _connection(url: str, sent: bytes) -> socket.socket:
+    host, _, port = url.removeprefix("http://").removesuffix("/metrics").rpartition(":")
+    connection = socket.create_connection((host.strip("[]"), int(port)))
+    connection.sendall(sent)
+    return connection
+
+
+async def test_slow_clients_cost_a_process_few_threads_and_others_nothing() -> None:
+    with serve_pages("127.0.0.1") as page, ExitStack() as stack:
+        before = threading.active_count()
+        for number in range(3 * pages.MAX_OPEN):
+            sent = b"GET /metrics HTTP/1.1\r\nHost: " if number % 2 else b""
+            stack.enter_context(_connection(page.metrics, sent))
+        for _ in range(3):
+            assert (await asyncio.to_thread(httpx.get, page.metrics)).status_code == 200
+        await until(lambda: threading.active_count() <= before + pages.MAX_OPEN + 2)
+
+
+async def test_a_silent_client_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "SILENT_FOR", 0.3)
+    with serve_pages("127.0.0.1") as page, _connection(page.metrics, b"GET /metrics HTT") as client:
+        client.settimeout(3)
+        assert await asyncio.to_thread(client.recv, 1) == b""
+
+
+async def test_pages_on_an_ipv6_address() -> None:
+    with serve_pages("::1") as page:
+        assert (await asyncio.to_thread(httpx.get, page.metrics)).status_code == 200
+        assert set(await read_loads([instance("a", page.metrics)])) == {"a"}

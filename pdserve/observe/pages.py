@@ -1,15 +1,19 @@
-"""The HTTP pages of each process beside its work, its metrics and its load, and how the loads of many are read."""
+"""The HTTP pages of each process beside its work, its metrics and its load, and how the loads of many are read.
+Anything that reaches `Graph.host` may read them: they change nothing, and have no text of a request."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from socketserver import ThreadingMixIn
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import httpx
 import msgspec
-from prometheus_client import make_wsgi_app, start_http_server
+from prometheus_client import make_wsgi_app
 
 from pdserve.messages import Load, reader
 from pdserve.observe.metrics import TASKS
@@ -22,6 +26,10 @@ READ_WITHIN = 2.0
 """seconds for the answer of one process"""
 AT_ONCE = 128
 """processes that are asked at the same time"""
+MAX_OPEN = 32
+"""connections to the pages of a process, each with a thread; beyond, the oldest is closed"""
+SILENT_FOR = 5.0
+"""seconds after which a client that sends or takes nothing is given up"""
 
 _decode_load = reader(msgspec.json.Decoder(Load).decode)
 
@@ -40,8 +48,9 @@ def serve_pages(host: str) -> Iterator[ProcessPages]:
     counted."""
     loop = asyncio.get_running_loop()
     TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
-    server, thread = start_http_server(0, host)
-    pages, metrics = ProcessPages(f"http://{host}:{server.server_port}"), make_wsgi_app()
+    server = _PagesServer(host)
+    at = f"[{host}]" if ":" in host else host
+    pages, metrics = ProcessPages(f"http://{at}:{server.server_port}"), make_wsgi_app()
 
     def answer(environ: dict[str, Any], start_response: Any) -> Any:
         if environ["PATH_INFO"] != LOAD:
@@ -54,10 +63,49 @@ def serve_pages(host: str) -> Iterator[ProcessPages]:
         return [body]
 
     server.set_app(answer)
+    thread = threading.Thread(target=server.serve_forever, name="pages", daemon=True)
+    thread.start()
     try:
         yield pages
     finally:
-        _stop(server, thread)
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _PagesHandler(WSGIRequestHandler):
+    @property
+    def timeout(self) -> float:  # type: ignore[override]
+        return SILENT_FOR
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+class _PagesServer(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str) -> None:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        self.address_family, address = found[0][0], str(found[0][4][0])
+        self._open: dict[Any, None] = {}
+        super().__init__((address, 0), _PagesHandler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        for oldest in list(self._open)[: max(0, len(self._open) + 1 - MAX_OPEN)]:
+            self._open.pop(oldest, None)
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The client is gone, or was too slow."""
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, question: Callable[[], Load]) -> Load:
@@ -72,12 +120,6 @@ def _in_loop(loop: asyncio.AbstractEventLoop, question: Callable[[], Load]) -> L
 
     loop.call_soon_threadsafe(tell)
     return told.result(TOLD_WITHIN)
-
-
-def _stop(server: Any, thread: threading.Thread) -> None:
-    server.shutdown()
-    server.server_close()
-    thread.join()
 
 
 async def read_loads(instances: Iterable[Instance]) -> dict[str, Load]:
