@@ -16,6 +16,7 @@ import pytest
 from pdserve.credentials import create
 from pdserve.ports import free_port, port_holder
 from pdserve.records import Role
+from tests.listeners import listeners
 from tests.serving import FRONTEND, WORKERS, Serve, kv_ports, running, until
 from tests.terminal import Terminal
 
@@ -68,6 +69,22 @@ def test_status_lists_all_instances(graph: Serve) -> None:
     assert skews == [pytest.approx(skew, abs=0.5) for skew in (0, 5, 5, -40)]
     assert table.count("clock +5.0 s") == 2
     assert table.count("clock -40.0 s") == 1
+
+
+def test_nothing_listens_but_what_is_known(graph: Serve) -> None:
+    """And on the loopback device alone, where the file says nothing else. See docs/security.md."""
+    assert listeners(graph) == {
+        ("frontend", "HTTP"): 1,
+        ("frontend", "pages"): 1,
+        ("decode", "tcp"): 2,
+        ("decode", "pages"): 2,
+        ("decode", "TCP"): 2,  # simulated KV
+        ("prefill", "pages"): 1,
+        ("prefill", "TCP"): 1,  # simulated KV
+        ("nats-server", "clients"): 1,
+        ("etcd", "clients"): 1,
+        ("etcd", "TCP"): 1,  # other etcds
+    }
 
 
 def test_a_setting_reaches_the_workers(graph: Serve) -> None:
