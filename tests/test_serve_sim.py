@@ -76,7 +76,7 @@ def test_nothing_listens_but_what_is_known(graph: Serve) -> None:
     assert listeners(graph) == {
         ("frontend", "HTTP"): 1,
         ("frontend", "pages"): 1,
-        ("decode", "tcp"): 2,
+        ("decode", "tls"): 2,
         ("decode", "pages"): 2,
         ("decode", "TCP"): 2,  # simulated KV
         ("prefill", "pages"): 1,

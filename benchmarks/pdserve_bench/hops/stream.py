@@ -1,6 +1,6 @@
 """The TCP stream between a decode worker and a frontend, alone: two processes (`stream_ends`), and messages like the
-outputs of one engine step, with TLS. Against a bare, plain TCP connection in the same two processes that carries the same
-bytes."""
+outputs of one engine step, with TLS. Against a bare TCP connection in the same two processes that carries the same
+bytes in the clear."""
 
 import asyncio
 import signal

@@ -3,8 +3,9 @@
     python -m pdserve_bench.hops.stream_ends worker CREDENTIALS      says where it listens, serves until its stdin ends
     python -m pdserve_bench.hops.stream_ends frontend CREDENTIALS ADDRESS PORT      measures what its stdin asks for
 
-The worker serves the stream, with TLS as a graph does, and beside it a bare protocol that sends as many bytes back, unread: the baseline. Asked
-for a number of messages it sends each in a turn of its event loop of its own, as steps of an engine do.
+The worker serves the stream, with TLS as a graph does, and beside it a bare protocol that sends as many bytes back,
+unread: the baseline. Asked for a number of messages it sends each in a turn of its event loop of its own, as steps of
+an engine do.
 """
 
 import asyncio
