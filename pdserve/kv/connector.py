@@ -33,21 +33,10 @@ once for a while, and the engine is told, so that the decode worker sends no pre
 other end is `side_channel.py`."""
 
 import time
-from pathlib import Path
 from threading import Event
 from typing import Any
 
-from pdserve.credentials import Credentials
-from pdserve.kv import (
-    AFTER,
-    COMPLETE,
-    CREDENTIALS,
-    FAILED,
-    RELEASED,
-    STALLED,
-    UNREACHABLE,
-    side_channel,
-)
+from pdserve.kv import AFTER, COMPLETE, FAILED, RELEASED, STALLED, UNREACHABLE, side_channel
 from pdserve.kv.handles import LEASE_MARGIN
 from pdserve.kv.nixl import affinity_kept, provide_nixl, quiet_agents
 
@@ -78,11 +67,6 @@ FLOOR_KEY, RATE_KEY = "pdserve_transfer_floor", "pdserve_transfer_rate"
 DEFAULT_FLOOR, DEFAULT_RATE = 3.0, 50e6
 HANDSHAKE_PAUSE = 10.0
 """seconds after a failed handshake during which none is tried with that engine"""
-
-
-def channel_key(vllm_config: Any) -> side_channel.CurveKey | None:
-    folder = vllm_config.kv_transfer_config.get_from_extra_config(CREDENTIALS, None)
-    return side_channel.CurveKey.of(Credentials(Path(folder)) if folder else None)
 
 
 class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
@@ -122,7 +106,7 @@ class ConnectorScheduler(AheadScheduler):
     def _nixl_handshake_listener(
         self, encoded_data: Any, ready_event: Event, stop_event: Event, host: str, port: int
     ) -> None:
-        path, key = make_zmq_path("tcp", host, port), channel_key(self.vllm_config)
+        path, key = make_zmq_path("tcp", host, port), side_channel.CurveKey.configured(self.vllm_config)
         side_channel.listen(encoded_data, ready_event, stop_event, path, logger, key)
 
 
@@ -142,7 +126,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        base_worker.zmq_ctx = side_channel.dialer(channel_key(vllm_config))
+        base_worker.zmq_ctx = side_channel.dialer(side_channel.CurveKey.configured(vllm_config))
         self.xfer_stats = TransferStats()
         extra = vllm_config.kv_transfer_config.get_from_extra_config
         self._stalls = StallWatch(extra(FLOOR_KEY, DEFAULT_FLOOR), extra(RATE_KEY, DEFAULT_RATE))

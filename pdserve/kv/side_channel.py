@@ -15,13 +15,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from logging import Logger
+from pathlib import Path
 from threading import Event
+from typing import Any
 
 import msgspec
 import zmq
 from zmq.utils import z85
 
 from pdserve.credentials import Credentials
+from pdserve.kv import CREDENTIALS
 
 GET_META = b"get_meta_msg"
 """vLLM's name of the request (`tests/kv/test_side_channel.py` compares)"""
@@ -46,6 +49,12 @@ class CurveKey:
             return None
         secret = z85.encode(credentials.secret("KV side channel"))
         return cls(zmq.curve_public(secret), secret)
+
+    @classmethod
+    def configured(cls, vllm_config: Any) -> "CurveKey | None":
+        """By the connector's extra configuration, in vLLM's processes."""
+        folder = vllm_config.kv_transfer_config.get_from_extra_config(CREDENTIALS, None)
+        return cls.of(Credentials(Path(folder)) if folder else None)
 
 
 def listen(

@@ -111,7 +111,7 @@ def test_vllms_connector_listens_and_asks_with_it(tmp_path: Path) -> None:
     provide_nixl()
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
-    from pdserve.kv.connector import ConnectorScheduler, channel_key
+    from pdserve.kv.connector import ConnectorScheduler
 
     graph = create(tmp_path / "graph")
     extra = {CREDENTIALS: str(graph.folder)}
@@ -123,7 +123,7 @@ def test_vllms_connector_listens_and_asks_with_it(tmp_path: Path) -> None:
     thread.start()
     assert ready.wait(5)
     path = f"tcp://127.0.0.1:{port}"
-    side_channel.ask(path, 2, channel_key(config))
+    side_channel.ask(path, 2, CurveKey.configured(config))
     with pytest.raises(TimeoutError):
         side_channel.ask(path, 0.5)
     stop.set()
