@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 NAME = "pdserve"
 """that each certificate of a graph is for, beside its hosts' own names: a client that must check one checks this"""
+LOCAL = ("localhost", "127.0.0.1", "::1")
 VALID = timedelta(days=3650)
 
 
@@ -82,7 +83,7 @@ class Credentials:
         return context
 
 
-def create(folder: Path, hosts: Iterable[str] = ("localhost", "127.0.0.1", "::1")) -> Credentials:
+def create(folder: Path, hosts: Iterable[str] = LOCAL) -> Credentials:
     """Make an authority and a node's certificate that is also for `hosts`, in place of what is in the folder, which
     only this user can read. The authority's key is kept nowhere: a new certificate means a new folder on all hosts.
     Raises OSError."""

@@ -8,13 +8,27 @@ import sys
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
+from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, EngineDead, RegistryUnavailable
 from pdserve.process import life
 
 ROOT = Path(__file__).parent.parent
 LOCAL = ROOT / "configs/local.yaml"
-COMMANDS = ("serve", "frontend", "decode", "prefill", "plan", "status", "set", "doctor", "chaos", "compare")
+COMMANDS = (
+    "serve",
+    "frontend",
+    "decode",
+    "prefill",
+    "plan",
+    "status",
+    "set",
+    "credentials",
+    "doctor",
+    "chaos",
+    "compare",
+)
 BENCHES = ("bench multi-round", "bench goodput", "bench systems", "bench hops")
 
 
@@ -232,6 +246,43 @@ def test_set_shows_writes_and_unsets(etcd_url: str, namespace: str) -> None:
     assert "policy = threshold " in result.stdout, "which a threshold alone means"
     assert "max-local-prefill-length = 7 " in pdserve("set", *where).stdout
     assert "router = (as in the file)" in pdserve("set", "--unset", "router", *where).stdout
+
+
+def test_credentials_are_made_and_not_lost(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "secrets"
+    result = pdserve("credentials", folder, "--host", "nats.example.com", "--host", "10.0.0.5")
+    assert result.returncode == 0
+    assert "Security:\n       credentials: " + str(folder) in result.stdout
+    made = Credentials.load(folder)
+    assert made is not None
+    names = x509.load_pem_x509_certificate(made.certificate.read_bytes()).extensions
+    assert "nats.example.com" in str(names.get_extension_for_class(x509.SubjectAlternativeName))
+    before = made.key.read_bytes()
+    result = pdserve("credentials", folder)
+    assert result.returncode == 2
+    assert f"{folder} exists: choose another folder, or replace it with --force." in result.stderr
+    assert made.key.read_bytes() == before
+    assert pdserve("credentials", folder, "--force").returncode == 0
+    assert made.key.read_bytes() != before
+    (folder / "of mine").touch()
+    result = pdserve("credentials", folder, "--force")
+    assert result.returncode == 2
+    assert "has other files in it (of mine)" in result.stderr
+    assert pdserve("credentials", "/proc/secrets").returncode == 2
+
+
+def test_a_graph_that_other_machines_could_reach_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "open.yaml"
+    file.write_text(LOCAL.read_text().replace("  port: 8000", "  port: 8000\n  host: 0.0.0.0"))
+    result = pdserve("serve", "-f", file, state=tmp_path)
+    assert result.returncode == 2
+    assert (
+        "Frontend.host is 0.0.0.0, which other machines reach, but the API has no keys and no TLS"
+        in result.stderr
+    )
+    assert pdserve("plan", "-f", file, PDSERVE_API_KEYS="key").returncode == 2
+    file.write_text(file.read_text() + "Security: {allow: [plain-http]}\n")
+    assert "Frontend.host" not in pdserve("plan", "-f", file, PDSERVE_API_KEYS="key").stderr
 
 
 def test_a_role_alone_needs_servers(tmp_path: Path) -> None:

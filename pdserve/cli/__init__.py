@@ -28,6 +28,7 @@ COMMANDS = {
     "plan": ("pdserve.cli.plan:plan", "what would run where, and whether it fits"),
     "status": ("pdserve.cli.status:status", "which processes run, and what they are doing"),
     "set": ("pdserve.cli.settings:change_settings", "change a running graph's settings"),
+    "credentials": ("pdserve.cli.credentials:make_credentials", "certificates for a graph on several hosts"),
     "doctor": ("pdserve.cli.doctor:doctor", "is this machine fit for it?"),
     "chaos": ("pdserve_bench.chaos.command:chaos", "break a graph under load, and count what was lost"),
     "bench": (
@@ -63,6 +64,7 @@ _EPILOG = """\
 environment:
   PDSERVE_STATE_DIR                where embedded servers keep data and logs (default: ~/.pdserve)
   PDSERVE_NATS, PDSERVE_ETCD       servers to use, over what the file says
+  PDSERVE_CREDENTIALS              folder of `pdserve credentials`, over what the file says
 
 exit codes: 0 done, 1 failed, 2 wrong configuration or command line.
 """

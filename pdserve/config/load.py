@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pdserve.config.arguments import arguments, shapes_answers
+from pdserve.config.exposure import Opening, openings
 from pdserve.config.host import resolve_model, with_home
 from pdserve.config.schema import (
     THRESHOLDS,
@@ -79,6 +80,13 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     frontend_config = _frontend(frontend, processor.values, findings)
     decode_config = _worker(DecodeConfig, _with_policy(decode, findings), findings)
     prefill_config = _worker(PrefillConfig, prefill, findings)
+    _check_exposure(
+        openings(places, frontend_config, files, bool(files.api_keys or env.get("PDSERVE_API_KEYS"))),
+        {"Graph": graph.own, "Frontend": frontend.own},
+        files,
+        env,
+        findings,
+    )
     findings.raise_if_any()
     return Config(
         **vars(places),
@@ -282,6 +290,24 @@ def _with_files(
         tls_certificate=beside(values.tls_certificate),
         tls_key=beside(values.tls_key),
     )
+
+
+def _check_exposure(
+    found: Iterable[Opening],
+    own: Mapping[str, Mapping[str, Entry]],
+    security: SecuritySection,
+    env: Mapping[str, str],
+    findings: Findings,
+) -> None:
+    for opening in found:
+        section, _, key = opening.key.partition(".")
+        variable = f"PDSERVE_{key.upper()}"
+        if opening.allowed(security):
+            continue
+        if key in ("nats", "etcd") and env.get(variable):
+            findings.whole(opening.problem, of=f"Environment variable {variable}")
+        else:
+            findings.problem(own[section][key], opening.problem)
 
 
 def _state_dir(graph: GraphSection, named: str | None, findings: Findings) -> Path:

@@ -37,24 +37,24 @@ def kebab(name: str) -> str:
 def nats_url(url: str) -> str:
     """Raises ValueError with what is wrong, as the end of a sentence that begins with the key, as all here do."""
     parts = _split(url)
-    if parts is not None and parts.scheme in ("tls", "ws", "wss"):
-        text = "NATS is reached without TLS and WebSockets only, as in nats://10.0.0.5:4222."
+    if parts is not None and parts.scheme in ("ws", "wss"):
+        text = "NATS is reached without WebSockets only, as in nats://10.0.0.5:4222."
         raise ValueError(f"is {url!r}, but {text}")
-    if parts is None or parts.scheme != "nats" or not parts.hostname or parts.path.strip("/"):
+    if parts is None or parts.scheme not in ("nats", "tls") or not parts.hostname or parts.path.strip("/"):
         raise ValueError(f"is {url!r}, but must be a NATS URL, as in nats://10.0.0.5:4222.")
     return url
 
 
 def etcd_address(address: str) -> str:
-    """host:port, without a scheme."""
+    """host:port, without `http://`: plain or not is decided by the graph's credentials."""
     parts = _split(address if "://" in address else f"http://{address}")
     if (
         parts is None
-        or parts.scheme != "http"
+        or parts.scheme not in ("http", "https")
         or parts.path.strip("/")
         or not (parts.hostname and parts.port)
     ):
-        text = "must be etcd's client address without TLS, as in 10.0.0.5:2379."
+        text = "must be etcd's client address, as in 10.0.0.5:2379."
         raise ValueError(f"is {address!r}, but {text}")
     return address.removeprefix("http://").rstrip("/")
 

@@ -204,6 +204,7 @@ Graph:
   state-dir: state
   request-timeout: 60
   drain-timeout: 0
+Security: {allow: [plain-graph]}
 """
 
 
@@ -219,6 +220,12 @@ def test_the_environment_wins(tmp_path: Path) -> None:
     env = {"PDSERVE_NATS": "nats://h:1", "PDSERVE_ETCD": "h:2", "PDSERVE_STATE_DIR": "/s"}
     config = read(tmp_path, GOOD + GRAPH, env)
     assert (config.nats, config.etcd, config.state_dir) == ("nats://h:1", "h:2", Path("/s"))
+    for name, value in env.items():
+        if name != "PDSERVE_STATE_DIR":
+            (problem,) = problems(tmp_path, GOOD, {name: value})
+            assert problem.startswith(
+                f"Environment variable {name} is h, which is reached over the network, but"
+            )
     config = read(tmp_path, GOOD, {"PDSERVE_NATS": "", "PDSERVE_ETCD": ""})
     assert (config.nats, config.etcd) == (None, None)
     found = problems(tmp_path, GOOD, {"PDSERVE_NATS": "10.0.0.5"})
@@ -570,10 +577,9 @@ BAD = {
         "VllmWorker: {model: demo, tensor-parallel-size: 2, ServiceArgs: {resources: {gpu-ids: [0]}}}\n",
         "FILE:1: VllmWorker.ServiceArgs.resources.gpu-ids names 1 GPUs, but 1 x 2 ranks need 2: name 2.",
     ),
-    "NATS over TLS": (
-        GOOD + "Graph: {nats: 'tls://x:1'}\n",
-        "FILE:11: Graph.nats is 'tls://x:1', but NATS is reached without TLS and WebSockets only, as in "
-        "nats://10.0.0.5:4222.",
+    "NATS over WebSockets": (
+        GOOD + "Graph: {nats: 'wss://x:1'}\n",
+        "FILE:11: Graph.nats is 'wss://x:1', but NATS is reached without WebSockets only, as in nats://10.0.0.5:4222.",
     ),
     "bad NATS URL": (
         GOOD + "Graph: {nats: 'http://x:1'}\n",
@@ -581,8 +587,7 @@ BAD = {
     ),
     "bad etcd address": (
         GOOD + "Graph: {etcd: '10.0.0.5'}\n",
-        "FILE:11: Graph.etcd is '10.0.0.5', but must be etcd's client address without TLS, as in "
-        "10.0.0.5:2379.",
+        "FILE:11: Graph.etcd is '10.0.0.5', but must be etcd's client address, as in 10.0.0.5:2379.",
     ),
     "bad host": (
         GOOD + "Graph: {host: 'http://x'}\n",

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from pdserve.credentials import Credentials
+from pdserve.errors import ConfigError
 from pdserve.ports import free_port
 from pdserve.queue import connect as connect_queue
 from pdserve.registry import connect as connect_registry
@@ -37,7 +39,8 @@ def test_images_are_pinned_and_data_is_kept(files: tuple[str, ...]) -> None:
     for name in ("nats", "etcd"):
         service = compose["services"][name]
         assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+(-alpine)?", service["image"])
-        (volume,) = service["volumes"]
+        volume, *mounted = service["volumes"]
+        assert all(each.startswith("./") and each.endswith(":ro") for each in mounted)
         kept, folder = volume.split(":")
         assert kept in compose["volumes"]
         assert any(word.endswith(f"={folder}") for word in service["command"])
@@ -46,7 +49,7 @@ def test_images_are_pinned_and_data_is_kept(files: tuple[str, ...]) -> None:
 def test_everything_is_on_loopback_unless_asked_otherwise() -> None:
     for compose, address in ((load(BASE), "127.0.0.1"), (load(BASE, PDSERVE_BIND="10.0.0.5"), "10.0.0.5")):
         published = [port for name in ("nats", "etcd") for port in compose["services"][name]["ports"]]
-        assert len(published) == 3
+        assert len(published) == 2
         assert all(re.fullmatch(rf"{re.escape(address)}:\d+:\d+", port) for port in published)
 
 
@@ -106,28 +109,55 @@ async def test_the_health_check_of_pdserve_asks_its_port() -> None:
     assert await _run(words) != 0
 
 
-class _ComposeNats(EmbeddedNats):
-    """A nats-server with the flags of the Compose file, ports and folder aside."""
+def _mounted(service: str, folder: str) -> str:
+    """The path beside the Compose file that a container sees as `folder`."""
+    mounts = (volume.split(":") for volume in load(BASE)["services"][service]["volumes"])
+    return next(str(source) for source, target, *_ in mounts if target == folder)
 
-    def __init__(self, state_dir: Path) -> None:
-        super().__init__(state_dir)
+
+def test_all_have_the_credentials() -> None:
+    services = load(BASE, CREDENTIALS="/secrets")["services"]
+    assert all("/secrets:/credentials:ro" in service["volumes"] for service in services.values())
+    assert services["pdserve"]["environment"]["PDSERVE_CREDENTIALS"] == "/credentials"
+    assert (
+        f"deploy/{Path(_mounted('nats', '/credentials')).name}/" in (FOLDER.parent / ".gitignore").read_text()
+    )
+
+
+class _ComposeNats(EmbeddedNats):
+    """A nats-server with the flags and the file of the Compose file, ports and folders aside."""
+
+    def __init__(self, state_dir: Path, credentials: Credentials) -> None:
+        super().__init__(state_dir, credentials=credentials)
         self.monitor = free_port("127.0.0.1")
 
     def command(self) -> list[str]:
+        assert self.credentials
+        seen = "/etc/pdserve/nats.conf"
+        text = (FOLDER / _mounted("nats", seen)).read_text()
+        conf = self.state_dir / "nats.conf"
+        conf.write_text(
+            "\n".join(replaced(text.splitlines(), {"127.0.0.1:8222": f"127.0.0.1:{self.monitor}"}))
+        )
         words = load(BASE)["services"]["nats"]["command"]
-        ours = {"=0.0.0.0": f"={self.host}", "=4222": f"={self.port}", "=8222": f"={self.monitor}"}
-        return [str(nats_binary()), *replaced(words[1:], ours | {"=/data": f"={self.data_dir}"})]
+        ours = {"=0.0.0.0": f"={self.host}", "=4222": f"={self.port}", seen: str(conf)}
+        ours |= {"/credentials": str(self.credentials.folder), "=/data": f"={self.data_dir}"}
+        return [str(nats_binary()), *replaced(words[1:], ours)]
 
 
-async def test_nats_starts_with_these_flags_and_is_healthy(tmp_path: Path) -> None:
+async def test_nats_starts_with_these_flags_and_is_healthy(tmp_path: Path, credentials: Credentials) -> None:
     check = load(BASE)["services"]["nats"]["healthcheck"]["test"]
     asked = urlsplit(check[-1])
     assert check[1] == "wget"
-    async with _ComposeNats(tmp_path) as server, httpx.AsyncClient() as client:
+    async with _ComposeNats(tmp_path, credentials) as server, httpx.AsyncClient() as client:
         answer = await client.get(f"http://127.0.0.1:{server.monitor}{asked.path}?{asked.query}")
         assert answer.status_code == 200
-        async with connect_queue(server.url, "ns", "m") as queue:
+        with pytest.raises(ConfigError, match="asks for TLS"):
+            async with connect_queue(server.url, "ns", "m"):
+                pass
+        async with connect_queue(server.url, "ns", "m", credentials) as queue:
             await publish(queue, "r")
+            assert queue.max_payload == 8 << 20
         assert (server.data_dir / "jetstream").is_dir()
 
 
@@ -136,18 +166,22 @@ class _ComposeEtcd(EmbeddedEtcd):
 
     def command(self) -> list[str]:
         words = load(BASE)["services"]["etcd"]["command"]
+        assert self.credentials
         ours = {"0.0.0.0:2379": self.url, "etcd:2379": self.url, "127.0.0.1:2380": "127.0.0.1:0"}
+        ours |= {"/credentials": str(self.credentials.folder)}
         return [str(etcd_binary()), *replaced(words[1:], ours | {"=/data": f"={self.data_dir}/data"})]
 
 
-async def test_etcd_starts_with_these_flags_and_is_healthy(tmp_path: Path) -> None:
-    check = load(BASE)["services"]["etcd"]["healthcheck"]["test"]
-    async with _ComposeEtcd(tmp_path) as server:
-        assert await _run(replaced(_etcdctl(check), {"127.0.0.1:2379": server.url})) == 0
-        async with connect_registry(server.url, "ns") as registry:
+async def test_etcd_starts_with_these_flags_and_is_healthy(tmp_path: Path, credentials: Credentials) -> None:
+    check = _etcdctl(load(BASE)["services"]["etcd"]["healthcheck"]["test"])
+    async with _ComposeEtcd(tmp_path, credentials=credentials) as server:
+        check = replaced(check, {"127.0.0.1:2379": server.url, "/credentials": str(credentials.folder)})
+        assert await _run(check) == 0
+        assert await _run([word for word in check if not word.startswith(("--cert", "--key"))]) != 0
+        async with connect_registry(server.url, "ns", credentials) as registry:
             await registry.put("a", b"1")
             assert await registry.read("") == {"a": b"1"}
-    assert await _run(replaced(_etcdctl(check), {"127.0.0.1:2379": server.url})) != 0
+    assert await _run(check) != 0
 
 
 def _etcdctl(check: list[Any]) -> list[str]:

@@ -1,0 +1,71 @@
+"""`pdserve credentials`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdserve.credentials import LOCAL, Credentials, create
+from pdserve.errors import ConfigError
+
+
+def make_credentials(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="of NATS or etcd, for other clients that check names; may be repeated"
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="replace the credentials that are in FOLDER")
+    ] = False,
+) -> int:
+    """Make the credentials of a graph on several hosts, or with a NATS and an etcd of your own: a certificate that each
+    of its processes shows, NATS and etcd too, and the authority that signed it. What shows no such certificate gets
+    nothing from them, and all between them is encrypted. Every host needs a copy of the folder, and
+    nothing else may read it. (`serve` makes its own where it starts NATS and etcd itself.)
+
+    They are valid for ten years. To change them: make new ones, copy them, restart NATS, etcd and the graph.
+
+    examples:
+      pdserve credentials ./secrets
+      pdserve credentials ./secrets --host nats.example.com --host etcd.example.com
+    """
+    if folder.exists() and not (force and folder.is_dir()):
+        raise ConfigError([f"{folder} exists: choose another folder, or replace it with --force."])
+    if folder.exists() and (others := _others(Credentials(folder))):
+        raise ConfigError(
+            [f"{folder} has other files in it ({', '.join(others)}): choose a folder of their own."]
+        )
+    try:
+        made = create(folder, [*LOCAL, *(host or [])])
+    except OSError as error:
+        raise ConfigError([f"{folder} cannot be written: {error.strerror or error}."]) from error
+    print(_next(made.folder.absolute(), made))
+    return 0
+
+
+def _others(of: Credentials) -> list[str]:
+    """What --force must not remove."""
+    ours = {path.name for path in (of.authority, of.certificate, of.key)}
+    return sorted(path.name for path in of.folder.iterdir() if path.name not in ours)
+
+
+def _next(folder: Path, made: Credentials) -> str:
+    """What to do with it."""
+    authority, certificate, key = (
+        folder / path.name for path in (made.authority, made.certificate, made.key)
+    )
+    return f"""\
+Made {folder}. Keep it secret: it lets in whatever has it.
+
+1. Copy the folder to each host of the graph, readable by its user alone (chmod 700), for example:
+     scp -pr {folder} HOST:
+2. Name it in the graph's YAML on each host (or by PDSERVE_CREDENTIALS):
+     Security:
+       credentials: {folder}
+3. NATS and etcd of your own take the same files (deploy/docker-compose.yml has all of it):
+     nats-server --tls --tlsverify --tlscert {certificate} --tlskey {key} --tlscacert {authority} ...
+     etcd --client-cert-auth --cert-file {certificate} --key-file {key} --trusted-ca-file {authority} ...
+"""

@@ -1,0 +1,84 @@
+"""What other machines reach that nothing protects. A file with any of it is refused, unless its `Security.allow` says
+that it is meant."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address
+from urllib.parse import urlsplit
+
+from pdserve.config.schema import Allowance, FrontendConfig, GraphSection, SecuritySection
+
+_MAKE = "make credentials (`pdserve credentials FOLDER`) and set Security.credentials"
+
+
+@dataclass(frozen=True)
+class Opening:
+    key: str
+    """of the address, as `Graph.host`"""
+    what: str
+    """the end of a sentence that begins with the key"""
+    advice: str
+    allowances: tuple[Allowance, ...]
+    """that permit it, if there are any"""
+
+    def allowed(self, security: SecuritySection) -> bool:
+        return bool(self.allowances) and set(self.allowances) <= set(security.allow)
+
+    @property
+    def problem(self) -> str:
+        otherwise = f", or accept it with Security.allow: [{', '.join(self.allowances)}]"
+        return f"{self.what}: {self.advice}{otherwise if self.allowances else ''}."
+
+
+def is_loopback(host: str) -> bool:
+    """False for every name but localhost: what it stands for may change."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host.lower() == "localhost"
+    if isinstance(address, IPv6Address) and address.ipv4_mapped:
+        address = address.ipv4_mapped
+    return address.is_loopback
+
+
+def has_credentials(graph: GraphSection, security: SecuritySection) -> bool:
+    """`serve` makes them where it starts both servers."""
+    return security.credentials is not None or (graph.nats is None and graph.etcd is None)
+
+
+def openings(
+    graph: GraphSection, frontend: FrontendConfig | None, security: SecuritySection, keys: bool
+) -> Iterator[Opening]:
+    """All of them, allowed or not. `keys`: the API asks for one."""
+    if not has_credentials(graph, security):
+        yield from _of_graph(graph)
+    if frontend is not None and not is_loopback(frontend.host):
+        lacks: dict[Allowance, tuple[str, str]] = {}
+        if not keys:
+            lacks["no-keys"] = ("keys", "Security.api-keys (or PDSERVE_API_KEYS)")
+        if security.tls_certificate is None:
+            lacks["plain-http"] = ("TLS", "Security.tls-certificate and tls-key")
+        if lacks:
+            missing = " and no ".join(name for name, _ in lacks.values())
+            what = f"is {frontend.host}, which other machines reach, but the API has no {missing}"
+            advice = f"set {' and '.join(keys for _, keys in lacks.values())}"
+            yield Opening("Frontend.host", what, advice, tuple(lacks))
+
+
+def _of_graph(graph: GraphSection) -> Iterator[Opening]:
+    for key, address, scheme in (("nats", graph.nats, "tls"), ("etcd", graph.etcd, "https")):
+        if address is None:
+            continue
+        if address.startswith(f"{scheme}://"):
+            what = f"is {address}, which asks for TLS, but the graph has no credentials"
+            yield Opening(f"Graph.{key}", what, _MAKE, ())
+        elif not is_loopback(_host(address)):
+            what = f"is {_host(address)}, which is reached over the network, but nothing there would be encrypted"
+            yield Opening(f"Graph.{key}", what, _MAKE, ("plain-graph",))
+    if not is_loopback(graph.host):
+        what = f"is {graph.host}, where other machines reach the workers' streams, but the graph has no credentials"
+        yield Opening("Graph.host", what, _MAKE, ("plain-graph",))
+
+
+def _host(address: str) -> str:
+    return urlsplit(address if "://" in address else f"//{address}").hostname or ""

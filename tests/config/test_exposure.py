@@ -1,0 +1,123 @@
+"""What other machines reach is refused where nothing protects it, with the line and what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.config.exposure import is_loopback
+from pdserve.config.load import load
+from tests.config.test_load import GOOD, problems, read
+
+MAKE = "make credentials (`pdserve credentials FOLDER`) and set Security.credentials"
+PLAIN = f"{MAKE}, or accept it with Security.allow: [plain-graph]."
+NATS, ETCD = "nats: 'nats://127.0.0.1:4222'", "etcd: 'localhost:2379'"
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.5", False),
+        ("::ffff:10.0.0.5", False),
+        ("localhost.example.com", False),
+        ("node-1", False),
+    ],
+)
+def test_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+@pytest.mark.parametrize(
+    ("graph", "expected"),
+    [
+        ("", []),
+        ("host: 10.0.0.7", []),  # serve makes credentials for the servers that it starts
+        (f"{NATS}, {ETCD}", []),
+        (f"{NATS}, host: 127.0.0.2", []),
+        ("nats: 'tls://127.0.0.1:4222', credentials: true", []),
+        (
+            f"{NATS}, host: 10.0.0.7",
+            [
+                "Graph.host is 10.0.0.7, where other machines reach the workers' streams, but the graph has no "
+            ],
+        ),
+        (
+            "nats: 'nats://n:4222', etcd: '[::2]:2379'",
+            [
+                "Graph.nats is n, which is reached over the network, but nothing there would be encrypted: ",
+                "Graph.etcd is ::2, which is reached over the network, but nothing there would be encrypted: ",
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("security", ["", "allow: [plain-graph]", "credentials: folder"])
+def test_a_graph(tmp_path: Path, graph: str, expected: list[str], security: str) -> None:
+    if "credentials: true" in graph:
+        graph, security = graph.partition(", cred")[0], "credentials: folder"
+    text = f"{GOOD}Graph: {{{graph}}}\nSecurity: {{{security}}}\n"
+    if security or not expected:
+        read(tmp_path, text)
+        return
+    found = problems(tmp_path, text)
+    assert len(found) == len(expected)
+    for problem, start in zip(found, expected, strict=True):
+        assert problem.startswith(f"FILE:11: {start}")
+        assert problem.endswith(PLAIN)
+
+
+@pytest.mark.parametrize("address", ["nats: 'tls://127.0.0.1:4222'", "etcd: 'https://127.0.0.1:2379'"])
+@pytest.mark.parametrize("allow", ["[]", "[plain-graph]"])
+def test_a_server_with_tls_needs_credentials(tmp_path: Path, address: str, allow: str) -> None:
+    text = f"{GOOD}Graph: {{{address}}}\nSecurity: {{allow: {allow}}}\n"
+    (found,) = problems(tmp_path, text)
+    assert found.startswith("FILE:11: Graph.")
+    assert found.endswith(f", which asks for TLS, but the graph has no credentials: {MAKE}.")
+    assert read(tmp_path, text.replace("allow", "credentials: c, allow")).security.credentials
+
+
+@pytest.mark.parametrize(
+    ("security", "keys", "expected"),
+    [
+        (
+            "",
+            "",
+            "no keys and no TLS: set Security.api-keys (or PDSERVE_API_KEYS) and Security.tls-certificate and "
+            "tls-key, or accept it with Security.allow: [no-keys, plain-http].",
+        ),
+        (
+            "",
+            "key",
+            "no TLS: set Security.tls-certificate and tls-key, or accept it with Security.allow: [plain-http].",
+        ),
+        (
+            "tls-certificate: a, tls-key: b",
+            "",
+            "no keys: set Security.api-keys (or PDSERVE_API_KEYS), or accept it with Security.allow: [no-keys].",
+        ),
+        ("tls-certificate: a, tls-key: b, api-keys: c", "", ""),
+        ("allow: [plain-http]", "key", ""),
+        ("allow: [plain-http, no-keys]", "", ""),
+        ("allow: [plain-graph]", "key", "no TLS: "),
+        ("credentials: a", "key", "no TLS: "),
+    ],
+)
+def test_the_api(tmp_path: Path, security: str, keys: str, expected: str) -> None:
+    text = GOOD.replace("  port: 8000", "  host: 0.0.0.0") + f"Security: {{{security}}}\n"
+    env = {"PDSERVE_API_KEYS": keys}
+    if not expected:
+        read(tmp_path, text, env)
+        return
+    (found,) = problems(tmp_path, text, env)
+    start = "FILE:5: Frontend.host is 0.0.0.0, which other machines reach, but the API has "
+    assert found.startswith(start + expected)
+
+
+def test_all_files_that_come_with_it_are_closed() -> None:
+    for file in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
+        load(file, {})
