@@ -7,6 +7,7 @@ import pytest
 from pdserve_bench.launch import SIM_SPEED, derive
 
 from pdserve.config.load import load
+from pdserve.config.schema import SecuritySection
 from pdserve.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,13 +35,15 @@ def test_other_graphs_servers_are_left_alone(tmp_path: Path) -> None:
     file.write_text(
         "Common: {model: demo}\n"
         "Graph: {nats: 'nats://10.0.0.5:4222', etcd: '10.0.0.5:2379', state_dir: /elsewhere, kv_port: 7}\n"
-        "Frontend: {port: 80, ServiceArgs: {workers: 3}}\n"
+        "Security: {credentials: theirs, tls-certificate: a, tls-key: b, api-keys: c}\n"
+        "Frontend: {port: 80, host: 0.0.0.0, ServiceArgs: {workers: 3}}\n"
         "VllmWorker: {engine: sim, common-configs: [model], ServiceArgs: {workers: 4}}\n"
     )
     sections, written = _loaded(file, tmp_path)
     config = load(written, {})
     assert config.nats is None
     assert config.etcd is None
+    assert config.security == SecuritySection()
     assert config.frontend is not None
     assert config.decode is not None
     assert (config.frontend.processes, config.decode.count, config.prefill) == (3, 4, None)
