@@ -11,6 +11,7 @@ report has sums since the start, not changes: what one that is lost would have t
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 
@@ -22,7 +23,7 @@ KINDS = ("requests", "tokens")
 SILENT = 5.0
 """seconds after which a frontend that tells nothing counts as gone, and its requests as over"""
 HEARTBEAT = 1.0
-"""seconds between two reports that say the same"""
+"""seconds after which a report has all keys of which something is used, for frontends that have just started"""
 MOST_TOLD = 10_000
 """keys in one report: NATS takes a message of a megabyte"""
 _ALMOST = 1e-6
@@ -78,7 +79,7 @@ class KeyUsage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UsageReport(msgspec.Struct, frozen=True):
-    """From a frontend to all others: its keys that are not idle."""
+    """From a frontend to all others: the keys that have anything to tell. No request of another one runs there."""
 
     frontend: str
     keys: dict[str, KeyUsage]
@@ -92,6 +93,7 @@ class KeyQuota:
         self.used = dict.fromkeys(KINDS, 0.0)
         self.told = dict(self.used)
         """in the last report that had this key"""
+        self.told_running = 0
         self.buckets: dict[str, Bucket] = {}
         self.change(limits, now)
 
@@ -131,14 +133,17 @@ class KeyQuota:
             self.buckets[kind].take(amount, now)
             self.used[kind] += amount
 
-    def tell(self, now: float) -> KeyUsage | None:
-        """None where there is nothing to tell."""
+    @property
+    def untold(self) -> bool:
+        return self.used != self.told or self.running != self.told_running
+
+    def tell(self, now: float) -> KeyUsage:
+        before, self.told, self.told_running = self.told, dict(self.used), self.running
         left = {kind: bucket.level(now) for kind, bucket in self.buckets.items()}
-        full = all(left[kind] == bucket.limit for kind, bucket in self.buckets.items())
-        if full and not self.running and self.used == self.told:
-            return None
-        before, self.told = self.told, dict(self.used)
         return KeyUsage(self.running, self.told, before, left)
+
+    def full(self, now: float) -> bool:
+        return all(bucket.level(now) == bucket.limit for bucket in self.buckets.values())
 
     def heard(self, usage: KeyUsage, known: Mapping[str, float] | None, now: float) -> None:
         """Take what another frontend has used; `known` is what it had used when it was heard last."""
@@ -178,8 +183,8 @@ class KeyLedger:
         self._frontend = frontend
         self._quotas: dict[str, KeyQuota] = {}
         self._others: dict[str, _Other] = {}
-        self._told: Mapping[str, KeyUsage] = {}
         self._told_at = -math.inf
+        """all of it"""
 
     def replace(self, keys: Iterable[ApiKey], now: float) -> None:
         """From now on these keys have limits as they say. What they have used stays used."""
@@ -202,16 +207,19 @@ class KeyLedger:
         return sum(other.keys[name].running for other in self._others.values() if name in other.keys)
 
     def report(self, now: float) -> UsageReport | None:
-        """What the others should know; None where they know it."""
+        """What the others should know, from time to time all of it; None where they know it."""
         self._others = {id: other for id, other in self._others.items() if now - other.heard < SILENT}
-        keys: dict[str, KeyUsage] = {}
-        for name, quota in self._quotas.items():
-            if len(keys) < MOST_TOLD and (usage := quota.tell(now)):
-                keys[name] = usage
-        if now - self._told_at < HEARTBEAT and _alike(keys, self._told):
+        whole = now - self._told_at >= HEARTBEAT
+        if not whole and not any(quota.untold for quota in self._quotas.values()):
             return None
-        self._told, self._told_at = keys, now
-        return UsageReport(self._frontend, keys)
+        if whole:
+            self._told_at = now
+        keys = (
+            (name, quota.tell(now))
+            for name, quota in self._quotas.items()
+            if quota.running or quota.untold or (whole and not quota.full(now))
+        )
+        return UsageReport(self._frontend, dict(islice(keys, MOST_TOLD)))
 
     def heard(self, report: UsageReport, now: float) -> None:
         if report.frontend == self._frontend:
@@ -222,13 +230,6 @@ class KeyLedger:
             if quota := self._quotas.get(name):
                 quota.heard(usage, other.used.get(name), now)
                 other.used[name] = usage.used
-
-
-def _alike(keys: Mapping[str, KeyUsage], told: Mapping[str, KeyUsage]) -> bool:
-    """But for what has come back with time."""
-    return keys.keys() == told.keys() and all(
-        (usage.running, usage.used) == (told[name].running, told[name].used) for name, usage in keys.items()
-    )
 
 
 def in_words(seconds: float) -> str:

@@ -25,11 +25,13 @@ from pdserve.errors import QueueUnavailable
 from pdserve.frontend.app import GRACE, FrontendApp
 from pdserve.frontend.auth import KeySource
 from pdserve.frontend.connections import LINGER, SHUTDOWN_WITHIN, ClientConnection, ClientConnections
+from pdserve.frontend.limits import KeyLedger
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.models import serve_models
 from pdserve.frontend.pages import MetricsPage
 from pdserve.frontend.renewal import RenewedCertificate
 from pdserve.frontend.sockets import accept_all, begins_tls, bind
+from pdserve.frontend.usage import UsageExchange
 from pdserve.messages import Load
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
 from pdserve.plan.slots import Slot
@@ -63,7 +65,7 @@ class Frontend(Service):
         assert frontend is not None, f"{config.path} has no section for a frontend"
         assert config.etcd is not None
         assert config.nats is not None
-        self._keys = KeySource(config.security.api_keys)
+        self._keys = KeySource(config.security.api_keys, ledger=KeyLedger(self.id))
         credentials = Credentials.load(config.security.credentials)
         files = ServerCertificate.of(config.security.tls_certificate, config.security.tls_key)
         self._certificate = RenewedCertificate(files) if files else None
@@ -76,6 +78,14 @@ class Frontend(Service):
         models = await stack.enter_async_context(
             serve_models(view, context, config.served_model_name, frontend)
         )
+        if len(self._keys.keys):
+            broadcast = queue.connect_broadcast(
+                config.nats,
+                config.namespace,
+                "key-usage",
+                "each frontend counts the limits of API keys alone",
+            )
+            await stack.enter_async_context(UsageExchange(self._keys.keys.ledger, broadcast))
         client = await stack.enter_async_context(httpx.AsyncClient())
         if view.instances(Role.FRONTEND):  # they answer on this port meanwhile
             with suppress(TimeoutError):

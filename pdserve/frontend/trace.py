@@ -5,6 +5,7 @@ worker the request went, and the edge can put that into headers, metrics and its
 """
 
 import time
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Self
@@ -52,8 +53,8 @@ class RequestTrace:
     started: float = field(default_factory=time.monotonic)
     key: str = ""
     """name of the API key that it came with; empty where no keys are configured"""
-    headers: dict[str, str] = field(default_factory=dict)
-    """of its answer, whatever that will be"""
+    headers: Callable[[], Mapping[str, str]] = dict
+    """of its answer, whatever that will be, as it begins"""
     first_token: float | None = None
     """monotonic, as `started`"""
     output_tokens: int = 0

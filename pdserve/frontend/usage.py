@@ -1,15 +1,29 @@
 """What a request uses of its API key's limits, and how the frontends tell each other what was used."""
 
+import asyncio
+import logging
 import math
 import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from pdserve import clock
+from pdserve.errors import QueueUnavailable
 from pdserve.frontend.admission.estimate import RequestEstimate, RequestSize
 from pdserve.frontend.answer import ResponseWriter
-from pdserve.frontend.limits import KeyLedger, KeyQuota, LimitReached, in_words
+from pdserve.frontend.limits import KeyLedger, KeyQuota, LimitReached, UsageReport, in_words
+from pdserve.queue.broadcast import Broadcast
+from pdserve.tasks import Lifetime, Owner
+
+logger = logging.getLogger(__name__)
+
+EVERY = 0.25
+"""seconds between two reports to the other frontends"""
 
 
 class KeyUse:
@@ -22,15 +36,14 @@ class KeyUse:
         self._response = response
         self._quota: KeyQuota | None = None
         self._reserved = 0.0
+        self._too_large = False
 
     def __enter__(self) -> Self:
         trace = self._response.trace
         if quota := self._ledger.quota(trace.key):
             self._quota = quota
-            try:
-                quota.begin(self._ledger.elsewhere(trace.key), time.monotonic())
-            finally:
-                self._tell(quota)
+            trace.headers = self._headers
+            quota.begin(self._ledger.elsewhere(trace.key), time.monotonic())
         return self
 
     def reserve(self, size: RequestSize, max_model_len: int) -> None:
@@ -40,11 +53,8 @@ class KeyUse:
             try:
                 quota.take("tokens", tokens, time.monotonic())
             except LimitReached as error:
-                if not error.retry_after:
-                    self._response.trace.headers["x-should-retry"] = "false"
+                self._too_large = not error.retry_after
                 raise
-            finally:
-                self._tell(quota)
             self._reserved = tokens
 
     def __exit__(
@@ -57,14 +67,50 @@ class KeyUse:
             if getattr(error, "status", self._response.status) in (429, 503):
                 quota.count("requests", -1, now)
 
-    def _tell(self, quota: KeyQuota) -> None:
-        """As headers of the answer: OpenAI's, or Anthropic's."""
-        trace = self._response.trace
-        for kind, limit, left, reset in quota.state(time.monotonic()):
-            if trace.path.startswith("/v1/messages"):
+    def _headers(self) -> Mapping[str, str]:
+        """OpenAI's, or Anthropic's."""
+        assert self._quota is not None
+        headers = {"x-should-retry": "false"} if self._too_large else {}
+        anthropic = self._response.trace.path.startswith("/v1/messages")
+        for kind, limit, left, reset in self._quota.state(time.monotonic()):
+            if anthropic:
                 at = datetime.fromtimestamp(math.ceil(clock.unix() + reset), UTC)
-                told = {"limit": str(limit), "remaining": str(left), "reset": f"{at:%Y-%m-%dT%H:%M:%SZ}"}
-                trace.headers |= {f"anthropic-ratelimit-{kind}-{name}": value for name, value in told.items()}
+                headers[f"anthropic-ratelimit-{kind}-limit"] = str(limit)
+                headers[f"anthropic-ratelimit-{kind}-remaining"] = str(left)
+                headers[f"anthropic-ratelimit-{kind}-reset"] = f"{at:%Y-%m-%dT%H:%M:%SZ}"
             else:
-                told = {"limit": str(limit), "remaining": str(left), "reset": in_words(reset)}
-                trace.headers |= {f"x-ratelimit-{name}-{kind}": value for name, value in told.items()}
+                headers[f"x-ratelimit-limit-{kind}"] = str(limit)
+                headers[f"x-ratelimit-remaining-{kind}"] = str(left)
+                headers[f"x-ratelimit-reset-{kind}"] = in_words(reset)
+        return headers
+
+
+class UsageExchange(Lifetime):
+    """While entered, all frontends of the graph count together; during an outage of NATS each counts alone."""
+
+    def __init__(self, ledger: KeyLedger, broadcast: Broadcast) -> None:
+        self._ledger = ledger
+        self._broadcast = broadcast
+
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        async with self._broadcast, Owner() as tasks:
+            tasks.forever(self._tell, "telling the usage of API keys")
+            tasks.forever(self._hear, "hearing of the usage of API keys")
+            yield
+
+    async def _tell(self) -> None:
+        while True:
+            if report := self._ledger.report(time.monotonic()):
+                with suppress(QueueUnavailable):
+                    await self._broadcast.send(msgspec.msgpack.encode(report))
+            await asyncio.sleep(EVERY)
+
+    async def _hear(self) -> None:
+        async for message in self._broadcast.messages():
+            try:
+                report = msgspec.msgpack.decode(message, type=UsageReport)
+            except msgspec.DecodeError as error:
+                logger.warning("a report of another frontend cannot be read: %s", error)
+            else:
+                self._ledger.heard(report, time.monotonic())

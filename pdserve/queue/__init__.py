@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pdserve.credentials import Credentials
 from pdserve.queue.base import BlobStore, PrefillQueue
+from pdserve.queue.broadcast import Broadcast
 
 _IMPLEMENTATIONS = {"nats": "pdserve.queue.jetstream", "memory": "pdserve.queue.memory"}
 
@@ -25,6 +26,16 @@ def connect_blobs(nats: str, namespace: str, credentials: Credentials | None = N
     """The store of model archives; it connects for each operation, so there is nothing to enter."""
     store: BlobStore = _implementation(nats).connect_blobs(nats, namespace, credentials)
     return store
+
+
+def connect_broadcast(
+    nats: str, namespace: str, topic: str, meanwhile: str, credentials: Credentials | None = None
+) -> Broadcast:
+    """Of one topic (a word), to enter; `meanwhile` is for the log: what an outage means."""
+    broadcast: Broadcast = _implementation(nats).connect_broadcast(
+        nats, namespace, topic, meanwhile, credentials
+    )
+    return broadcast
 
 
 async def clock_skew(nats: str, credentials: Credentials | None = None) -> float | None:

@@ -20,6 +20,7 @@ from pdserve.messages import (
     ToPrefill,
 )
 from pdserve.queue.base import BlobStore, Delivery, PrefillQueue
+from pdserve.queue.broadcast import Broadcast
 from pdserve.queue.depth import Puller
 from pdserve.recent import RecentKeys
 
@@ -33,6 +34,12 @@ def connect(nats: str, namespace: str, model: str, credentials: object = None) -
 
 def connect_blobs(nats: str, namespace: str, credentials: object = None) -> "MemoryBlobs":
     return MemoryBlobs(_broker(nats), namespace)
+
+
+def connect_broadcast(
+    nats: str, namespace: str, topic: str, meanwhile: str, credentials: object = None
+) -> "MemoryBroadcast":
+    return MemoryBroadcast(_broker(nats), f"{namespace}.{topic}")
 
 
 async def clock_skew(nats: str, credentials: object = None) -> float | None:
@@ -82,6 +89,8 @@ class MemoryBroker:
         self.alive = True
         self.losses = 0
         self.blobs: dict[tuple[str, str], bytes] = {}
+        self.broadcasts: dict[str, list[asyncio.Queue[bytes]]] = defaultdict(list)
+        """by subject, what each listener has not read"""
         self.changed = asyncio.Condition()
         self._queues: dict[tuple[str, str], _ModelQueue] = defaultdict(_ModelQueue)
 
@@ -286,3 +295,27 @@ class MemoryBlobs(BlobStore):
     async def get(self, name: str) -> bytes:
         self._broker.check()
         return self._broker.blobs[self._namespace, name]
+
+
+class MemoryBroadcast(Broadcast):
+    def __init__(self, broker: MemoryBroker, subject: str) -> None:
+        self._broker = broker
+        self._listeners = broker.broadcasts[subject]
+        self._inbox: asyncio.Queue[bytes] = asyncio.Queue()
+
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        self._listeners.append(self._inbox)
+        try:
+            yield
+        finally:
+            self._listeners.remove(self._inbox)
+
+    async def send(self, message: bytes) -> None:
+        self._broker.check()
+        for inbox in self._listeners:
+            inbox.put_nowait(message)
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        while True:
+            yield await self._inbox.get()

@@ -228,6 +228,16 @@ def test_reports_are_sent_where_there_is_something_to_tell() -> None:
     assert frontends.report() == 0
     frontends.now += 0.9
     assert frontends.report() == 2
+    one = frontends.ledgers[0]
+    quota = one.quota("alice")
+    assert quota
+    quota.begin(0, frontends.now)
+    assert frontends.report() == 1
+    assert frontends.report() == 0
+    quota.running -= 1
+    report = one.report(frontends.now)
+    assert report
+    assert report.keys["alice"].running == 0
 
 
 def test_keys_that_come_and_go_leave_nothing() -> None:

@@ -3,6 +3,7 @@
 from pdserve.credentials import Credentials
 from pdserve.queue.jetstream.blobs import NatsBlobs as connect_blobs
 from pdserve.queue.jetstream.blobs import clock_skew
+from pdserve.queue.jetstream.broadcast import NatsBroadcast as connect_broadcast
 from pdserve.queue.jetstream.queue import JetStreamQueue
 
 
@@ -10,4 +11,4 @@ def connect(nats: str, namespace: str, model: str, credentials: Credentials | No
     return JetStreamQueue(nats, namespace, model, credentials=credentials)
 
 
-__all__ = ["clock_skew", "connect", "connect_blobs"]
+__all__ = ["clock_skew", "connect", "connect_blobs", "connect_broadcast"]

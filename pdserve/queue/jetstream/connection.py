@@ -66,13 +66,19 @@ class NatsConnection(Lifetime):
     """
 
     def __init__(
-        self, url: str, prepare: Callable[[Client], Awaitable[None]], tls: SSLContext | None = None
+        self,
+        url: str,
+        prepare: Callable[[Client], Awaitable[None]],
+        tls: SSLContext | None = None,
+        meanwhile: str = "prompts are prefilled locally",
     ) -> None:
         self.url = url
         self.lost: asyncio.Future[None] | None = None
         """of the present client, done when it is lost"""
         self._prepare = prepare
         self._tls = tls
+        self._meanwhile = meanwhile
+        """for the log: what an outage means"""
         self._client: Client | None = None
         self._handlers: dict[str, Handler] = {}
         self._unsent: set[str] = set()
@@ -138,7 +144,7 @@ class NatsConnection(Lifetime):
         try:
             await self._use(client, tried)
             self._complaint = ""
-            log.warning("NATS at %s is away; prompts are prefilled locally until it is back", self.url)
+            log.warning("NATS at %s is away; %s until it is back", self.url, self._meanwhile)
         except ConfigError as error:
             if not tried.done():
                 tried.set_exception(error)
