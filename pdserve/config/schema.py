@@ -297,7 +297,8 @@ class SecuritySection(Section):
     processes are encrypted with it and take nothing without a certificate of it; not set: `serve` makes one for this
     run where it starts both servers, else there is none"""
     api_keys: File | None = None
-    """file of API keys with names and limits ([frontend.md](frontend.md#api-keys)); those of PDSERVE_API_KEYS count too"""
+    """file of API keys with names and limits ([frontend.md](frontend.md#api-keys)); those of PDSERVE_API_KEYS count
+    too"""
     tls_certificate: File | None = None
     """of the OpenAI API, in PEM with its chain: clients come by https"""
     tls_key: File | None = None

@@ -84,6 +84,7 @@ class Frontend(Service):
                 config.namespace,
                 "key-usage",
                 "each frontend counts the limits of API keys alone",
+                credentials,
             )
             await stack.enter_async_context(UsageExchange(self._keys.keys.ledger, broadcast))
         client = await stack.enter_async_context(httpx.AsyncClient())

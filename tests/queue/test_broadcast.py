@@ -4,6 +4,7 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
+from pdserve.credentials import Credentials
 from pdserve.errors import QueueUnavailable
 from pdserve.queue.broadcast import Broadcast
 from pdserve.queue.jetstream.broadcast import NatsBroadcast
@@ -73,11 +74,11 @@ async def until_last(messages: AsyncIterator[bytes], last: bytes) -> AsyncIterat
             return
 
 
-async def test_it_goes_on_after_an_outage(nats_outage: NatsOutage) -> None:
+async def test_it_goes_on_after_an_outage(nats_outage: NatsOutage, credentials: Credentials) -> None:
     url = nats_outage.server.url
     async with (
-        NatsBroadcast(url, "ns", "usage", "nothing happens") as one,
-        NatsBroadcast(url, "ns", "usage", "nothing happens") as other,
+        NatsBroadcast(url, "ns", "usage", "nothing happens", credentials) as one,
+        NatsBroadcast(url, "ns", "usage", "nothing happens", credentials) as other,
     ):
         messages = other.messages()
         await hears(one, messages, b"before")
