@@ -1,6 +1,7 @@
 """API keys of a graph with two frontends on one port."""
 
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -109,3 +110,21 @@ def test_keys_are_nowhere_but_in_their_file(graph: Serve) -> None:
     assert 'pdserve_key_requests_total{code="200",instance="frontend-' in pages[1]
     assert 'key="bob"' in pages[1]
     assert not [text for text in said for key in (ALICE, BOB, CAROL) if key in text]
+
+
+def test_the_banner_has_a_curl_that_works_with_a_key(graph: Serve) -> None:
+    command = graph.text[graph.text.index("curl ") :].split("}'")[0] + "}'"
+    env = os.environ | {"KEY": BOB}
+    result = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, check=True)
+    assert result.stdout.rstrip().endswith("data: [DONE]")
+
+
+def test_a_mistake_in_the_file_ends_the_start_at_once(tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text(f"alice: {{key: {ALICE}, request-per-minute: 3}}")
+    serve = Serve(tmp_path, YAML.format(port=free_port("127.0.0.1"), kv_port=kv_ports()))
+    assert serve.start().wait(60) == 2
+    assert (
+        f"{tmp_path}/keys.yaml:1: alice.request-per-minute is not a key of an API key: did you mean"
+        in serve.text
+    )
+    assert "frontend-0" not in serve.text

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import time
@@ -16,6 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from pdserve.config.api_keys import configured
 from pdserve.config.schema import Config
 from pdserve.observe.tables import table
 from pdserve.records import Instance
@@ -179,7 +181,6 @@ def curl(config: Config) -> str:
     # Keys on lines of their own, so that it can be read and edited.
     text = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
     unverified = "k" * (config.scheme == "https")  # the certificate need not be for this address
-    command = (
-        f"curl -Ni{unverified} {url_of(config)}/v1/chat/completions -H 'Content-Type: application/json' -d "
-    )
-    return command + shlex.quote(f"{{\n  {text}\n}}")
+    key = '-H "Authorization: Bearer $KEY" ' if configured(config.security, os.environ) else ""
+    command = f"curl -Ni{unverified} {url_of(config)}/v1/chat/completions {key}"
+    return f"{command}-H 'Content-Type: application/json' -d " + shlex.quote(f"{{\n  {text}\n}}")

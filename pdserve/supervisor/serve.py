@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from pdserve.config.api_keys import VARIABLE, read_keys
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, RegistryUnavailable
@@ -15,7 +16,7 @@ from pdserve.graph import process_spec, to_environment
 from pdserve.plan.plan import Plan
 from pdserve.plan.slots import Slot
 from pdserve.process.signals import STOPPERS
-from pdserve.records import Instance
+from pdserve.records import Instance, Role
 from pdserve.registry import connect, keys
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor import state
@@ -50,6 +51,8 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
     ):
         if busy := busy_ports(config, plan.slots):
             raise ConfigError(busy)
+        if config.frontend:
+            read_keys(config.security.api_keys, os.environ)  # a mistake in them ends the start here
         _allow_many_files()
         adopt_orphans()
         for note in plan.notes:
@@ -142,6 +145,7 @@ def _environment(slot: Slot, config: Config, graph: state.GraphRecord, sockets: 
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
         "VLLM_RPC_BASE_PATH": str(sockets),
         "PYTHONUNBUFFERED": "1",
+        **({} if slot.role is Role.FRONTEND else {VARIABLE: ""}),  # not for workers
     }
 
 
