@@ -72,6 +72,7 @@ def test_a_limit_holds_over_both_frontends(graph: Serve) -> None:
     started, answers = time.monotonic(), list[httpx.Response]()
     while [answer.status_code for answer in answers[-5:]] != [429] * 5:
         answers.append(ask(graph, ALICE))
+        time.sleep(0.05)  # faster than they tell each other, each may let all of it through
         assert len(answers) < 100
     taken = time.monotonic() - started
     codes = [answer.status_code for answer in answers]
