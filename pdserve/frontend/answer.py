@@ -194,7 +194,7 @@ class ResponseWriter:
         self._stream = _is_stream(start)
         headers = MutableHeaders(raw=list(start["headers"]))
         headers["x-request-id"] = trace.request_id
-        headers.update(trace.headers())
+        headers.update({**trace.headers, **trace.usage_headers()})
         if trace.prefill:
             headers["x-pdserve-prefill"] = trace.prefill
         if trace.instances:

@@ -53,8 +53,10 @@ class RequestTrace:
     started: float = field(default_factory=time.monotonic)
     key: str = ""
     """name of the API key that it came with; empty where no keys are configured"""
-    headers: Callable[[], Mapping[str, str]] = dict
-    """of its answer, whatever that will be, as it begins"""
+    headers: dict[str, str] = field(default_factory=dict)
+    """of its answer, whatever that will be"""
+    usage_headers: Callable[[], Mapping[str, str]] = dict
+    """the same, of what its key has left when the answer begins"""
     first_token: float | None = None
     """monotonic, as `started`"""
     output_tokens: int = 0
@@ -70,7 +72,7 @@ class RequestTrace:
 
     def restarted(self) -> "RequestTrace":
         """The same request, as if nothing had been done for it."""
-        before = self.model, self.started, self.key, self.headers
+        before = self.model, self.started, self.key, self.headers, self.usage_headers
         return RequestTrace(self.request_id, self.path, self.deadline, *before)
 
     def add_prompt(self, key: str, tokens: int) -> None:

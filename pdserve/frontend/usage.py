@@ -42,7 +42,7 @@ class KeyUse:
         trace = self._response.trace
         if quota := self._ledger.quota(trace.key):
             self._quota = quota
-            trace.headers = self._headers
+            trace.usage_headers = self._headers
             quota.begin(self._ledger.elsewhere(trace.key), time.monotonic())
         return self
 
