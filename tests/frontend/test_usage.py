@@ -1,6 +1,7 @@
 """Limits of API keys over HTTP, as the official clients see them."""
 
 import asyncio
+import logging
 import time
 
 import anthropic
@@ -105,15 +106,17 @@ async def test_official_clients_wait_and_try_again(graph: Graph, alice: Alice) -
                 quota.take("requests", 1, time.monotonic())
             started = time.monotonic()
             await call()
-            assert 0.8 < time.monotonic() - started < 5
+            assert time.monotonic() - started > 0.8
 
 
-async def test_official_clients_raise_their_own_errors(graph: Graph, alice: Alice) -> None:
+async def test_official_clients_raise_their_own_errors(
+    graph: Graph, alice: Alice, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pdserve.frontend.answer")
     quota = alice.may(tokens_per_minute=100)
     openais = openai.AsyncOpenAI(base_url=f"{graph.url}/v1", api_key=KEY, max_retries=1)
     anthropics = anthropic.AsyncAnthropic(base_url=graph.url, api_key=KEY, max_retries=1)
     async with graph.worker(), openais, anthropics:
-        started = time.monotonic()
         with pytest.raises(openai.RateLimitError, match="make it smaller") as error:
             await openais.completions.create(model="demo", prompt="Hi", max_tokens=1000)
         assert (error.value.code, error.value.type) == ("rate_limit_exceeded", "tokens")
@@ -121,7 +124,8 @@ async def test_official_clients_raise_their_own_errors(graph: Graph, alice: Alic
             await anthropics.messages.create(
                 model="demo", messages=[{"role": "user", "content": "Hi"}], max_tokens=1000
             )
-        assert time.monotonic() - started < 0.4  # it would not help: they do not try again
+    tries = [record for record in caplog.records if "key=alice" in record.getMessage()]
+    assert len(tries) == 2  # it would not help: they do not try again
     assert quota.running == 0
 
 
