@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NAME = "pdserve"
 """that each certificate of a graph is for, beside its hosts' own names: a client that must check one checks this"""
 LOCAL = ("localhost", "127.0.0.1", "::1")
-VALID = timedelta(days=3650)
+VALID, SOON = timedelta(days=3650), timedelta(days=30)
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,19 @@ class Credentials:
         context.load_verify_locations(self.authority)
         context.load_cert_chain(self.certificate, self.key)
         return context
+
+
+def expiring(certificates: Path) -> str | None:
+    """That a certificate of this PEM file has run out or soon will, as the end of a sentence that begins with the file.
+    Raises OSError, and ValueError where it holds none."""
+    from cryptography import x509
+
+    found = x509.load_pem_x509_certificates(certificates.read_bytes())
+    until = min(certificate.not_valid_after_utc for certificate in found)
+    now = datetime.fromtimestamp(clock.unix(), UTC)
+    if until - now > SOON:
+        return None
+    return f"{'expired on' if until <= now else 'is valid only until'} {until:%Y-%m-%d %H:%M} UTC"
 
 
 def create(folder: Path, hosts: Iterable[str] = LOCAL) -> Credentials:

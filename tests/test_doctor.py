@@ -2,6 +2,7 @@
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,10 +10,13 @@ from pdserve import clock
 from pdserve.cli import doctor
 from pdserve.cli.doctor import Finding, Grade
 from pdserve.config.host import InstalledVllm
+from pdserve.config.schema import Config, FrontendConfig, SecuritySection
+from pdserve.credentials import Credentials, create
 from pdserve.plan.machine import GIB, Gpu, Machine
 from pdserve.ports import free_port, port_holder
 from pdserve.supervisor.embedded import nats_binary
 from tests.conditions import until
+from tests.servers import etcd_server, nats_server
 
 CARD = Gpu(0, "A10", 24 * GIB)
 
@@ -78,6 +82,57 @@ async def test_a_transfer_is_measured() -> None:
 def test_grades_of_the_machine(finding: Finding, grade: Grade) -> None:
     assert finding.grade is grade
     assert (grade is Grade.OK) == (not finding.advice)
+
+
+async def test_servers_with_credentials(tmp_path: Path, credentials: Credentials) -> None:
+    other = create(tmp_path / "other")
+    async with (
+        nats_server(tmp_path, credentials=credentials) as nats,
+        etcd_server(tmp_path, credentials=credentials) as etcd,
+    ):
+        right = await doctor.check_nats(nats.url, credentials), await doctor.check_etcd(etcd.url, credentials)
+        assert [finding.grade for finding in right] == [Grade.OK, Grade.OK]
+        wrong = await doctor.check_nats(nats.url, other), await doctor.check_etcd(etcd.url, other)
+        assert [finding.grade for finding in wrong] == [Grade.FAIL, Grade.FAIL]
+        assert all("redentials" in finding.advice for finding in wrong)
+
+
+def test_what_is_open_is_a_warning(
+    tmp_path: Path, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(frontend: str = "127.0.0.1", host: str = "127.0.0.1", **security: Any) -> list[str]:
+        section = SecuritySection(**security)
+        config = Config(
+            tmp_path,
+            "",
+            "",
+            FrontendConfig(host=frontend),
+            None,
+            None,
+            security=section,
+            nats="nats://127.0.0.1:1",
+            etcd="127.0.0.1:2",
+            host=host,
+        )
+        return [f"{each.grade} {each.text}" for each in doctor.check_security(config)]
+
+    monkeypatch.setenv("PDSERVE_API_KEYS", "")
+    (closed,) = found()
+    assert closed.startswith("ok other machines reach nothing")
+    assert [text.split(",")[0] for text in found("0.0.0.0", "10.0.0.7", allow=("plain-graph",))] == [
+        "warn Graph.host is 10.0.0.7",
+        "warn Frontend.host is 0.0.0.0",
+    ]
+    (closed,) = found(host="10.0.0.7", credentials=credentials.folder)
+    assert closed.startswith("ok")
+    now = clock.unix()
+    for days, text in ((3630, "is valid only until"), (3700, "expired on")):
+        with clock.skewed(days * 86400.0):
+            expires, closed = found(credentials=credentials.folder)
+        assert expires.startswith(f"warn {credentials.certificate} {text} 20")
+    assert clock.unix() - now < 60
+    missing, _ = found(credentials=tmp_path)
+    assert missing.startswith(f"fail {tmp_path / 'node.pem'} cannot be read")
 
 
 async def test_a_wrong_clock_is_a_warning(nats_url: str) -> None:

@@ -23,9 +23,11 @@ from rich.text import Text
 
 from pdserve import queue
 from pdserve.clock import LARGE_SKEW
+from pdserve.config.exposure import openings
 from pdserve.config.host import VLLM_VERSION, InstalledVllm, installed_vllm
 from pdserve.config.load import load
 from pdserve.config.schema import Config, FrontendConfig
+from pdserve.credentials import Credentials, expiring
 from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
 from pdserve.plan.machine import GIB, Machine
 from pdserve.plan.plan import make_plan
@@ -115,10 +117,17 @@ async def checks(file: Path | None) -> AsyncIterator[Finding]:
     yield check_shared_memory()
     for finding in check_ports(config, slots):
         yield finding
-    yield await check_nats(config.nats)
-    if clock := await check_clock(config.nats):
-        yield clock
-    yield await check_etcd(config.etcd)
+    for finding in check_security(config):
+        yield finding
+    try:
+        credentials = Credentials.load(config.security.credentials)
+    except ConfigError as error:
+        yield fail("credentials", str(error), "NATS and etcd are not asked without them.")
+    else:
+        yield await check_nats(config.nats, credentials)
+        if clock := await check_clock(config.nats, credentials):
+            yield clock
+        yield await check_etcd(config.etcd, credentials)
     yield await check_transfer()
 
 
@@ -225,22 +234,41 @@ def check_ports(config: Config, slots: Iterable[Slot]) -> Iterator[Finding]:
     yield ok("ports", f"{', '.join(frontend + taken)} are free")
 
 
+def check_security(config: Config) -> Iterator[Finding]:
+    """What the file lets other machines reach, and certificates that run out."""
+    security = config.security
+    keys = bool(security.api_keys or os.environ.get("PDSERVE_API_KEYS"))
+    closed = True
+    for opening in openings(config, config.frontend, security, keys):
+        closed = False
+        yield warn("security", f"{opening.key} {opening.what}", f"{opening.advice}.")
+    folder = security.credentials
+    for file in filter(None, (folder and Credentials(folder).certificate, security.tls_certificate)):
+        try:
+            if text := expiring(file):
+                yield warn("security", f"{file} {text}", "replace it before that, on all hosts.")
+        except (OSError, ValueError) as error:
+            yield fail("security", f"{file} cannot be read: {error}", "correct Security in the file.")
+    if closed:
+        yield ok("security", "other machines reach nothing that has no credentials, keys or TLS")
+
+
 # NATS and etcd: those that are configured, or our own, started for a moment
 
 
-async def check_nats(url: str | None) -> Finding:
+async def check_nats(url: str | None, credentials: Credentials | None = None) -> Finding:
     if url is None:
-        return await _embedded("NATS", EmbeddedNats, _ask_nats)
-    return await _ask_nats(url)
+        return await _embedded("NATS", EmbeddedNats, _ask_nats, credentials)
+    return await _ask_nats(url, credentials)
 
 
-async def check_clock(url: str | None) -> Finding | None:
+async def check_clock(url: str | None, credentials: Credentials | None = None) -> Finding | None:
     """Compare this host's clock with that of the NATS server; None where that is our own, or does not answer."""
     if url is None:
         return None
     try:
         async with asyncio.timeout(_SERVER_TIMEOUT):
-            skew = await queue.clock_skew(url)
+            skew = await queue.clock_skew(url, credentials)
     except (QueueUnavailable, TimeoutError):
         return None
     if skew is None:
@@ -251,21 +279,24 @@ async def check_clock(url: str | None) -> Finding | None:
     return ok("clock", text)
 
 
-async def check_etcd(address: str | None) -> Finding:
+async def check_etcd(address: str | None, credentials: Credentials | None = None) -> Finding:
     if address is None:
-        return await _embedded("etcd", EmbeddedEtcd, _ask_etcd)
-    return await _ask_etcd(address)
+        return await _embedded("etcd", EmbeddedEtcd, _ask_etcd, credentials)
+    return await _ask_etcd(address, credentials)
 
 
 async def _embedded(
-    name: str, kind: Callable[[Path], EmbeddedServer], ask: Callable[[str], Awaitable[Finding]]
+    name: str,
+    kind: type[EmbeddedServer],
+    ask: Callable[[str, Credentials | None], Awaitable[Finding]],
+    credentials: Credentials | None,
 ) -> Finding:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pdserve-doctor-") as folder:
         try:
-            async with kind(Path(folder)) as server:
+            async with kind(Path(folder), credentials=credentials) as server:
                 seconds = time.monotonic() - started
-                finding = await ask(server.url)
+                finding = await ask(server.url, credentials)
         except ConfigError as error:
             return fail(name, str(error), "run `make install`, or configure a server of your own.")
     return Finding(
@@ -273,7 +304,7 @@ async def _embedded(
     )
 
 
-async def _ask_nats(url: str) -> Finding:
+async def _ask_nats(url: str, credentials: Credentials | None) -> Finding:
     try:
         async with asyncio.timeout(_SERVER_TIMEOUT):
             info = await server_info(url)
@@ -281,19 +312,25 @@ async def _ask_nats(url: str) -> Finding:
         return fail("NATS", f"{url}: {error or 'no answer'}", "start it, or correct Graph: nats.")
     if not info.get("jetstream"):
         return fail("NATS", f"{url}: no JetStream", "start nats-server with --jetstream.")
+    try:
+        await queue.clock_skew(url, credentials)
+    except QueueUnavailable as error:
+        return fail(
+            "NATS", str(error), "start it with the graph's credentials, or correct Security: credentials."
+        )
     return ok("NATS", f"{info.get('version')} at {url}, JetStream is on")
 
 
-async def _ask_etcd(address: str) -> Finding:
+async def _ask_etcd(address: str, credentials: Credentials | None) -> Finding:
     """Take a lease, write and read, in a namespace of its own."""
     try:
-        async with connect(address, f"pdserve-doctor-{uuid4().hex[:8]}") as registry:
+        async with connect(address, f"pdserve-doctor-{uuid4().hex[:8]}", credentials) as registry:
             started = time.monotonic()
             await registry.put("probe", b"1")
             found = await registry.read("")
             milliseconds = (time.monotonic() - started) * 1000
     except RegistryUnavailable as error:
-        return fail("etcd", str(error), "start it, or correct Graph: etcd.")
+        return fail("etcd", str(error), "start it, or correct Graph: etcd or Security: credentials.")
     if found != {"probe": b"1"}:
         return fail("etcd", f"{address}: what was written is not there", "check the server's health.")
     return ok("etcd", f"at {address}, a write and a read in {milliseconds:.0f} ms")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pdserve.config.api_keys import VARIABLE, read_keys
 from pdserve.config.schema import Config
-from pdserve.credentials import Credentials
+from pdserve.credentials import Credentials, expiring
 from pdserve.errors import ConfigError, RegistryUnavailable
 from pdserve.graph import process_spec, to_environment
 from pdserve.plan.plan import Plan
@@ -107,7 +107,10 @@ def _credentials(config: Config) -> Credentials | None:
     lock of the state directory, when nothing is left of the graph that had those before."""
     if config.security.credentials is None and config.nats is None and config.etcd is None:
         return state.fresh_credentials(config.state_dir)
-    return Credentials.load(config.security.credentials)
+    found = Credentials.load(config.security.credentials)
+    if found and (text := expiring(found.certificate)):
+        log.warning("%s %s: make new credentials with `pdserve credentials`", found.folder, text)
+    return found
 
 
 async def _registered_instances(
