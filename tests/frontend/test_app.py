@@ -68,6 +68,15 @@ async def test_bad_json(graph: Graph, body: bytes) -> None:
     assert answer.json().get("detail") or answer.json()["error"]["type"].startswith("Bad")
 
 
+async def test_words_that_are_no_text_are_refused(graph: Graph) -> None:
+    async with graph.worker():
+        raw = b'{"model": "demo", "prompt": "x", "bad_words": ["\\ud800"]}'
+        answer = await graph.http.post(
+            "/v1/completions", content=raw, headers={"content-type": "application/json"}
+        )
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "bad_words")
+
+
 async def test_an_error_may_quote_half_of_a_surrogate_pair(graph: Graph) -> None:
     async with graph.worker():
         answer = await graph.http.post("/v1/completions", content=b'{"model": "a\\udc00b", "prompt": "x"}')

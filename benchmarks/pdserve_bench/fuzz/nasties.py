@@ -44,6 +44,7 @@ def _bodies(model: str) -> Iterator[FuzzRequest]:
         "an empty stop string": ({"stop": [""]}, EITHER),
         "100,000 stop_token_ids": ({"stop_token_ids": list(range(100_000))}, EITHER),
         "5,000 bad_words": ({"bad_words": [f"w{n}" for n in range(5000)]}, EITHER),
+        "bad_words of half a surrogate pair": ({"bad_words": ["\ud800"], "stream": True}, EITHER),
         "1,000 allowed_token_ids": ({"allowed_token_ids": list(range(1000))}, EITHER),
         "no allowed_token_ids": ({"allowed_token_ids": []}, EITHER),
         "129 prompts": ({"prompt": ["a"] * 129}, BAD),
@@ -406,5 +407,8 @@ def _connections(model: str) -> Iterator[FuzzRequest]:
     yield FuzzRequest("less than content-length", COMPLETIONS, raw, late, expected=refused)
     many = {f"x-{number}": "y" * 50 for number in range(500)}
     yield FuzzRequest("500 headers", COMPLETIONS, raw, many, expected=refused | {200})
+    for kind in ("websocket", "h2c", "x" * 500):
+        headers = {"connection": "upgrade", "upgrade": kind}
+        yield FuzzRequest(f"upgrade: {kind[:9]}", COMPLETIONS, raw, headers, expected=refused | {200, 426})
     yield FuzzRequest("a method that is none", COMPLETIONS, raw, method="FOO", expected=refused | {405})
     yield FuzzRequest("NUL in a header", COMPLETIONS, raw, {"x-request-id": "a\0b"}, expected=refused)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 """Not the others: vLLM ignores fields that it does not know, and refuses values that no schema can describe."""
+_FOUND = re.compile(r"=+ (FAILURES|ERRORS) =+")
 _GENERATED = re.compile(r"(\d+) generated")
 
 
@@ -32,5 +33,5 @@ async def run(url: str, folder: Path, examples: int, seed: int) -> tuple[int, st
     )  # fmt: skip
     said = (await process.communicate())[0].decode(errors="replace")
     found = _GENERATED.search(said)
-    what = said[said.find("FAILURES") :] or "schemathesis failed"
-    return int(found[1]) if found else 0, what if process.returncode else ""
+    what = _FOUND.search(said)
+    return int(found[1]) if found else 0, said[what.start() if what else 0 :] if process.returncode else ""

@@ -4,12 +4,24 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from typing import Any
 
 LOWEST = -9.2e18
 """llguidance, which vLLM asks where xgrammar refuses a schema, ends the process (a recursion without end) for an
 integer range whose upper bound is next to the smallest of 64 bits; it clips what lies beyond"""
 _UPPER = ("maximum", "exclusiveMaximum")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _NEGATIVE = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+
+
+def problem(params: Any) -> tuple[str, str] | None:
+    """The field of these sampling parameters that must not be computed, and why; None where all may."""
+    asked = params.structured_outputs
+    if asked and (why := schema_problem(asked.json, asked.structural_tag) or lark_problem(asked.grammar)):
+        return "structured_outputs", why
+    if any(map(_SURROGATE.search, params.bad_words or ())):  # vLLM answers 500
+        return "bad_words", "bad_words must be Unicode text"
+    return None
 
 
 def schema_problem(*schemas: object) -> str:

@@ -48,7 +48,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from pdserve.errors import BadRequest
 from pdserve.frontend.deltas import DeltaStream
-from pdserve.frontend.model.grammar import lark_problem, schema_problem
+from pdserve.frontend.model.grammar import problem
 from pdserve.frontend.model.openapi import describe
 
 __all__ = [
@@ -210,9 +210,8 @@ def _refuse_fatal_grammars(inputs: InputProcessor) -> None:
     validate = inputs._validate_params
 
     def checked(params: object, *rest: Any) -> bool | None:
-        asked = params.structured_outputs if isinstance(params, SamplingParams) else None
-        if asked and (why := schema_problem(asked.json, asked.structural_tag) or lark_problem(asked.grammar)):
-            raise VLLMValidationError(why, parameter="structured_outputs")
+        if isinstance(params, SamplingParams) and (found := problem(params)):
+            raise VLLMValidationError(found[1], parameter=found[0])
         try:
             return cast(bool | None, validate(params, *rest))
         except BaseException as error:
