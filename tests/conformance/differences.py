@@ -56,7 +56,16 @@ DIFFERENCES: dict[str, Difference] = {
             "JSON: what is missing, what is degraded",
             ("body", "headers.content-type"),
         ),
+        Difference(
+            "`/openapi.json`", "all of its routes", "those that a graph answers, and its errors", ("body",)
+        ),
         Difference("`/metrics`", "of one process, by any method", "of all processes of the graph, by GET"),
+        Difference(
+            "what is no HTTP",
+            "400, `Invalid HTTP request received.`",
+            "400, an error in OpenAI's shape",
+            ("headers.content-type", "body"),
+        ),
         # fields
         Difference(
             "`kv_transfer_params`, `ec_transfer_params`, `kv_hints`",

@@ -62,3 +62,9 @@ REQUESTS = [
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
 def test_response(pair: Pair, request_: Request) -> None:
     pair.same(request_)
+
+
+def test_tokens_that_were_cached_are_counted(pair: Pair) -> None:
+    """The whole prompt again, and a longer one: what a prefix cache has, wherever the prompt was prefilled before."""
+    for text in (long("cached"), long("cached"), f"{long('cached')} {SHORT}"):
+        pair.same(response("cached", input=text))

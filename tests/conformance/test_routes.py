@@ -28,7 +28,6 @@ SERVED = (
 )
 BY_ID = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel")
 PAGES = ("/health", "/load", "/metrics", "/ping", "/v1/models", "/version")
-DOCUMENTS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 LEFT_OUT = (
     "/invocations",
     "/is_scaling_elastic_ep",
@@ -109,12 +108,14 @@ def completion(
 
 REQUESTS = [
     *wrong_methods(SERVED, ("POST",)),
+    *(route(path, "HEAD") for path in SERVED),
     *wrong_methods(("/load", "/v1/models", "/version", "/health"), ("GET",)),
     *wrong_methods(("/ping",), ("GET", "POST")),
     *(route(path, "GET") for path in ("/load", "/docs", "/docs/oauth2-redirect", "/redoc")),
     *(route(path, method, name) for path, name in (("/health", "`/health`, `/ping`"), ("/ping", "`/health`, `/ping`"),
       ("/version", "`/version`")) for method in ("GET",)),
     route("/ping", "POST", "`/health`, `/ping`"),
+    route("/openapi.json", "GET", "`/openapi.json`"),
     route("/v1/models", "GET", "`/v1/models`"),
     *(route(path, "HEAD", "HEAD of pages") for path in ("/load", "/v1/models", "/version", "/health", "/ping")),
     *(route("/metrics", method, "`/metrics`") for method in ("GET", "POST", "DELETE")),
@@ -149,7 +150,7 @@ REQUESTS = [
     completion("a long header", x_long="a" * 20_000),
     completion("a query", path="/v1/completions?api-version=1"),
     completion("an escaped path", path="/v1/%63ompletions"),
-    Request("an odd method", "/v1/completions", BODY, method="FOO"),
+    Request("an odd method", "/v1/completions", BODY, method="FOO", differs="what is no HTTP"),
 ]  # fmt: skip
 
 
