@@ -206,7 +206,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         if generation.trace is not None and generation.prefill:
             generation.trace.prefilled(generation.id, generation.prefill)
         if output.prefill_stats is not None:
-            count_prefix_hit(output.prefill_stats, generation.cached)
+            count_prefix_hit(output.prefill_stats, generation.cached, link.block_size)
         if generation.replay_left and not self._migration.replay(generation, output):
             return False
         if generation.tokens and output.prefill_stats is not None:

@@ -52,14 +52,9 @@ from pdserve.frontend.model.grammar import problem
 from pdserve.frontend.model.openapi import describe
 
 __all__ = [
-    "AsyncLLM",
-    "EngineCoreClient",
-    "EngineCoreOutput",
-    "EngineCoreOutputs",
-    "EngineCoreRequest",
-    "FinishReason",
+    "AsyncLLM", "EngineCoreClient", "EngineCoreOutput", "EngineCoreOutputs", "EngineCoreRequest", "FinishReason",
     "SamplingParams",
-]
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -133,10 +128,13 @@ def outputs_now(outputs: list[EngineCoreOutput], sent_at: float) -> EngineCoreOu
     return EngineCoreOutputs(outputs=outputs, timestamp=now)
 
 
-def count_prefix_hit(stats: PrefillStats, elsewhere: int) -> None:
+def count_prefix_hit(stats: PrefillStats, elsewhere: int, block_size: int) -> None:
     """`cached_tokens` of the usage are prefix hits, at the decode worker or `elsewhere`, at the prefill worker: tokens
-    that were computed for this very request, and came over the network, are none."""
+    that were computed for this very request, and came over the network, are none, but were written into a cache."""
     stats.num_cached_tokens = min(max(stats.num_local_cached_tokens, elsewhere), stats.num_prompt_tokens)
+    if stats.num_external_cached_tokens and block_size:
+        whole = stats.num_prompt_tokens // block_size * block_size
+        stats.num_cache_creation_tokens = max(0, whole - stats.num_cached_tokens)
 
 
 def drop_tokens(output: EngineCoreOutput, count: int) -> None:

@@ -45,9 +45,10 @@ LAST_RETRY = 5.0
 class Link:
     """A connection to one decode worker, for as long as it holds, and what this frontend has there."""
 
-    def __init__(self, instance: str, changed: Callable[["Link"], None]) -> None:
+    def __init__(self, instance: str, changed: Callable[["Link"], None], block_size: int = 0) -> None:
         """`changed` is called when what the worker has from this frontend changes, or what it says."""
         self.instance = instance
+        self.block_size = block_size
         self._changed = changed
         self.generations: dict[str, Generation] = {}
         """by attempt id: those that this worker has from this frontend"""
@@ -274,7 +275,7 @@ class WorkerPool:
 
     async def _hold_link(self, instance: Instance) -> None:
         """Until the worker is gone; then raises PeerGone, perhaps in a group. The listener is told however it ends."""
-        link, client = Link(instance.id, self._touch), self._connect(instance.address)
+        link, client = Link(instance.id, self._touch, instance.block_size), self._connect(instance.address)
         reason = f"the connection to {instance.id} was closed"
         try:
             async with client, asyncio.TaskGroup() as tasks:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from vllm.v1.metrics.stats import PrefillStats
 
 from pdserve.frontend.model import ModelContext, vllm_api
 from pdserve.stream import connect
@@ -170,3 +171,15 @@ def test_output_processor_state(name: str) -> None:
 @pytest.mark.parametrize("name", ["_gauge_cls", "_counter_cls", "_histogram_cls"])
 def test_stat_logger_hooks(name: str) -> None:
     assert hasattr(find("vllm.v1.metrics.loggers:PrometheusStatLogger"), name)
+
+
+@pytest.mark.parametrize(
+    ("local", "external", "elsewhere", "cached", "written"),
+    [(0, 417, 0, 0, 416), (32, 385, 0, 32, 384), (0, 417, 64, 64, 352), (32, 0, 0, 32, 7), (0, 0, 0, 0, 7)],
+)
+def test_what_came_over_the_network_is_no_hit(
+    local: int, external: int, elsewhere: int, cached: int, written: int
+) -> None:
+    stats = PrefillStats(417, 0, local + external, local, external, 7)
+    vllm_api.count_prefix_hit(stats, elsewhere, 32)
+    assert (stats.num_cached_tokens, stats.num_cache_creation_tokens) == (cached, written)
