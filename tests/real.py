@@ -3,7 +3,7 @@
 Both in float32: in bfloat16 a near tie falls one way or the other with what else is in the batch. In 2 of some 900
 answers of random prompts under load something did, in none of 589 in float32 (docs/decisions/0005)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +58,11 @@ def one_graph(folder: Path) -> Iterator[Graph]:
 
 
 @contextmanager
-def one_vllm(folder: Path) -> Iterator[Reference]:
-    arguments = [*ARGUMENTS.split(), "--api-key", KEY]
+def one_vllm(
+    folder: Path, model: Path = MODEL_DIR, arguments: Sequence[str] = tuple(ARGUMENTS.split())
+) -> Iterator[Reference]:
+    arguments = [*arguments, "--api-key", KEY]
     with start_blocking_portal() as portal:
-        server = plain_vllm(MODEL_DIR, arguments, folder, lambda _: None)
+        server = plain_vllm(model, arguments, folder, lambda _: None)
         with portal.wrap_async_context_manager(server) as (url, _):
             yield Reference(url)

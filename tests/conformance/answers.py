@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,7 +11,7 @@ import httpx
 
 _VOLATILE = {
     "id", "created", "created_at", "completed_at", "system_fingerprint", "item_id", "response_id", "request_id",
-    "call_id", "tool_call_id",
+    "call_id", "tool_call_id", "signature",
 }  # fmt: skip
 _OWN_HEADERS = re.compile(
     r"date|server|connection|content-length|transfer-encoding|x-request-id|x-pdserve-.*"
@@ -20,6 +21,9 @@ _GROWS = {
     "token_logprobs", "top_logprobs", "text_offset", "logprobs",
 }  # fmt: skip
 """keys of strings and lists that come in parts, each as long as it happens"""
+MIDDLE = "in the middle"
+"""of a stream's chunks: those of each output between the first and the last"""
+CLOSE = 0.002
 _RANDOM = re.compile(r"[0-9a-f]{8,}(-[0-9a-f]+)*")
 
 
@@ -69,13 +73,12 @@ def answer_of(response: httpx.Response) -> Answer:
 
 
 def masked(value: Any) -> Any:
-    """Without what is random or a time. Ids keep their prefix; numbers are rounded, for what else is in the batch
-    changes the last bits of a logprob now and then."""
+    """Without what is random or a time. Ids keep their prefix."""
     if isinstance(value, dict):
         return {key: _mask(part) if key in _VOLATILE else masked(part) for key, part in value.items()}
     if isinstance(value, list):
         return [masked(part) for part in value]
-    return round(value, 3) if isinstance(value, float) else value
+    return value
 
 
 def _mask(value: Any) -> Any:
@@ -88,6 +91,7 @@ def events_of(text: str) -> dict[str, Any]:
     """A stream of server-sent events, however its tokens were divided among them: for each output (`n`) the kinds of
     events in their order, each once, and all that they say, joined."""
     kinds: dict[str, list[Any]] = {}
+    middle: dict[str, list[Any]] = {}
     said: dict[str, Any] = {}
     for event in filter(None, re.split(r"\r?\n\r?\n", text)):
         fields = dict(line.split(": ", 1) if ": " in line else (line, "") for line in event.splitlines())
@@ -100,10 +104,15 @@ def events_of(text: str) -> dict[str, Any]:
         choices = content.get("choices") if isinstance(content, dict) else None
         output = str(choices[0].get("index")) if choices else ""
         shape = [name, *extra, _without_growth(content, f"{name} {output}", said, bool(choices))]
-        order = kinds.setdefault(output, [])
+        order = (middle if _is_middle(choices) else kinds).setdefault(output, [])
         if not order or order[-1] != shape:
             order.append(shape)
-    return {"kinds": kinds, "said": said}
+    return {"kinds": kinds, MIDDLE: middle, "said": said}
+
+
+def _is_middle(choices: list[Any] | None) -> bool:
+    """A chunk that is not there where its tokens came together with the last ones."""
+    return bool(choices) and "role" not in choices[0].get("delta", {}) and choices[0]["finish_reason"] is None  # type: ignore[index]
 
 
 def _without_growth(value: Any, path: str, said: dict[str, Any], partial: bool) -> Any:
@@ -120,12 +129,41 @@ def _without_growth(value: Any, path: str, said: dict[str, Any], partial: bool) 
         if partial and key == "usage" and part:  # counts what has come so far
             said[where] = part
             common[key] = "…"
+        elif partial and key == "tool_calls" and part:
+            for call in part:
+                _add_call(said.setdefault(f"{where} {call['index']}", {}), call)
         elif key in _GROWS and isinstance(part, str | list):
             said[where] = said.get(where, type(part)()) + part
-            common[key] = "…"
+            if not partial:  # a chunk of a chat has it or not, as steps happen to come together
+                common[key] = "…"
         else:
             common[key] = _without_growth(part, where, said, partial)
     return common
+
+
+def _add_call(call: dict[str, Any], part: dict[str, Any]) -> None:
+    """What a delta says of a tool call."""
+    for key, value in part.items():
+        if isinstance(value, dict):
+            _add_call(call.setdefault(key, {}), value)
+        else:
+            call[key] = call[key] + value if key == "arguments" and key in call else value
+
+
+def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
+    """Where they differ, in words. What else is in the batch changes the last bits of a logprob."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in sorted(ours.keys() | theirs.keys()):
+            if MIDDLE not in path or (key in ours and key in theirs):
+                yield from differences(ours.get(key, "absent"), theirs.get(key, "absent"), f"{path}.{key}")
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from differences(one, other, f"{path}[{number}]")
+    elif isinstance(ours, float) and isinstance(theirs, float):
+        if abs(ours - theirs) > CLOSE:
+            yield f"{path}: {ours!r}, not {theirs!r}"
+    elif ours != theirs:
+        yield f"{path}: {ours!r}, not {theirs!r}"
 
 
 def without(tree: Any, path: str) -> Any:

@@ -1,0 +1,130 @@
+"""Logprobs of tokens and prompts, `n`, several prompts, echo, and usage in streams: with each other."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.conformance.answers import Request
+from tests.conformance.asking import CHAT, COMPLETIONS, RESPONSES, Body, body, refused, table
+from tests.conformance.pair import Pair
+from tests.conformance.prompts import SHORT, ids, long
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+
+
+def whole(requests: Iterable[Request]) -> Iterator[Request]:
+    return (request for request in requests if "streamed" not in request.name)
+
+
+def top(count: int, **more: Any) -> Body:
+    return {"logprobs": True, "top_logprobs": count, "max_tokens": 8, **more}
+
+
+IN_CHAT: dict[str, Body] = {
+    "no top": top(0),
+    "top 1": top(1),
+    "top 5": top(5, logit_bias={"300": 5.0}),
+    "top 20": top(20),
+    "n": top(2, n=3),
+    "n, sampled": top(2, n=3, temperature=1.0, seed=5),
+    "penalties": top(3, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.1),
+    "as ids": top(2, return_tokens_as_token_ids=True),
+    "token ids": top(1, return_token_ids=True),
+    "stop": top(1, stop=["1", "2"], include_stop_str_in_output=True),
+    "one token": top(2, max_tokens=1),
+}
+IN_COMPLETIONS: dict[str, Body] = {
+    "no logprobs": {"logprobs": 0},
+    "top 5": {"logprobs": 5},
+    "n": {"logprobs": 1, "n": 3, "temperature": 1.0, "seed": 9},
+    "echo": {"echo": True},
+    "echo, n": {"echo": True, "n": 2},
+    "stop": {"logprobs": 2, "stop": [" "], "max_tokens": 12},
+    "several prompts": {"prompt": [SHORT, long("several"), "The"], "n": 2, "logprobs": 1},
+    "several prompts as ids": {"prompt": [ids("a", 20), ids("b")], "logprobs": 2},
+}
+OF_PROMPTS: dict[str, Body] = {
+    "prompt_logprobs": {"prompt_logprobs": 2, "max_tokens": 3},
+    "prompt_logprobs and logprobs": {"prompt_logprobs": 0, "logprobs": 1, "max_tokens": 3},
+    "prompt_logprobs, n": {"prompt_logprobs": 1, "n": 2, "max_tokens": 2},
+    "echo and logprobs": {"echo": True, "logprobs": 2, "max_tokens": 3},
+    "echo and nothing more": {"echo": True, "logprobs": 1, "max_tokens": 0},
+}
+CHAT_PROMPTS = {"prompt_logprobs": {"prompt_logprobs": 1, "max_tokens": 3}}
+REFUSED_IN_CHAT: dict[str, Body] = {
+    "21": top(21), "-1": top(-1), "-2": top(-2),
+    "top without logprobs": {"top_logprobs": 2},
+    "top, and no logprobs": {"logprobs": False, "top_logprobs": 2},
+    "in words": {"logprobs": "some"},
+    "of the prompt, streamed": {"prompt_logprobs": 1, "stream": True},
+    "of the prompt, -2": {"prompt_logprobs": -2}, "of the prompt, 21": {"prompt_logprobs": 21},
+    "n 0": {"n": 0}, "n -1": {"n": -1},
+    "usage without a stream": {"stream_options": {"include_usage": True}},
+    "priority": {"priority": 5}, "priority in words": {"priority": "high"},
+}  # fmt: skip
+REFUSED_IN_COMPLETIONS: dict[str, Body] = {
+    "21": {"logprobs": 21}, "-1": {"logprobs": -1}, "-2": {"logprobs": -2}, "in words": {"logprobs": "some"},
+    "true": {"logprobs": True}, "of the prompt, -2": {"prompt_logprobs": -2},
+    "of the prompt, all": {"prompt_logprobs": -1}, "of the prompt, streamed": {"prompt_logprobs": 1, "stream": True},
+    "echo, streamed": {"echo": True, "logprobs": 1, "stream": True}, "best_of": {"best_of": 2},
+    "priority": {"priority": -5},
+}  # fmt: skip
+USAGE: dict[str, Any] = {
+    "usage": {"include_usage": True},
+    "continuous usage": {"include_usage": True, "continuous_usage_stats": True},
+    "continuous usage only": {"include_usage": False, "continuous_usage_stats": True},
+    "no usage": {"include_usage": False},
+    "empty": {},
+    "a number": 3,
+    "unknown": {"something": True},
+}
+REQUESTS = [
+    *table(CHAT, IN_CHAT),
+    *table(COMPLETIONS, IN_COMPLETIONS),
+    # not streamed: the logprobs of vLLM's last event depend on which tokens came together
+    *whole(table(RESPONSES, {"logprobs": {"include": ["message.output_text.logprobs"], "top_logprobs": 3}})),
+    *whole(table(COMPLETIONS, OF_PROMPTS)),
+    *whole(table(CHAT, CHAT_PROMPTS)),
+    *refused(CHAT, REFUSED_IN_CHAT),
+    *refused(COMPLETIONS, REFUSED_IN_COMPLETIONS),
+    *(
+        Request(f"{path} {name}, n {n}", path, body(path, n=n, stream=True, stream_options=asked))
+        for path in (CHAT, COMPLETIONS)
+        for name, asked in USAGE.items()
+        for n in (1, 2)
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def begun(pair: Pair) -> None:
+    pair.begin(REQUESTS)
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+def test_as_vllm(pair: Pair, request_: Request) -> None:
+    pair.same(request_)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_after_a_remote_prefill(pair: Pair, path: str) -> None:
+    """The first token's come from the prefill worker, all others' from the decode worker."""
+    asked = top(3) if path == CHAT else {"logprobs": 3}
+    ours = pair.same(Request(f"{path} alone", path, body(path, long(f"test_logprobs {path}"), **asked)))
+    assert ours.prefill == "remote"
+
+
+def test_of_some_ids(pair: Pair) -> None:
+    """Not beside others: in a common batch vLLM 0.32 gives those the logprob of a wrong token, minus infinity."""
+    fields: Body = {"logprobs": True, "logprob_token_ids": [300, 301], "max_tokens": 4}
+    for name, asked in (("whole", fields), ("streamed", {**fields, "stream": True})):
+        pair.same(Request(name, CHAT, body(CHAT, **asked)))
+
+
+def test_cached_tokens(pair: Pair) -> None:
+    """The second time, all whole blocks of the prompt but what has to be computed."""
+    asked = Request("cached", RESPONSES, body(RESPONSES, long("cached")))
+    counts = [pair.same(asked).body["usage"]["input_tokens_details"]["cached_tokens"] for _ in range(2)]
+    assert counts[0] == 0
+    assert counts[1] > 256

@@ -1,0 +1,155 @@
+"""Structured outputs, however they are asked for, and the errors of those that cannot be."""
+
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+from tests.conformance.answers import Request
+from tests.conformance.asking import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Body, body, refused, table
+from tests.conformance.pair import Pair
+from tests.conformance.prompts import SHORT, long
+from tests.real import KEY
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+
+FORECAST: Body = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 6},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+def schema(of: Any, **more: Any) -> Body:
+    return {"type": "json_schema", "json_schema": {"name": "f", "schema": of, "strict": True, **more}}
+
+
+TAGS: Body = {"structures": [{"begin": "<f>", "schema": FORECAST, "end": "</f>"}], "triggers": ["<f>"]}
+KINDS: dict[str, Body] = {
+    "regex": {"regex": "[a-c]{4} [0-9]{3}"},
+    "choice": {"choice": ["red", "blue", "green"]},
+    "JSON": {"json": FORECAST},
+    "JSON as text": {"json": '{"type": "integer", "minimum": 10, "maximum": 99}'},
+    "JSON object": {"json_object": True},
+    "grammar": {"grammar": 'root ::= "yes " [0-9] | "no"'},
+    "Lark grammar": {"grammar": 'start: "yes" | "no"'},
+    "no whitespace": {"json": FORECAST, "disable_any_whitespace": True},
+}
+OUTPUTS = {name: {"structured_outputs": asked} for name, asked in KINDS.items()}
+IN_CHAT: dict[str, Body] = {
+    **OUTPUTS,
+    "json_object": {"response_format": {"type": "json_object"}},
+    "json_schema": {"response_format": schema(FORECAST)},
+    "json_schema, n": {"response_format": schema(FORECAST), "n": 2, "logprobs": True, "top_logprobs": 1},
+    "structural tag": {"response_format": {"type": "structural_tag", **TAGS}},
+    "text": {"response_format": {"type": "text"}},
+    "regex and penalties": {**OUTPUTS["regex"], "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    "regex, cut": {**OUTPUTS["regex"], "max_tokens": 2},
+    "regex, sampled": {**OUTPUTS["regex"], "temperature": 1.0, "seed": 3},
+}
+IN_RESPONSES: dict[str, Body] = {
+    "json_schema": {
+        "text": {"format": {"type": "json_schema", "name": "f", "schema": FORECAST, "strict": True}}
+    },
+    "json_object": {"text": {"format": {"type": "json_object"}}},
+}
+IN_MESSAGES = {"json_schema": {"output_config": {"format": {"type": "json_schema", "schema": FORECAST}}}}
+BAD: dict[str, Any] = {
+    "a bad regex": {"regex": "("},
+    "a lookahead": {"regex": "(?=a)b"},
+    "no choices": {"choice": []},
+    "numbers to choose from": {"choice": [1, 2]},
+    "a schema of nothing": {"json": {"type": "nothing"}},
+    "a schema that is cut": {"json": "{"},
+    "a number for a schema": {"json": 3},
+    "a reference to nothing": {"json": {"$ref": "#/$defs/x"}},
+    "a multiple": {"json": {"type": "integer", "multipleOf": 3}},
+    "a bad pattern": {"json": {"type": "string", "pattern": "("}},
+    "a bad grammar": {"grammar": "root ::= ("},
+    "no grammar": {"grammar": ""},
+    "two kinds": {"regex": "a", "choice": ["b"]},
+    "no kind": {},
+    "an unknown kind": {"something": 1},
+    "a bad tag": {"structural_tag": "{}"},
+}
+BAD_OUTPUTS = {name: {"structured_outputs": asked} for name, asked in BAD.items()}
+BAD_FORMATS: dict[str, Body] = {
+    "a format without a schema": {"response_format": {"type": "json_schema"}},
+    "an unknown format": {"response_format": {"type": "xml"}},
+    "a format of nothing": {"response_format": schema({"type": "nothing"})},
+    "a number for a format's schema": {"response_format": schema(3)},
+    "a number for a format": {"response_format": 3},
+    "a format and a regex": {"response_format": schema(FORECAST), "structured_outputs": {"regex": "a"}},
+}
+BAD_TEXT: dict[str, Body] = {
+    "a format of nothing": {
+        "text": {"format": {"type": "json_schema", "name": "f", "schema": {"type": "nothing"}}}
+    },
+    "an unknown format": {"text": {"format": {"type": "xml"}}},
+}
+REQUESTS = [
+    *table(CHAT, IN_CHAT),
+    *table(COMPLETIONS, OUTPUTS),
+    *table(RESPONSES, IN_RESPONSES),
+    *table(MESSAGES, IN_MESSAGES),
+    *refused(CHAT, BAD_OUTPUTS | BAD_FORMATS),
+    *refused(COMPLETIONS, BAD_OUTPUTS),
+    *refused(CHAT, {f"{name}, streamed": {**asked, "stream": True} for name, asked in BAD_OUTPUTS.items()}),
+    *refused(RESPONSES, BAD_TEXT),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def begun(pair: Pair) -> None:
+    pair.begin(REQUESTS)
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+def test_as_vllm(pair: Pair, request_: Request) -> None:
+    pair.same(request_)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
+def test_after_a_remote_prefill(pair: Pair, path: str) -> None:
+    asks = IN_RESPONSES | IN_MESSAGES | OUTPUTS | {"json_schema of chats": IN_CHAT["json_schema"]}
+    name = {
+        CHAT: "json_schema of chats",
+        COMPLETIONS: "regex",
+        RESPONSES: "json_object",
+        MESSAGES: "json_schema",
+    }[path]
+    ours = pair.same(
+        Request(f"{path} alone", path, body(path, long(f"test_structured {path}"), **asks[name]))
+    )
+    assert ours.prefill == "remote"
+
+
+NO_SPACES = {"200": -100, "201": -100, "223": -100}
+"""else the model would fill the JSON with them"""
+
+
+class Forecast(BaseModel):
+    city: str = Field(max_length=6)
+    days: int = Field(ge=1, le=9)
+
+
+def test_openai_parses(pair: Pair) -> None:
+    found = []
+    for url in (pair.ours, pair.theirs):
+        with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
+            chat = client.chat.completions.parse(
+                model="demo",
+                messages=[{"role": "user", "content": SHORT}],
+                response_format=Forecast,
+                temperature=0,
+                max_tokens=400,
+                logit_bias=NO_SPACES,
+            )
+            found.append(chat.choices[0].message.parsed)
+    assert isinstance(found[0], Forecast)
+    assert found[0] == found[1]
