@@ -55,7 +55,7 @@ async def test_the_headers_and_the_error_are_openais(graph: Graph, alice: Alice)
             answer = await post(graph, max_tokens=8)
             assert answer.status_code == 200
             told = {name: value for name, value in answer.headers.items() if "ratelimit" in name}
-            assert told.pop("x-ratelimit-reset-requests").startswith(("29.", "30s", "59.", "1m0s"))
+            assert told.pop("x-ratelimit-reset-requests").startswith(("2", "30s") if left else ("5", "1m0s"))
             assert told.pop("x-ratelimit-reset-tokens").endswith(("ms", "s"))
             assert 5900 < int(told.pop("x-ratelimit-remaining-tokens")) < 6000
             assert told == {
@@ -66,9 +66,9 @@ async def test_the_headers_and_the_error_are_openais(graph: Graph, alice: Alice)
         refused = await post(graph)
     assert refused.status_code == 429
     error = refused.json()["error"]
-    assert error.pop("message").startswith("this API key has used its 2 requests a minute; try again in 29")
+    assert error.pop("message").startswith("this API key has used its 2 requests a minute; try again in 2")
     assert error == {"type": "requests", "param": None, "code": "rate_limit_exceeded"}
-    assert refused.headers["retry-after"] == "30"
+    assert 20 < int(refused.headers["retry-after"]) <= 30
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
 
 
