@@ -94,14 +94,15 @@ def test_nothing_listens_but_what_is_known(graph: Graph) -> None:
     """And on the loopback device alone, where the file says nothing else. See docs/security.md."""
     found = listeners(graph)
     others = found.pop(("VLLM::EngineCore", "TCP"))
-    assert others <= 2 * 16  # each engine's UCX, its store, and Gloo's connections between ranks
+    assert others <= 2 * 20  # each engine's UCX, its store, and Gloo's connections between ranks
     assert found == {
         ("frontend", "HTTP"): 1,
         ("frontend", "pages"): 1,
         ("decode", "tls"): 1,
         ("decode", "pages"): 1,
         ("prefill", "pages"): 1,
-        ("VLLM::EngineCore", "KV side channel"): 1,
+        ("VLLM::EngineCore", "KV side channel"): 2,
+        ("VLLM::EngineCore", "pages"): 2,  # its parent's: it is a fork
         ("nats-server", "clients"): 1,
         ("etcd", "clients"): 1,
         ("etcd", "TCP"): 1,  # other etcds
