@@ -1,0 +1,152 @@
+"""Thoughts: with the reasoning parser from the YAML, on every route, whole and streamed; grammars that hold after them;
+priority, where the workers schedule by it."""
+
+from typing import Any
+
+import pytest
+from anthropic import Anthropic
+from openai import OpenAI
+
+from tests.conformance.answers import Request
+from tests.conformance.asking import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    Body,
+    body,
+    refused,
+    table,
+)
+from tests.conformance.parsers.thinking import NOT_THINKING, Thinking
+from tests.conformance.test_structured import FORECAST, schema
+from tests.real import KEY
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+
+HELLO = "Hello, how are you?"
+THOUGHTS = "Hello! I am the tiny demo model of pdserve. I remember codes: tell me the code of a box or a door"
+ANSWER = " then ask me for it."
+OLD: list[Body] = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "reasoning": "I think.", "content": "Yes."},
+    {"role": "user", "content": HELLO},
+]
+IN_CHAT: dict[str, Body] = {
+    "thoughts": {},
+    "thoughts, cut": {"max_tokens": 10},
+    "thoughts, n and logprobs": {"n": 2, "logprobs": True, "top_logprobs": 2},
+    "thoughts, token ids": {"return_token_ids": True, "max_tokens": 50},
+    "thoughts not shown": {"include_reasoning": False},
+    "no thoughts": NOT_THINKING,
+    "a budget": {"thinking_token_budget": 5},
+    "no budget": {"thinking_token_budget": 0},
+    "effort": {"reasoning_effort": "low"},
+    "no effort": {"reasoning_effort": "none"},
+    "then JSON": {"response_format": schema(FORECAST)},
+    "then a regex": {"structured_outputs": {"regex": "[a-c]{4}"}},
+    "a stop string in the thoughts": {"stop": ["remember"]},
+    "turns": {"messages": OLD},
+    "an open thought": {
+        "messages": [*OLD, {"role": "assistant", "content": "<think>I am"}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    },
+    "priority": {"priority": -3},
+}  # fmt: skip
+IN_RESPONSES: dict[str, Body] = {
+    "thoughts": {},
+    "effort": {"reasoning": {"effort": "low"}},
+    "no effort": {"reasoning": {"effort": "none"}},
+    "a summary": {"reasoning": {"summary": "auto"}},
+    "then JSON": {
+        "text": {"format": {"type": "json_schema", "name": "f", "schema": FORECAST, "strict": True}}
+    },
+    "priority": {"priority": 7},
+}
+IN_MESSAGES: dict[str, Body] = {
+    "thoughts": {},
+    "thinking": {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000},
+    "no thinking": {"thinking": {"type": "disabled"}},
+    "turns": {
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "I think.", "signature": "s"},
+                                              {"type": "text", "text": "Yes."}]},
+            {"role": "user", "content": HELLO},
+        ],
+    },
+}  # fmt: skip
+REFUSED: dict[str, Body] = {
+    "a budget below none": {"thinking_token_budget": -2},
+    "a budget in words": {"thinking_token_budget": "some"},
+    "an unknown effort": {"reasoning_effort": "huge"},
+    "priority in words": {"priority": "high"},
+    "a large priority": {"priority": 10**20},
+    "half a priority": {"priority": 1.5},
+}
+REQUESTS = [
+    *table(CHAT, IN_CHAT, HELLO),
+    *table(RESPONSES, IN_RESPONSES, HELLO),
+    *table(MESSAGES, IN_MESSAGES, HELLO),
+    *table(
+        COMPLETIONS,
+        {"plain": {}, "a budget": {"thinking_token_budget": 3}, "priority": {"priority": 2}},
+        HELLO,
+    ),
+    *refused(CHAT, REFUSED),
+    *refused(RESPONSES, {"an unknown effort": {"reasoning": {"effort": "huge"}}}),
+    *refused(MESSAGES, {"an unknown thinking": {"thinking": {"type": "some"}}}),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def begun(thinking: Thinking) -> None:
+    thinking.pair.begin(REQUESTS)
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+def test_as_vllm(thinking: Thinking, request_: Request) -> None:
+    thinking.pair.same(request_)
+
+
+def test_thoughts_and_answer_are_apart(thinking: Thinking) -> None:
+    """What both servers say alike is also what was asked for."""
+    ours = thinking.pair.same(Request("whole", CHAT, body(CHAT, HELLO)))
+    (choice,) = ours.body["choices"]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == (THOUGHTS, ANSWER)
+    streamed = thinking.pair.same(Request("streamed", CHAT, body(CHAT, HELLO, stream=True)))
+    said = streamed.body["said"]
+    assert said[" 0.choices.delta.reasoning"] == THOUGHTS
+    assert said[" 0.choices.delta.content"] == ANSWER
+    short = thinking.pair.same(Request("budget", CHAT, body(CHAT, HELLO, thinking_token_budget=5)))
+    (choice,) = short.body["choices"]
+    assert len(choice["message"]["reasoning"]) < len(THOUGHTS) / 2
+
+
+def test_the_official_clients_see_thoughts(thinking: Thinking) -> None:
+    found: list[Any] = []
+    for url in (thinking.pair.ours, thinking.pair.theirs):
+        with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
+            with client.responses.stream(
+                model="demo", input=HELLO, temperature=0, max_output_tokens=60
+            ) as stream:
+                kinds = {event.type for event in stream}
+                final = stream.get_final_response()
+            items = [str(item.type) for item in final.output]
+        with Anthropic(base_url=url, auth_token=KEY) as client:
+            asked: Any = {
+                "messages": [{"role": "user", "content": HELLO}],
+                "max_tokens": 60,
+            }
+            with client.messages.stream(model="demo", extra_body={"temperature": 0}, **asked) as events:
+                seen = {event.type for event in events}
+                message = events.get_final_message()
+        blocks = [
+            (part.type, getattr(part, "thinking", "") or getattr(part, "text", ""))
+            for part in message.content
+        ]
+        found.append((kinds, items, final.output_text, seen, blocks))
+    assert found[0] == found[1]
+    assert found[0][1] == ["reasoning", "message"]
+    assert found[0][4] == [("thinking", THOUGHTS), ("text", ANSWER)]

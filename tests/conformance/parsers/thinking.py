@@ -1,0 +1,86 @@
+"""A model that thinks and calls tools, and both servers with it: the demo model with `<think>` and `</think>` in its
+vocabulary, as Qwen3 has them. Where the demo model would write a comma, this one ends its thoughts:
+
+    Hello! I am the tiny demo model of pdserve. I remember codes: tell me the code of a box or a
+    door</think> then ask me for it.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from pdserve.demo import MODEL_DIR
+from pdserve.ports import free_port
+from tests.conformance.pair import Pair
+from tests.e2e.graph import Graph, serving
+from tests.real import ARGUMENTS, GRAPH, one_vllm
+
+PARSERS = {"tool-call-parser": "hermes", "enable-auto-tool-choice": True, "reasoning-parser": "qwen3"}
+NOT_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}
+{%- elif message.content %}{{ message.content | map(attribute='text') | join('') }}{% endif %}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}{% endif %}"""
+
+
+def make_model(folder: Path) -> Path:
+    """The token that ends thoughts is a comma, a bit longer: it wins wherever the comma would have. The one that begins
+    them is nothing, and never wins."""
+    shutil.copytree(MODEL_DIR, folder)
+    files = {name: json.loads((folder / name).read_text()) for name in ("tokenizer.json", "config.json")}
+    tokenizer, config = files["tokenizer.json"], files["config.json"]
+    for token in ("<think>", "</think>"):
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        tokenizer["added_tokens"].append({"id": config["vocab_size"], "content": token, **plain})
+        config["vocab_size"] += 1
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    weights = load_file(folder / "model.safetensors")
+    (name,) = [name for name in weights if "embed_tokens" in name]
+    comma = weights[name][tokenizer["model"]["vocab"][","]]
+    weights[name] = torch.cat([weights[name], torch.stack([0 * comma, 1.02 * comma])])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@dataclass(frozen=True)
+class Thinking:
+    graph: Graph
+    """two decode workers and a prefill worker"""
+    pair: Pair
+
+
+@contextmanager
+def thinking_servers(folder: Path) -> Iterator[Thinking]:
+    model = make_model(folder / "model")
+    ports = {"port": free_port("127.0.0.1"), "kv_port": free_port("127.0.0.1", 3)}
+    yaml = GRAPH.format(**ports, decode=2, prefill=1).replace("model: demo", f"model: {model}")
+    yaml += f"Processor: {json.dumps(PARSERS)}\n"
+    yaml = yaml.replace("VllmWorker:", "VllmWorker:\n  scheduling-policy: priority")
+    options = [f"--{name}" if value is True else f"--{name}={value}" for name, value in PARSERS.items()]
+    arguments = [*ARGUMENTS.split(), *options, "--scheduling-policy=priority"]
+    for name in ("graph", "vllm"):
+        (folder / name).mkdir()
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(1) as pool:  # they start side by side
+            starting = pool.submit(stack.enter_context, one_vllm(folder / "vllm", model, arguments))
+            graph = stack.enter_context(
+                serving(yaml, folder / "graph")
+            )  # it ends with the thread that starts it
+            vllm = starting.result()
+        yield Thinking(graph, stack.enter_context(Pair(graph.url, vllm.url)))
