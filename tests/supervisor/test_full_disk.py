@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.credentials import Credentials
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.observe.logs import LogLine
@@ -113,3 +114,15 @@ async def test_nats_starts_and_restarts_on_it(disk: Disk) -> None:
     async with nats_server(disk.path / "state") as server:
         await restart(server)
         assert await server.answers()
+
+
+def test_credentials_that_cannot_be_written_are_a_wrong_configuration(disk: Disk) -> None:
+    """Those before stay as they were: nothing half written is left."""
+    before = state.fresh_credentials(disk.path)
+    disk.fill()
+    with pytest.raises(ConfigError, match=r"state directory .* cannot be written"):
+        state.fresh_credentials(disk.path)
+    assert Credentials.load(before.folder) == before
+    assert [path.name for path in disk.path.iterdir() if path.is_dir()] == ["credentials"]
+    disk.free()
+    assert state.fresh_credentials(disk.path) == before
