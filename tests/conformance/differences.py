@@ -76,6 +76,10 @@ DIFFERENCES: dict[str, Difference] = {
             "`n` x prompts", "at most 16,384", "at most 128 (`max-outputs`), which `param` names too", REFUSED
         ),
         Difference("`structured_outputs` that is no object", "500", "400, with the field named"),
+        Difference('a grammar or schema without finite text (`{"$ref": "#"}`)', "500", "400, after one try"),
+        Difference(
+            "`/openapi.json`", "all routes", "what a graph answers, with the errors of its edge", ("body",)
+        ),
         # around a request
         Difference(
             "no valid API key",

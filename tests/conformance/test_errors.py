@@ -225,6 +225,8 @@ def variants(path: str, fields: dict[str, list[Any]]) -> list[Request]:
     ]
 
 
+ENDLESS = 'a grammar or schema without finite text (`{"$ref": "#"}`)'
+
 REQUESTS = [
     *(raw(path, name, content) for path in GOOD for name, content in RAW.items()),
     *(lacking(path) for path in GOOD),
@@ -253,6 +255,8 @@ REQUESTS = [
       for path in GENERATING for fields in ({"kv_transfer_params": {"a": 1}},)),
     *(Request(f"{path} structured outputs of text", path, GOOD[path] | {"structured_outputs": "x"},
               headers={"connection": "close"}, differs="`structured_outputs` that is no object")
+      for path in ("/v1/chat/completions", "/v1/completions")),
+    *(changed(path, "schema without finite text", ENDLESS, structured_outputs={"json": {"$ref": "#"}})
       for path in ("/v1/chat/completions", "/v1/completions")),
     *(changed(path, "too many outputs", "`n` x prompts", n=20_000)
       for path in ("/v1/chat/completions", "/v1/completions")),

@@ -117,6 +117,7 @@ REQUESTS = [
     route("/ping", "POST", "`/health`, `/ping`"),
     route("/openapi.json", "GET", "`/openapi.json`"),
     route("/v1/models", "GET", "`/v1/models`"),
+    route("/openapi.json", "GET", "`/openapi.json`"),
     *(route(path, "HEAD", "HEAD of pages") for path in ("/load", "/v1/models", "/version", "/health", "/ping")),
     *(route("/metrics", method, "`/metrics`") for method in ("GET", "POST", "DELETE")),
     *(route(path, method, "left out") for path in LEFT_OUT for method in METHODS if method != "HEAD"),

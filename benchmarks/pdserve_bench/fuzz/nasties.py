@@ -344,10 +344,10 @@ def _spellings(model: str) -> Iterator[FuzzRequest]:
 
 
 def _routes(model: str) -> Iterator[FuzzRequest]:
+    yield FuzzRequest("a slash", f"{COMPLETIONS}/", b"", method="GET", expected=frozenset((307, 404, 405)))
     for path in (
         "/",
         "//v1/completions",
-        "/v1/completions/",
         "/v1/../v1/completions",
         "/v1/completions%00",
         "/%ff",
