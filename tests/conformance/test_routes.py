@@ -115,7 +115,6 @@ REQUESTS = [
     *(route(path, method, name) for path, name in (("/health", "`/health`, `/ping`"), ("/ping", "`/health`, `/ping`"),
       ("/version", "`/version`")) for method in ("GET",)),
     route("/ping", "POST", "`/health`, `/ping`"),
-    route("/openapi.json", "GET", "`/openapi.json`"),
     route("/v1/models", "GET", "`/v1/models`"),
     route("/openapi.json", "GET", "`/openapi.json`"),
     *(route(path, "HEAD", "HEAD of pages") for path in ("/load", "/v1/models", "/version", "/health", "/ping")),
