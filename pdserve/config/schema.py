@@ -189,6 +189,10 @@ class HttpServer(AdmissionLimits, FrontendProcesses):
     """seconds; a client may not ask for a later deadline"""
     allowed_origins: Origins = ()
     """web pages of these origins may ask from within a browser, `"*"`: all"""
+    stored_responses_age: SecondsOrZero = 3600.0
+    """seconds for which a response of /v1/responses is stored, in the memory of NATS; 0: none is"""
+    stored_responses_bytes: OneOrMore = 64 << 20
+    """bytes; of the stored responses of each API key, compressed: beyond them the oldest are forgotten"""
 
 
 @dataclass(frozen=True)

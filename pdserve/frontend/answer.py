@@ -171,7 +171,8 @@ class ResponseWriter:
 
     async def _begin(self, start: Message, first: Message) -> None:
         failure, whole = self.trace.failure, not first.get("more_body", False)
-        if not whole and failure is None and not self.trace.prefill and _is_stream(start):
+        generating = self.trace.admission is not None and not self.trace.prefill
+        if not whole and failure is None and generating and _is_stream(start):
             return  # some streams (responses) begin with an event before anything is generated
         self._held = None
         if self.redirected:

@@ -28,8 +28,10 @@ from pdserve.frontend.auth import ApiKeys
 from pdserve.frontend.body import BodyReader, ParsedBody, discard_rest, max_body, parse_body, replay
 from pdserve.frontend.connections import CHUNKS, UNREAD
 from pdserve.frontend.deltas import DeltaStream
+from pdserve.frontend.model.stored import begin
 from pdserve.frontend.models import PauseWhileUnread, ServedModel, ServedModels
 from pdserve.frontend.pages import FrontendPages, MetricsPage
+from pdserve.frontend.peers import PeerFrontends, disconnected, owner_at_peer
 from pdserve.frontend.trace import RequestFailure, RequestTrace, current_trace, seconds_allowed
 from pdserve.frontend.usage import KeyUse
 
@@ -48,6 +50,8 @@ GENERATING = frozenset(
 """POST, with a JSON body that may name its model; a decode worker has to work for them"""
 TOKENIZING = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
 """the same, but without a worker"""
+RESPONSE = re.compile(r"/v1/responses/([^/]+)(/cancel)?")
+"""a stored response"""
 BY_QUERY = re.compile(r"/v1/responses/[^/]+(/cancel)?|/docs|/docs/oauth2-redirect|/redoc|/openapi\.json")
 """without a body: answered by the model of the query parameter `model`, or by the only one"""
 
@@ -71,8 +75,11 @@ class FrontendApp:
         keys: ApiKeys,
         request_timeout: float,
         max_request_timeout: float = FrontendConfig.max_request_timeout,
+        peers: PeerFrontends | None = None,
     ) -> None:
+        """Without `peers` no response is stored."""
         self._models = models
+        self._peers = peers
         self._pages = FrontendPages(models, metrics)
         self._keys = keys
         self._request_timeout = request_timeout
@@ -105,8 +112,11 @@ class FrontendApp:
         trace.deadline = trace.started + seconds_allowed(
             asked, self._request_timeout, self._max_request_timeout
         )
-        if key := self._keys.find(path, request.headers):
+        if (owner := owner_at_peer(request)) is not None:
+            trace.key = owner
+        elif key := self._keys.find(path, request.headers):
             trace.key = key.name
+        begin(trace.key)
         bare, by_query = path.rstrip("/"), BY_QUERY.fullmatch(path) is not None
         if bare != path and bare in GENERATING | TOKENIZING | self._pages.paths:
             there = RedirectResponse(request.url.replace(path=bare))
@@ -121,11 +131,18 @@ class FrontendApp:
         # the model is known only when the body has been read: the bound is that of the longest context
         longest = max((card.max_model_len for card in self._models.known()), default=0)
         most = max_body(longest, tokenizing=path in TOKENIZING)
-        with KeyUse(self._keys.ledger, response) as use:
+        # what a client stored may be read and cancelled whatever its limits are: its work in the background counts
+        with nullcontext() if by_query else KeyUse(self._keys.ledger, response) as use:
             async with self._bodies.read(request, trace.deadline, _client(request, trace), most) as raw:
                 named = request.query_params.get("model") or None
+                if (found := RESPONSE.fullmatch(path)) and self._peers is not None:
+                    named = await self._peers.find(found[1], request, response)
+                    if response.status:
+                        return
                 body = ParsedBody(raw, named, RequestSize(0, None)) if by_query else parse_body(raw)
-                if path in GENERATING:
+                if body.background and self._peers is None:
+                    raise BadRequest("responses are not stored: stored-responses-age is 0", "background")
+                if path in GENERATING and use is not None:
                     use.reserve(body.size, longest)
                 await self._forward(body, request, response)
 
@@ -162,7 +179,8 @@ class FrontendApp:
         else:
             admission = model.admission.bypass(client)
         try:
-            await _run(model, admission, body, request, response)
+            async with self._peers.stored.lasting(trace, GRACE) if self._peers else nullcontext():
+                await _run(model, admission, body, request, response, self._peers)
         finally:
             model.admission.leave(admission)
 
@@ -179,24 +197,28 @@ async def _run(
     body: ParsedBody,
     request: Request,
     response: ResponseWriter,
+    peers: PeerFrontends | None,
 ) -> None:
     """Let the model's app answer, unless the client leaves or the deadline passes before. Raises ModelReplaced."""
     trace, gone = response.trace, asyncio.Event()
     current_trace.set(trace)
     extensions = request.scope.setdefault("extensions", {})
-    extensions[UNREAD] = PauseWhileUnread(model, admission, trace)
+    if not body.background:
+        extensions[UNREAD] = PauseWhileUnread(model, admission, trace)
     if body.plain and CHUNKS in extensions:
         trace.deltas = DeltaStream(extensions[CHUNKS])
 
     async def answer() -> None:
         await admission.wait()
+        if body.previous and peers is not None:
+            await peers.load(body.previous)
         is_long = trace.path in TOKENIZING and len(body.raw) > LONG_TEXT
         async with model.admission.long_text(admission.client) if is_long else nullcontext():
             processor = await model.ready()
             await processor.app(_inner_scope(request, trace, body), replay(body.raw, gone), response)
 
     app = asyncio.create_task(answer())
-    watch = asyncio.create_task(_disconnected(request))
+    watch = asyncio.create_task(disconnected(request))
     left = trace.deadline + GRACE - time.monotonic()
     try:
         done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -221,11 +243,6 @@ def _inner_scope(request: Request, trace: RequestTrace, body: ParsedBody) -> Sco
     if not body.has_id or "x-request-id" in headers:
         headers["x-request-id"] = trace.request_id
     return {**request.scope, "headers": headers.raw}
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _finish(app: "asyncio.Task[None]", response: ResponseWriter) -> None:

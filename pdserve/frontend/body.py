@@ -44,6 +44,10 @@ class ParsedBody:
     """as `is_plain` has it"""
     has_id: bool = False
     """it names an id for its answer"""
+    background: bool = False
+    """it is worked on after its answer"""
+    previous: str = ""
+    """the stored response that it continues"""
 
 
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:
@@ -124,7 +128,9 @@ def parse_body(raw: bytes) -> ParsedBody:
     model = fields.get("model")
     named = model if isinstance(model, str) and model else None
     has_id = fields.get("request_id") is not None
-    return ParsedBody(raw, named, _size(raw, fields), is_plain(fields), has_id)
+    background, previous = bool(fields.get("background")), fields.get("previous_response_id")
+    previous = previous if isinstance(previous, str) else ""
+    return ParsedBody(raw, named, _size(raw, fields), is_plain(fields), has_id, background, previous)
 
 
 def _fields(raw: bytes) -> dict[str, object]:

@@ -9,6 +9,7 @@ import resource
 import socket
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, Self
 
 import httpx
@@ -27,8 +28,10 @@ from pdserve.frontend.auth import KeySource
 from pdserve.frontend.connections import LINGER, SHUTDOWN_WITHIN, ClientConnection, ClientConnections
 from pdserve.frontend.limits import KeyLedger
 from pdserve.frontend.model import ModelContext
+from pdserve.frontend.model.stored import StoredResponses
 from pdserve.frontend.models import serve_models
 from pdserve.frontend.pages import MetricsPage
+from pdserve.frontend.peers import PeerFrontends, answer_peer
 from pdserve.frontend.renewal import RenewedCertificate
 from pdserve.frontend.sockets import accept_all, begins_tls, bind
 from pdserve.frontend.usage import UsageExchange
@@ -37,6 +40,7 @@ from pdserve.observe.metrics import CONNECTIONS_CLOSED
 from pdserve.plan.slots import Slot
 from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id, registered_skew
+from pdserve.queue.responses import StoreLimits
 from pdserve.recent import RecentKeys
 from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
@@ -74,7 +78,8 @@ class Frontend(Service):
             registry.connect(config.etcd, config.namespace, credentials, patient=True)
         )
         view = await stack.enter_async_context(RegistryView(connection))
-        context = self._model_context(frontend, config.nats, credentials)
+        stored = await self._stored_responses(frontend, config.nats, credentials, stack)
+        context = self._model_context(frontend, config.nats, credentials, stored)
         models = await stack.enter_async_context(
             serve_models(view, context, config.served_model_name, frontend)
         )
@@ -96,8 +101,17 @@ class Frontend(Service):
             connection, self._instance(await _clock_skew(config.nats, credentials)), None
         )
         page = MetricsPage(view, self.id, client)
-        app = FrontendApp(models, page, self._keys.keys, config.request_timeout, frontend.max_request_timeout)
+        app = FrontendApp(
+            models,
+            page,
+            self._keys.keys,
+            config.request_timeout,
+            frontend.max_request_timeout,
+            PeerFrontends(stored, view.instances) if stored else None,
+        )
         edge = cross_origin(app, frontend.allowed_origins)
+        if stored is not None:
+            await stored.store.listen(self.id, partial(answer_peer, app))
         files_left = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES
         self._connections = ClientConnections(
             frontend.header_timeout,
@@ -135,8 +149,26 @@ class Frontend(Service):
         await self._serving
         logger.info("stopped")
 
+    async def _stored_responses(
+        self,
+        frontend: FrontendConfig,
+        nats: str,
+        credentials: Credentials | None,
+        stack: AsyncExitStack,
+    ) -> StoredResponses | None:
+        """Left after all models, since what they are still making is stored as failed."""
+        if not frontend.stored_responses_age:
+            return None
+        limits = StoreLimits(frontend.stored_responses_age, frontend.stored_responses_bytes)
+        store = queue.connect_responses(nats, self._config.namespace, limits, credentials)
+        return await stack.enter_async_context(StoredResponses(store, self.id))
+
     def _model_context(
-        self, frontend: FrontendConfig, nats: str, credentials: Credentials | None
+        self,
+        frontend: FrontendConfig,
+        nats: str,
+        credentials: Credentials | None,
+        stored: StoredResponses | None,
     ) -> ModelContext:
         config, serial = self._config, itertools.count(1)
         return ModelContext(
@@ -148,6 +180,7 @@ class Frontend(Service):
             router=frontend.router,
             request_timeout=config.request_timeout,
             longest=max(config.request_timeout, frontend.max_request_timeout) + 2 * GRACE,
+            stored=stored,
         )
 
     def _instance(self, clock_skew: float | None) -> Instance:

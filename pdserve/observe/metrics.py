@@ -32,6 +32,10 @@ CONNECTIONS_CLOSED = Counter(
     "Connections closed by the server: unread answers, heads that do not come, refused requests, limits, handshakes",
     ["reason"],
 )
+STORED_RESPONSES = Counter(
+    "pdserve_stored_responses_total", "Times that a response was stored, or was not and why", ["result"]
+)
+STORED_BYTES = Counter("pdserve_stored_response_bytes_total", "Bytes of stored responses, compressed")
 MIGRATIONS = Counter("pdserve_migrations_total", "Requests moved to another decode worker", ["model"])
 ROUTER_DECISIONS = Counter(
     "pdserve_router_decisions_total", "Requests sent to a decode worker", ["policy", "instance"]

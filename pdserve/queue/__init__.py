@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pdserve.credentials import Credentials
 from pdserve.queue.base import BlobStore, PrefillQueue
 from pdserve.queue.broadcast import Broadcast
+from pdserve.queue.responses import ResponseStore, StoreLimits
 
 _IMPLEMENTATIONS = {"nats": "pdserve.queue.jetstream", "memory": "pdserve.queue.memory"}
 
@@ -36,6 +37,14 @@ def connect_broadcast(
         nats, namespace, topic, meanwhile, credentials
     )
     return broadcast
+
+
+def connect_responses(
+    nats: str, namespace: str, limits: StoreLimits, credentials: Credentials | None = None
+) -> ResponseStore:
+    """The store of responses, to enter."""
+    store: ResponseStore = _implementation(nats).connect_responses(nats, namespace, limits, credentials)
+    return store
 
 
 async def clock_skew(nats: str, credentials: Credentials | None = None) -> float | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
-from pdserve.errors import QueueFull, QueueUnavailable
+from pdserve.errors import PeerGone, QueueFull, QueueUnavailable
 from pdserve.messages import (
     PrefillAnswer,
     PrefillCancel,
@@ -22,6 +22,7 @@ from pdserve.messages import (
 from pdserve.queue.base import BlobStore, Delivery, PrefillQueue
 from pdserve.queue.broadcast import Broadcast
 from pdserve.queue.depth import Puller
+from pdserve.queue.responses import Answer, ResponseStore, StoreLimits
 from pdserve.recent import RecentKeys
 
 _named: "WeakValueDictionary[str, MemoryBroker]" = WeakValueDictionary()
@@ -40,6 +41,12 @@ def connect_broadcast(
     nats: str, namespace: str, topic: str, meanwhile: str, credentials: object = None
 ) -> "MemoryBroadcast":
     return MemoryBroadcast(_broker(nats), f"{namespace}.{topic}")
+
+
+def connect_responses(
+    nats: str, namespace: str, limits: StoreLimits, credentials: object = None
+) -> "MemoryResponses":
+    return MemoryResponses(_broker(nats), namespace, limits)
 
 
 async def clock_skew(nats: str, credentials: object = None) -> float | None:
@@ -91,6 +98,9 @@ class MemoryBroker:
         self.blobs: dict[tuple[str, str], bytes] = {}
         self.broadcasts: dict[str, list[asyncio.Queue[bytes]]] = defaultdict(list)
         """by subject, what each listener has not read"""
+        self.responses: dict[tuple[str, str], dict[str, tuple[float, bytes]]] = defaultdict(dict)
+        """by namespace and owner, oldest first, with the time"""
+        self.frontends: dict[tuple[str, str], Answer] = {}
         self.changed = asyncio.Condition()
         self._queues: dict[tuple[str, str], _ModelQueue] = defaultdict(_ModelQueue)
 
@@ -110,6 +120,7 @@ class MemoryBroker:
         if lose_data:
             self.losses += 1
             self.blobs.clear()
+            self.responses.clear()
             for queue in self._queues.values():
                 queue.entries.clear()
                 queue.ids.clear()
@@ -319,3 +330,47 @@ class MemoryBroadcast(Broadcast):
     async def messages(self) -> AsyncIterator[bytes]:
         while True:
             yield await self._inbox.get()
+
+
+class MemoryResponses(ResponseStore):
+    def __init__(self, broker: MemoryBroker, namespace: str, limits: StoreLimits) -> None:
+        self._broker = broker
+        self._namespace = namespace
+        self._limits = limits
+        self._listening: list[tuple[str, str]] = []
+
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            for frontend in self._listening:
+                self._broker.frontends.pop(frontend, None)
+
+    async def put(self, owner: str, key: str, data: bytes) -> None:
+        self._broker.check()
+        kept = self._broker.responses[self._namespace, owner]
+        kept.pop(key, None)
+        kept[key] = time.monotonic(), data
+        while sum(len(data) for _, data in kept.values()) > self._limits.max_bytes:
+            del kept[next(iter(kept))]
+
+    async def get(self, owner: str, key: str) -> bytes:
+        self._broker.check()
+        stored, data = self._broker.responses[self._namespace, owner][key]
+        if time.monotonic() - stored > self._limits.age:
+            raise KeyError(key)
+        return data
+
+    async def listen(self, frontend: str, answer: Answer) -> None:
+        self._broker.frontends[self._namespace, frontend] = answer
+        self._listening.append((self._namespace, frontend))
+
+    async def ask(self, frontend: str, question: bytes) -> AsyncIterator[bytes]:
+        self._broker.check()
+        answer = self._broker.frontends.get((self._namespace, frontend))
+        if answer is None:
+            raise PeerGone(frontend)
+        async for part in answer(question):
+            self._broker.check()
+            yield part

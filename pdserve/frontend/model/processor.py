@@ -73,7 +73,7 @@ async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[P
             core.shutdown
         )  # called first: no request must go on at another worker when one is left
         try:
-            app, core.plain_paths = await make_app(engine, args, card.supported_tasks)
+            app, core.plain_paths = await make_app(engine, args, card.supported_tasks, context.stored)
         except ValueError as error:
             raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error
         yield Processor(card, app, core, core.workers)

@@ -1,4 +1,4 @@
-"""Everything that the frontend uses of vLLM 0.32, and its only module that imports it.
+"""Everything that the frontend uses of vLLM 0.32, and with `vllm_responses` all that imports it there.
 
 `tests/frontend/model/test_vllm_api.py` holds what is expected of each name here and says what moved when vLLM
 changes. Importing this module costs 6 to 7 seconds of CPU: do it late, and in a thread.
@@ -50,6 +50,8 @@ from pdserve.errors import BadRequest
 from pdserve.frontend.deltas import DeltaStream
 from pdserve.frontend.model.grammar import problem
 from pdserve.frontend.model.openapi import describe
+from pdserve.frontend.model.stored import StoredResponses
+from pdserve.frontend.model.vllm_responses import store_responses
 
 __all__ = [
     "AsyncLLM", "EngineCoreClient", "EngineCoreOutput", "EngineCoreOutputs", "EngineCoreRequest", "FinishReason",
@@ -353,7 +355,7 @@ def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream, empty:
 
 
 async def make_app(
-    engine: AsyncLLM, args: Namespace, tasks: Sequence[str]
+    engine: AsyncLLM, args: Namespace, tasks: Sequence[str], stored: StoredResponses | None = None
 ) -> tuple[ASGIApp, dict[str, bool]]:
     """vLLM's own app on this engine, without its middleware: the edge does cross-origin rules, metrics and all else,
     and each layer costs time on every streamed chunk. The app raises BadRequest for what vLLM refuses only when its
@@ -368,6 +370,7 @@ async def make_app(
         await init_app_state(engine, app.state, args, tuple(tasks))
     except TypeError as error:  # vLLM's ParserManager
         raise ValueError(str(error)) from error
+    store_responses(app.state.openai_serving_responses, stored, args.served_model_name[0])
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:

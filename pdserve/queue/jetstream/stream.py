@@ -25,7 +25,7 @@ from pdserve.messages import QueueState
 log = logging.getLogger(__name__)
 
 API_TIMEOUT = 2.0
-_NAME_IN_USE = 10058
+NAME_IN_USE = 10058
 TOO_MANY = 10077
 """error code of a stream that has as many messages, or bytes, as it may"""
 _NO_SPACE = (10028, 10047)
@@ -173,7 +173,7 @@ async def _make_stream(
     try:
         await js.add_stream(StreamConfig(name=names.stream, storage=StorageType.MEMORY), **ours)
     except nats.js.errors.BadRequestError as error:
-        if error.err_code != _NAME_IN_USE:
+        if error.err_code != NAME_IN_USE:
             raise
         # it has other limits: ours now, but what an administrator set beside them (replicas, placement) stays
         await js.update_stream((await js.stream_info(names.stream)).config, **ours)

@@ -147,6 +147,10 @@ class EchoWorker:
     async def refuse(self, text: str) -> None:
         await self.send(Refused(text))
 
+    def go(self) -> None:
+        """Make steps from now on."""
+        self._spawn(self._run(0.0))
+
     async def step(self, *, strange: bool = False) -> None:
         """One token for every request, in one message, as an engine does it. With `strange`, logprobs that no
         request asked for, at which vLLM's output handler fails."""

@@ -1,7 +1,9 @@
 """What pdserve.frontend.model uses of vLLM, name by name: an upgrade that moves one of them fails here and says
 which."""
 
+import ast
 import inspect
+import re
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -183,3 +185,22 @@ def test_what_came_over_the_network_is_no_hit(
     stats = PrefillStats(417, 0, local + external, local, external, 7)
     vllm_api.count_prefix_hit(stats, elsewhere, 32)
     assert (stats.num_cached_tokens, stats.num_cache_creation_tokens) == (cached, written)
+
+
+def test_the_store_of_responses_is_used_as_we_stand_in_for_it() -> None:
+    """Its dicts and its lock by these names, and nothing awaited while the lock is held."""
+    source = inspect.getsource(import_module("vllm.entrypoints.openai.responses.serving"))
+    for name in ("response_store", "msg_store", "event_store", "background_tasks", "enable_store"):
+        assert f"self.{name}" in source
+    held = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.AsyncWith) and "response_store_lock" in ast.unparse(node.items[0])
+    ]
+    assert len(held) == 6
+    for node in held:
+        assert not [each for part in node.body for each in ast.walk(part) if isinstance(each, ast.Await)]
+    used = set(
+        re.findall(r"self\.(?:response_store|msg_store|event_store|background_tasks)(\.\w+|\[)", source)
+    )
+    assert used == {".get", ".pop", "["}

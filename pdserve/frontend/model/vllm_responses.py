@@ -1,0 +1,53 @@
+"""What stored responses use of vLLM 0.32: how its app comes to keep them in `stored`, and its objects as bytes.
+
+`tests/frontend/model/test_vllm_api.py` holds what is expected of vLLM. Import it as late as `vllm_api`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+import vllm.envs
+from fastapi.encoders import jsonable_encoder
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse, StreamingResponsesResponse
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.renderers.online_renderer import OpenAIMessage
+
+from pdserve.frontend.model.stored import StoredResponses
+
+vllm.envs.VLLM_ENABLE_RESPONSES_API_STORE = False  # its own store, which forgets nothing and warns of it
+
+
+def store_responses(
+    serving: OpenAIServingResponses | None, stored: StoredResponses | None, model: str
+) -> None:
+    """Let vLLM's app keep responses in `stored`, or nowhere."""
+    if serving is None or stored is None:
+        return
+    ours = stored.of_model(model, ResponseJson())
+    serving.enable_store = True
+    serving.response_store_lock = ours
+    serving.response_store, serving.msg_store = ours.responses, ours.messages
+    serving.event_store, serving.background_tasks = ours.events, ours.tasks
+
+
+class ResponseJson:
+    def dump(self, response: ResponsesResponse) -> bytes:
+        return cast(bytes, response.model_dump_json(by_alias=True).encode())
+
+    def load(self, data: bytes) -> ResponsesResponse:
+        return ResponsesResponse.model_validate_json(data)
+
+    def dump_messages(self, messages: Sequence[Any]) -> bytes:
+        """Of gpt-oss they are Harmony's."""
+        plain = [message.to_dict() if isinstance(message, OpenAIMessage) else message for message in messages]
+        harmony = any(isinstance(message, OpenAIMessage) for message in messages)
+        return msgspec.json.encode({"harmony": harmony, "messages": jsonable_encoder(plain)})
+
+    def load_messages(self, data: bytes) -> list[Any]:
+        stored = msgspec.json.decode(data)
+        messages: list[Any] = stored["messages"]
+        return [OpenAIMessage.from_dict(message) for message in messages] if stored["harmony"] else messages
+
+    def dump_event(self, event: StreamingResponsesResponse) -> str:
+        return cast(str, event.model_dump_json(indent=None, by_alias=True))
