@@ -14,7 +14,6 @@ import uuid
 from contextlib import nullcontext, suppress
 from functools import partial
 
-from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
@@ -25,13 +24,21 @@ from pdserve.frontend.admission.control import Admission, ModelReplaced
 from pdserve.frontend.admission.estimate import RequestSize
 from pdserve.frontend.answer import HttpError, ResponseWriter, error_response, log_request
 from pdserve.frontend.auth import ApiKeys
-from pdserve.frontend.body import BodyReader, ParsedBody, discard_rest, max_body, parse_body, replay
+from pdserve.frontend.body import (
+    BodyReader,
+    ParsedBody,
+    app_scope,
+    discard_rest,
+    max_body,
+    parse_body,
+    replay,
+)
 from pdserve.frontend.connections import CHUNKS, UNREAD
 from pdserve.frontend.deltas import DeltaStream
 from pdserve.frontend.model.stored import begin
 from pdserve.frontend.models import PauseWhileUnread, ServedModel, ServedModels
 from pdserve.frontend.pages import FrontendPages, MetricsPage
-from pdserve.frontend.peers import PeerFrontends, disconnected, owner_at_peer
+from pdserve.frontend.peers import RESPONSE, PeerFrontends, disconnected, owner_at_peer
 from pdserve.frontend.trace import RequestFailure, RequestTrace, current_trace, seconds_allowed
 from pdserve.frontend.usage import KeyUse
 
@@ -50,8 +57,6 @@ GENERATING = frozenset(
 """POST, with a JSON body that may name its model; a decode worker has to work for them"""
 TOKENIZING = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
 """the same, but without a worker"""
-RESPONSE = re.compile(r"/v1/responses/([^/]+)(/cancel)?")
-"""a stored response"""
 BY_QUERY = re.compile(r"/v1/responses/[^/]+(/cancel)?|/docs|/docs/oauth2-redirect|/redoc|/openapi\.json")
 """without a body: answered by the model of the query parameter `model`, or by the only one"""
 
@@ -215,7 +220,7 @@ async def _run(
         is_long = trace.path in TOKENIZING and len(body.raw) > LONG_TEXT
         async with model.admission.long_text(admission.client) if is_long else nullcontext():
             processor = await model.ready()
-            await processor.app(_inner_scope(request, trace, body), replay(body.raw, gone), response)
+            await processor.app(app_scope(request, trace.request_id, body), replay(body.raw, gone), response)
 
     app = asyncio.create_task(answer())
     watch = asyncio.create_task(disconnected(request))
@@ -234,15 +239,6 @@ async def _run(
         if admission.waiting:
             app.cancel()
         await _finish(app, response)
-
-
-def _inner_scope(request: Request, trace: RequestTrace, body: ParsedBody) -> Scope:
-    """As vLLM's app sees the request: always with an id, from which it makes the response's id. It takes the header's
-    before the body's."""
-    headers = MutableHeaders(raw=list(request.scope["headers"]))
-    if not body.has_id or "x-request-id" in headers:
-        headers["x-request-id"] = trace.request_id
-    return {**request.scope, "headers": headers.raw}
 
 
 async def _finish(app: "asyncio.Task[None]", response: ResponseWriter) -> None:

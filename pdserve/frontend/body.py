@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from types import UnionType
 
 import msgspec
+from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Scope
 
 from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend.admission.estimate import RequestSize
@@ -181,3 +182,12 @@ def replay(raw: bytes, gone: asyncio.Event) -> Receive:
         return {"type": "http.disconnect"}
 
     return receive
+
+
+def app_scope(request: Request, request_id: str, body: ParsedBody) -> Scope:
+    """As vLLM's app sees the request: always with an id, from which it makes the response's id. It takes the header's
+    before the body's."""
+    headers = MutableHeaders(raw=list(request.scope["headers"]))
+    if not body.has_id or "x-request-id" in headers:
+        headers["x-request-id"] = request_id
+    return {**request.scope, "headers": headers.raw}

@@ -6,6 +6,7 @@ not is in one frontend only.
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
@@ -23,6 +24,8 @@ from pdserve.records import AnswerHead, Instance, ResponseQuery, Role, StoredRes
 
 logger = logging.getLogger(__name__)
 
+RESPONSE = re.compile(r"/v1/responses/([^/]+)(/cancel)?")
+"""path of a stored response"""
 OWNER = "pdserve.owner"
 """extension of the scope of a request that came through another frontend: the name of its API key, which was checked
 there"""

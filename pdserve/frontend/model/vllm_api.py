@@ -21,14 +21,14 @@ import msgspec
 import vllm.envs
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError, VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.parser import DelegatingParser
 from vllm.reasoning import ReasoningParserManager
@@ -46,12 +46,11 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from pdserve.errors import BadRequest
 from pdserve.frontend.deltas import DeltaStream
 from pdserve.frontend.model.grammar import problem
 from pdserve.frontend.model.openapi import describe
 from pdserve.frontend.model.stored import StoredResponses
-from pdserve.frontend.model.vllm_responses import store_responses
+from pdserve.frontend.model.vllm_responses import raising_refusals, store_responses
 
 __all__ = [
     "AsyncLLM", "EngineCoreClient", "EngineCoreOutput", "EngineCoreOutputs", "EngineCoreRequest", "FinishReason",
@@ -371,16 +370,7 @@ async def make_app(
     except TypeError as error:  # vLLM's ParserManager
         raise ValueError(str(error)) from error
     store_responses(app.state.openai_serving_responses, stored, args.served_model_name[0])
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await app(scope, receive, send)
-        except RuntimeError as error:  # starlette's, since its answer has begun
-            if isinstance(error.__cause__, VLLMClientError):
-                raise BadRequest(str(error.__cause__)) from error
-            raise
-
-    return answer, _plain_paths(app, args)
+    return raising_refusals(app), _plain_paths(app, args)
 
 
 def _plain_paths(app: FastAPI, args: Namespace) -> dict[str, bool]:

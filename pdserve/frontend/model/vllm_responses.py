@@ -1,4 +1,4 @@
-"""What stored responses use of vLLM 0.32: how its app comes to keep them in `stored`, and its objects as bytes.
+"""What /v1/responses needs of vLLM 0.32: how its app comes to keep responses in `stored`, and its objects as bytes.
 
 `tests/frontend/model/test_vllm_api.py` holds what is expected of vLLM. Import it as late as `vllm_api`.
 """
@@ -8,11 +8,15 @@ from typing import Any, cast
 
 import msgspec
 import vllm.envs
+from fastapi import FastAPI
 from fastapi.encoders import jsonable_encoder
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse, StreamingResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.exceptions import VLLMClientError
 from vllm.renderers.online_renderer import OpenAIMessage
 
+from pdserve.errors import BadRequest
 from pdserve.frontend.model.stored import StoredResponses
 
 vllm.envs.VLLM_ENABLE_RESPONSES_API_STORE = False  # its own store, which forgets nothing and warns of it
@@ -29,6 +33,20 @@ def store_responses(
     serving.response_store_lock = ours
     serving.response_store, serving.msg_store = ours.responses, ours.messages
     serving.event_store, serving.background_tasks = ours.events, ours.tasks
+
+
+def raising_refusals(app: FastAPI) -> ASGIApp:
+    """vLLM's app, which raises BadRequest for what it refuses only when its answer has begun."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except RuntimeError as error:  # starlette's, since its answer has begun
+            if isinstance(error.__cause__, VLLMClientError):
+                raise BadRequest(str(error.__cause__)) from error
+            raise
+
+    return answer
 
 
 class ResponseJson:
