@@ -23,7 +23,7 @@ from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend.admission.control import Admission, ModelReplaced
 from pdserve.frontend.admission.estimate import RequestSize
 from pdserve.frontend.answer import HttpError, ResponseWriter, error_response, log_request
-from pdserve.frontend.auth import ApiKeys
+from pdserve.frontend.auth import ApiKeys, client_of
 from pdserve.frontend.body import (
     BodyReader,
     ParsedBody,
@@ -138,7 +138,7 @@ class FrontendApp:
         most = max_body(longest, tokenizing=path in TOKENIZING)
         # what a client stored may be read and cancelled whatever its limits are: its work in the background counts
         with nullcontext() if by_query else KeyUse(self._keys.ledger, response) as use:
-            async with self._bodies.read(request, trace.deadline, _client(request, trace), most) as raw:
+            async with self._bodies.read(request, trace.deadline, client_of(request, trace), most) as raw:
                 named = request.query_params.get("model") or None
                 if (found := RESPONSE.fullmatch(path)) and self._peers is not None:
                     named = await self._peers.find(found[1], request, response)
@@ -178,7 +178,7 @@ class FrontendApp:
         most = max_body(model.card.max_model_len, tokenizing=trace.path in TOKENIZING)
         if len(body.raw) > most:
             raise HttpError(413, f"the request body is larger than {most} bytes")
-        client = _client(request, trace)
+        client = client_of(request, trace)
         if trace.path in GENERATING:
             trace.admission = admission = model.admission.enter(client, body.size, trace.deadline)
         else:
@@ -188,12 +188,6 @@ class FrontendApp:
                 await _run(model, admission, body, request, response, self._peers)
         finally:
             model.admission.leave(admission)
-
-
-def _client(request: Request, trace: RequestTrace) -> str:
-    """The client that it belongs to, to be fair between clients: its API key or, where none are configured, its
-    address, since any key could be made up."""
-    return trace.key or (request.client.host if request.client else "")
 
 
 async def _run(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from pdserve.config.api_keys import ApiKey, FoundKeys, digest_of, read_keys
 from pdserve.errors import ConfigError
+from starlette.requests import Request
+from pdserve.frontend.trace import RequestTrace
 from pdserve.frontend.answer import HttpError
 from pdserve.frontend.limits import KeyLedger
 from pdserve.observe.metrics import KEY_REQUESTS, KEY_TOKENS
@@ -104,3 +106,9 @@ def _state(file: Path) -> tuple[int, ...]:
 def _given(headers: Mapping[str, str]) -> str:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def client_of(request: Request, trace: RequestTrace) -> str:
+    """The client that it belongs to, to be fair between clients: its API key or, where none are configured, its
+    address, since any key could be made up."""
+    return trace.key or (request.client.host if request.client else "")
