@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from starlette.requests import Request
+
 from pdserve.config.api_keys import ApiKey, FoundKeys, digest_of, read_keys
 from pdserve.errors import ConfigError
-from starlette.requests import Request
-from pdserve.frontend.trace import RequestTrace
 from pdserve.frontend.answer import HttpError
 from pdserve.frontend.limits import KeyLedger
+from pdserve.frontend.trace import RequestTrace
 from pdserve.observe.metrics import KEY_REQUESTS, KEY_TOKENS
 
 logger = logging.getLogger(__name__)
