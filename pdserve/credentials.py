@@ -7,10 +7,12 @@ nothing else is asked. All hosts of a graph have a copy of the folder
 """
 
 import hmac
+import re
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from ipaddress import ip_address
 from pathlib import Path
 from shutil import rmtree
@@ -26,7 +28,10 @@ if TYPE_CHECKING:
 NAME = "pdserve"
 """that each certificate of a graph is for, beside its hosts' own names: a client that must check one checks this"""
 LOCAL = ("localhost", "127.0.0.1", "::1")
+_HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([\w-]*\w)?(\.[A-Za-z0-9_]([\w-]*\w)?)*", re.ASCII)
 VALID, SOON = timedelta(days=3650), timedelta(days=30)
+_ALWAYS, _FOR_EVER = datetime(1970, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+"""no clock is before the one; the other is RFC 5280's for certificates that do not run out"""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Credentials:
         try:
             if found.key.stat().st_mode & 0o077:
                 raise ConfigError([f"{found.key} can be read by other users: chmod 600 {found.key}."])
-            found.client_context()
+            _ = found.client
         except OSError as error:  # ssl's errors are OSErrors too
             text = "make one with `pdserve credentials FOLDER`, or copy the graph's from another host."
             raise ConfigError([f"Security.credentials: {folder} cannot be used ({error}): {text}"]) from error
@@ -63,6 +68,11 @@ class Credentials:
     def secret(self, purpose: str) -> bytes:
         """32 bytes that each process of the graph can make and no other, for what does not speak TLS."""
         return hmac.digest(self.key.read_bytes(), purpose.encode(), "sha256")
+
+    @cached_property
+    def client(self) -> ssl.SSLContext:
+        """One for all connections, not to be changed: what this process began with, though the folder is replaced."""
+        return self.client_context()
 
     def client_context(self) -> ssl.SSLContext:
         """Shows the node's certificate, and takes any server of the graph, by whatever name."""
@@ -96,14 +106,16 @@ def expiring(certificates: Path) -> str | None:
     return f"{'expired on' if until <= now else 'is valid only until'} {until:%Y-%m-%d %H:%M} UTC"
 
 
-def create(folder: Path, hosts: Iterable[str] = LOCAL) -> Credentials:
+def create(folder: Path, hosts: Iterable[str] = LOCAL, valid: timedelta | None = VALID) -> Credentials:
     """Make an authority and a node's certificate that is also for `hosts`, in place of what is in the folder, which
     only this user can read. The authority's key is kept nowhere: a new certificate means a new folder on all hosts.
-    Raises OSError."""
+    Without `valid` it never runs out, as one that is kept for a run: a clock that is set right meanwhile must not
+    end it. Raises OSError, and ValueError for a name that no host can have."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Credentials(Path(mkdtemp(prefix=f"{folder.name}.", dir=folder.parent)))  # mode 0700
     try:
-        _write(fresh, hosts)
+        until = _FOR_EVER if valid is None else datetime.fromtimestamp(clock.unix(), UTC) + valid
+        _write(fresh, hosts, until)
         if folder.exists():
             rmtree(folder)
         fresh.folder.rename(folder)
@@ -113,7 +125,7 @@ def create(folder: Path, hosts: Iterable[str] = LOCAL) -> Credentials:
     return Credentials(folder)
 
 
-def _write(to: Credentials, hosts: Iterable[str]) -> None:
+def _write(to: Credentials, hosts: Iterable[str], until: datetime) -> None:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -123,12 +135,11 @@ def _write(to: Credentials, hosts: Iterable[str]) -> None:
     authority_key, node_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "pdserve graph")])
     node_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
-    begin = datetime.fromtimestamp(clock.unix(), UTC) - timedelta(days=1)  # the clocks of hosts differ
 
     def certificate(name: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
         builder = x509.CertificateBuilder().subject_name(name).issuer_name(authority_name)
         builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
-        return builder.not_valid_before(begin).not_valid_after(begin + VALID)
+        return builder.not_valid_before(_ALWAYS).not_valid_after(until)
 
     signs = x509.KeyUsage(
         digital_signature=False,
@@ -172,4 +183,6 @@ def _alternative(host: str) -> "x509.GeneralName":
     try:
         return x509.IPAddress(ip_address(host))
     except ValueError:
+        if not _HOST_NAME.fullmatch(host):
+            raise ValueError(f"{host!r} is no host name or IP address") from None
         return x509.DNSName(host)

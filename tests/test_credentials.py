@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.credentials import NAME, Credentials, create
+from pdserve import clock
+from pdserve.cli.credentials import make_credentials
+from pdserve.credentials import NAME, Credentials, create, expiring
 from pdserve.errors import ConfigError
 
 
@@ -92,3 +94,31 @@ def test_new_ones_replace_the_old(tmp_path: Path) -> None:
     before = make(tmp_path / "credentials").authority.read_bytes()
     assert make(tmp_path / "credentials").authority.read_bytes() != before
     assert [path.name for path in tmp_path.iterdir()] == ["credentials"]
+
+
+@pytest.mark.parametrize("years", [-30, 30])
+async def test_those_of_a_run_hold_when_the_clock_is_set_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, years: float
+) -> None:
+    now = clock.unix()
+    monkeypatch.setattr(clock, "unix", lambda: now + years * 365 * 24 * 3600)
+    credentials = create(tmp_path / "credentials", valid=None)
+    monkeypatch.undo()
+    assert expiring(credentials.certificate) is None
+    async with greeter(credentials) as port:
+        assert await greeted(port, credentials.client_context()) == b"hello"
+
+
+async def test_a_process_keeps_what_it_began_with(tmp_path: Path) -> None:
+    """New ones are for the processes that start after them: what runs goes on until then."""
+    credentials = make(tmp_path / "credentials")
+    async with greeter(credentials) as port:
+        create(credentials.folder)
+        assert await greeted(port, credentials.client) == b"hello"
+
+
+@pytest.mark.parametrize("host", ["", "a b", "[::1]", "10.0.0.5:2379", "a..b", "\u00fc.example.com"])
+def test_a_host_that_cannot_be_is_told(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--host: '.*' is no host name or IP address"):
+        make_credentials(tmp_path / "new", host=[host])
+    assert not list(tmp_path.iterdir())

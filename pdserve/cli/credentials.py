@@ -40,6 +40,10 @@ def make_credentials(
         )
     try:
         made = create(folder, [*LOCAL, *(host or [])])
+    except ValueError as error:
+        raise ConfigError(
+            [f"--host: {error}: use a name as in nats.example.com, or an address as in 10.0.0.5."]
+        ) from error
     except OSError as error:
         raise ConfigError([f"{folder} cannot be written: {error.strerror or error}."]) from error
     print(_next(made.folder.absolute(), made))

@@ -247,7 +247,7 @@ class TcpStreamClient(StreamClient):
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
-        tls = Tls(self._credentials.client_context(), server=False) if self._credentials else None
+        tls = Tls(self._credentials.client, server=False) if self._credentials else None
         self._connection = FramedConnection(self, MAX_GREETING, tls)
         self._greeted, self._unread = asyncio.Event(), UnreadMessages()
         try:

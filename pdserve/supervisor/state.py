@@ -160,7 +160,7 @@ def _unusable(state_dir: Path, error: OSError) -> ConfigError:
 def fresh_credentials(state_dir: Path) -> Credentials:
     """For one run of a graph. Raises ConfigError where they cannot be written."""
     try:
-        return create(state_dir / _CREDENTIALS)
+        return create(state_dir / _CREDENTIALS, valid=None)
     except OSError as error:
         raise _unusable(state_dir, error) from error
 
