@@ -96,6 +96,12 @@ def _gpu_count(value: object) -> object:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+def _origin(origin: str) -> str:
+    if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#@*]+", origin) is None:
+        raise ValueError(f"has {origin!r}, but an origin has a scheme and no path: https://chat.example.com.")
+    return origin
+
+
 Text = Annotated[str, BeforeValidator(_text)]
 Host = Annotated[Text, AfterValidator(_host)]
 NatsUrl = Annotated[str, AfterValidator(nats_url)]
@@ -114,11 +120,12 @@ Allowances = Annotated[
     tuple[Allowance, ...],
     Field(json_schema_extra={"is": f"a list of {', '.join(get_args(Allowance))}"}),
 ]
+Origins = Annotated[
+    tuple[Annotated[Text, AfterValidator(_origin)], ...],
+    Field(json_schema_extra={"is": "a list of origins, as in [https://chat.example.com]"}),
+]
 GpuNumbers = Annotated[
     tuple[ZeroOrMore, ...], Field(json_schema_extra={"is": "a list of GPU numbers, as in [0, 1]"})
-]
-Origins = Annotated[
-    tuple[Text, ...], Field(json_schema_extra={"is": "a list of origins, as in [https://chat.example]"})
 ]
 File = Annotated[Path, BeforeValidator(_text), AfterValidator(with_home)]
 GpuCount = Annotated[ZeroOrMore | None, BeforeValidator(_gpu_count)]
@@ -185,10 +192,11 @@ class HttpServer(AdmissionLimits, FrontendProcesses):
     closed at once"""
     max_connections_per_client: OneOrMore = 4096
     """connections; of one address (IPv6: of a network of 64 bits) at a time for each frontend process"""
+    allowed_origins: Origins = ()
+    """web pages that may use the API from a browser, as in [https://chat.example.com]; ["*"]: all; empty: all where
+    requests need an API key, else those of this machine"""
     max_request_timeout: Seconds = 3600.0
     """seconds; a client may not ask for a later deadline"""
-    allowed_origins: Origins = ()
-    """web pages of these origins may ask from within a browser, `"*"`: all"""
     stored_responses_age: SecondsOrZero = 3600.0
     """seconds for which a response of /v1/responses is stored, in the memory of NATS; 0: none is"""
     stored_responses_bytes: OneOrMore = 64 << 20

@@ -23,7 +23,7 @@ from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend.admission.control import Admission, ModelReplaced
 from pdserve.frontend.admission.estimate import RequestSize
 from pdserve.frontend.answer import HttpError, ResponseWriter, error_response, log_request
-from pdserve.frontend.auth import ApiKeys, client_of
+from pdserve.frontend.auth import LOCAL_PATHS, ApiKeys, client_of, is_local
 from pdserve.frontend.body import (
     BodyReader,
     ParsedBody,
@@ -85,7 +85,7 @@ class FrontendApp:
         """Without `peers` no response is stored."""
         self._models = models
         self._peers = peers
-        self._pages = FrontendPages(models, metrics)
+        self._pages = FrontendPages(models, metrics, keys)
         self._keys = keys
         self._request_timeout = request_timeout
         self._max_request_timeout = max_request_timeout
@@ -107,6 +107,8 @@ class FrontendApp:
             else:
                 said = error.status, str(error), error.param, error.retry_after, error.limit
                 answer = error_response(trace.path, *said)
+                if "expect" in request.headers:  # its body may come or not: what follows could be either
+                    answer.headers["connection"] = "close"
                 await response.reply(answer, before_end=partial(discard_rest, request))
         if trace.path in GENERATING | TOKENIZING:
             log_request(response)
@@ -117,9 +119,10 @@ class FrontendApp:
         trace.deadline = trace.started + seconds_allowed(
             asked, self._request_timeout, self._max_request_timeout
         )
+        is_open = path in LOCAL_PATHS and is_local(request.scope)
         if (owner := owner_at_peer(request)) is not None:
             trace.key = owner
-        elif key := self._keys.find(path, request.headers):
+        elif not is_open and (key := self._keys.find(path, request.headers)):
             trace.key = key.name
         begin(trace.key)
         bare, by_query = path.rstrip("/"), BY_QUERY.fullmatch(path) is not None

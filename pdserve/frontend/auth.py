@@ -6,9 +6,11 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
+from ipaddress import ip_address
 from pathlib import Path
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from pdserve.config.api_keys import ApiKey, FoundKeys, digest_of, read_keys
 from pdserve.errors import ConfigError
@@ -19,8 +21,10 @@ from pdserve.observe.metrics import KEY_REQUESTS, KEY_TOKENS
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/version", "/metrics"})
-"""for probes and scrapers, which have no key"""
+OPEN_PATHS = frozenset({"/health", "/ping"})
+"""for probes, which have no key: whether it serves, and no more"""
+LOCAL_PATHS = frozenset({"/load", "/version", "/metrics"})
+"""for scrapers: clients on this machine need no key"""
 CHECK = 2.0
 """seconds after which it is looked whether a file of keys has changed"""
 
@@ -54,6 +58,18 @@ class ApiKeys:
         if key is None or not hmac.compare_digest(key.digest, digest):
             raise HttpError(401, "a valid API key is needed: Authorization: Bearer KEY")
         return key
+
+    def knows(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request for an open page may know all that is on it."""
+        return not self._keys or digest_of(_given(headers)) in self._keys
+
+
+def is_local(scope: Scope) -> bool:
+    """Whether the client is on this machine."""
+    client, server = scope.get("client"), scope.get("server")
+    if not client or not server:
+        return False
+    return client[0] == server[0] or ip_address(client[0]).is_loopback
 
 
 class KeySource:

@@ -24,6 +24,8 @@ MAX_BODY = 32 << 20
 """bytes; prompts of a million tokens fit"""
 MAX_HELD = 256 << 20
 """bytes of the bodies of all requests that are not over"""
+PACE, GRACE = 1000.0, 30.0
+"""bytes per second that a body must have on average, and seconds to begin with that do not count"""
 MAX_DISCARDED = 2 * MAX_BODY
 DISCARD_WITHIN = 10.0
 """bytes and seconds for the rest of a body whose request was refused"""
@@ -64,8 +66,9 @@ class BodyReader:
     and several times as much beside it. A client gets no more than is still free, so that there is always something
     left for another client."""
 
-    def __init__(self, bound: int = MAX_HELD) -> None:
+    def __init__(self, bound: int = MAX_HELD, grace: float = GRACE) -> None:
         self._bound = bound
+        self._grace = grace
         self._held = 0
         self._of_client: Counter[str] = Counter()
 
@@ -73,20 +76,25 @@ class BodyReader:
     async def read(self, request: Request, deadline: float, client: str, most: int) -> AsyncIterator[bytes]:
         """`deadline` in monotonic seconds, `most` in bytes. Raises HttpError for a body that is larger or not whole by
         then, Overloaded, and ClientDisconnect."""
-        parts: list[bytes] = []
-        size = 0
+        body, size = bytearray(), 0  # a list of parts could have one for each byte
+        begun = asyncio.get_running_loop().time()
+        end = begun + deadline - time.monotonic()
         try:
             try:
-                async with asyncio.timeout(deadline - time.monotonic()):
+                async with asyncio.timeout_at(min(end, begun + self._grace)) as bound:
                     async for part in request.stream():
-                        parts.append(part)
+                        body += part
                         size += len(part)
+                        bound.reschedule(min(end, begun + self._grace + size / PACE))
                         self._held += len(part)
                         self._of_client[client] += len(part)
                         self._check(size, client, most)
             except TimeoutError:
-                raise HttpError(408, "the request body was not complete by the request's deadline") from None
-            yield b"".join(parts)
+                why = f"came slower than {PACE:g} bytes a second"
+                if bound.when() == end:
+                    why = "was not complete by the request's deadline"
+                raise HttpError(408, f"the request body {why}") from None
+            yield bytes(body)
         finally:
             self._held -= size
             self._of_client[client] -= size

@@ -14,6 +14,7 @@ from collections import Counter
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -120,11 +121,33 @@ class ClientConnection(HttpToolsProtocol):
         if self._head_since is None and self._idle():  # also what comes of the body of a refused request
             self._head_since = time.monotonic()
         self._moved = False
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         self._unmoved = 0 if self._moved else self._unmoved + len(data)
         if self._unmoved > MAX_HEAD and not self._refused:  # the parser holds a field until it is whole
             self._refusal = _TOO_LARGE
             self.send_400_response("")
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _without_upgrade(self, rest: bytes) -> None:
+        """Clients may offer another protocol (Java's offer h2c) and have to take an answer in this one. The parser
+        takes such a head for a whole message, and would take its body for the next one: so it gets the head without
+        the offer."""
+        lines = [b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b"close" if b"close" in value.lower() else b"keep-alive"
+            if name != b"upgrade":
+                lines.append(b"%b: %b" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -149,9 +172,15 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_since, self._fields, self._moved = None, -1, True
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > MAX_HEAD:
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD:
             self._refuse_head(*_TOO_LARGE)
+        hosts, version = sum(name == b"host" for name, _ in self.headers), self.parser.get_http_version()
+        if hosts > 1 or (not hosts and version == "1.1") or version == "0.9":
+            self._refuse_head(400, "a request is of HTTP/1.0 or 1.1, and has one Host header")
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse_head(400, "this is no proxy")
+        if self.parser.should_upgrade():  # see `_without_upgrade`
+            return
         super().on_headers_complete()
         self.scope["extensions"] = {CHUNKS: _Chunks(self.cycle)}  # type: ignore[dict-item]
         if self._last:
@@ -162,6 +191,8 @@ class ClientConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         if self._idle():  # answered before it had come; uvicorn has stopped its own timer
             self._head_since = time.monotonic()

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 import pdserve
 from pdserve.config.host import installed_vllm
 from pdserve.frontend.answer import HttpError, error_response
+from pdserve.frontend.auth import ApiKeys, is_local
 from pdserve.frontend.model.openapi import LEFT_OUT
 from pdserve.frontend.models import ServedModels
 from pdserve.observe.metrics import SlotMetrics, merge
@@ -80,8 +81,9 @@ class MetricsPage:
 class FrontendPages:
     """An ASGI app. Raises HttpError for what there is no page for."""
 
-    def __init__(self, models: ServedModels, metrics: MetricsPage) -> None:
+    def __init__(self, models: ServedModels, metrics: MetricsPage, keys: ApiKeys) -> None:
         self._models = models
+        self._keys = keys
         self._metrics = metrics
         routes = [
             Route("/health", self._health),
@@ -104,11 +106,13 @@ class FrontendPages:
             answer.headers["allow"] = methods
             await answer(scope, receive, send)
 
-    async def _health(self, _: Request) -> Response:
+    async def _health(self, request: Request) -> Response:
         missing, degraded = self._models.missing(), self._models.degraded()
         status = "unavailable" if missing else "degraded" if degraded else "ok"
-        health: dict[str, object] = {"status": status, "workers": self._models.live()}
-        health["frontend"] = self._metrics.own
+        health: dict[str, object] = {"status": status}
+        if not is_local(request.scope) and not self._keys.knows(request.headers):
+            return JSONResponse(health, 503 if missing else 200)
+        health |= {"workers": self._models.live(), "frontend": self._metrics.own}
         if missing:
             health["missing"] = missing
         if degraded:

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import httpx
 import uvicorn
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from pdserve import queue, registry, stream
@@ -30,6 +29,7 @@ from pdserve.frontend.limits import KeyLedger
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.stored import StoredResponses
 from pdserve.frontend.models import serve_models
+from pdserve.frontend.origins import CrossOrigin
 from pdserve.frontend.pages import MetricsPage
 from pdserve.frontend.peers import PeerFrontends, answer_peer
 from pdserve.frontend.renewal import RenewedCertificate
@@ -109,7 +109,7 @@ class Frontend(Service):
             frontend.max_request_timeout,
             PeerFrontends(stored, view.instances) if stored else None,
         )
-        edge = cross_origin(app, frontend.allowed_origins)
+        edge = CrossOrigin(app, self._keys.keys, frontend.allowed_origins, host=frontend.host)
         if stored is not None:
             await stored.store.listen(self.id, partial(answer_peer, app))
         files_left = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES
@@ -201,11 +201,6 @@ async def _clock_skew(nats: str, credentials: Credentials | None) -> float | Non
         async with asyncio.timeout(CLOCK_WITHIN):
             return registered_skew(await queue.clock_skew(nats, credentials), None)
     return None
-
-
-def cross_origin(app: ASGIApp, origins: Sequence[str] = ()) -> ASGIApp:
-    """Browsers may ask from within pages of these origins, as with vLLM's own server."""
-    return CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
 
 class QuietServer(uvicorn.Server):

@@ -12,7 +12,6 @@ from pdserve.config.api_keys import ApiKey
 from pdserve.config.schema import AdmissionLimits
 from pdserve.frontend.auth import ApiKeys
 from pdserve.frontend.body import BodyReader, max_body
-from pdserve.frontend.server import cross_origin
 from pdserve.messages import Failed
 from tests.conditions import until
 from tests.frontend.conftest import Graph
@@ -388,20 +387,6 @@ async def test_a_log_line_for_each_request(graph: Graph, caplog: pytest.LogCaptu
     (line,) = [record.getMessage() for record in caplog.records if record.name == "pdserve.frontend.answer"]
     assert line.startswith("line-1 /v1/completions model=demo code=200 tokens=4+8 ttft=0.")
     assert f"prefill=local instance={worker.id}" in line
-
-
-@pytest.mark.parametrize(
-    ("origins", "status", "allowed"),
-    [((), 400, []), (("*",), 200, ["*"]), (("http://a",), 200, ["http://a"]), (("http://b",), 400, [])],
-)
-async def test_cross_origin(graph: Graph, origins: tuple[str, ...], status: int, allowed: list[str]) -> None:
-    ask = {"origin": "http://a", "access-control-request-method": "POST"}
-    transport = httpx.ASGITransport(cross_origin(graph.app, origins))
-    async with graph.worker(), httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        before = await client.options("/v1/completions", headers=ask)
-        answer = await client.get("/v1/models", headers={"origin": "http://a"})
-    assert before.status_code == status
-    assert answer.headers.get_list("access-control-allow-origin") == allowed
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/models", "/health"])

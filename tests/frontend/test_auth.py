@@ -37,7 +37,7 @@ def allows(keys: ApiKeys, path: str, headers: Headers) -> bool:
         ("/v1/models", None, None, False),
         ("/tokenize", None, None, False),
         ("/health", None, None, True),
-        ("/metrics", None, None, True),
+        ("/metrics", None, None, False),
     ],
 )
 def test_keys(path: str, authorization: str | None, x_api_key: str | None, allowed: bool) -> None:

@@ -212,7 +212,7 @@ async def test_a_request_that_is_on_its_way_when_it_stops_is_answered(config: Co
         reader, writer = await asyncio.open_connection(url.host, url.port)
         process.stop()
         await until(lambda: refused(url))
-        writer.write(b"GET /version HTTP/1.1\r\nhost: test\r\n\r\n")
+        writer.write(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
         answer = await reader.read()
         writer.close()
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")

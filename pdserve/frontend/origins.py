@@ -1,0 +1,80 @@
+"""Which web pages may use the frontend from a browser.
+
+Where requests need a key any page may: it has to bring one. Where they need none, the browser of a user of this machine
+could be made to ask by any page that this user visits. So a page has to be of this machine, or named in
+`Frontend.allowed-origins`; and a frontend on loopback answers to names of this machine only, or a page could have its
+own name lead here (DNS rebinding).
+"""
+
+import re
+from collections.abc import Sequence, Sized
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pdserve.frontend.answer import error_response
+from pdserve.frontend.auth import LOCAL_PATHS, OPEN_PATHS
+
+ANY = "*"
+_HERE = re.compile(r"https?://(localhost|[\w.-]+\.localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
+
+
+class CrossOrigin:
+    """An ASGI app before another one."""
+
+    def __init__(self, app: ASGIApp, keys: Sized, allowed: Sequence[str] = (), *, host: str = "") -> None:
+        """`keys` is empty where requests need none, as it is then; `host` is what the frontend listens on."""
+        self._app, self._keys, self._allowed = app, keys, allowed
+        self._hosts = {urlsplit(origin).hostname for origin in allowed}
+        self._check_host = is_loopback(host) and ANY not in allowed
+        here = None if allowed else _HERE.pattern
+        self._with_keys = _cors(app, allowed or [ANY])
+        self._without = _cors(app, allowed, here)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app, headers = self._app, Headers(scope=scope)
+        if self._keys:
+            if scope["path"] not in OPEN_PATHS | LOCAL_PATHS or self._allowed:
+                app = self._with_keys
+        elif refusal := self._refusal(headers):
+            app = error_response(scope["path"], 403, refusal)
+        else:
+            app = self._without
+        await app(scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> str:
+        """Why a request without a key is not answered; empty where it is."""
+        host, origin = headers.get("host", ""), headers.get("origin", "")
+        hint = "list it in Frontend.allowed-origins, or let requests need an API key"
+        if self._check_host and host and not self._is_ours(host):
+            return f"this server is not {host!r}: ask it at 127.0.0.1 or localhost, or {hint}"
+        if origin and origin.partition("://")[2] != host and not self._without.is_allowed_origin(origin):
+            return f"pages of {origin!r} may not use this server: {hint}"
+        return ""
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return name in self._hosts or name == "localhost" or name.endswith(".localhost") or _is_address(name)
+
+
+def _cors(app: ASGIApp, origins: Sequence[str], pattern: str | None = None) -> CORSMiddleware:
+    return CORSMiddleware(app, origins, ["*"], ["*"], allow_origin_regex=pattern)
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
+
+
+def _is_address(host: str) -> bool:
+    """No name, so no page could have made it lead here."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
