@@ -23,7 +23,7 @@ from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend.admission.control import Admission, ModelReplaced
 from pdserve.frontend.admission.estimate import RequestSize
 from pdserve.frontend.answer import HttpError, ResponseWriter, error_response, log_request
-from pdserve.frontend.auth import LOCAL_PATHS, ApiKeys, client_of, is_local
+from pdserve.frontend.auth import ApiKeys, client_of, is_open_here
 from pdserve.frontend.body import (
     BodyReader,
     ParsedBody,
@@ -119,10 +119,9 @@ class FrontendApp:
         trace.deadline = trace.started + seconds_allowed(
             asked, self._request_timeout, self._max_request_timeout
         )
-        is_open = path in LOCAL_PATHS and is_local(request.scope)
         if (owner := owner_at_peer(request)) is not None:
             trace.key = owner
-        elif not is_open and (key := self._keys.find(path, request.headers)):
+        elif not is_open_here(request.scope) and (key := self._keys.find(path, request.headers)):
             trace.key = key.name
         begin(trace.key)
         bare, by_query = path.rstrip("/"), BY_QUERY.fullmatch(path) is not None

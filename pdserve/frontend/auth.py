@@ -64,6 +64,10 @@ class ApiKeys:
         return not self._keys or digest_of(_given(headers)) in self._keys
 
 
+def is_open_here(scope: Scope) -> bool:
+    return scope["path"] in LOCAL_PATHS and is_local(scope)
+
+
 def is_local(scope: Scope) -> bool:
     """Whether the client is on this machine."""
     client, server = scope.get("client"), scope.get("server")

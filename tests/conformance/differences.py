@@ -81,7 +81,13 @@ DIFFERENCES: dict[str, Difference] = {
         Difference(
             "no valid API key",
             '401, `{"error": "Unauthorized"}`; pages outside of `/v1` are open',
-            "401, an error in OpenAI's shape; all but `/health`, `/ping`, `/load`, `/version`, `/metrics` needs one",
+            "401, an error in OpenAI's shape; all but `/health` and `/ping` needs one "
+            "(`/load`, `/version`, `/metrics`: off this machine)",
+        ),
+        Difference(
+            "web pages that may not ask",
+            "requests are answered, and their browser keeps the answer; 400 for a preflight",
+            "without keys 403: the work would be done for them all the same; pages of this machine may ask",
         ),
         Difference("`system_fingerprint`", "made from its configuration", "made from the frontend's"),
         Difference(

@@ -89,6 +89,7 @@ def wrong_methods(paths: tuple[str, ...], right: tuple[str, ...]) -> list[Reques
     ]
 
 
+FOREIGN = "web pages that may not ask"
 ORIGIN = {"origin": "http://page.example"}
 PREFLIGHT = {
     **ORIGIN,
@@ -129,13 +130,13 @@ REQUESTS = [
     route("/v1/responses/resp_1/cancel", "POST"),
     *(Request(f"{method} {path}/", f"{path}/", method=method)
       for path in ("/v1/chat/completions", "/v1/models", "/tokenize", "/health") for method in ("GET", "POST")),
-    *(Request(f"preflight {path}", path, method="OPTIONS", headers=PREFLIGHT)
+    *(Request(f"preflight {path}", path, method="OPTIONS", headers=PREFLIGHT, differs=FOREIGN)
       for path in ("/v1/chat/completions", "/v1/models", "/nowhere")),
     Request("preflight of an odd method", "/v1/completions", method="OPTIONS",
-            headers=PREFLIGHT | {"access-control-request-method": "FOO"}),
-    Request("completion from a page", "/v1/completions", BODY, headers=ORIGIN),
-    Request("stream from a page", "/v1/completions", BODY | {"stream": True}, headers=ORIGIN),
-    Request("error from a page", "/v1/completions", {}, headers=ORIGIN),
+            headers=PREFLIGHT | {"access-control-request-method": "FOO"}, differs=FOREIGN),
+    Request("completion from a page", "/v1/completions", BODY, headers=ORIGIN, differs=FOREIGN),
+    Request("stream from a page", "/v1/completions", BODY | {"stream": True}, headers=ORIGIN, differs=FOREIGN),
+    Request("error from a page", "/v1/completions", {}, headers=ORIGIN, differs=FOREIGN),
     completion("accept", accept="application/xml"),
     completion("gzip accepted", accept_encoding="gzip"),
     completion("a body in gzip", b"\x1f\x8b\x08\x00", content_encoding="gzip"),

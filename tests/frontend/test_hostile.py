@@ -295,7 +295,7 @@ async def test_what_is_told_without_a_key(edge: Graph, monkeypatch: pytest.Monke
     async with edge.worker(), guarded(edge, None) as server:
         here = await server.say(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"workers" in here
-        monkeypatch.setattr("pdserve.frontend.app.is_local", lambda _: False)
+        monkeypatch.setattr("pdserve.frontend.auth.is_local", lambda _: False)
         monkeypatch.setattr("pdserve.frontend.pages.is_local", lambda _: False)
         told = await server.say(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert told.endswith(b'{"status":"ok"}')
