@@ -143,7 +143,7 @@ class EmbeddedServer(SupervisedProcess):
             self.port = self.port or free_port(self.host)
             # The lock belongs to the open file that the server inherits: it is free exactly when no server works
             # on this data any more, so a lock is never stale, not even after SIGKILL or a power cut.
-            with (self.data_dir / "lock").open("a+") as lock:
+            with open(self.data_dir / "lock", "a+", opener=state.private) as lock:
                 self._check(lock)
                 self.child = Child(
                     self.name,

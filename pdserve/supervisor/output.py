@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
-from pdserve.supervisor.state import make_private
+from pdserve.supervisor.state import make_private, private
 from pdserve.supervisor.terminal import NonBlockingStream
 
 FILE_LIMIT = 64 << 20
@@ -168,7 +168,7 @@ class LogFile:
         make_private(self.path.parent)
         if self.path.exists():
             self.path.replace(self.path.with_name(self.path.name + ".1"))
-        self._file = self.path.open("wb", buffering=0)
+        self._file = open(self.path, "wb", buffering=0, opener=private)  # noqa: SIM115
         self._size, self._torn = 0, False
 
     def _try(self, action: Callable[[], None]) -> bool:

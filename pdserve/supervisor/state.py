@@ -94,6 +94,15 @@ def make_private(folder: Path) -> None:
         folder.chmod(0o700)
 
 
+def private(path: str, flags: int) -> int:
+    """The `opener` of a file that this user alone can read, as far as the file system has modes: another that could
+    read a lock could hold it."""
+    opened = os.open(path, flags, 0o600)
+    with contextlib.suppress(OSError):
+        os.fchmod(opened, 0o600)
+    return opened
+
+
 def try_lock(lock: IO[str]) -> bool:
     """Lock an open file; when another process holds it, what that has noted can be read from the file."""
     try:
@@ -146,7 +155,7 @@ def _empty(folder: Path) -> None:
 def _open_lock(state_dir: Path) -> IO[str]:
     try:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return (state_dir / _LOCK).open("a+")
+        return open(state_dir / _LOCK, "a+", opener=private)
     except OSError as error:
         raise _unusable(state_dir, error) from error
 

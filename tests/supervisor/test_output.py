@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from io import StringIO
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from pdserve.observe import logs
 from pdserve.records import Instance, Role
 from pdserve.supervisor import output as module
 from pdserve.supervisor import terminal
-from pdserve.supervisor.output import ProcessOutput
+from pdserve.supervisor.output import LogFile, ProcessOutput
 from pdserve.supervisor.progress import banner, curl, phase_of
 from pdserve.supervisor.terminal import NonBlockingStream
 
@@ -208,3 +209,9 @@ def test_what_a_terminal_that_is_gone_did_not_take_is_not_waited_for(monkeypatch
         started = time.monotonic()
         stream.finish()
         assert time.monotonic() - started < 5
+
+
+def test_only_its_user_can_read_a_log_file(tmp_path: Path) -> None:
+    with closing(LogFile(tmp_path / "decode-0.log", print)) as file:
+        file.write("a line")
+    assert file.path.stat().st_mode & 0o777 == 0o600

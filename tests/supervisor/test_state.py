@@ -106,3 +106,11 @@ def test_a_folder_of_another_user_is_not_emptied(short_path: Path) -> None:
     with pytest.raises(ConfigError, match="belongs to another user"), state.socket_folder(short_path):
         pass
     assert (short_path / "theirs/file").exists()
+
+
+def test_no_other_user_can_hold_the_lock(tmp_path: Path) -> None:
+    """What may read it could, also where the folder was there before."""
+    for _ in range(2):
+        with state.locked(tmp_path):
+            assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
+        (tmp_path / "lock").chmod(0o644)
