@@ -36,7 +36,7 @@ def kebab(name: str) -> str:
 
 def nats_url(url: str) -> str:
     """Raises ValueError with what is wrong, as the end of a sentence that begins with the key, as all here do."""
-    parts = _split(url)
+    parts = _split(url := _lower_scheme(url))
     if parts is not None and parts.scheme in ("ws", "wss"):
         text = "NATS is reached without WebSockets only, as in nats://10.0.0.5:4222."
         raise ValueError(f"is {url!r}, but {text}")
@@ -47,6 +47,7 @@ def nats_url(url: str) -> str:
 
 def etcd_address(address: str) -> str:
     """host:port, without `http://`: plain or not is decided by the graph's credentials."""
+    address = _lower_scheme(address)
     parts = _split(address if "://" in address else f"http://{address}")
     if (
         parts is None
@@ -57,6 +58,11 @@ def etcd_address(address: str) -> str:
         text = "must be etcd's client address, as in 10.0.0.5:2379."
         raise ValueError(f"is {address!r}, but {text}")
     return address.removeprefix("http://").rstrip("/")
+
+
+def _lower_scheme(url: str) -> str:
+    scheme, colon, rest = url.strip().rpartition("://")
+    return scheme.lower() + colon + rest
 
 
 def _split(url: str) -> SplitResult | None:

@@ -71,7 +71,10 @@ def test_a_graph(tmp_path: Path, graph: str, expected: list[str], security: str)
         assert problem.endswith(PLAIN)
 
 
-@pytest.mark.parametrize("address", ["nats: 'tls://127.0.0.1:4222'", "etcd: 'https://127.0.0.1:2379'"])
+@pytest.mark.parametrize(
+    "address",
+    ["nats: 'tls://127.0.0.1:4222'", "nats: 'TLS://127.0.0.1:4222'", "etcd: 'HTTPS://127.0.0.1:2379'"],
+)
 @pytest.mark.parametrize("allow", ["[]", "[plain-graph]"])
 def test_a_server_with_tls_needs_credentials(tmp_path: Path, address: str, allow: str) -> None:
     text = f"{GOOD}Graph: {{{address}}}\nSecurity: {{allow: {allow}}}\n"
