@@ -22,9 +22,13 @@ from pdserve.config.tree import Entry, Findings, or_nearest, parse_tree
 from pdserve.errors import ConfigError
 
 VARIABLE = "PDSERVE_API_KEYS"
+MOST = 10**12
+"""of a limit"""
 SHORT = 16
 """characters; a shorter key can be guessed"""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_KEY = re.compile(r"[!-~]+")
+_FIT = "must be of ASCII characters without spaces: clients cannot send others"
 _KEYS = ("key", "key-sha256")
 _LIMITS = ("requests-per-minute", "tokens-per-minute", "concurrent-requests")
 
@@ -90,7 +94,7 @@ def read_keys(file: Path | None, env: Mapping[str, str]) -> FoundKeys:
 def _read_file(path: Path, found: FoundKeys) -> None:
     found.files.append(path)
     try:
-        text, mode = path.read_text("utf-8"), path.stat().st_mode
+        text, mode = path.read_text("utf-8-sig"), path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
@@ -128,6 +132,8 @@ def _read_lines(lines: Iterable[tuple[str, str]], found: FoundKeys) -> None:
             name, key = "", text
         elif not _NAME.fullmatch(name):
             raise ConfigError([f"{place}: what stands before the = is no name for an API key: {_NAMES}."])
+        if not _KEY.fullmatch(key):
+            raise ConfigError([f"{place}: the key {_FIT}."])
         _note_short(f"{place}: the key{name and f' {name}'}", key, found)
         found.keys.append(ApiKey.of(key, name))
 
@@ -172,10 +178,15 @@ def _digest(entry: Entry, findings: Findings, found: FoundKeys) -> bytes:
             return bytes.fromhex(hashed.value)
         findings.problem(hashed, "must be 64 hex digits, the SHA-256 of the key, in quotes.")
     elif key is not None:
-        if isinstance(key.value, str) and re.fullmatch(r"\S+", key.value):
+        if isinstance(key.value, str) and _KEY.fullmatch(key.value):
             _note_short(f"{findings.path}:{key.line}: {key.path}", key.value, found)
             return digest_of(key.value)
-        findings.problem(key, "must be a text without spaces: put quotes round it.")
+        findings.problem(
+            key,
+            f"{_FIT}; put quotes round it."
+            if isinstance(key.value, str)
+            else "must be a text: put quotes round it.",
+        )
     return b""
 
 
@@ -184,10 +195,12 @@ def _limits(fields: Mapping[str, Entry], findings: Findings) -> KeyLimits:
     for name in _LIMITS:
         if (entry := fields.get(name)) is None:
             continue
-        if isinstance(entry.value, int) and not isinstance(entry.value, bool) and entry.value > 0:
+        if isinstance(entry.value, int) and not isinstance(entry.value, bool) and 0 < entry.value <= MOST:
             values[name.replace("-", "_")] = entry.value
         else:
-            findings.problem(entry, "must be a whole number, 1 or more; without it there is no such limit.")
+            findings.problem(
+                entry, f"must be a whole number from 1 to {MOST}; without it there is no such limit."
+            )
     return KeyLimits(**values)
 
 

@@ -93,6 +93,8 @@ def parse_tree(text: str, findings: Findings, advice: str) -> Mapping[str, Entry
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ConfigError([_not_yaml(path, error)]) from error
+    except RecursionError:
+        raise ConfigError([f"{path} is nested too deeply: {advice}."]) from None
     if node is None:
         raise ConfigError([f"{path} is empty: {advice}."])
     if not isinstance(node, yaml.MappingNode):
@@ -148,7 +150,7 @@ class _Reader:
         children = self.children(entry.path, node, above) if isinstance(node, yaml.MappingNode) else {}
         try:
             return replace(entry, value=self._construct.construct_object(node, deep=True), children=children)
-        except (yaml.YAMLError, ValueError, TypeError) as error:
+        except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
             said = getattr(error, "problem", None) or error
             self._findings.problem(entry, f"has no plain value ({said}): put quotes round it.")
             return None

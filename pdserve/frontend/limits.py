@@ -24,7 +24,7 @@ SILENT = 5.0
 """seconds after which a frontend that tells nothing counts as gone, and its requests as over"""
 HEARTBEAT = 1.0
 """seconds after which a report has all keys of which something is used, for frontends that have just started"""
-MOST_TOLD = 10_000
+MOST_TOLD = 4_000
 """keys in one report: NATS takes a message of a megabyte"""
 _ALMOST = 1e-6
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from ssl import SSLContext, TLSVersion
 from typing import IO, Self
 
+from pdserve.config.api_keys import VARIABLE
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
@@ -149,6 +150,7 @@ class EmbeddedServer(SupervisedProcess):
                     self.name,
                     self.command(),
                     self.log_path,
+                    env={VARIABLE: ""},  # the API keys are not for them
                     guardian=self._guardian,
                     wave=SERVERS,
                     parent_death=None if self._guardian else signal.SIGKILL,

@@ -78,6 +78,15 @@ def test_whether_keys_are_configured(file: Path) -> None:
             f"alice:\n  key: {LONG}\n  tokens-per-minute: yes",
             "FILE:3: alice.tokens-per-minute must be a whole",
         ),
+        (
+            f"alice:\n  key: {LONG}\n  tokens-per-minute: 1{'0' * 400}",
+            "FILE:3: alice.tokens-per-minute must be a",
+        ),
+        (f'alice: {{key: "\\ud800{LONG}"}}', "FILE:1: alice.key must be of ASCII characters"),
+        (f"alice: {{key: {LONG}\xfc}}", "FILE:1: alice.key must be of ASCII characters"),
+        (f"{LONG}\xfc", "FILE:1: the key must be of ASCII characters"),
+        (f"alice: {{key: !!timestamp {LONG}}}", "FILE:1: alice.key has no plain value"),
+        ("alice: " + "[" * 3000, "FILE is nested too deeply"),
         (f"al ice: {{key: {LONG}}}", "FILE:1: al ice is no name for an API key"),
         (f"alice: {{key: {LONG}}}\nalice: {{key: {OTHER}}}", "FILE:2: alice was already set in line 1"),
         (f"alice: {{key: {LONG}}}\nbob: {{key: {LONG}}}", "the API keys alice and bob are the same key"),
@@ -98,8 +107,8 @@ def test_what_is_wrong_with_a_file_is_told_and_no_key_is(file: Path, text: str, 
     assert OTHER not in str(error.value)
 
 
-@pytest.mark.parametrize("value", [",", " ", " , ,", "\t", "@/nowhere/keys"])
-def test_a_variable_without_keys_opens_nothing(file: Path, value: str) -> None:
+@pytest.mark.parametrize("value", [",", " ", " , ,", "\t", "@/nowhere/keys", "alice=\udcff0123456789abcdef"])
+def test_a_variable_without_usable_keys_opens_nothing(file: Path, value: str) -> None:
     file.write_text(LONG)
     for keys in (None, file):
         with pytest.raises(ConfigError, match="PDSERVE_API_KEYS"):
