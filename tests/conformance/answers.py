@@ -129,12 +129,14 @@ def _without_growth(value: Any, path: str, said: dict[str, Any], partial: bool) 
         if partial and key == "usage" and part:  # counts what has come so far
             said[where] = part
             common[key] = "…"
+        elif partial and key in _GROWS and part is None:
+            pass  # a chunk of a chat says so or leaves it out, as steps happen to come together
         elif partial and key == "tool_calls" and part:
             for call in part:
                 _add_call(said.setdefault(f"{where} {call['index']}", {}), call)
         elif key in _GROWS and isinstance(part, str | list):
             said[where] = said.get(where, type(part)()) + part
-            if not partial:  # a chunk of a chat has it or not, as steps happen to come together
+            if not partial:  # likewise
                 common[key] = "…"
         else:
             common[key] = _without_growth(part, where, said, partial)

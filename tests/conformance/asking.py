@@ -1,7 +1,7 @@
 """Requests to each generating route, for tables of what is asked of all of them."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tests.conformance.answers import Request
@@ -41,6 +41,11 @@ def table(path: str, variants: Mapping[str, Body], prompt: str = SHORT) -> Itera
             yield Request(
                 f"{path} {name}, {size}, streamed", path, streamed(asked, path) | _uncached(path, "streamed")
             )
+
+
+def whole(requests: Iterable[Request]) -> Iterator[Request]:
+    """Without the streams."""
+    return (request for request in requests if not request.name.endswith("streamed"))
 
 
 def _uncached(path: str, name: str) -> Body:

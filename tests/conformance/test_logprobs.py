@@ -1,20 +1,15 @@
 """Logprobs of tokens and prompts, `n`, several prompts, echo, and usage in streams: with each other."""
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.conformance.answers import Request
-from tests.conformance.asking import CHAT, COMPLETIONS, RESPONSES, Body, body, refused, table
+from tests.conformance.asking import CHAT, COMPLETIONS, RESPONSES, Body, body, refused, table, whole
 from tests.conformance.pair import Pair
 from tests.conformance.prompts import SHORT, ids, long
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
-
-
-def whole(requests: Iterable[Request]) -> Iterator[Request]:
-    return (request for request in requests if "streamed" not in request.name)
 
 
 def top(count: int, **more: Any) -> Body:
