@@ -54,6 +54,8 @@ def error_body(
     """In OpenAI's shape, as vLLM's own errors; in Anthropic's under /v1/messages. vLLM has no limits of keys: the error
     of a `limit` is as OpenAI and Anthropic have it."""
     kind = _ERROR_TYPES.get(status, "InternalServerError")
+    if param == "response_id":
+        kind = "invalid_request_error"  # as vLLM has it for a response that is not there
     message = message.encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
     if path.startswith("/v1/messages"):
         return {"type": "error", "error": {"type": "rate_limit_error" if limit else kind, "message": message}}

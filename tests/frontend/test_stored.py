@@ -193,7 +193,9 @@ async def test_another_key_does_not_find_it(both: Pair) -> None:
                 ),
             ):
                 assert answer.status_code == 404
-                assert answer.json()["error"]["message"] == f"Response with id '{made}' not found."
+                error = answer.json()["error"]
+                assert error["message"] == f"Response with id '{made}' not found."
+                assert error["type"] == "invalid_request_error"
         assert (await get(both.other, made)).status_code == 200
 
 
