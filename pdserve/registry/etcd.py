@@ -131,7 +131,7 @@ class EtcdSession:
         answer = asyncio.create_task(self._call(call.read()))
         try:
             while True:
-                await self._call(call.write(rpc.LeaseKeepAliveRequest(ID=self.lease)))
+                await self._write(call, rpc.LeaseKeepAliveRequest(ID=self.lease))
                 await asyncio.wait(
                     {answer, failed}, timeout=CALL_TIMEOUT, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -161,7 +161,7 @@ class EtcdSession:
                 create = rpc.WatchCreateRequest(
                     key=start, range_end=prefix_range_end(start), start_revision=revision
                 )
-                await self._call(call.write(rpc.WatchRequest(create_request=create)))
+                await self._write(call, rpc.WatchRequest(create_request=create))
             while True:
                 response = await self._call(call.read())
                 if not isinstance(response, rpc.WatchResponse):
@@ -172,6 +172,14 @@ class EtcdSession:
                     yield changes
         finally:
             call.cancel()
+
+    async def _write(self, stream: Any, request: Any) -> None:
+        """Within a time: on a channel that is closed before the stream's head was sent grpc.aio waits for ever."""
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT):
+                await self._call(stream.write(request))
+        except TimeoutError:
+            raise self._fail(f"nothing could be sent within {CALL_TIMEOUT:g} s") from None
 
     async def _call(self, call: Awaitable[Any]) -> Any:
         try:

@@ -12,7 +12,7 @@ from pdserve.errors import ConfigError, RegistryUnavailable
 from pdserve.ports import free_port
 from pdserve.registry import connect
 from pdserve.registry.base import Change
-from pdserve.registry.etcd import EtcdRegistry, SessionLost
+from pdserve.registry.etcd import EtcdRegistry, EtcdSession, SessionLost
 from tests.registry.conftest import TTL, EtcdStage, MemoryStage, Stage
 from tests.registry.following import following, until
 from tests.servers import hung
@@ -173,6 +173,20 @@ async def test_a_watch_survives_compaction(etcd_stage: EtcdStage) -> None:
         assert first.connected
         await first.put("in/a", b"last")
         await seen.until({"in/a": b"last"})
+
+
+@pytest.mark.parametrize("turns", [0, 1, 4])
+async def test_a_watch_ends_with_its_session_however_soon(etcd_url: str, turns: int) -> None:
+    host, _, port = etcd_url.rpartition(":")
+    session = EtcdSession((host, int(port)), TTL)
+    await session.open(0)
+    watch = asyncio.create_task(anext(session.watch("/ns/", [""], 1)))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await session.close()
+    async with asyncio.timeout(5):
+        with pytest.raises(SessionLost):
+            await watch
 
 
 async def test_the_next_endpoint_is_tried(etcd_url: str, namespace: str) -> None:
