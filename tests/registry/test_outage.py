@@ -180,7 +180,7 @@ async def test_a_watch_ends_with_its_session_however_soon(etcd_url: str, turns: 
     host, _, port = etcd_url.rpartition(":")
     session = EtcdSession((host, int(port)), TTL)
     await session.open(0)
-    watch = asyncio.create_task(anext(session.watch("/ns/", [""], 1)))
+    watch = asyncio.ensure_future(anext(session.watch("/ns/", [""], 1)))
     for _ in range(turns):
         await asyncio.sleep(0)
     await session.close()
