@@ -38,6 +38,12 @@ class PeerFrontends:
 
     async def load(self, response_id: str) -> None:
         """For a request that continues this response. Raises HttpError."""
+        try:
+            response_id.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON may spell
+            raise HttpError(
+                400, f"previous_response_id is no text: {error.reason}", "previous_response_id"
+            ) from error
         with _readable():
             await self.stored.name(response_id)
 

@@ -214,6 +214,28 @@ async def test_two_clients_may_use_the_same_id(both: Pair) -> None:
     assert (bobs["user"], bobs["status"]) == ("1", "cancelled")
 
 
+async def test_requests_that_choose_the_same_id_are_held_each(both: Pair) -> None:
+    """None of them escapes admission, the deadline or a drain."""
+    async with both.worker(pace=None) as worker:
+        same = {**ASK, "request_id": "resp_same", "background": True}
+        for number in range(3):
+            await both.one.http.post("/v1/responses", json={**same, "user": str(number)})
+        await worker.until(lambda: len(worker.jobs) == 3)
+        assert both.one.models.load() == 3
+        worker.go()
+        await ends(both.other, "resp_same")
+    await until(lambda: both.one.models.load() == 0)
+    assert not both.one.stored._running
+
+
+async def test_a_previous_response_that_is_no_text(both: Pair) -> None:
+    body = json.dumps({**ASK, "previous_response_id": "\ud800"})
+    async with both.worker():
+        answer = await both.one.http.post("/v1/responses", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "previous_response_id"
+
+
 async def test_background_is_seen_everywhere(both: Pair) -> None:
     async with background(both) as (made, worker):
         for frontend in (both.one, both.other):

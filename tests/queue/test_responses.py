@@ -147,6 +147,28 @@ async def test_a_long_answer_of_a_frontend_that_is_slow(store: Make, monkeypatch
     await parts.aclose()  # type: ignore[attr-defined]
 
 
+async def test_an_answer_ends_when_nothing_reads_it(store: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is long in coming: a client that asks and leaves, again and again, must not leave answers behind."""
+    monkeypatch.setattr(responses, "ALIVE", 0.05)
+    one, other = await store(), await store()
+    ended = asyncio.Event()
+
+    async def answer(_: bytes) -> AsyncIterator[bytes]:
+        try:
+            yield b"first"
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.set()
+
+    await one.listen("frontend-1", answer)
+    await asyncio.sleep(0.1)
+    parts = other.ask("frontend-1", b"?")
+    assert await anext(parts) == b"first"
+    await parts.aclose()  # type: ignore[attr-defined]
+    async with asyncio.timeout(5):
+        await ended.wait()
+
+
 async def test_an_outage_is_told_at_once(nats_outage: NatsOutage, credentials: Credentials) -> None:
     async with JetStreamResponses(nats_outage.server.url, "ns", StoreLimits(), credentials) as store:
         await store.put("alice", "resp", b"data")

@@ -85,6 +85,9 @@ class RequestResponses:
     """the same, once vLLM has asked for it, or another that was being made here"""
     made: list[RunningResponse] = field(default_factory=list)
 
+    def making(self, response_id: str) -> RunningResponse | None:
+        return next((running for running in self.made if running.id == response_id), None)
+
 
 _current: ContextVar[RequestResponses] = ContextVar("pdserve_responses")
 
@@ -270,7 +273,7 @@ class ModelResponses:
     def find(self, response_id: str) -> RunningResponse | None:
         """Of the client whose request this task belongs to."""
         request = _current.get()
-        found = self._stored.running(request.owner, response_id)
+        found = request.making(response_id) or self._stored.running(request.owner, response_id)
         if found is None and request.named_id == response_id:
             if request.loaded is None and request.named is not None:
                 request.loaded = self._load(request.owner, response_id, request.named)
@@ -280,9 +283,10 @@ class ModelResponses:
         return found
 
     def make(self, response_id: str) -> RunningResponse:
-        """Like `find`, or a new one."""
+        """The one that this request makes. Clients may choose ids: another request that makes one of the same id has
+        its own, to be held and ended by it; the one made last is found."""
         request = _current.get()
-        found = self._stored.running(request.owner, response_id)
+        found = request.making(response_id)
         if found is None:
             found = RunningResponse(request.owner, response_id, self._model)
             self._stored.keep(found)

@@ -4,8 +4,9 @@ questions between frontends as requests with several replies."""
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from typing import cast
 
 import msgspec
 import nats.errors
@@ -125,18 +126,31 @@ class JetStreamResponses(ResponseStore):
 
     async def _reply(self, message: Msg, answer: Answer) -> None:
         with suppress(QueueUnavailable):
-            async with Owner() as tasks:
-                tasks.start(self._stay_alive(message.reply), "heartbeat to a frontend")
-                async for part in answer(message.data):
-                    for at in range(0, len(part), CHUNK):
-                        await self._connection.publish(message.reply, _PART + part[at : at + CHUNK])
-                await self._connection.publish(message.reply, _END)
+            answering = asyncio.create_task(self._answer(message, answer))
+            asked = asyncio.create_task(self._stay_alive(message.reply))
+            try:
+                await asyncio.wait({answering, asked}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                answering.cancel()
+                asked.cancel()
+                await asyncio.wait({answering, asked})
+            if not answering.cancelled():
+                answering.result()
+
+    async def _answer(self, message: Msg, answer: Answer) -> None:
+        async with aclosing(cast(AsyncGenerator[bytes], answer(message.data))) as parts:
+            async for part in parts:
+                for at in range(0, len(part), CHUNK):
+                    await self._connection.publish(message.reply, _PART + part[at : at + CHUNK])
+        await self._connection.publish(message.reply, _END)
 
     async def _stay_alive(self, reply: str) -> None:
-        with suppress(QueueUnavailable):
+        """Until nothing listens any more: the other frontend's client has left, or NATS is away. The server itself
+        tells at once; the frontend does not answer a sign of life."""
+        with suppress(nats.errors.Error, QueueUnavailable):
             while True:
-                await self._connection.publish(reply, _ALIVE)
-                await asyncio.sleep(ALIVE)
+                with suppress(TimeoutError):
+                    await cancellable(self._connection.client().request(reply, _ALIVE, timeout=ALIVE))
 
     # on the server
 
