@@ -1,12 +1,14 @@
 """What processes tell over HTTP beside their work."""
 
 import asyncio
+import os
 import socket
 import threading
 import time
 from contextlib import ExitStack
 
 import httpx
+import psutil
 import pytest
 
 from pdserve.messages import Load
@@ -84,3 +86,16 @@ async def test_pages_on_an_ipv6_address() -> None:
     with serve_pages("::1") as page:
         assert (await asyncio.to_thread(httpx.get, page.metrics)).status_code == 200
         assert set(await read_loads([instance("a", page.metrics)])) == {"a"}
+
+
+async def test_a_forked_process_does_not_listen_for_its_parent() -> None:
+    with serve_pages("127.0.0.1") as page:
+        port = httpx.URL(page.metrics).port
+        child = os.fork()
+        if not child:
+            held = [c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
+            os._exit(port in held)
+        _, status = await asyncio.to_thread(os.waitpid, child, 0)
+        assert status == 0
+        async with httpx.AsyncClient() as http:
+            assert (await http.get(page.metrics)).status_code == 200

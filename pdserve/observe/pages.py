@@ -2,6 +2,7 @@
 Anything that reaches `Graph.host` may read them: they change nothing, and have no text of a request."""
 
 import asyncio
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -49,6 +50,8 @@ def serve_pages(host: str) -> Iterator[ProcessPages]:
     loop = asyncio.get_running_loop()
     TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
     server = _PagesServer(host)
+    # an engine core is a fork: it must not listen for this process, which it may outlive
+    os.register_at_fork(after_in_child=server.socket.close)
     at = f"[{host}]" if ":" in host else host
     pages, metrics = ProcessPages(f"http://{at}:{server.server_port}"), make_wsgi_app()
 

@@ -102,7 +102,6 @@ def test_nothing_listens_but_what_is_known(graph: Graph) -> None:
         ("decode", "pages"): 1,
         ("prefill", "pages"): 1,
         ("VLLM::EngineCore", "KV side channel"): 2,
-        ("VLLM::EngineCore", "pages"): 2,  # its parent's: it is a fork
         ("nats-server", "clients"): 1,
         ("etcd", "clients"): 1,
         ("etcd", "TCP"): 1,  # other etcds
