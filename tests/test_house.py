@@ -227,6 +227,7 @@ AWAITED_TASKS = {
     "frontend/app.py": 2,
     "frontend/peers.py": 3,
     "queue/jetstream/connection.py": 1,
+    "queue/jetstream/responses.py": 2,
     "registry/etcd.py": 3,
     "supervisor/child.py": 1,
     "supervisor/restarts.py": 1,
