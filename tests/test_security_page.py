@@ -1,0 +1,53 @@
+"""docs/security.md: its limits are those of the configuration, and the tests that it names are there."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.config.sections import rules
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs/security.md").read_text()
+
+
+def limits() -> Iterator[tuple[str, str, Any]]:
+    """Of each limit that has keys: what the page says is the default, a key, and its default."""
+    table = PAGE.split("## Limits")[1].split("\n## ")[0]
+    for row in re.findall(r"^\| (?!limit|-)(.+) \|$", table, re.M):
+        _, said, keys, _, test = (cell.strip() for cell in row.split("|"))
+        assert test, f"{row} has no test"
+        for key in re.findall(r"`([\w.-]+)`", keys):
+            section, _, name = key.rpartition(".")
+            yield said, key, rules(section or "Frontend")[name]["default"]
+
+
+def _words(default: float) -> set[str]:
+    return {
+        f"{default:,.0f}",
+        f"{default:,.0f} s",
+        f"{default / 3600:g} hour",
+        f"{default / (1 << 20):g} MiB",
+    }
+
+
+@pytest.mark.parametrize(("said", "key", "default"), list(limits()), ids=lambda value: str(value))
+def test_a_limit_is_what_the_configuration_says(said: str, key: str, default: float) -> None:
+    assert set(re.split("; |, at most |, ", said)) & _words(default), f"{key} is {default:g}"
+
+
+def test_the_tests_that_it_names_are_there() -> None:
+    files = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
+    named = re.findall(r"(?:tests/[\w/]+/)?(test_\w+\.py)", PAGE)
+    assert len(named) > 15
+    assert [name for name in named if name not in files] == []
+    functions = "".join(path.read_text() for path in files.values())
+    wanted = re.findall(r"`(test_\w+)`", PAGE)
+    assert [name for name in wanted if f"def {name}(" not in functions] == []
+
+
+@pytest.mark.parametrize("key", [key for key in rules("Security") if key != "allow"])
+def test_each_key_of_the_section_is_explained(key: str) -> None:
+    assert key in PAGE
