@@ -146,7 +146,7 @@ class FrontendApp:
                     named = await self._peers.find(found[1], request, response)
                     if response.status:
                         return
-                body = ParsedBody(raw, named, RequestSize(0, None)) if by_query else parse_body(raw)
+                body = ParsedBody(raw, named, RequestSize(0, None)) if by_query else parse_body(path, raw)
                 if body.background and self._peers is None:
                     raise BadRequest("responses are not stored: stored-responses-age is 0", "background")
                 if path in GENERATING and use is not None:

@@ -30,7 +30,12 @@ MAX_DISCARDED = 2 * MAX_BODY
 DISCARD_WITHIN = 10.0
 """bytes and seconds for the rest of a body whose request was refused"""
 _BYTES_PER_TOKEN = 4
-_BOUNDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_BOUNDS = {
+    "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
+    "/v1/chat/completions/batch": ("max_completion_tokens", "max_tokens"),
+    "/v1/responses": ("max_output_tokens",),
+}
+"""fields that bound the tokens of an output, the first that is set, on routes where that is not `max_tokens` alone"""
 
 # Where KV comes from is decided inside the graph. vLLM would take these from any client, and some values kill an
 # engine.
@@ -120,7 +125,7 @@ async def discard_rest(request: Request) -> None:
                     return
 
 
-def parse_body(raw: bytes) -> ParsedBody:
+def parse_body(path: str, raw: bytes) -> ParsedBody:
     """Find the model and the size of the request, and refuse what must not come from outside. What is no JSON object,
     or names its model by no text, is refused by the model's app. Raises BadRequest."""
     fields = _fields(raw)
@@ -139,7 +144,7 @@ def parse_body(raw: bytes) -> ParsedBody:
     has_id = fields.get("request_id") is not None
     background, previous = bool(fields.get("background")), fields.get("previous_response_id")
     previous = previous if isinstance(previous, str) else ""
-    return ParsedBody(raw, named, _size(raw, fields), is_plain(fields), has_id, background, previous)
+    return ParsedBody(raw, named, _size(path, raw, fields), is_plain(fields), has_id, background, previous)
 
 
 def _fields(raw: bytes) -> dict[str, object]:
@@ -155,12 +160,12 @@ def _fields(raw: bytes) -> dict[str, object]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _size(raw: bytes, fields: Mapping[str, object]) -> RequestSize:
+def _size(path: str, raw: bytes, fields: Mapping[str, object]) -> RequestSize:
     """What is no valid value counts as none: vLLM's app will refuse it."""
-    bounds = [value for name in _BOUNDS if (value := _count(fields.get(name)))]
+    bounds = (_count(fields.get(name)) for name in _BOUNDS.get(path, ("max_tokens",)))
     prompts = max(_several(fields.get("prompt"), str | list), _several(fields.get("messages"), list))
     n = _count(fields.get("n")) or 1
-    return RequestSize(len(raw) // _BYTES_PER_TOKEN, min(bounds, default=None), prompts * n, n)
+    return RequestSize(len(raw) // _BYTES_PER_TOKEN, next(filter(None, bounds), None), prompts * n, n)
 
 
 def _several(value: object, kind: type | UnionType) -> int:

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pdserve.config.exposure import is_loopback
 from pdserve.frontend.answer import error_response
 from pdserve.frontend.auth import LOCAL_PATHS, OPEN_PATHS
 
@@ -64,11 +65,8 @@ class CrossOrigin:
 
 
 def _cors(app: ASGIApp, origins: Sequence[str], pattern: str | None = None) -> CORSMiddleware:
-    return CORSMiddleware(app, origins, ["*"], ["*"], allow_origin_regex=pattern)
-
-
-def is_loopback(host: str) -> bool:
-    return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
+    """A page may read all headers of an answer: its request's id, what is left of its key's limits."""
+    return CORSMiddleware(app, origins, ["*"], ["*"], allow_origin_regex=pattern, expose_headers=["*"])
 
 
 def _is_address(host: str) -> bool:

@@ -3,6 +3,8 @@ import pytest
 from pdserve.errors import BadRequest
 from pdserve.frontend.body import max_body, parse_body
 
+CHAT = "/v1/chat/completions"
+
 
 @pytest.mark.parametrize(
     ("tokens", "tokenizing", "expected"),
@@ -20,25 +22,29 @@ def test_max_body(tokens: int, tokenizing: bool, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "max_tokens", "sequences"),
+    ("path", "body", "max_tokens", "sequences"),
     [
-        (b'{"prompt": "a"}', None, 1),
-        (b'{"prompt": "a", "max_tokens": 5}', 5, 1),
-        (b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 5}', 5, 1),
-        (b'{"input": "a", "max_output_tokens": 7}', 7, 1),
-        (b'{"prompt": ["a", "b"], "n": 3}', None, 6),
-        (b'{"prompt": [[1, 2], [3]]}', None, 2),
-        (b'{"prompt": [1, 2, 3]}', None, 1),
-        (b'{"prompt": [], "n": true, "max_tokens": "x"}', None, 1),
-        (b'{"n": -4, "max_tokens": 0}', None, 1),
-        (b'{"n": "4", "max_tokens": 5.0}', 5, 4),
-        (b'{"n": 1e300, "max_tokens": "\xd9\xa3"}', 3, int(1e300)),
-        (b'{"messages": [[], [], []]}', None, 3),
-        (b'{"messages": [{}, {}]}', None, 1),
+        ("completions", b'{"prompt": "a"}', None, 1),
+        ("completions", b'{"prompt": "a", "max_tokens": 5}', 5, 1),
+        ("chat/completions", b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 5}', 5, 1),
+        ("chat/completions", b'{"messages": [], "max_tokens": 9}', 9, 1),
+        ("messages", b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 1}', 9, 1),
+        ("completions", b'{"prompt": "a", "max_tokens": 9, "max_output_tokens": 1}', 9, 1),
+        ("responses", b'{"input": "a", "max_tokens": 1}', None, 1),
+        ("responses", b'{"input": "a", "max_output_tokens": 7}', 7, 1),
+        ("completions", b'{"prompt": ["a", "b"], "n": 3}', None, 6),
+        ("completions", b'{"prompt": [[1, 2], [3]]}', None, 2),
+        ("completions", b'{"prompt": [1, 2, 3]}', None, 1),
+        ("completions", b'{"prompt": [], "n": true, "max_tokens": "x"}', None, 1),
+        ("completions", b'{"n": -4, "max_tokens": 0}', None, 1),
+        ("completions", b'{"n": "4", "max_tokens": 5.0}', 5, 4),
+        ("completions", b'{"n": 1e300, "max_tokens": "\xd9\xa3"}', 3, int(1e300)),
+        ("chat/completions", b'{"messages": [[], [], []]}', None, 3),
+        ("chat/completions", b'{"messages": [{}, {}]}', None, 1),
     ],
 )
-def test_the_size_of_a_request(body: bytes, max_tokens: int | None, sequences: int) -> None:
-    size = parse_body(body).size
+def test_the_size_of_a_request(path: str, body: bytes, max_tokens: int | None, sequences: int) -> None:
+    size = parse_body(f"/v1/{path}", body).size
     assert (size.prompt_tokens, size.max_tokens, size.sequences) == (len(body) // 4, max_tokens, sequences)
 
 
@@ -54,16 +60,16 @@ def test_the_size_of_a_request(body: bytes, max_tokens: int | None, sequences: i
 )
 def test_what_only_python_reads_is_read_as_well(body: bytes) -> None:
     with pytest.raises(BadRequest, match="kv_transfer_params"):
-        parse_body(body)
+        parse_body(CHAT, body)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"[" * 10_000, b'{"model": 5}'])
 def test_what_names_no_model_is_left_to_the_app(body: bytes) -> None:
-    assert parse_body(body).model is None
+    assert parse_body(CHAT, body).model is None
 
 
 def test_structured_outputs_that_are_no_object_are_refused() -> None:
     """vLLM 0.32 would answer 500."""
     with pytest.raises(BadRequest, match="must be an object"):
-        parse_body(b'{"structured_outputs": "json"}')
-    assert parse_body(b'{"structured_outputs": {"regex": "a"}}').model is None
+        parse_body(CHAT, b'{"structured_outputs": "json"}')
+    assert parse_body(CHAT, b'{"structured_outputs": {"regex": "a"}}').model is None

@@ -71,6 +71,9 @@ def test_names_of_this_machine(name: str) -> None:
 def test_with_keys_any_page_may_ask_but_not_what_needs_none() -> None:
     pages = Pages(["key"])
     assert pages.ask(EVIL) == (200, "*")
+    assert (
+        pages.http.get("/v1/models", headers={"origin": EVIL}).headers["access-control-expose-headers"] == "*"
+    )
     assert pages.preflight(EVIL) == 200
     assert pages.ask(EVIL, path="/health") == pages.ask(EVIL, path="/metrics") == (200, "")
 
