@@ -157,7 +157,7 @@ async def test_what_is_not_to_be_stored_is_not(both: Pair) -> None:
     for frontend in (both.one, both.other):
         missing = await get(frontend, made.json()["id"])
         assert missing.status_code == 404
-        assert missing.json()["error"]["type"] == "NotFoundError"
+        assert missing.json()["error"]["type"] == "invalid_request_error"
 
 
 async def test_a_conversation_goes_on_at_any_frontend(both: Pair) -> None:
