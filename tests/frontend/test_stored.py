@@ -349,6 +349,7 @@ async def test_a_stream_that_was_cancelled_ends(both: Pair) -> None:
 async def test_a_stopped_frontend_leaves_what_it_could_not_finish_as_failed(both: Pair) -> None:
     third = await both.frontend()
     async with both.worker(pace=None) as worker:
+        await until(lambda: bool(third.models.known()))
         answer = await third.http.post("/v1/responses", json={**ASK, "background": True})
         await worker.until(lambda: worker.jobs)
         await third.stop()
@@ -361,6 +362,7 @@ async def test_a_frontend_that_died(both: Pair) -> None:
     """Its lease is gone, and nothing answers for it."""
     third = await both.frontend()
     async with both.worker(pace=None) as worker, MemoryRegistry(both.registry) as registry:
+        await until(lambda: bool(third.models.known()))
         answer = await third.http.post("/v1/responses", json={**ASK, "background": True})
         made = answer.json()["id"]
         await worker.until(lambda: worker.jobs)
