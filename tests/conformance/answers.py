@@ -107,6 +107,10 @@ def events_of(text: str) -> dict[str, Any]:
         order = (middle if _is_middle(choices) else kinds).setdefault(output, [])
         if not order or order[-1] != shape:
             order.append(shape)
+    # vLLM's parser leaves it out where it comes as a chunk of its own, and not where tokens came together
+    said = {
+        where: part.replace("</think>", "") if isinstance(part, str) else part for where, part in said.items()
+    }
     return {"kinds": kinds, MIDDLE: middle, "said": said}
 
 
