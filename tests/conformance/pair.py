@@ -22,6 +22,7 @@ class Pair:
         self._clients = [httpx.Client(base_url=url, timeout=120) for url in (ours, theirs)]
         self._pool = ThreadPoolExecutor(16)
         self._begun: dict[str, list[Future[Answer]]] = {}
+        self._ways: list[str] = []
 
     def __enter__(self) -> "Pair":
         self._stack.enter_context(self._pool)
@@ -32,6 +33,15 @@ class Pair:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+        remote = self._ways.count("remote")
+        assert remote >= 0.8 * len(self._ways), (
+            f"{remote} of {len(self._ways)} prompts were prefilled remotely"
+        )
+
+    def remote(self, ours: Answer) -> None:
+        """Its prompt was to be prefilled remotely, and mostly has to be so in the end: beside other tests a remote
+        prefill may come later than its bound, and then is a local one."""
+        self._ways.append(ours.prefill)
 
     def begin(self, requests: Iterable[Request]) -> None:
         """Ask them ahead, several at a time: engines compute them in common batches. Each name must be there once."""
