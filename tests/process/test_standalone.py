@@ -94,7 +94,7 @@ async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
             reader, writer = await asyncio.open_connection(host, int(port))
             head = (
                 "POST /v1/completions HTTP/1.1",
-                "host: x",
+                "host: localhost",
                 "content-length: 100",
                 "expect: 100-continue",
                 "",
