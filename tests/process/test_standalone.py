@@ -88,7 +88,7 @@ async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
     """It is importing vLLM by then, in a thread that cannot be stopped, and a client holds a connection."""
     async with alone.view() as view:
         with Terminal(alone.command(Role.FRONTEND), alone.env) as terminal:
-            await until(lambda: bool(view.instances(Role.FRONTEND)), within=30)
+            await until(lambda: bool(view.instances(Role.FRONTEND)), within=90)
             (instance,) = view.instances(Role.FRONTEND)
             host, _, port = instance.address.removeprefix("http://").rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
