@@ -130,7 +130,8 @@ async def test_cache_events_of_an_engine() -> None:
     async with CacheMirror() as mirror:
         publisher: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         publisher.setsockopt(zmq.LINGER, 0)
-        publisher.connect(mirror.endpoint)
+        publisher.bind(mirror.endpoint)
+        mirror.follow()
         event = msgspec.msgpack.encode(api.KVEventBatch(0.0, [stored]))
 
         def seen() -> bool:
