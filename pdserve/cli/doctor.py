@@ -23,6 +23,7 @@ from rich.text import Text
 
 from pdserve import queue
 from pdserve.clock import LARGE_SKEW
+from pdserve.config.api_keys import configured
 from pdserve.config.exposure import openings
 from pdserve.config.host import VLLM_VERSION, InstalledVllm, installed_vllm
 from pdserve.config.load import load
@@ -237,7 +238,7 @@ def check_ports(config: Config, slots: Iterable[Slot]) -> Iterator[Finding]:
 def check_security(config: Config) -> Iterator[Finding]:
     """What the file lets other machines reach, and certificates that run out."""
     security = config.security
-    keys = bool(security.api_keys or os.environ.get("PDSERVE_API_KEYS"))
+    keys = configured(security, os.environ)
     closed = True
     for opening in openings(config, config.frontend, security, keys):
         closed = False

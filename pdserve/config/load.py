@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pdserve.config.api_keys import configured
 from pdserve.config.arguments import arguments, shapes_answers
 from pdserve.config.exposure import Opening, openings
 from pdserve.config.host import resolve_model, with_home
@@ -81,7 +82,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     decode_config = _worker(DecodeConfig, _with_policy(decode, findings), findings)
     prefill_config = _worker(PrefillConfig, prefill, findings)
     _check_exposure(
-        openings(places, frontend_config, files, bool(files.api_keys or env.get("PDSERVE_API_KEYS"))),
+        openings(places, frontend_config, files, configured(files, env)),
         {"Graph": graph.own, "Frontend": frontend.own},
         files,
         env,

@@ -29,7 +29,7 @@ class NatsBlobs(BlobStore):
 
     def __init__(self, nats: str, namespace: str, credentials: Credentials | None = None) -> None:
         self._url = nats
-        self._tls = credentials.client_context() if credentials else None
+        self._tls = credentials.client if credentials else None
         self._bucket = bucket(namespace)
 
     async def put(self, name: str, data: bytes) -> None:
@@ -73,7 +73,7 @@ class NatsBlobs(BlobStore):
 async def clock_skew(url: str, credentials: Credentials | None = None) -> float | None:
     """Of this process against the server, with a stream that is there for a moment only. Raises QueueUnavailable."""
     stream = f"pdserve-clock-{secrets.token_hex(4)}"
-    async with _available(url, credentials.client_context() if credentials else None) as client:
+    async with _available(url, credentials.client if credentials else None) as client:
         js = client.jetstream(timeout=API_TIMEOUT)
         await js.add_stream(StreamConfig(name=stream, subjects=[stream], storage=StorageType.MEMORY))
         try:

@@ -20,7 +20,7 @@ class NatsBroadcast(Broadcast):
         meanwhile: str,
         credentials: Credentials | None = None,
     ) -> None:
-        tls = credentials.client_context() if credentials else None
+        tls = credentials.client if credentials else None
         self._connection = NatsConnection(nats, _as_it_is, tls, meanwhile)
         self._subject = f"pdserve.{token(namespace)}.{topic}"
         self._messages = SubjectMessages(self._subject)

@@ -45,7 +45,7 @@ class JetStreamResponses(ResponseStore):
         self._connection = NatsConnection(
             nats,
             self._forget,
-            credentials.client_context() if credentials else None,
+            credentials.client if credentials else None,
             "responses are not stored",
         )
         self._tasks = Owner()
