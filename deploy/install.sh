@@ -76,6 +76,7 @@ if [ "${1:-}" = dev ]; then
     locks+=(requirements/dev.txt)
     stamp="$venv/.pdserve-installed-dev"
 fi
+[ "${1:-}" != dev ] || deploy/test-tools.sh || say "some tools for tests could not be installed"
 [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint "${locks[@]}")" ] && exit 0
 
 started=$SECONDS

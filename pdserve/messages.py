@@ -18,6 +18,21 @@ from pdserve.errors import ProtocolError
 T = TypeVar("T")
 
 
+class Hop(Struct, frozen=True):
+    """A part of one request's way, as the process that timed it tells."""
+
+    name: str
+    """of `watch.HOPS`"""
+    start: float
+    """seconds, from when the process that tells it got the request"""
+    seconds: float = 0.0
+    """0 for what takes no time: a migration, a fallback"""
+    instance: str = ""
+    """id of the process in which it was; where two had a part in it (`transfer`), the one that the KV came from"""
+    why: str = ""
+    """a word or a sentence: the reason of a decision or of a failure"""
+
+
 # ── decode worker, from a frontend ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -36,6 +51,8 @@ class Submit(Struct, frozen=True, tag=True):
     """a worker that had taken it up lost it: compute its prompt here, and do not go the same way again"""
     engines_died: int = 0
     """in a row, each while it computed this request's next token: above 0 the request is a suspect"""
+    traceparent: str = ""
+    """W3C trace context of the span that it is a part of; empty: not traced"""
 
 
 class Cancel(Struct, frozen=True, tag=True):
@@ -61,7 +78,8 @@ ToDecode = Submit | Cancel | Hello
 
 
 class Placed(Struct, frozen=True, tag=True):
-    """How the prompt gets its KV, sent before the request's first output; again where it came otherwise."""
+    """How the prompt gets its KV, sent before the request's first output; again where it came otherwise, and with all
+    hops when the decode engine has done its first step for it."""
 
     request_id: str
     prefill: str
@@ -69,6 +87,8 @@ class Placed(Struct, frozen=True, tag=True):
     reason: str
     cached: int = 0
     """prompt tokens that were a prefix hit at this worker or the prefill worker, where it is remote"""
+    hops: list[Hop] = []
+    """all that are known at this worker so far, in the order of their starts"""
 
 
 class Outputs(Struct, frozen=True, tag=True):
@@ -103,8 +123,8 @@ class Load(Struct, frozen=True):
     """outstanding: prompts and outputs so far of all that runs or waits, shared prefixes counted for each"""
     queue_depth: int = 0
     """prefill requests not yet pulled, as this process sees the queue"""
-    unreachable: list[str] = []
-    """of a frontend: decode workers that are registered and that it has no connection to"""
+    queue_limit: int = 0
+    """of a decode worker: the depth from which on it prefills locally; 0: it has none"""
 
 
 class WorkerLoad(Struct, frozen=True, tag=True):
@@ -154,6 +174,8 @@ class PrefillRequest(Struct, frozen=True, tag=True):
     body: list[bytes]
     warm_up: bool = False
     """sent to one prefill worker, beside the queue, so that no client's request is the first between the two"""
+    traceparent: str = ""
+    """as in `Submit`"""
 
 
 class PrefillCancel(Struct, frozen=True, tag=True):
@@ -236,6 +258,8 @@ class PrefillStarted(Struct, frozen=True, tag=True):
     request_id: str
     worker: str
     """its instance id"""
+    queued: float = 0.0
+    """seconds that it was in the queue"""
 
 
 class PrefillProgress(Struct, frozen=True, tag=True):
@@ -253,6 +277,9 @@ class PrefillDone(Struct, frozen=True, tag=True):
     request_id: str
     handle: KvHandle
     compute_seconds: float = 0.0
+    """from its pulling to its KV"""
+    queued: float = 0.0
+    """seconds that it was in the queue"""
     age: float = 0.0
     """seconds since the KV was computed, when this was sent"""
     token: str = ""

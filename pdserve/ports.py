@@ -1,4 +1,4 @@
-"""TCP ports of this machine."""
+"""Addresses and TCP ports of this machine."""
 
 import errno
 import os
@@ -7,6 +7,8 @@ import socket
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from ipaddress import IPv6Address, ip_address
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -19,6 +21,27 @@ _TRIES = 1000
 _KEPT = 256
 _claims: deque[int] = deque()
 """descriptors of this process's last claims"""
+
+
+def is_loopback(host: str) -> bool:
+    """False for every name but localhost: what it stands for may change."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host.lower() == "localhost"
+    if isinstance(address, IPv6Address) and address.ipv4_mapped:
+        address = address.ipv4_mapped
+    return address.is_loopback
+
+
+def names_this_machine(authority: str) -> bool:
+    """Whether a request whose `Host` this is was meant for this machine: by localhost or an address, and not by a name
+    that a web page could have made to lead here (DNS rebinding)."""
+    try:
+        name = urlsplit(f"//{authority}").hostname or ""
+        return name == "localhost" or name.endswith(".localhost") or bool(ip_address(name))
+    except ValueError:
+        return False
 
 
 def free_port(host: str, count: int = 1) -> int:

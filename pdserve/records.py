@@ -32,7 +32,7 @@ class Instance(Struct, frozen=True):
     address: str = ""
     """where its stream listens, `tls://host:port` or `tcp://host:port` (decode, both), or its URL (frontend)"""
     metrics: str = ""
-    """URL of its own Prometheus page; its load is beside it, at `/load`"""
+    """URL of its own Prometheus page; what else it tells is beside it, at `/watch`"""
     host: str = ""
     pid: int = 0
     gpus: list[int] = []
@@ -73,6 +73,8 @@ class SlotState(Struct, frozen=True):
     """how it ended last, `exit code 1`; empty: it never did"""
     cause: str = ""
     """the last thing that it said before"""
+    since: float = 0.0
+    """Unix seconds, for people: when it became ready, or ceased to be; 0: not known"""
 
     @property
     def ready(self) -> bool:

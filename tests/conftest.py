@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: a real NATS and a real etcd for the session. And which tests may run side by side."""
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,13 @@ SERIAL = (
 the other one is nearly through. The last one has many short tests: xdist gives a process with two tests left a further
 file, which would wait behind chaos."""
 NICE = 5
+
+gc.disable()  # what is collected imports vLLM and stays: to look for garbage in it takes a third of the time
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _turn(file: str) -> int:

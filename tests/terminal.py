@@ -3,20 +3,26 @@
 import fcntl
 import os
 import pty
+import select
 import shlex
+import struct
 import subprocess
 import termios
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
 
 class Terminal:
-    """A pseudo terminal in which bash runs a command and then says `the exit code is N`."""
+    """A pseudo terminal in which bash runs a command and then says `the exit code is N`. It is read all the time: a
+    terminal holds 8 KB, and a command that writes more waits."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._script = f"{shlex.join(command)}; echo the exit code is $?"
         self._env = {**env, "TERM": "xterm-256color", "COLUMNS": "100"}
-        self.text = ""
+        self._said = bytearray()
+        self._left = threading.Event()
+        self._reading = threading.Thread(target=self._read, name="terminal", daemon=True)
 
     def __enter__(self) -> "Terminal":
         self._ours, theirs = pty.openpty()
@@ -30,28 +36,51 @@ class Terminal:
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         os.close(theirs)
-        os.set_blocking(self._ours, False)
+        self._reading.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._ours >= 0:
-            os.close(self._ours)
+        self.hang_up()
         self._process.wait(30)
+
+    @property
+    def text(self) -> str:
+        return self._said.decode(errors="replace")
+
+    def forget(self) -> None:
+        """What it has said so far."""
+        self._said.clear()
 
     def type(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
 
+    def resize(self, rows: int, columns: int) -> None:
+        """Whatever runs in it is told."""
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    @property
+    def echoes(self) -> bool:
+        """What is typed, and hands it over line by line: as it does in a shell."""
+        shell = termios.ECHO | termios.ICANON
+        return bool(termios.tcgetattr(self._ours)[3] & shell == shell)
+
     def hang_up(self) -> None:
-        os.close(self._ours)
-        self._ours = -1
+        if not self._left.is_set():
+            self._left.set()
+            self._reading.join()
+            os.close(self._ours)
 
     def until(self, words: str, within: float = 90) -> None:
         deadline = time.monotonic() + within
         while words not in self.text:
-            assert time.monotonic() < deadline, self.text[-3000:]
-            try:
-                self.text += os.read(self._ours, 1 << 16).decode(errors="replace")
-            except BlockingIOError:
-                time.sleep(0.05)
-            except OSError:  # all of the other side is gone
-                assert words in self.text, self.text[-3000:]
+            alive = self._reading.is_alive() and time.monotonic() < deadline
+            assert alive or words in self.text, self.text[-3000:]
+            time.sleep(0.05)
+
+    def _read(self) -> None:
+        while not self._left.is_set():
+            if select.select([self._ours], [], [], 0.05)[0]:
+                try:
+                    self._said += os.read(self._ours, 1 << 16)
+                except OSError:  # all of the other side is gone
+                    return

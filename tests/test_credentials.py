@@ -12,6 +12,7 @@ from pdserve import clock
 from pdserve.cli.credentials import make_credentials
 from pdserve.credentials import NAME, Credentials, create, expiring
 from pdserve.errors import ConfigError
+from tests.tcp import tcp_server
 
 
 def make(folder: Path) -> Credentials:
@@ -26,9 +27,8 @@ async def greeter(credentials: Credentials) -> AsyncIterator[int]:
         writer.write(b"hello")
         writer.close()
 
-    server = await asyncio.start_server(greet, "127.0.0.1", 0, ssl=credentials.server_context())
-    async with server:
-        yield server.sockets[0].getsockname()[1]
+    async with tcp_server(greet, credentials.server_context()) as port:
+        yield port
 
 
 async def greeted(port: int, context: ssl.SSLContext) -> bytes:

@@ -36,7 +36,8 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    """In the dtype that vLLM serves."""
+    """In the dtype that vLLM serves. More threads would spin for each other's end beside other tests."""
+    torch.set_num_threads(1)
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.bfloat16).eval()
 
 

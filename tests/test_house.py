@@ -27,7 +27,9 @@ ALLOWED = {
     "fastapi": ("frontend/model/vllm_",),
     "starlette": ("frontend/",),
     "uvicorn": ("frontend/",),
-    "torch": ("engine/vllm/instruction_sets.py", "kv/"),
+    "torch": ("engine/vllm/instruction_sets.py", "imports.py", "kv/"),
+    "opentelemetry": ("observe/otlp.py",),
+    "requests": ("observe/otlp.py",),
     "rich": ("cli/", "observe/tables.py", "plan/render.py", "supervisor/"),
     "typer": ("cli/",),
 }
@@ -62,11 +64,13 @@ LEAVES = (
     "errors",
     "clock",
     "recent",
+    "imports",
     "demo",
     "ports",
     "prefixes",
     "messages",
     "records",
+    "watch",
     "sampling",
     "credentials",
     "certificate",
@@ -90,10 +94,11 @@ ARROWS = {
     "both": "decode prefill engine registry",
     "frontend/admission": "config",
     "frontend/deltas": "",
-    "frontend/trace": "frontend/admission frontend/deltas",
+    "frontend/dashboard": "observe registry",
+    "frontend/trace": "frontend/admission frontend/deltas observe",
     "frontend/model": "frontend/admission frontend/deltas frontend/trace config queue stream observe tasks",
-    "frontend": "frontend/model frontend/deltas frontend/trace frontend/admission process config plan queue registry "
-    "stream observe tasks",
+    "frontend": "frontend/dashboard frontend/model frontend/deltas frontend/trace frontend/admission process config "
+    "plan queue registry stream observe tasks",
     "supervisor": "process config plan graph queue registry observe tasks",
     "cli": "supervisor decode process config plan graph engine kv queue registry observe",
     "__main__": "cli",
@@ -223,6 +228,7 @@ def test_nobody_leaves_the_session() -> None:
 
 
 AWAITED_TASKS = {
+    "engine/sim/side.py": 1,
     "engine/vllm/process.py": 1,
     "frontend/app.py": 2,
     "frontend/peers.py": 3,
@@ -294,7 +300,7 @@ def test_every_target_of_the_makefile_is_explained() -> None:
 
 
 READING = ROOT / "docs/reading.md"
-READING_LIMIT = 2520
+READING_LIMIT = 2650
 """lines: what a reader takes in in an evening"""
 
 

@@ -1,6 +1,6 @@
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.observe.metrics import merge
+from pdserve.observe.metrics import MergedPage
 
 ONE = """# HELP pdserve_requests_total HTTP requests answered
 # TYPE pdserve_requests_total counter
@@ -30,6 +30,13 @@ def samples(page: bytes) -> dict[tuple[str, str], float]:
     return found
 
 
+def merge(pages: dict[str, str]) -> bytes:
+    page = MergedPage()
+    for instance, text in pages.items():
+        page.add(instance, text)
+    return page.text()
+
+
 def test_families_come_together() -> None:
     page = merge({"f-0": ONE, "f-1": OTHER})
     assert page.count(b"# TYPE pdserve_requests_total counter") == 1
@@ -46,6 +53,8 @@ def test_families_come_together() -> None:
 
 def test_a_broken_page_is_left_out() -> None:
     assert merge({"a": ONE, "b": "<html>{ no metrics"}) == merge({"a": ONE})
+    cut = "# HELP lat Latency\n# TYPE lat histogram\nlat_bucket{le="
+    assert merge({"a": ONE, "b": cut}) == merge({"a": ONE})
 
 
 def test_families_of_two_kinds_are_not_mixed() -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from pdserve.messages import Load
 from pdserve.observe import pages
-from pdserve.observe.pages import read_loads, serve_pages
+from pdserve.observe.pages import read_loads, read_receipt, read_receipts, read_watched, serve_pages
 from pdserve.records import Instance, Role
+from pdserve.watch import MAX_TOLD, Receipt, Watched
 from tests.conditions import until
 
 
@@ -24,13 +25,33 @@ def instance(name: str, url: str) -> Instance:
 
 async def test_a_process_tells_its_metrics_and_its_load() -> None:
     with serve_pages("127.0.0.1") as page:
-        page.load = lambda: Load(running=len(asyncio.all_tasks()), unreachable=["a"])
+        page.watched = lambda: Watched(Load(running=len(asyncio.all_tasks()), tokens=7))
         async with httpx.AsyncClient() as http:
             assert "pdserve_tasks" in (await http.get(page.metrics)).text
-        loads = await read_loads([instance("a", page.metrics), instance("b", page.metrics)])
-        assert set(loads) == {"a", "b"}
-        assert loads["a"].running > 0
-        assert loads["a"].unreachable == ["a"]
+        told = await read_watched([instance("a", page.metrics), instance("b", page.metrics)])
+        assert set(told) == {"a", "b"}
+        assert told["a"].load.running > 0
+        assert told["a"].load.tokens == 7
+
+
+async def test_a_receipt_is_found_at_the_process_that_has_it() -> None:
+    kept = [Receipt("a b/c", "frontend-1", "/v1/completions", 1.0, key=key) for key in ("k & l", "")]
+    older = Receipt("a b/c", "frontend-0", "/v1/completions", 2.0)
+
+    def tell(limit: int, key: str | None, request_id: str) -> list[Receipt]:
+        return [told for told in kept if key in (None, told.key) and request_id in ("", told.request_id)][
+            :limit
+        ]
+
+    with serve_pages("127.0.0.1") as one, serve_pages("127.0.0.1") as two:
+        one.receipts, two.receipts = lambda *asked: [older], tell
+        frontends = [instance("one", one.metrics), instance("two", two.metrics)]
+        assert await read_receipt(frontends, "a b/c") == kept[0]
+        assert await read_receipt(frontends[1:], "a") is None
+        assert await read_receipts(frontends, 9) == [*kept, older]
+        assert await read_receipts(frontends[1:], 9, "") == kept[1:]
+        assert await read_receipts(frontends[1:], 9, "k & l", "a b/c") == kept[:1]
+        assert await read_receipts(frontends[1:], 1) == kept[:1]
 
 
 async def test_what_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,23 +59,60 @@ async def test_what_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         silent = f"http://127.0.0.1:{listening.getsockname()[1]}/metrics"
         with serve_pages("127.0.0.1") as starting, serve_pages("127.0.0.1") as good:
-            starting.load = Instance("", Role.DECODE).__getattribute__  # type: ignore[assignment]
+            starting.watched = Instance("", Role.DECODE).__getattribute__  # type: ignore[assignment]
             urls = {"good": good.metrics, "starting": starting.metrics, "silent": silent}
             urls |= {"gone": "http://127.0.0.1:1/metrics", "none": "", "nonsense": "http://[/metrics"}
-            assert await read_loads(instance(*item) for item in urls.items()) == {"good": Load()}
+            assert await read_watched(instance(*item) for item in urls.items()) == {"good": Watched()}
 
 
 async def test_a_process_that_hangs_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "TOLD_WITHIN", 0.05)
     with serve_pages("127.0.0.1") as page:
-        load = page.metrics.replace("metrics", "load")
-        asking = asyncio.get_running_loop().run_in_executor(None, httpx.get, load)
-        await asyncio.sleep(0)
-        time.sleep(0.4)  # noqa: ASYNC251 - it hangs
-        assert (await asking).status_code == 503
-        assert (await asyncio.to_thread(httpx.get, load)).json() == {
-            "running": 0, "waiting": 0, "kv_usage": 0.0, "tokens": 0, "queue_depth": 0, "unreachable": [],
-        }  # fmt: skip
+        url = page.metrics.replace("metrics", "watch")
+        with _connection(page.metrics, b"GET /watch HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
+            time.sleep(0.4)  # noqa: ASYNC251 - it hangs
+            assert b" 503 " in await asyncio.to_thread(client.recv, 100)
+        assert set((await asyncio.to_thread(httpx.get, url)).json()) == {"load", "links", "ticks", "receipts"}
+
+
+async def test_what_web_pages_and_strangers_may_ask(capfd: pytest.CaptureFixture[str]) -> None:
+    with serve_pages("127.0.0.1") as page:
+        asked: list[int] = []
+        page.receipts = lambda limit, key, request_id: asked.append(limit) or []  # type: ignore[func-returns-value]
+        async with httpx.AsyncClient(base_url=page.metrics.removesuffix("/metrics")) as http:
+            for limit in ("x", "-1", "9" * 5000, "7"):
+                assert (await http.get("/receipts", params={"limit": limit})).json() == []
+            for path in ("/watch", "/receipts", "/metrics"):
+                for name in ("evil.example", "127.0.0.1.nip.io:80", "[::1", ""):
+                    assert (await http.get(path, headers={"host": name})).status_code == 403
+                assert (await http.get(path, headers={"host": "localhost:80"})).status_code == 200
+    assert asked[:4] == [MAX_TOLD, MAX_TOLD, MAX_TOLD, 7]
+    assert capfd.readouterr().err == ""
+
+
+async def test_the_event_loop_works_between_two_questions() -> None:
+    turns, asked = 0, list[int]()
+
+    async def work() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def watched() -> Watched:
+        asked.append(turns)
+        return Watched()
+
+    with serve_pages("127.0.0.1") as page, ExitStack() as stack:
+        page.watched = watched
+        sent = b"GET /watch HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        for _ in range(8):
+            stack.enter_context(_connection(page.metrics, sent))
+        time.sleep(0.3)  # noqa: ASYNC251 - until all have asked
+        working = asyncio.create_task(work())
+        await until(lambda: len(asked) == 8)
+        working.cancel()
+    assert len(set(asked)) == 8
 
 
 def _connection(url: str, sent: bytes) -> socket.socket:

@@ -2,22 +2,28 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from pdserve_bench.launch import PDSERVE
 
 from pdserve.credentials import create
 from pdserve.ports import free_port, port_holder
 from pdserve.records import Role
+from tests.deploy.dashboard import expressions
+from tests.deploy.prometheus import promtool, scraping
 from tests.listeners import listeners
-from tests.serving import FRONTEND, WORKERS, Serve, kv_ports, running, until
+from tests.serving import FRONTEND, LONG, WORKERS, Serve, kv_ports, running, until
 from tests.terminal import Terminal
 
 
@@ -87,6 +93,23 @@ def test_nothing_listens_but_what_is_known(graph: Serve) -> None:
     }
 
 
+def test_a_trace_shows_where_a_request_went(graph: Serve) -> None:
+    prompt = f"Where does this one go? {LONG}"  # that no worker has in its prefix cache
+    request_id = graph.chat(prompt)[0].headers["x-request-id"]
+    shown = graph.pdserve("trace", f"chatcmpl-{request_id}").stdout
+    assert re.search(rf"request +{request_id}", shown)
+    assert "prefill  remote" in shown
+    for hop, where in (("prefill", "prefill-0"), ("decode", "decode-")):
+        assert re.search(rf"^{hop} .*[█▏].* ms +{where}", shown, re.M), shown
+    (found,) = (json.loads(graph.pdserve("trace", request_id[:12], "--json").stdout),)
+    assert (found["request_id"], found["status"]) == (request_id, 200)
+    assert request_id in graph.pdserve("trace").stdout
+    assert request_id in {receipt["request_id"] for receipt in json.loads(_status(graph))["receipts"]}
+    unknown = graph.pdserve("trace", "f" * 32)
+    assert unknown.returncode == 1
+    assert "Asked: frontend-0-" in unknown.stderr
+
+
 def test_a_setting_reaches_the_workers(graph: Serve) -> None:
     assert graph.pdserve("set", "max-local-prefill-length=4000").returncode == 0
     until(lambda: graph.text.count("max-local-prefill-length 4000") == 2, graph)
@@ -95,7 +118,29 @@ def test_a_setting_reaches_the_workers(graph: Serve) -> None:
     until(lambda: graph.text.count("settings now: policy threshold, max-local-prefill-length 64") == 2, graph)
 
 
-def test_a_killed_worker_comes_back_as_a_new_instance(graph: Serve) -> None:
+@pytest.fixture
+def watching(graph: Serve) -> Iterator[Terminal]:
+    with Terminal([*PDSERVE, "status", "--watch"], graph.env) as terminal:
+        terminal.resize(30, 100)
+        terminal.until("q ends")
+        yield terminal
+        terminal.until("the exit code is")
+
+
+def test_a_live_screen(graph: Serve, watching: Terminal) -> None:
+    assert "prefill-0" in watching.text
+    assert " more" not in watching.text
+    assert not watching.echoes
+    watching.resize(12, 100)
+    watching.forget()
+    watching.until(" more")
+    watching.type("q")
+    watching.until("\x1b[?1049l")
+    watching.until("the exit code is 0")
+    assert watching.echoes
+
+
+def test_a_killed_worker_comes_back_as_a_new_instance(graph: Serve, watching: Terminal) -> None:
     before = {instance["id"]: instance["pid"] for instance in _instances(graph)}
     victim = next(name for name in before if name.startswith("decode-0"))
     os.kill(before[victim], signal.SIGKILL)
@@ -105,12 +150,17 @@ def test_a_killed_worker_comes_back_as_a_new_instance(graph: Serve) -> None:
     until(lambda: "decode-0 is ready again" in graph.text, graph)
     until(lambda: {"status": "ok", "workers": {"demo": 2}}.items() <= graph.health().items(), graph)
     metrics = httpx.get(f"{graph.url}/metrics").text
-    assert 'pdserve_restarts_total{host="127.0.0.1",instance="serve",slot="decode-0"} 1.0' in metrics
-    assert 'pdserve_slot_ready{host="127.0.0.1",instance="serve",slot="decode-0"} 1.0' in metrics
+    assert 'pdserve_restarts_total{instance="serve",host="127.0.0.1",slot="decode-0"} 1.0' in metrics
+    assert 'pdserve_slot_ready{instance="serve",host="127.0.0.1",slot="decode-0"} 1.0' in metrics
     (slot,) = (slot for slot in json.loads(_status(graph))["slots"] if slot["name"] == "decode-0")
     assert (slot["state"], slot["restarts"]) == ("ready", 1)
     assert "restarts" in graph.pdserve("status").stdout
     assert "decode-0 ended (killed by SIGKILL" in graph.text
+    watching.until("decode-0 is down: killed by SIGKILL")
+    watching.until("decode-0 is back after its end")
+    watching.type("\x03")
+    watching.until("the exit code is 130")
+    assert watching.echoes
     assert victim not in {instance["id"] for instance in _instances(graph)}
     until(lambda: len({instance["id"] for instance in _instances(graph)} - set(before)) == 1, graph)
     assert graph.chat()[1]
@@ -158,6 +208,42 @@ def test_a_second_graph_on_the_same_port_is_refused(graph: Serve, tmp_path: Path
     result = graph.pdserve("serve", "-f", str(graph.file), PDSERVE_STATE_DIR=str(tmp_path))
     assert result.returncode == 2
     assert f"Port {graph.port} on 127.0.0.1 is held by" in result.stderr
+
+
+def test_a_real_prometheus_finds_something_for_each_panel(graph: Serve, tmp_path: Path) -> None:
+    """Also of what goes wrong: the prefill worker hangs."""
+    numbers = count()
+
+    def prefilled() -> str:
+        """Where a prompt was that no cache has."""
+        return graph.chat(f"{next(numbers)} and {LONG}")[0].headers["x-pdserve-prefill"]
+
+    def without() -> list[tuple[str, str]]:
+        return [(panel, asked) for panel, asked in expressions() if not prometheus.series(asked)]
+
+    with scraping(tmp_path, f"127.0.0.1:{graph.port}") as prometheus:
+        until(lambda: prometheus.series("up == 1"), graph)
+        (prefill,) = (one for one in _instances(graph) if one["role"] == "prefill")
+        os.kill(prefill["pid"], signal.SIGSTOP)
+        assert prefilled() == "local"
+        os.kill(prefill["pid"], signal.SIGCONT)
+        until(lambda: prefilled() == "remote", graph)
+        with suppress(AssertionError):
+            until(lambda: not without(), graph, 20)
+        assert without() == []
+        groups = prometheus.ask("rules")["groups"]
+        assert {rule["health"] for group in groups for rule in group["rules"]} == {"ok"}
+        shown = (labels for labels, _ in prometheus.series('{__name__=~"pdserve_.*"}'))
+        assert {labels.get("source", labels["instance"]) for labels in shown} == {
+            "serve",
+            *(one["id"] for one in _instances(graph)),
+        }
+        assert prometheus.series('pdserve_instances{role="decode"}')[0][1] == 2
+        assert prometheus.series("sum(pdserve_remote_prefill_failures_total)")[0][1] >= 1
+        (scrape,) = prometheus.ask("targets")["activeTargets"]
+        assert (scrape["health"], scrape["lastError"]) == ("up", "")
+    lint = promtool("check", "metrics", said=httpx.get(f"{graph.url}/metrics").text).stderr.splitlines()
+    assert [line for line in lint if not line.startswith("vllm:")] == []
 
 
 def test_json_lines_and_sigkill_of_the_supervisor(workers_only: Callable[..., Serve]) -> None:

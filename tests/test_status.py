@@ -4,6 +4,7 @@ import pytest
 from rich.console import Console
 
 from pdserve.cli.find import GraphAddress
+from pdserve.cli.live import read_state
 from pdserve.cli.status import render
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
@@ -20,6 +21,6 @@ async def test_how_long_a_process_runs_is_only_known_on_its_machine(host: str, k
         async with RegistryView(registry) as view:
             console = Console(width=200)
             with console.capture() as shown:
-                console.print(render(view, {}, GraphAddress("etcd", "pdserve")))
+                console.print(render(await read_state(view), GraphAddress("etcd", "pdserve")))
     row = next(line for line in shown.get().splitlines() if instance.id in line)
     assert (" s " in row or " min " in row) == known

@@ -27,7 +27,8 @@ _NOTES = {
     "VllmWorker": "Here also: `model` (`demo`, a folder, relative to the file or absolute, or a hub id) and\n"
     "any argument of vLLM's engine, without its dashes, checked against vLLM's own list.",
     "PrefillWorker": "Here also: what VllmWorker may have of vLLM's arguments, but for those that shape answers.",
-    "Graph": "`PDSERVE_NATS`, `PDSERVE_ETCD` and `PDSERVE_STATE_DIR` in the environment win over the file.",
+    "Graph": "`PDSERVE_NATS`, `PDSERVE_ETCD` and `PDSERVE_STATE_DIR` in the environment win over the file, and so do\n"
+    "OpenTelemetry's `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` and `OTEL_EXPORTER_OTLP_ENDPOINT`.",
     "Security": "`PDSERVE_CREDENTIALS` in the environment wins over the file. A file that lets other machines reach\n"
     "what has no credentials, keys or TLS is refused unless `allow` names it; loopback needs none of them.",
 }

@@ -2,6 +2,6 @@
 
 `pdserve chaos`, `pdserve bench` and `pdserve compare` are its commands; `python -m pdserve_bench.soak`, `.fuzz`,
 `.overhead` and `.overload` are its programs. `client`, `endpoint` and `load` send requests, `launch` and `systems`
-start what is measured, `runs`, `slo` and `samples` compute, `report` and `progress` show, `watch` looks what a graph
-holds.
+start what is measured, `sections` makes one graph's file into another's, `runs`, `slo` and `samples` compute, `report`
+and `progress` show, `watch` looks what a graph holds.
 """

@@ -12,7 +12,7 @@ import re
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -111,6 +111,20 @@ class Exchange:
     def gaps(self) -> list[float]:
         """Seconds between tokens. Those of one event have come together."""
         return [after - before for before, after in pairwise(self.arrivals)]
+
+
+def completion(model: str, prompt: Sequence[int] | str, tokens: int, **more: object) -> dict[str, object]:
+    """The body of a request for exactly so many tokens: greedy, streamed, with token ids."""
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        **more,
+    }
 
 
 class LoadClient:

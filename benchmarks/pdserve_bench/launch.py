@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +16,16 @@ from typing import Any
 import psutil
 
 from pdserve.config.load import load
-from pdserve.config.schema import Config
-from pdserve.config.tree import Findings, read_tree
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.ports import free_port
 from pdserve.supervisor import state
 from pdserve.supervisor.exits import dies_with_parent, end_group, exit_of
 from pdserve.supervisor.guardian import Guardian
+from pdserve_bench.sections import Sections, put, read_sections, take, with_model
 from pdserve_bench.simulated import write
 
 PDSERVE = (sys.executable, "-m", "pdserve")
+VLLM = ("vllm.entrypoints.launchers.api_server.entry",)
 START_WITHIN = 900.0
 STOP_WITHIN = 90.0
 ENGINE_PATIENCE = 10.0
@@ -43,7 +43,6 @@ TCP on which servers written in Go listen"""
 SIM_SPEED = {"sim": {"step-seconds": 0.02, "prefill-rate": 5000, "lease": 12, "fatal-token": 1001}}
 """of simulated engines where the file says nothing: requests last long enough to be caught in the middle, KV that is
 never read is free soon, and only poison has the fatal token in its prompt"""
-_SECTIONS = {"Frontend": "frontend", "VllmWorker": "decode", "PrefillWorker": "prefill"}
 
 
 class ServerRun:
@@ -224,13 +223,9 @@ async def started(
     ports = free_port(config.host), free_port(config.host, 16 * workers)
     sections = derive(file, workers, *ports, dtype, model)
     if thresholds and config.decode is not None and config.decode.policy == "adaptive":
-        _take(sections["VllmWorker"], "policy")
+        take(sections["VllmWorker"], "policy")
         sections["VllmWorker"]["max-local-prefill-length"] = SHORT
-    serve = ServeRun(
-        folder,
-        write(sections, folder / "graph.yaml"),
-        variables=variables,
-    )
+    serve = ServeRun(folder, write(sections, folder / "graph.yaml"), variables=variables)
     with small_disk(serve.state_dir) if own_disk else nullcontext(False) as disk:
         nothing = state.GraphRecord(0, "", "", "", "", "")
         found = StartedGraph(nothing, serve.state_dir, serve, say, model, disk)
@@ -248,14 +243,15 @@ async def plain_vllm(
     folder: Path,
     say: Callable[[str], None],
     variables: Mapping[str, str] | None = None,
+    program: Sequence[str] = VLLM,
 ) -> AsyncIterator[tuple[str, int]]:
     """The URL of vLLM's own API server, once it has answered, and its pid: what a graph is compared with. On a CPU host
-    it gets one thread and 1 GiB of KV cache unless `variables` say otherwise."""
+    it gets one thread and 1 GiB of KV cache unless `variables` say otherwise. `program` is a module and its first
+    arguments."""
     port = free_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}"
-    entry = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(model)]
     small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    command = [*entry, "--port", str(port), *arguments]
+    command = [sys.executable, "-m", *program, "--model", str(model), "--port", str(port), *arguments]
     server = ServerRun(command, folder / "vllm.log", {**small, **(variables or {})})
     with Guardian(ENGINE_PATIENCE) as guardian:
         process = server.start()
@@ -271,60 +267,36 @@ async def plain_vllm(
 
 def derive(
     file: Path, workers: int, port: int, kv_port: int, dtype: str = "", model: Path | None = None
-) -> dict[str, Any]:
+) -> Sections:
     """The sections of the file, changed: at least `workers` of each role, NATS and etcd always the graph's own, and
     `model` instead of its model. Raises ConfigError."""
     config = load(file, {})
-    tree = read_tree(file, Findings(file))
-    sections: dict[str, Any] = {name: dict(entry.value or {}) for name, entry in tree.items()}  # type: ignore[call-overload]
     if config.frontend is None:
         raise ConfigError([f"{file} has no Frontend section: requests are sent as clients send them."])
-    for section in sections.values():
-        if _take(section, "model") is not None:
-            section["model"] = str(model or config.model)
+    sections = with_model(read_sections(file), str(model or config.model))
     sections.pop("Security", None)  # clients come by plain http, from this machine
-    _take(sections["Frontend"], "host")
+    take(sections["Frontend"], "host")
     graph = sections.setdefault("Graph", {})
     for key in ("nats", "etcd", "state-dir", "kv-port"):
-        _take(graph, key)
+        take(graph, key)
     graph |= {"kv-port": kv_port, "namespace": "bench"}
-    for name, role in _SECTIONS.items():
-        if name in sections:
-            _multiply(sections[name], max(workers, _count(config, role)))
-    _set(sections["Frontend"], "port", port)
-    _set(sections["Frontend"], "served-model-name", config.served_model_name)
+    put(sections["Frontend"], "port", port)
+    put(sections["Frontend"], "served-model-name", config.served_model_name)
+    _multiply(sections["Frontend"], max(workers, config.frontend.processes))
     for name, worker in (("VllmWorker", config.decode), ("PrefillWorker", config.prefill)):
-        if worker is not None and worker.engine == "sim" and "additional-config" not in worker.engine_args:
+        if worker is None:
+            continue
+        _multiply(sections[name], max(workers, worker.count))
+        if worker.engine == "sim" and "additional-config" not in worker.engine_args:
             sections[name]["additional-config"] = SIM_SPEED
-        elif worker is not None and worker.engine != "sim" and dtype:
-            _set(sections[name], "dtype", dtype)
+        elif worker.engine != "sim" and dtype:
+            put(sections[name], "dtype", dtype)
     return sections
 
 
-def _count(config: Config, role: str) -> int:
-    if role == "frontend":
-        return config.frontend.processes if config.frontend else 0
-    worker = config.decode if role == "decode" else config.prefill
-    return worker.count if worker else 0
-
-
 def _multiply(section: dict[str, Any], count: int) -> None:
-    service = dict(_take(section, "ServiceArgs") or {})
-    _set(service, "workers", count)
-    section["ServiceArgs"] = service
-
-
-def _set(section: dict[str, Any], key: str, value: object) -> None:
-    _take(section, key)
-    section[key] = value
-
-
-def _take(section: dict[str, Any], key: str) -> Any:
-    """Remove it, however it is spelled."""
-    for name in list(section):
-        if name.replace("_", "-") == key:
-            return section.pop(name)
-    return None
+    section["ServiceArgs"] = service = dict(take(section, "ServiceArgs") or {})
+    put(service, "workers", count)
 
 
 def _copied(model: Path, folder: Path) -> Path | None:

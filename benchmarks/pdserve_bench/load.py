@@ -3,10 +3,11 @@
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from types import TracebackType
-from typing import Generic, Self, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
 
+from pdserve.tasks import Lifetime
 from pdserve_bench.client import Exchange
 
 AFTER_FAILURE = 0.2
@@ -16,7 +17,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound=Exchange)
 
 
-class ClosedLoop(Generic[E]):
+class ClosedLoop(Lifetime, Generic[E]):
     """So many clients, each of which sends the next request when it has its answer. Runs while it is entered; leaving
     it waits for the last answers, which `send` bounds."""
 
@@ -34,19 +35,19 @@ class ClosedLoop(Generic[E]):
         self._stopping = False
         self._news = asyncio.Condition()
 
-    async def __aenter__(self) -> Self:
-        self._clients = [asyncio.create_task(self._client()) for _ in range(self._count)]
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stopping = True
-        self._go.set()
-        if kind is not None:
-            for client in self._clients:
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        clients = [asyncio.create_task(self._client()) for _ in range(self._count)]
+        try:
+            yield
+        except BaseException:
+            for client in clients:
                 client.cancel()
-        await asyncio.gather(*self._clients, return_exceptions=True)
+            raise
+        finally:
+            self._stopping = True
+            self._go.set()
+            await asyncio.gather(*clients, return_exceptions=True)
 
     async def _client(self) -> None:
         while not self._stopping:

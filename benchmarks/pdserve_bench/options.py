@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from pdserve.errors import ConfigError
+
 ApiKey = Annotated[str, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="sent as Bearer token")]
 Ttft = Annotated[str, typer.Option(metavar="TIME", help="SLO: the first token comes within this")]
 Gap = Annotated[str, typer.Option(metavar="TIME", help="and no two tokens are further apart")]
@@ -12,3 +14,11 @@ Json = Annotated[Path | None, typer.Option(metavar="FILE", help="write the resul
 Plot = Annotated[
     Path | None, typer.Option(metavar="NAME", help="draw NAME.png and NAME.html, or only the one named")
 ]
+
+
+def numbers(option: str, text: str, least: int = 1) -> list[int]:
+    """Of `1,8,32`, each once; none of an empty text. Raises ConfigError."""
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isdecimal() and int(word) >= least for word in words):
+        raise ConfigError([f"{option} {text}: give whole numbers from {least} on, as in 512,2048."])
+    return list(dict.fromkeys(map(int, words)))

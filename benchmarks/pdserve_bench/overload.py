@@ -22,7 +22,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pdserve_bench.client import Exchange, LoadClient, Outcome
+from pdserve_bench.client import Exchange, LoadClient, Outcome, completion
 from pdserve_bench.launch import RunningGraph, started
 from pdserve_bench.load import ClosedLoop, open_loop
 from pdserve_bench.samples import percentile
@@ -52,15 +52,7 @@ class Caller:
         """Without end, each from some of these clients."""
         while True:
             words = [str(self._random.randrange(1000, 9999)) for _ in range(self._words)]
-            body = {
-                "model": self._graph.model,
-                "prompt": " ".join(words),
-                "max_tokens": self._tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "return_token_ids": True,
-            }
+            body = completion(self._graph.model, " ".join(words), self._tokens)
             yield KeyedExchange(body, key=self._random.choice(keys))
 
     async def send(self, exchange: "KeyedExchange") -> None:

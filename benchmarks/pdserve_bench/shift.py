@@ -15,14 +15,14 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pdserve_bench.client import Exchange, LoadClient
+from pdserve_bench.client import Exchange, LoadClient, completion
 from pdserve_bench.launch import RunningGraph, started
 from pdserve_bench.load import open_loop
 from pdserve_bench.report import Column, Report, Rows
@@ -94,16 +94,7 @@ def requests(model: str, phase: ShiftedLoad, seed: int) -> Iterator[Exchange]:
     dice = random.Random(seed)
     while True:
         prompt, answer = dice.choice(phase.kinds)
-        body: Mapping[str, object] = {
-            "model": model,
-            "prompt": [dice.randrange(20, 600) for _ in range(prompt)],
-            "max_tokens": answer,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
-        yield Exchange(body)
+        yield Exchange(completion(model, [dice.randrange(20, 600) for _ in range(prompt)], answer))
 
 
 async def load(

@@ -4,7 +4,7 @@ import math
 import re
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from pdserve.errors import ConfigError
 from pdserve_bench.client import Exchange, Outcome
@@ -92,6 +92,9 @@ class Tally:
         """`now`, monotonic: when those that have not ended were broken off."""
         found = [_fate(slo, exchange, now) for exchange in exchanges]
         return cls(**{fate: found.count(fate) for fate in set(found)})
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     @property
     def requests(self) -> int:

@@ -3,11 +3,11 @@
 import asyncio
 import time
 from bisect import bisect_left
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
-from types import TracebackType
-from typing import Self
 
+from pdserve.tasks import Lifetime
 from pdserve_bench.client import Exchange
 from pdserve_bench.slo import Slo
 
@@ -18,7 +18,7 @@ _LEAST = 0.003
 """seconds: less is how exactly a timer fires"""
 
 
-class GeneratorStalls:
+class GeneratorStalls(Lifetime):
     """While it is entered, wakes up every 10 ms and notes by how much it came too late: so late are this event loop's
     sends, and so late may the times of arrivals be that it noted."""
 
@@ -28,16 +28,15 @@ class GeneratorStalls:
         self._ends: list[float] = []
         self._lags: list[float] = []
 
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._watch())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        watching = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
 
     def within(self, begin: float, end: float) -> float:
         """Seconds of stalls that touch this time (monotonic)."""

@@ -4,10 +4,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Self
 
 import httpx
 
@@ -18,6 +17,7 @@ from pdserve.records import Instance, Role, decode_instance
 from pdserve.registry import connect, keys
 from pdserve.registry.base import Registry
 from pdserve.supervisor.state import GraphRecord
+from pdserve.tasks import Lifetime
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Leftovers:
     """how long it was looked for"""
 
 
-class GraphWatch:
+class GraphWatch(Lifetime):
     """Asks etcd each time: a picture that an outage has frozen would say that nothing is amiss."""
 
     def __init__(self) -> None:
@@ -46,11 +46,10 @@ class GraphWatch:
         """how many of each role make the graph complete"""
         self._connection = AsyncExitStack()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._connection.aclose()
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        async with self._connection:
+            yield
 
     async def move(self, graph: GraphRecord) -> None:
         """To the etcd of this graph, first of all and where it has another one. Raises RegistryUnavailable."""

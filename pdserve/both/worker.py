@@ -35,6 +35,7 @@ class BothWorker(DecodeWorker):
             engine,
             self._queue,
             self.view,
+            self.tracer,
             beside=self._beside,
             own=self._take_back,
         )

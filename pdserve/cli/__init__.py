@@ -27,6 +27,7 @@ COMMANDS = {
     "both": ("pdserve.cli.role:role", "one worker that decodes and prefills"),
     "plan": ("pdserve.cli.plan:plan", "what would run where, and whether it fits"),
     "status": ("pdserve.cli.status:status", "which processes run, and what they are doing"),
+    "trace": ("pdserve.cli.trace:trace", "where a request went, why, and what took how long"),
     "set": ("pdserve.cli.settings:change_settings", "change a running graph's settings"),
     "credentials": ("pdserve.cli.credentials:make_credentials", "certificates for a graph on several hosts"),
     "doctor": ("pdserve.cli.doctor:doctor", "is this machine fit for it?"),
@@ -138,6 +139,7 @@ def _pdserve(
       pdserve plan -f configs/local.yaml     what would run where, and whether it fits; loads nothing
       pdserve serve -f configs/local.yaml    the whole graph on this machine, until Ctrl-C
       pdserve status                         which processes run, and what they are doing
+      pdserve trace ID                       where a request went, why, and what took how long
       pdserve doctor                         is this machine fit for it?
       pdserve chaos -f configs/local.yaml    what happens when anything of it dies
       pdserve compare -f configs/local.yaml  is it worth it: this graph against one engine

@@ -1,18 +1,23 @@
 """Find the running graph that a command means, and the place of a role in a graph."""
 
 import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
-from pdserve.errors import ConfigError, Unavailable
+from pdserve.errors import ConfigError, RegistryUnavailable, Unavailable
 from pdserve.graph import from_environment
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import Slot
 from pdserve.records import Role
+from pdserve.registry import connect
+from pdserve.registry.base import Registry
+from pdserve.registry.view import RegistryView
 from pdserve.supervisor import state
 from pdserve.supervisor.checks import busy_kv_port
 
@@ -49,6 +54,20 @@ def find_graph(
     if address := etcd or os.environ.get("PDSERVE_ETCD"):
         return GraphAddress(address, namespace or Config.namespace, credentials=Credentials.load(credentials))
     return _on(Path(os.environ.get("PDSERVE_STATE_DIR", Config.state_dir)).expanduser())
+
+
+@asynccontextmanager
+async def view_of(graph: GraphAddress) -> AsyncIterator[tuple[Registry, RegistryView]]:
+    """Raises NoGraph where its etcd does not answer."""
+    async with AsyncExitStack() as stack:
+        try:
+            registry = await stack.enter_async_context(
+                connect(graph.etcd, graph.namespace, graph.credentials)
+            )
+            view = await stack.enter_async_context(RegistryView(registry))
+        except RegistryUnavailable as error:
+            raise NoGraph(f"{error}: no graph runs there.") from None
+        yield registry, view
 
 
 def _on(state_dir: Path) -> GraphAddress:

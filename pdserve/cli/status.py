@@ -4,34 +4,32 @@ import asyncio
 import json
 import socket
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
 from typing import Annotated, Any
 
 import msgspec
 import psutil
 import typer
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pdserve import clock
-from pdserve.cli.find import GraphAddress, NoGraph, find_graph
+from pdserve.cli.find import GraphAddress, find_graph, view_of
+from pdserve.cli.live import live, read_state, states
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
-from pdserve.errors import RegistryUnavailable
 from pdserve.messages import Load
-from pdserve.observe.pages import read_loads
-from pdserve.observe.tables import show, table
+from pdserve.observe.graph_state import GraphState, detours
+from pdserve.observe.tables import duration, show, table
 from pdserve.records import Instance
-from pdserve.registry import connect
+from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 
-_ORDER = {"frontend": 0, "decode": 1, "both": 2, "prefill": 3}
 _NUMBERS = ("running", "waiting", "KV used", "KV tokens")
-_AGAIN = 1.0
-"""seconds between two looks with --watch"""
+_PASSING = {"age", "seconds", "start", "round_trip", "moments"}
+"""what of the state is no change of it: what a frontend serves shows in its receipts"""
 
 
 def status(
@@ -40,15 +38,21 @@ def status(
     namespace: Namespace = None,
     credentials: CredentialsFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="everything, as one JSON object")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="go on showing changes until Ctrl-C")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="a live screen; in a pipe, and with --json, each change")
+    ] = False,
 ) -> int:
     """Show the processes of a running graph: one row for each living lease in etcd, with its address, its load and KV
     usage as the process itself tells them (`?` where it does not answer), the models, the prefill queue and the live
     settings. Exit code 1 where nothing runs.
 
+    With --watch, a screen that is renewed each second: what is wrong, latencies and rates of the last minutes, all
+    processes, the links between them, and the requests that did not go the way that was meant for them (pdserve trace
+    shows any request's way). q or Ctrl-C ends it.
+
     examples:
       pdserve status                         the graph that runs on this machine
-      pdserve status --watch                 as it changes
+      pdserve status --watch                 as it changes, live
       pdserve status -f configs/disagg.yaml --json | jq '.instances[].load'
       pdserve status --etcd 10.0.0.5:2379    a graph elsewhere
     """
@@ -57,94 +61,100 @@ def status(
 
 async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
     """Return the exit code. Raises NoGraph where etcd does not answer."""
-    async with AsyncExitStack() as stack:
-        try:
-            registry = await stack.enter_async_context(
-                connect(graph.etcd, graph.namespace, graph.credentials)
-            )
-            view = await stack.enter_async_context(RegistryView(registry))
-        except RegistryUnavailable as error:
-            raise NoGraph(f"{error}: no graph runs there.") from None
+    async with view_of(graph) as (registry, view):
+        if watch and sys.stdout.isatty() and not as_json:
+            await live(registry, view, graph)
+            return 0
         if watch:
-            await _watch(view, graph, as_json)
-        loads = await read_loads(view.instances())
+            await _tell_changes(registry, view, graph, as_json)
+        state = await read_state(view)
         if as_json:
-            print(json.dumps(as_dict(view, loads, graph), indent=2))
+            print(json.dumps(as_dict(state, graph), indent=2))
         else:
-            show(render(view, loads, graph), pipe_width=140)
-        if not view.instances():
+            show(render(state, graph), pipe_width=140)
+        if not state.instances:
             print(f"pdserve: nothing runs in namespace {graph.namespace} of {graph.etcd}.", file=sys.stderr)
             return 1
     return 0
 
 
-async def _watch(view: RegistryView, graph: GraphAddress, as_json: bool) -> None:
+async def _tell_changes(registry: Registry, view: RegistryView, graph: GraphAddress, as_json: bool) -> None:
     """Until cancelled; with JSON, one line for each change."""
-    with ExitStack() as stack:
-        live = Live(console=Console(highlight=False), auto_refresh=False, screen=True)
-        if not as_json:
-            stack.enter_context(live)
-        told: dict[str, Any] = {}
-        while True:
-            loads = await read_loads(view.instances())
-            if not as_json:
-                live.update(render(view, loads, graph), refresh=True)
-            elif (now := as_dict(view, loads, graph)) != told:
-                told = now
-                print(json.dumps(told), flush=True)
-            await asyncio.sleep(_AGAIN)
+    told: Any = None
+    connected = True
+    async for state in states(view):
+        if registry.connected != connected:
+            connected = registry.connected
+            said = "answers again" if connected else "does not answer: the processes are those of before"
+            print(f"pdserve: etcd at {graph.etcd} {said}.", file=sys.stderr)
+        if lasting(now := as_dict(state, graph)) != told:
+            told = lasting(now)
+            if as_json:
+                print(json.dumps(now), flush=True)
+            else:
+                show(
+                    Group(time.strftime("%H:%M:%S", time.localtime(clock.unix())), render(state, graph), ""),
+                    140,
+                )
 
 
-def as_dict(view: RegistryView, loads: Mapping[str, Load], graph: GraphAddress) -> dict[str, Any]:
-    """Plain data: everything that the registry has, and of each process its load, None where it did not answer."""
+def lasting(told: Any) -> Any:
+    """Without what differs at each look, though nothing has changed: ages, and measurements that never end. Pure."""
+    if isinstance(told, dict):
+        return {key: lasting(value) for key, value in told.items() if key not in _PASSING}
+    return [lasting(value) for value in told] if isinstance(told, list) else told
+
+
+def as_dict(state: GraphState, graph: GraphAddress) -> dict[str, Any]:
+    """Plain data: everything that the registry has, and of each process its load and links, None and none where it did
+    not answer."""
+    told = msgspec.to_builtins(state)
+    cards = told.pop("cards")
     return {
         "etcd": graph.etcd,
         "namespace": graph.namespace,
         "url": graph.url,
-        "queue_depth": queue_depth(loads),
+        **told,
         "instances": [
-            {**msgspec.to_builtins(instance), "load": msgspec.to_builtins(loads.get(instance.id))}
-            for instance in in_order(view)
+            {**each["instance"], "load": each["load"], "links": each["links"]} for each in told["instances"]
         ],
         "models": {
-            name: [{"instance": owner, **msgspec.to_builtins(card)} for owner, card in cards]
-            for name, cards in view.cards().items()
+            name: [{"instance": owner, **card} for owner, card in written] for name, written in cards.items()
         },
-        "slots": [msgspec.to_builtins(slot) for slot in view.slots()],
-        "settings": view.settings(),
     }
 
 
-def render(view: RegistryView, loads: Mapping[str, Load], graph: GraphAddress) -> RenderableType:
-    instances = in_order(view)
+def render(state: GraphState, graph: GraphAddress) -> RenderableType:
+    instances = [each.instance for each in state.instances]
+    loads = {each.instance.id: each.load for each in state.instances if each.load}
     summary = Table.grid(padding=(0, 2))
-    for name, cards in view.cards().items():
+    for name, cards in state.cards.items():
         summary.add_row(
             "model", f"{name}, {len(cards)} decode worker{'s' * (len(cards) != 1)}, {cards[0][1].model}"
         )
-    for slot in view.slots():
+    for slot in state.slots:
         if not slot.ready:
             said = f": {slot.cause}" if slot.cause else ""
             summary.add_row(Text("degraded", "red"), Text(f"{slot.name} on {slot.host}: {slot}{said}"))
         elif slot.restarts:
             again = f"{slot.restarts} time{'s' * (slot.restarts != 1)}"
             summary.add_row("restarts", Text(f"{slot.name} on {slot.host}: {again}, last end: {slot.end}"))
-    summary.add_row("queue", f"{queue_depth(loads)} prefill requests waiting")
-    for name, value in sorted(view.settings().items()):
+    for each in state.instances:
+        for link in each.links:
+            if not link.up:
+                why = f": {link.failure}" if link.failure else ""
+                summary.add_row(Text("link", "red"), Text(f"{each.instance.id} to {link.to} is down{why}"))
+    summary.add_row("queue", f"{state.queue_depth} prefill requests waiting")
+    for age, hop, receipt in detours(state.receipts)[:1]:
+        summary.add_row(
+            hop.name, Text(f"{duration(age)} ago, {hop.instance}: {hop.why} ({receipt.request_id})")
+        )
+    for name, value in sorted(state.settings.items()):
         summary.add_row("setting", f"{name} = {value}")
     if graph.url:
         summary.add_row("URL", f"{graph.url}/v1")
     summary.add_row("etcd", f"{graph.etcd}, namespace {graph.namespace}")
     return Group(_instances(instances, loads), summary)
-
-
-def in_order(view: RegistryView) -> list[Instance]:
-    return sorted(view.instances(), key=lambda instance: (_ORDER[instance.role.value], instance.id))
-
-
-def queue_depth(loads: Mapping[str, Load]) -> int:
-    """All workers see the same queue, at slightly different times."""
-    return max((load.queue_depth for load in loads.values()), default=0)
 
 
 def _instances(instances: Sequence[Instance], loads: Mapping[str, Load]) -> Table:
@@ -176,8 +186,6 @@ def _row(instance: Instance, load: Load | None, mixed: Container[str]) -> tuple[
     if instance.kv_blocks:
         gpus = ",".join(map(str, instance.gpus)) or "CPU"
         kv_used, kv_tokens = f"{load.kv_usage:.0%}" if load else "?", f"{instance.kv_tokens:,}"
-    for worker in load.unreachable if load else []:
-        name.append(f"\ncannot reach {worker}", "red")
     where = f"{instance.host or '?'}:{instance.pid}"
     counts = (str(load.running), str(load.waiting)) if load else ("?", "?")
     return name, instance.model, where, gpus, _up(instance), *counts, kv_used, kv_tokens, instance.address

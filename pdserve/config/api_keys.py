@@ -6,6 +6,7 @@ where both are set, the keys of both count. A file is YAML
     alice:
       key: sk-...              # or key-sha256: 64 hex digits; then the file holds no secret
       requests-per-minute: 60
+      admin: true              # it sees the receipts of all keys
 
 or has a key, or name=key, on each line. Nothing here, errors and notes included, tells a key.
 """
@@ -30,7 +31,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _KEY = re.compile(r"[!-~]+")
 _FIT = "must be of ASCII characters without spaces: clients cannot send others"
 _KEYS = ("key", "key-sha256")
+_ADMIN = "admin"
 _LIMITS = ("requests-per-minute", "tokens-per-minute", "concurrent-requests")
+_FIELDS = (*_KEYS, _ADMIN, *_LIMITS)
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,14 @@ class ApiKey:
     digest: bytes
     """SHA-256 of the key"""
     limits: KeyLimits = KeyLimits()
+    admin: bool = False
+    """sees the requests of all keys"""
 
     @classmethod
-    def of(cls, key: str, name: str = "", limits: KeyLimits = KeyLimits()) -> Self:
+    def of(cls, key: str, name: str = "", limits: KeyLimits = KeyLimits(), admin: bool = False) -> Self:
         """One without a name is called by its digest, which stays the same wherever the key stands."""
         digest = digest_of(key)
-        return cls(name or f"key-{digest.hex()[:12]}", digest, limits)
+        return cls(name or f"key-{digest.hex()[:12]}", digest, limits, admin)
 
 
 def digest_of(key: str) -> bytes:
@@ -157,13 +162,13 @@ def _read_yaml(path: Path, text: str, found: FoundKeys) -> bool:
             findings.problem(entry, "must be a mapping: indent `key: ...` under it.")
         else:
             for name, unknown in fields.items():
-                if name not in _KEYS + _LIMITS:
-                    names = ", ".join(_KEYS + _LIMITS)
-                    hint = or_nearest(name, _KEYS + _LIMITS, f"remove it, or use one of: {names}.")
+                if name not in _FIELDS:
+                    names = ", ".join(_FIELDS)
+                    hint = or_nearest(name, _FIELDS, f"remove it, or use one of: {names}.")
                     findings.problem(unknown, f"is not a key of an API key: {hint}")
             plain = plain or "key" in fields
             digest, limits = _digest(entry, findings, found), _limits(fields, findings)
-            found.keys.append(ApiKey(entry.path, digest, limits))
+            found.keys.append(ApiKey(entry.path, digest, limits, _admin(fields, findings)))
     findings.raise_if_any()
     return plain
 
@@ -202,6 +207,13 @@ def _limits(fields: Mapping[str, Entry], findings: Findings) -> KeyLimits:
                 entry, f"must be a whole number from 1 to {MOST}; without it there is no such limit."
             )
     return KeyLimits(**values)
+
+
+def _admin(fields: Mapping[str, Entry], findings: Findings) -> bool:
+    entry = fields.get(_ADMIN)
+    if entry is not None and not isinstance(entry.value, bool):
+        findings.problem(entry, "must be true or false.")
+    return entry is not None and entry.value is True
 
 
 def _note_short(what: str, key: str, found: FoundKeys) -> None:

@@ -68,6 +68,8 @@ _REFUSED = {
     "kv-offloading-backend": "would replace the KV connector that joins prefill and decode; remove it.",
     "ec-transfer-config": "is a split that this graph does not have; remove it.",
     "disable-log-stats": "would blind what routing and `pdserve status` read; remove it.",
+    "otlp-traces-endpoint": "is Graph.otlp-endpoint in pdserve, which traces the whole graph; set it there.",
+    "collect-detailed-traces": "needs vLLM's own traces; pdserve's are set by Graph.otlp-endpoint; remove it.",
     "device-ids": "is decided by the placement; use ServiceArgs.resources.gpu or .gpu-ids.",
     "nnodes": "is not how a worker spans hosts here; use distributed-executor-backend: ray.",
     "node-rank": "is not how a worker spans hosts here; use distributed-executor-backend: ray.",

@@ -3,10 +3,10 @@ that it is meant."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from ipaddress import IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 from pdserve.config.schema import Allowance, FrontendConfig, GraphSection, SecuritySection
+from pdserve.ports import is_loopback
 
 _MAKE = "make credentials (`pdserve credentials FOLDER`) and set Security.credentials"
 
@@ -28,17 +28,6 @@ class Opening:
     def problem(self) -> str:
         otherwise = f", or accept it with Security.allow: [{', '.join(self.allowances)}]"
         return f"{self.what}: {self.advice}{otherwise if self.allowances else ''}."
-
-
-def is_loopback(host: str) -> bool:
-    """False for every name but localhost: what it stands for may change."""
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host.lower() == "localhost"
-    if isinstance(address, IPv6Address) and address.ipv4_mapped:
-        address = address.ipv4_mapped
-    return address.is_loopback
 
 
 def has_credentials(graph: GraphSection, security: SecuritySection) -> bool:

@@ -3,7 +3,8 @@
 Sections are those of a Dynamo 0.2 graph: Common, Frontend, Processor, VllmWorker, PrefillWorker; and Graph and
 Security, which are pdserve's own. As in Dynamo, a key of Common counts only in the sections that list it in
 `common-configs`, and not where the section sets it itself; one that no section lists is an error. The environment wins
-over Graph and Security: PDSERVE_NATS, PDSERVE_ETCD, PDSERVE_STATE_DIR, PDSERVE_CREDENTIALS.
+over Graph and Security: PDSERVE_NATS, PDSERVE_ETCD, PDSERVE_STATE_DIR, PDSERVE_CREDENTIALS, and OpenTelemetry's own
+variables.
 """
 
 import os
@@ -29,8 +30,10 @@ from pdserve.config.schema import (
     SecuritySection,
     WorkerConfig,
     WorkerSection,
+    collector_url,
     etcd_address,
     nats_url,
+    traces_url,
 )
 from pdserve.config.sections import KINDS, SectionRead, SectionReader
 from pdserve.config.tree import Entry, Findings, or_nearest, read_tree
@@ -268,8 +271,21 @@ def _with_places(graph: GraphSection, env: Mapping[str, str], findings: Findings
             return None
 
     nats, etcd = named("PDSERVE_NATS", nats_url), named("PDSERVE_ETCD", etcd_address)
+    traces = named("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", collector_url)
+    traces = traces or named("OTEL_EXPORTER_OTLP_ENDPOINT", traces_url)
+    protocol = env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or env.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    if traces and protocol not in (None, "", "http/protobuf"):
+        traces, what = None, f"takes {protocol}, and traces are sent by http/protobuf"
+        findings.notes.append(f"The collector that OTEL_EXPORTER_OTLP_ENDPOINT names {what}: none are.")
+    disabled = env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     state_dir = _state_dir(graph, env.get("PDSERVE_STATE_DIR"), findings)
-    return replace(graph, nats=nats or graph.nats, etcd=etcd or graph.etcd, state_dir=state_dir)
+    return replace(
+        graph,
+        nats=nats or graph.nats,
+        etcd=etcd or graph.etcd,
+        state_dir=state_dir,
+        otlp_endpoint=None if disabled else traces or graph.otlp_endpoint,
+    )
 
 
 def _with_files(

@@ -60,6 +60,21 @@ def etcd_address(address: str) -> str:
     return address.removeprefix("http://").rstrip("/")
 
 
+def traces_url(url: str) -> str:
+    """Where spans are sent to, of a collector's URL."""
+    url = collector_url(url)
+    path = "/v1/traces"
+    return url if urlsplit(url).path.endswith(path) else url.rstrip("/") + path
+
+
+def collector_url(url: str) -> str:
+    parts = _split(url := _lower_scheme(url))
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        text = "must be a collector's URL for OTLP over HTTP, as in http://127.0.0.1:4318."
+        raise ValueError(f"is {url!r}, but {text}")
+    return url
+
+
 def _lower_scheme(url: str) -> str:
     scheme, colon, rest = url.strip().rpartition("://")
     return scheme.lower() + colon + rest
@@ -111,6 +126,7 @@ def _origin(origin: str) -> str:
 Text = Annotated[str, BeforeValidator(_text)]
 Host = Annotated[Text, AfterValidator(_host)]
 NatsUrl = Annotated[str, AfterValidator(nats_url)]
+TracesUrl = Annotated[str, AfterValidator(traces_url)]
 EtcdAddress = Annotated[str, AfterValidator(etcd_address)]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 Zero = Annotated[int, Field(strict=True, ge=0, le=0)]
@@ -304,6 +320,9 @@ class GraphSection(Section):
     """seconds; the deadline of a request that names none"""
     drain_timeout: SecondsOrZero = 30.0
     """seconds; for running requests to finish after SIGTERM"""
+    otlp_endpoint: Annotated[TracesUrl | None, BeforeValidator(_text)] = None
+    """URL of an OpenTelemetry collector, as in http://127.0.0.1:4318, to which traces are sent by OTLP/HTTP
+    ([traces.md](traces.md)); not set: nothing is traced"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,8 +39,8 @@ class AnswerReader:
         async for answer in self.queue.answers(self.instance):
             request = self.requests.get(answer.request_id)
             match answer:
-                case PrefillStarted(worker=worker):
-                    self._started(request, worker)
+                case PrefillStarted() if request is not None:
+                    self._started(request, answer)
                 case PrefillProgress(handle=handle) if request is not None:
                     await self._read_ahead(request, handle)
                 case PrefillDone():
@@ -48,10 +48,10 @@ class AnswerReader:
                 case PrefillFailed() if request is not None:
                     request.resolve(answer)
 
-    def _started(self, request: DecodeRequest | None, worker: str) -> None:
-        if request is None:
-            return
-        request.prefiller = worker
+    def _started(self, request: DecodeRequest, started: PrefillStarted) -> None:
+        worker = request.prefiller = started.worker
+        if request.awaits:
+            request.hops.pulled(worker, started.queued)
         if not self.workers.known(worker):
             request.resolve(UNKNOWN)
         elif self.workers.avoided(worker):

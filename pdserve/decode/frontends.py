@@ -106,12 +106,13 @@ class Frontends:
         """Fail a request that is still alive. It may be here for a while: until its turn to be computed, at which it is
         dropped."""
         if not request.cancelled:
+            request.failure = message
             await self.send(request.frontend, Failed(request.id, message, retry))
             await self.cancel(request)
 
     async def fail(self, request: DecodeRequest, message: str, *, retry: bool, invalid: bool = False) -> None:
         """Fail a request that the engine does not have (any more)."""
-        request.failed = True
+        request.failure = "the request is invalid" if invalid else message
         self.requests.drop(request)
         self.quarantine.leave(request)
         if not request.cancelled:
@@ -133,6 +134,8 @@ class Frontends:
             running = request.phase is Phase.RUNNING
             blamed = running and may_have_killed(len(request.submit.prompt), request.since)
             text, died = f"the engine died: {death}", request.engines_died + blamed
+            request.failure = text
+            self.requests.drop(request)
             with suppress(PeerGone):
                 await self.stream.send(
                     request.frontend, Failed(request.id, text, retry=True, engines_died=died)

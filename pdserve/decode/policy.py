@@ -72,6 +72,12 @@ def decide(
     return Decision("remote", "long")
 
 
+def queue_limit(settings: DecodeSection) -> int:
+    """The depth of the queue from which on prompts are prefilled locally; 0: there is none."""
+    limited = settings.remote_prefill and settings.conditional_disagg and settings.policy != "adaptive"
+    return settings.max_prefill_queue_size if limited else 0
+
+
 class PrefillTimeout:
     """Learns the prefill workers' speed from their answers. The bound grows with the prompt and with what
     is queued before it, since a fixed bound is too short for a long prompt and too long for a short prompt."""

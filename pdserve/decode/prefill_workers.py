@@ -48,27 +48,27 @@ class PrefillWorkers:
 
     def available(self) -> list[Instance]:
         """Those that take requests from this decode worker's queue, and whose KV can be read."""
-        ready = [worker for worker in self._registered() if not worker.draining]
+        ready = [worker for worker in self.registered() if not worker.draining]
         return [worker for worker in ready if not self.avoided(worker.id)] if self._avoided else ready
 
     def to_warm_up(self) -> set[str]:
         """The ids of those that will serve: also those that are not ready yet, and no draining ones. Of many the first
         in an order of this worker's own, which hardly changes as they come and go."""
-        peers = [peer.id for peer in self._peers() if not peer.draining]
+        peers = [peer.id for peer in self.peers() if not peer.draining]
         return set(nsmallest(MAX_PAIRS, peers, key=lambda peer: crc32(f"{self.instance} {peer}".encode())))
 
     def known(self, worker: str) -> bool:
         """Whether it is registered, be it draining or not ready yet: no other worker is believed, or asked for KV."""
-        return any(peer.id == worker for peer in self._peers())
+        return any(peer.id == worker for peer in self.peers())
 
-    def _registered(self) -> list[Instance]:
+    def registered(self) -> list[Instance]:
         """Also draining workers."""
         return self._same("registered", lambda: self.view.instances(Role.PREFILL, self.model))
 
-    def _peers(self) -> list[Instance]:
+    def peers(self) -> list[Instance]:
         """Also those that are not ready yet."""
         newcomers = self._same("newcomers", lambda: self.view.newcomers(Role.PREFILL, self.model))
-        return self._registered() + newcomers
+        return self.registered() + newcomers
 
     def _same(self, kind: str, look: Callable[[], list[Instance]]) -> list[Instance]:
         if self._version != self.view.version:
@@ -122,7 +122,7 @@ class PrefillWorkers:
     def _gone(self, requests: Iterable[DecodeRequest]) -> Iterator[tuple[DecodeRequest, str]]:
         """Those that no prefill worker will answer, with the reason. A worker that drains finishes what it has, and
         pulls no more."""
-        registered, peers = self._registered(), {peer.id for peer in self._peers()}
+        registered, peers = self.registered(), {peer.id for peer in self.peers()}
         there = {worker.id for worker in registered}
         pulled = any(not worker.draining for worker in registered)
         for request in requests:

@@ -8,6 +8,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from pdserve.decode.links import KvLinks
 from pdserve.decode.policy import PrefillTimeout
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.requests import CANCELLED, OWN, DecodeRequest, KvAge
@@ -15,7 +16,6 @@ from pdserve.engine.base import Engine
 from pdserve.errors import ProtocolError, QueueFull, QueueUnavailable
 from pdserve.kv.handles import check_handle, expired, source
 from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, PrefillRequest, Submit, encode
-from pdserve.observe.metrics import REMOTE_PREFILL_FAILURES
 from pdserve.queue.base import PrefillQueue
 
 log = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ OVERHEAD = 2048
 class NoHandle(Exception):
     """Remote prefill came to nothing; `reason` is a metric's label."""
 
-    def __init__(self, reason: str, message: str = "") -> None:
-        super().__init__(message or reason)
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(f"{reason}: {text}" if text else reason)
         self.reason = reason
 
 
@@ -42,6 +42,7 @@ class RemotePrefill:
     engine: Engine
     queue: PrefillQueue
     workers: PrefillWorkers
+    links: KvLinks
     timeout: PrefillTimeout = field(default_factory=PrefillTimeout)
 
     def fits(self, submit: Submit) -> bool:
@@ -49,9 +50,10 @@ class RemotePrefill:
         left = self.queue.max_payload - OVERHEAD - sum(map(len, submit.body))
         return 5 * len(submit.prompt) <= left or len(encode(submit.prompt)) <= left
 
-    async def prefill(self, request: DecodeRequest) -> PrefillDone | None:
+    async def prefill(self, request: DecodeRequest, why: str = "") -> PrefillDone | None:
         """The answer with the KV of the request's prompt, checked; None where it has to be computed here (counted and
         logged) or the request was cancelled meanwhile."""
+        request.hops.asked(time.monotonic(), why)
         done = await self._ask_or_say_why(request)
         if request.ahead is not None and (done is None or source(request.ahead) != source(done.handle)):
             await self.engine.drop_ahead(request.ahead)
@@ -61,13 +63,14 @@ class RemotePrefill:
         try:
             return await self._ask(request)
         except NoHandle as failure:
+            if failure.reason not in (OWN, CANCELLED):
+                self.links.failed(request, str(failure))
             if request.warms:
                 log.info("warm-up with %s: no KV came: %s", request.warms, failure)
             elif failure.reason == OWN:
                 log.info("request %s: no other worker had time, prefilling locally", request.id)
             elif failure.reason != CANCELLED:
-                REMOTE_PREFILL_FAILURES.labels(failure.reason).inc()
-                log.warning("request %s: remote prefill failed (%s), prefilling locally", request.id, failure)
+                log.warning("request %s: remote prefill failed: %s; prefilling locally", request.id, failure)
             return None
 
     async def _ask(self, request: DecodeRequest) -> PrefillDone:
@@ -78,20 +81,25 @@ class RemotePrefill:
         await self._publish(request, bound)
         await asyncio.wait({request.answer}, timeout=max(0.0, ends - time.monotonic()))
         request.resolve(TIMEOUT)
-        match request.answer.result():
+        now, outcome = time.monotonic(), request.answer.result()
+        if not isinstance(outcome, PrefillDone):
+            request.hops.ended(now)
+        match outcome:
             case PrefillDone(handle=handle, compute_seconds=seconds) as done:
+                request.prefiller = handle.engine_id
+                request.hops.answered(handle.engine_id, done.queued, seconds, now)
                 if not request.warms:  # too short to tell how fast a worker is
                     self.timeout.learn(tokens, seconds)
                 await self._check(handle, tokens)
                 return done
             case PrefillFailed(reason=reason, message=text, engine_died=died):
                 request.engines_died += died
-                raise NoHandle(reason, f"{reason}: {text}")
+                raise NoHandle(reason, text)
             case str(reason):
                 if reason not in (DOWN, FULL):
                     await self._withdraw(request.id)
-                pulled = f"pulled by {request.prefiller}" if request.prefiller else "not pulled"
-                raise NoHandle(reason, f"{reason}; {pulled}, bound {bound:.1f} s")
+                waited = f"no answer of {request.prefiller}" if request.prefiller else "no worker took it"
+                raise NoHandle(reason, f"{waited} within {now - request.kv_age.asked:.1f} s")
 
     def _bound(self, request: DecodeRequest) -> float:
         tokens, workers = len(request.submit.prompt), len(self.workers.available())
@@ -108,6 +116,7 @@ class RemotePrefill:
             self.engine.facts.block_size,
             submit.body,
             warm_up=bool(request.warms),
+            traceparent=submit.traceparent,
         )
         request.losses = self.queue.losses
         try:

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pdserve.decode.hops import RequestHops
 from pdserve.decode.policy import Decision
 from pdserve.kv.handles import source
-from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, Submit
+from pdserve.messages import KvHandle, Placed, PrefillDone, PrefillFailed, Submit
+from pdserve.observe.tracing import Attributes, Tracer
 from pdserve.recent import RecentKeys
 
 _REMEMBERED = 50_000
@@ -100,6 +102,8 @@ class DecodeRequest:
     """what was read of its KV while that was being computed"""
     decision: Decision | None = None
     """how its prompt gets its KV; there when it goes into the engine"""
+    cached: int = 0
+    """prompt tokens that were a prefix hit, here or at the prefill worker"""
     proven: bool = False
     """it has got a token here"""
     tokens: int = 0
@@ -110,12 +114,22 @@ class DecodeRequest:
     """instance id of the prefill worker that it warms up with: it is this worker's own, and of no frontend"""
     unread: bool = False
     """its KV could not be read from the prefill worker"""
-    failed: bool = False
+    failure: str = ""
+    """why it failed; without the text of a request"""
     computed: asyncio.Event = field(default_factory=asyncio.Event)
     """set when its prompt is computed, or it leaves"""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """set when it leaves, in whatever way"""
     arrived: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.hops = RequestHops(self.arrived)
+
+    @property
+    def placed(self) -> Placed:
+        """As far as it is known."""
+        assert self.decision is not None
+        return Placed(self.id, self.decision.mode, self.decision.reason, self.cached, list(self.hops.known))
 
     @property
     def deadline(self) -> float:
@@ -137,6 +151,12 @@ class DecodeRequest:
             self.answer.set_result(answer)
 
     @property
+    def elsewhere(self) -> bool:
+        """A prefill worker computes its prompt, or has its KV, which is to be read."""
+        remote = self.decision is not None and self.decision.mode == "remote"
+        return not self.proven and (self.awaits or remote)
+
+    @property
     def came_back(self) -> bool:
         """From the queue to this worker itself."""
         return self.answer is not None and self.answer.done() and self.answer.result() == OWN
@@ -154,7 +174,8 @@ class DecodeRequest:
 class DecodeRequests:
     """Ids are never used twice: a second request of a recent id is refused even when the first is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
         self._live: dict[str, DecodeRequest] = {}
         self._recent: RecentKeys[None] = RecentKeys(_REMEMBERED)
         self._empty = asyncio.Event()
@@ -177,11 +198,28 @@ class DecodeRequests:
         return self._live.get(request_id)
 
     def drop(self, request: DecodeRequest) -> None:
-        self._live.pop(request.id, None)
+        if self._live.pop(request.id, None) and request.submit.traceparent:
+            self._trace(request)
         request.over.set()
         request.computed.set()
         if all(left.warms for left in self._live.values()):
             self._empty.set()
+
+    def _trace(self, request: DecodeRequest) -> None:
+        """This worker's part of its trace, now that it is over here."""
+        submit, decision = request.submit, request.decision
+        if (span := self._tracer.part("generate", request.arrived, submit.traceparent)) is None:
+            return
+        span.add_hops(request.hops.here, request.arrived)
+        told: Attributes = {
+            "pdserve.prompt_tokens": len(submit.prompt),
+            "pdserve.cached_tokens": request.cached,
+            "pdserve.output_tokens": request.tokens,
+            "pdserve.prefill": decision.mode if decision is not None else "",
+            "pdserve.reason": decision.reason if decision is not None else "",
+            "pdserve.why": "cancelled" if request.cancelled and not request.failure else "",
+        }
+        span.end(time.monotonic(), told, request.failure)
 
     def of(self, frontend: str) -> list[DecodeRequest]:
         return [request for request in self._live.values() if request.frontend == frontend]

@@ -12,6 +12,7 @@ from typing import Any
 
 from pdserve.decode.estimator import Estimator
 from pdserve.decode.frontends import Frontends
+from pdserve.decode.links import KvLinks
 from pdserve.decode.policy import Decision, decide
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.quarantine import Quarantine
@@ -19,11 +20,11 @@ from pdserve.decode.remote import RemotePrefill
 from pdserve.decode.requests import OWN, DecodeRequest, DecodeRequests, Phase
 from pdserve.decode.settings import LiveSettings, thresholds
 from pdserve.decode.turns import PromptTurns
-from pdserve.engine.base import Engine, Output, Step, Transfers
+from pdserve.engine.base import Engine, Output, Step
 from pdserve.errors import EngineDead, ProtocolError
 from pdserve.kv.handles import expired, prefix_hit
-from pdserve.messages import Failed, KvHandle, Outputs, Placed, Submit
-from pdserve.observe.metrics import KV_TRANSFER_BYTES, KV_TRANSFER_SECONDS, PREFILL, REMOTE_PREFILL_FAILURES
+from pdserve.messages import Failed, KvHandle, Outputs, Submit
+from pdserve.observe.metrics import PREFILL
 from pdserve.queue.base import PrefillQueue
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class RequestRunner:
     queue: PrefillQueue
     workers: PrefillWorkers
     remote: RemotePrefill
+    links: KvLinks
     requests: DecodeRequests
     settings: LiveSettings
     quarantine: Quarantine
@@ -82,7 +84,7 @@ class RequestRunner:
             )
             return
         decision = self._decide(request)
-        done = await self.remote.prefill(request) if decision.mode == "remote" else None
+        done = await self.remote.prefill(request, decision.reason) if decision.mode == "remote" else None
         handle = done.handle if done is not None else None
         if decision.mode == "remote" and handle is None:
             decision = Decision("local", OWN if request.came_back else "fallback")
@@ -91,15 +93,14 @@ class RequestRunner:
             await self.quarantine.enter(request)
         if handle is not None and not request.cancelled and expired(handle):
             await self.engine.reject(handle)
+            self.links.failed(request, "expired: before it was its turn")
             decision, handle = Decision("local", "fallback"), None
         if handle is None and not request.computes:
             request.computes = len(request.submit.prompt) - request.hit
         if not request.cancelled:
             request.decision = decision
-            cached = max(request.hit, prefix_hit(handle)) if handle is not None else 0
-            await self.frontends.send(
-                request.frontend, Placed(request.id, decision.mode, decision.reason, cached)
-            )
+            request.cached = max(request.hit, prefix_hit(handle)) if handle is not None else 0
+            await self.frontends.send(request.frontend, request.placed)
         first = await self._send_first(request, done.first) if done is not None else None
         finished = first is not None and first.finished
         after = first.tokens if first is not None else []
@@ -164,7 +165,10 @@ class RequestRunner:
 
     async def _compute(self, request: DecodeRequest, after: Sequence[int]) -> None:
         """Its prompt is computed here, when it is its turn."""
-        async with self.turns.turn(request.computes):
+        since = time.monotonic()
+        async with self.turns.turn(request.computes) as waited:
+            if waited:
+                request.hops.add("turn", since, time.monotonic())
             if not request.cancelled:
                 await self._generate(request, None, after)
                 await request.computed.wait()
@@ -183,8 +187,10 @@ class RequestRunner:
             # the lease of its KV ran out since it was looked at: a frontend may take a second to be told
             log.warning("request %s: its KV is refused (%s), prefilling locally", request.id, error)
             await self.engine.reject(handle)
-            request.decision = Decision("local", "fallback")
-            await self.frontends.send(request.frontend, Placed(request.id, "local", "fallback"))
+            self.links.failed(request, f"expired: {error}")
+            request.since = time.monotonic()
+            request.decision, request.cached = Decision("local", "fallback"), 0
+            await self.frontends.send(request.frontend, request.placed)
             await self.engine.generate(request.id, submit.prompt, submit.body, None, after)
         if request.cancelled:
             await self.engine.cancel([request.id])
@@ -194,7 +200,8 @@ class RequestRunner:
     async def read_step(self, step: Step) -> None:
         """Other requests of the engine may be in it."""
         if step.transfers is not None:
-            _count(step.transfers)
+            self.links.read(step.transfers)
+        self.links.unreachable(step.unreachable)
         self.workers.avoid(step.unreachable)
         self._note_unread(step.unread)
         for frontend, outputs in (await self._by_frontend(step.outputs)).items():
@@ -216,37 +223,30 @@ class RequestRunner:
             found[request.frontend].append(output)
             request.tokens += len(output.tokens)
             if not request.proven:
-                if not output.recomputed:
+                if output.recomputed and not request.unread:
+                    self.links.unread(request, "it had to be computed again")
+                if not request.unread:
                     self.estimator.first_token(request, now)
-                await self._prove(request, output.recomputed)
+                await self._prove(request, output)
             request.since = now
             if output.finished:
                 self.requests.drop(request)
         return found
 
-    def _note_unread(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            request = self.requests.get(request_id)
-            if request is not None:
-                request.unread = True
-            if request is None or not request.warms:
-                REMOTE_PREFILL_FAILURES.labels("transfer").inc()
+    def _note_unread(self, unread: dict[str, str]) -> None:
+        for request_id, why in unread.items():
+            if request := self.requests.get(request_id):
+                self.links.unread(request, why)
 
-    async def _prove(self, request: DecodeRequest, recomputed: bool = False) -> None:
-        """Its engine has done its first step, or has nothing to do. Count how its prompt got its KV: only now it is
-        certain."""
+    async def _prove(self, request: DecodeRequest, first: Output | None = None) -> None:
+        """Its engine has done its first step, or has nothing to do. Count and tell how its prompt got its KV: only now
+        it is certain."""
         request.proven, request.engines_died, request.computes = True, 0, 0
         request.computed.set()
         self.quarantine.leave(request)
         if request.decision is None:
             return  # a warm-up
-        if recomputed:
-            request.decision = Decision("local", "transfer")
-            await self.frontends.send(request.frontend, Placed(request.id, "local", "transfer"))
-        PREFILL.labels(request.decision.mode, request.decision.reason).inc()
-
-
-def _count(transfers: Transfers) -> None:
-    KV_TRANSFER_BYTES.inc(transfers.bytes)
-    for seconds in transfers.seconds:
-        KV_TRANSFER_SECONDS.observe(seconds)
+        if first is not None:
+            self.links.first_step(request, first.begun)
+            await self.frontends.send(request.frontend, request.placed)
+        PREFILL.labels(self.workers.model, request.decision.mode, request.decision.reason).inc()

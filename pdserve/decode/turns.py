@@ -18,14 +18,15 @@ class PromptTurns:
         self._line: deque[tuple[int, asyncio.Event]] = deque()
 
     @asynccontextmanager
-    async def turn(self, tokens: int) -> AsyncIterator[None]:
-        """For a prompt with so many tokens to compute; first come, first served."""
+    async def turn(self, tokens: int) -> AsyncIterator[bool]:
+        """For a prompt with so many tokens to compute; first come, first served. Whether it had to wait."""
         tokens, event = min(tokens, self._chunk), asyncio.Event()
         self._line.append((tokens, event))
         self._call()
+        waits = not event.is_set()
         try:
             await event.wait()
-            yield
+            yield waits
         finally:
             if event.is_set():
                 self._held -= tokens

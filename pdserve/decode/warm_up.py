@@ -83,7 +83,7 @@ class WarmUp:
             if not request.over.is_set():
                 self.requests.drop(request)
                 await self.engine.cancel([request.id])
-        WARM_UPS.labels("ok" if warm else "failed").inc()
+        WARM_UPS.labels(self.workers.model, "ok" if warm else "failed").inc()
         log.info("%s with %s after %.2f s", "warm" if warm else "not warm", peer, time.monotonic() - began)
         self._tried.add(peer)
         self._change.set()
@@ -100,4 +100,4 @@ class WarmUp:
         submit = request.submit
         await self.engine.generate(request.id, submit.prompt, submit.body, done.handle)
         await request.over.wait()
-        return not (request.unread or request.failed or request.cancelled)
+        return not (request.unread or request.failure or request.cancelled)

@@ -8,6 +8,8 @@ from typing import Any
 from pdserve.decode.answers import AnswerReader
 from pdserve.decode.estimator import Estimator
 from pdserve.decode.frontends import Frontends
+from pdserve.decode.links import KvLinks
+from pdserve.decode.policy import queue_limit
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.quarantine import Quarantine
 from pdserve.decode.remote import RemotePrefill
@@ -27,6 +29,7 @@ from pdserve.records import ModelCard, Role
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
 from pdserve.tasks import forever
+from pdserve.watch import LinkState
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +41,14 @@ class DecodeWorker(EngineWorker):
         config, queue = self._config, self._queue
         assert config.decode is not None
         assert self._stream is not None
-        self.requests = DecodeRequests()
+        self.requests = DecodeRequests(self.tracer)
         self.settings = LiveSettings(config.decode)
         self._archive = StoredArchive(config.model, self._blobs)
         self._workers = PrefillWorkers(
             self.id, config.served_model_name, engine, queue, self.view, self.requests
         )
-        self._remote = RemotePrefill(self.id, engine, queue, self._workers)
+        self._links = KvLinks(self._workers, self.requests)
+        self._remote = RemotePrefill(self.id, engine, queue, self._workers, self._links)
         self._answers = AnswerReader(self.id, engine, queue, self._workers, self.requests)
         self._warm_up = WarmUp(engine, self.view, self._workers, self._remote, self.requests)
         quarantine = Quarantine()
@@ -55,6 +59,7 @@ class DecodeWorker(EngineWorker):
             queue,
             self._workers,
             self._remote,
+            self._links,
             self.requests,
             self.settings,
             quarantine,
@@ -107,9 +112,19 @@ class DecodeWorker(EngineWorker):
 
     def load(self) -> Load:
         usage, depth = self._engine.usage, self._queue.depth
-        QUEUE_DEPTH.set(depth)
+        QUEUE_DEPTH.labels(self._config.served_model_name).set(depth)
         waiting = usage.waiting + self.requests.waiting
-        return Load(usage.running, waiting, round(usage.kv_usage, 6), self.requests.tokens, depth)
+        return Load(
+            usage.running,
+            waiting,
+            round(usage.kv_usage, 6),
+            self.requests.tokens,
+            depth,
+            queue_limit(self.settings.current),
+        )
+
+    def links(self) -> list[LinkState]:
+        return self._links.states() if self.settings.current.remote_prefill else []
 
     # what the engine, frontends and the registry tell it
 
@@ -152,3 +167,4 @@ class DecodeWorker(EngineWorker):
         async for _ in self.view.changes():
             self.settings.read(self.view.settings())
             self._workers.give_up_gone()
+            self._links.forget_gone()

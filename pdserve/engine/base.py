@@ -50,12 +50,26 @@ class EngineUsage:
 
 
 @dataclass(frozen=True)
+class Read:
+    """KV that came from another engine: of a request, or a piece of it that was read ahead."""
+
+    source: str
+    """the `engine_id` of its handle"""
+    seconds: float
+    """without the handshake"""
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Transfers:
     """KV transfers that ended since the last step, as the receiving engine counts them."""
 
-    seconds: list[float] = field(default_factory=list)
-    bytes: int = 0
+    reads: list[Read] = field(default_factory=list)
     failures: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(read.bytes for read in self.reads)
 
 
 @dataclass
@@ -74,6 +88,9 @@ class Output:
     """with `failed`: why no engine will run it, where the request itself is at fault"""
     recomputed: bool = False
     """on the first output of a request with `kv`: its KV could not be read, and the prompt was computed here"""
+    begun: float | None = None
+    """on the first output of a request, in monotonic seconds: when the engine began to compute for it, its KV being
+    there; None: not known"""
     raw: Any = None
     """the engine's own output, for `pack`"""
 
@@ -84,9 +101,9 @@ class Step:
 
     outputs: list[Output]
     transfers: Transfers | None = None
-    unread: list[str] = field(default_factory=list)
-    """requests whose KV could not be read from the prefill engine and is computed here; each is named once, before its
-    first output"""
+    unread: dict[str, str] = field(default_factory=dict)
+    """requests whose KV could not be read from the prefill engine and is computed here, and why; each is named once,
+    before its first output"""
     released: list[str] = field(default_factory=list)
     """prefills whose KV is kept no longer (read, rejected, or past its lease), by the `request_id` of their handles;
     each is named once, after its finishing output"""

@@ -1,11 +1,11 @@
 """What an engine is started with, and the choice of its implementation."""
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdserve.credentials import Credentials
 from pdserve.engine.base import Engine
+from pdserve.imports import import_large
 from pdserve.records import Role
 
 ENGINES = {
@@ -38,5 +38,5 @@ class EngineSpec:
 
 def make_engine(kind: str, spec: EngineSpec) -> Engine:
     module, name = ENGINES[kind].split(":")
-    engine: Engine = getattr(importlib.import_module(module), name)(spec)
+    engine: Engine = getattr(import_large(module), name)(spec)
     return engine

@@ -5,8 +5,9 @@ request went, and whether it failed before anything was sent.
 """
 
 import logging
+import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -14,8 +15,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Send
 
 from pdserve.errors import PdserveError, whole_seconds
-from pdserve.frontend.trace import RequestFailure, RequestTrace
+from pdserve.frontend.trace import CLIENT_LEFT, RequestFailure, RequestTrace
+from pdserve.messages import Hop
 from pdserve.observe.metrics import E2E, KEY_REQUESTS, KEY_TOKENS, REQUESTS
+from pdserve.watch import DETOURS, HOPS
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,8 @@ _ERROR_TYPES = {
     504: "TimeoutError",
 }
 _EVENT = b"data: "
+MAX_TIMED, MAX_SAID = 16, 100
+"""hops in a header, characters of what is said of each"""
 
 
 class HttpError(PdserveError):
@@ -105,6 +110,8 @@ class ResponseWriter:
         """as it was sent; 0 before"""
         self.ended = False
         """what still comes is dropped"""
+        self.refusal: RequestFailure | None = None
+        """an error that was not told to its trace"""
         self._send = send
         self._held: Message | None = None
         """the start, until the first part of the body"""
@@ -119,6 +126,11 @@ class ResponseWriter:
         failure = self.trace.failure
         return failure is not None and failure.redirect and not self.status and not self._disconnected
 
+    @property
+    def failure(self) -> RequestFailure | None:
+        """Why it is not what was asked for; None also where only the model's app knows."""
+        return self.trace.failure or self.refusal
+
     def restart(self) -> None:
         """For another app; the one before is over. The request has a new trace from now on."""
         self.trace = self.trace.restarted()
@@ -128,6 +140,8 @@ class ResponseWriter:
 
     def disconnect(self) -> None:
         """The client is gone."""
+        if not self.ended and self.refusal is None:
+            self.refusal = RequestFailure(CLIENT_LEFT, "the client left")
         self.ended = self._disconnected = True
 
     async def __call__(self, message: Message) -> None:
@@ -162,6 +176,7 @@ class ResponseWriter:
         of a stream that has begun."""
         if self.ended:
             return
+        self.refusal = self.refusal or failure
         if not self.status:
             await self.reply(
                 error_response(self.trace.path, failure.status, failure.message, None, failure.retry_after)
@@ -203,8 +218,13 @@ class ResponseWriter:
         headers.update({**trace.headers, **trace.usage_headers()})
         if trace.prefill:
             headers["x-pdserve-prefill"] = trace.prefill
+            headers["x-pdserve-reason"] = _printable(trace.reason)
+            headers["x-pdserve-cached-tokens"] = str(trace.cached_tokens)
         if trace.instances:
-            headers["x-pdserve-instance"] = trace.instances
+            headers["x-pdserve-instance"] = ",".join(trace.instances)
+            headers["x-pdserve-retries"] = str(trace.retries)
+        if timing := server_timing(trace.hops.until(time.monotonic()), whole=not self._stream):
+            headers["server-timing"] = timing
         if self.status in (429, 503):
             headers.setdefault("retry-after", str(whole_seconds(failure.retry_after if failure else 1.0)))
         if self.status == 500 and failure is not None:
@@ -220,6 +240,28 @@ class ResponseWriter:
             self.trace.deltas.sent(message.get("body", b""))
 
 
+def server_timing(hops: Sequence[Hop], *, whole: bool) -> str:
+    """The header of this name: the hops in ms, and where each was or, for what takes no time, why. A stream is not
+    `whole` when it begins: its decode is to come."""
+    told = [hop for hop in hops if hop.name in HOPS and (whole or hop.name != "decode")]
+    return ", ".join(map(_timed, told[:MAX_TIMED]))
+
+
+def _timed(hop: Hop) -> str:
+    timeless = hop.name in DETOURS
+    said = _printable(hop.why if timeless else hop.instance)[:MAX_SAID]
+    return (
+        hop.name
+        + ("" if timeless else f";dur={hop.seconds * 1000:.2f}")
+        + (f';desc="{said}"' if said else "")
+    )
+
+
+def _printable(text: str) -> str:
+    """It may stand in a header, also in quotes there."""
+    return re.sub(r"[^ !#-\[\]-~]", "?", text)
+
+
 def _is_stream(start: Message) -> bool:
     return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
 
@@ -227,13 +269,13 @@ def _is_stream(start: Message) -> bool:
 def log_request(response: ResponseWriter) -> None:
     """Its line in the log, and its part in the metrics."""
     trace, total = response.trace, time.monotonic() - response.trace.started
-    code = response.status or 499  # the client left before an answer
+    code = response.status or CLIENT_LEFT
     REQUESTS.labels(trace.model, str(code)).inc()
     if trace.key:
         KEY_REQUESTS.labels(trace.key, str(code)).inc()
         KEY_TOKENS.labels(trace.key, "prompt").inc(trace.prompt_tokens)
         KEY_TOKENS.labels(trace.key, "output").inc(trace.output_tokens)
-    if trace.first_token is not None:
+    if trace.first_token is not None and response.failure is None:
         E2E.labels(trace.model).observe(total)
     logger.info(
         "%s %s%s model=%s code=%d tokens=%d+%d ttft=%s total=%.3f prefill=%s instance=%s",
@@ -247,5 +289,5 @@ def log_request(response: ResponseWriter) -> None:
         "-" if trace.ttft is None else f"{trace.ttft:.3f}",
         total,
         trace.prefill or "-",
-        trace.instances or "-",
+        ",".join(trace.instances) or "-",
     )

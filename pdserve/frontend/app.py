@@ -34,13 +34,17 @@ from pdserve.frontend.body import (
     replay,
 )
 from pdserve.frontend.connections import CHUNKS, UNREAD
+from pdserve.frontend.dashboard.page import Dashboard
 from pdserve.frontend.deltas import DeltaStream
 from pdserve.frontend.model.stored import begin
-from pdserve.frontend.models import PauseWhileUnread, ServedModel, ServedModels
+from pdserve.frontend.models import ServedModel, ServedModels
 from pdserve.frontend.pages import FrontendPages, MetricsPage
 from pdserve.frontend.peers import RESPONSE, PeerFrontends, disconnected, owner_at_peer
-from pdserve.frontend.trace import RequestFailure, RequestTrace, current_trace, seconds_allowed
+from pdserve.frontend.receipts import Receipts
+from pdserve.frontend.trace import NO_WORKER, RequestFailure, RequestTrace, current_trace, seconds_allowed
+from pdserve.frontend.unread import PauseWhileUnread
 from pdserve.frontend.usage import KeyUse
+from pdserve.observe.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +85,14 @@ class FrontendApp:
         request_timeout: float,
         max_request_timeout: float = FrontendConfig.max_request_timeout,
         peers: PeerFrontends | None = None,
+        dashboard: Dashboard | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """Without `peers` no response is stored."""
         self._models = models
         self._peers = peers
-        self._pages = FrontendPages(models, metrics, keys)
+        self.receipts = Receipts(metrics.own, tracer or Tracer())
+        self._pages = FrontendPages(models, metrics, keys, self.receipts, dashboard)
         self._keys = keys
         self._request_timeout = request_timeout
         self._max_request_timeout = max_request_timeout
@@ -98,6 +105,13 @@ class FrontendApp:
         trace = RequestTrace(request_id, scope["path"], time.monotonic() + self._request_timeout)
         response = ResponseWriter(send, trace)
         try:
+            await self._respond(request, response)
+        finally:
+            self.receipts.end(response)
+
+    async def _respond(self, request: Request, response: ResponseWriter) -> None:
+        trace = response.trace
+        try:
             await self._answer(request, response)
         except ClientDisconnect:  # before the body was complete
             return
@@ -105,6 +119,7 @@ class FrontendApp:
             if response.status:  # the answer has begun, or was given at the deadline
                 await response.fail(RequestFailure(error.status, str(error)))
             else:
+                response.refusal = RequestFailure(error.status, str(error))
                 said = error.status, str(error), error.param, error.retry_after, error.limit
                 answer = error_response(trace.path, *said)
                 if "expect" in request.headers:  # its body may come or not: what follows could be either
@@ -135,6 +150,8 @@ class FrontendApp:
         if request.method != "POST" and not by_query:
             trace.headers["allow"] = "POST"
             raise HttpError(405, f"{path} takes POST")
+        if path in GENERATING:
+            self.receipts.begin(request, response)
         # the model is known only when the body has been read: the bound is that of the longest context
         longest = max((card.max_model_len for card in self._models.known()), default=0)
         most = max_body(longest, tokenizing=path in TOKENIZING)
@@ -182,6 +199,7 @@ class FrontendApp:
             raise HttpError(413, f"the request body is larger than {most} bytes")
         client = client_of(request, trace)
         if trace.path in GENERATING:
+            trace.hops.held("" if model.live else NO_WORKER)
             trace.admission = admission = model.admission.enter(client, body.size, trace.deadline)
         else:
             admission = model.admission.bypass(client)
@@ -211,6 +229,7 @@ async def _run(
 
     async def answer() -> None:
         await admission.wait()
+        trace.hops.released()
         if body.previous and peers is not None:
             await peers.load(body.previous)
         is_long = trace.path in TOKENIZING and len(body.raw) > LONG_TEXT

@@ -14,14 +14,15 @@ from starlette.types import Scope
 from pdserve.config.api_keys import ApiKey, FoundKeys, digest_of, read_keys
 from pdserve.errors import ConfigError
 from pdserve.frontend.answer import HttpError
+from pdserve.frontend.dashboard.page import SHELL
 from pdserve.frontend.limits import KeyLedger
 from pdserve.frontend.trace import RequestTrace
 from pdserve.observe.metrics import KEY_REQUESTS, KEY_TOKENS
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ping"})
-"""for probes, which have no key: whether it serves, and no more"""
+OPEN_PATHS = frozenset({"/health", "/ping", *SHELL})
+"""for probes, which have no key: whether it serves, and no more; and the dashboard before it asks for one"""
 LOCAL_PATHS = frozenset({"/load", "/version", "/metrics"})
 """for scrapers: clients on this machine need no key"""
 CHECK = 2.0

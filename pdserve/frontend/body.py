@@ -203,4 +203,6 @@ def app_scope(request: Request, request_id: str, body: ParsedBody) -> Scope:
     headers = MutableHeaders(raw=list(request.scope["headers"]))
     if not body.has_id or "x-request-id" in headers:
         headers["x-request-id"] = request_id
+    del headers["traceparent"]  # the request is traced here; vLLM's app would say that it does not
+    del headers["tracestate"]
     return {**request.scope, "headers": headers.raw}

@@ -3,29 +3,30 @@ gone for long."""
 
 import asyncio
 import gc
-import importlib
 import logging
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from pdserve.config.schema import POLICIES, AdmissionLimits
 from pdserve.errors import BadRequest, ConfigError, Unavailable
 from pdserve.frontend.admission.capacity import Capacity
-from pdserve.frontend.admission.control import Admission, AdmissionControl, ModelReplaced
+from pdserve.frontend.admission.control import AdmissionControl, ModelReplaced
 from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.answer import HttpError
 from pdserve.frontend.model import ModelContext
-from pdserve.frontend.trace import RETRY_AFTER, RequestTrace
+from pdserve.frontend.trace import RETRY_AFTER
+from pdserve.imports import import_large
 from pdserve.messages import Load
-from pdserve.observe.metrics import INSTANCES, WAITING
-from pdserve.records import ModelCard, Role
+from pdserve.observe.metrics import INSTANCES, LINKS, RUNNING, WAITING
+from pdserve.records import Instance, ModelCard, Role
 from pdserve.registry.view import RegistryView
 from pdserve.tasks import Owner, forever
+from pdserve.watch import LinkState
 
 if TYPE_CHECKING:
     from pdserve.frontend.model.processor import Processor
@@ -37,6 +38,7 @@ YOUNG = 20_000
 700 cost an eighth of a request's CPU"""
 RETRY = 5.0
 """seconds between attempts to serve a card that could not be served for want of something"""
+_LINK_STATES = ("up", "down")
 UNLIMITED = Capacity(sys.maxsize, sys.maxsize, float("inf"))
 
 
@@ -78,6 +80,18 @@ class ServedModel:
         """Decode workers that would take a request now."""
         return self.processor.workers.live if self.processor is not None else 0
 
+    @property
+    def running(self) -> int:
+        """Sequences that a worker has."""
+        return self.processor.core.running if self.processor is not None else 0
+
+    def count_links(self, up: bool) -> int:
+        return sum(link.up == up for link in self.links())
+
+    def links(self) -> list[LinkState]:
+        """To its decode workers."""
+        return self.processor.workers.links() if self.processor is not None else []
+
     async def idle(self) -> None:
         """Wait until no request is left."""
         await self.admission.idle()
@@ -91,29 +105,6 @@ class ServedModel:
 
     def _estimate(self) -> RequestEstimate:
         return self.processor.core.estimate if self.processor is not None else RequestEstimate()
-
-
-class PauseWhileUnread:
-    """Called again and again with whether the client has stopped to read: while it has, and requests of other clients
-    wait, the request's places at the workers are theirs."""
-
-    def __init__(self, model: ServedModel, admission: Admission, trace: RequestTrace) -> None:
-        self._model = model
-        self._admission = admission
-        self._trace = trace
-        self._paused = False
-
-    def __call__(self, unread: bool) -> None:
-        processor = self._model.processor
-        if processor is None or unread == self._paused:
-            return
-        if unread and self._model.admission.others_wait(self._admission):
-            logger.info("%s: paused, its client does not read and others wait", self._trace.request_id)
-            processor.core.pause(self._trace)
-            self._paused = True
-        elif self._paused and not unread:
-            processor.core.resume(self._trace)
-            self._paused = False
 
 
 @asynccontextmanager
@@ -216,13 +207,16 @@ class ServedModels:
 
     def report(self) -> Load:
         """This frontend's load."""
-        served = [(model, model.processor) for model in self._all() if model.processor is not None]
-        unreachable = {worker for _, processor in served for worker in processor.workers.unreachable}
-        return Load(
-            running=sum(processor.core.running for _, processor in served),
-            waiting=sum(len(model.admission) for model, _ in served),
-            unreachable=sorted(unreachable),
-        )
+        running = sum(model.running for model in self._all())
+        return Load(running, sum(len(model.admission) for model in self._all()))
+
+    def links(self) -> list[LinkState]:
+        """To the decode workers of all models."""
+        return [link for model in self._all() for link in model.links()]
+
+    def frontends(self) -> list[Instance]:
+        """All of the graph."""
+        return self._view.instances(Role.FRONTEND)
 
     # following the registry
 
@@ -263,6 +257,9 @@ class ServedModels:
             self._remove(name)
         self._models[name] = model = ServedModel(card, self._limits)
         WAITING.labels(name).set_function(model.admission.__len__)
+        RUNNING.labels(name).set_function(lambda: model.running)
+        for state in _LINK_STATES:
+            LINKS.labels(name, state).set_function(partial(model.count_links, state == "up"))
         serving = forever(lambda: self._serve(model), f"model: {name}", until_done=True)
         self._tasks.start(serving, f"model: {name}")
 
@@ -276,6 +273,9 @@ class ServedModels:
     def _remove(self, name: str) -> None:
         model = self._models.pop(name)
         WAITING.remove(name)
+        RUNNING.remove(name)
+        for state in _LINK_STATES:
+            LINKS.remove(name, state)
         if model.removal is not None:
             model.removal.cancel()
         model.retired.set()
@@ -383,7 +383,7 @@ async def _import_processor() -> ModuleType:
 def _import() -> ModuleType:
     """What the import brings stays, so the garbage collector need not walk it again and again: 20-45 ms instead of 500
     for a full collection. Models are not frozen: those that go would never be collected."""
-    module = importlib.import_module("pdserve.frontend.model.processor")
+    module = import_large("pdserve.frontend.model.processor", compiler=False)
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG)

@@ -8,16 +8,15 @@ own name lead here (DNS rebinding).
 
 import re
 from collections.abc import Sequence, Sized
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdserve.config.exposure import is_loopback
 from pdserve.frontend.answer import error_response
 from pdserve.frontend.auth import LOCAL_PATHS, OPEN_PATHS
+from pdserve.ports import is_loopback, names_this_machine
 
 ANY = "*"
 _HERE = re.compile(r"https?://(localhost|[\w.-]+\.localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
@@ -50,29 +49,20 @@ class CrossOrigin:
         """Why a request without a key is not answered; empty where it is."""
         host, origin = headers.get("host", ""), headers.get("origin", "")
         hint = "list it in Frontend.allowed-origins, or let requests need an API key"
-        if self._check_host and host and not self._is_ours(host):
+        if self._check_host and host and not names_this_machine(host) and _name(host) not in self._hosts:
             return f"this server is not {host!r}: ask it at 127.0.0.1 or localhost, or {hint}"
         if origin and origin.partition("://")[2] != host and not self._without.is_allowed_origin(origin):
             return f"pages of {origin!r} may not use this server: {hint}"
         return ""
 
-    def _is_ours(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        return name in self._hosts or name == "localhost" or name.endswith(".localhost") or _is_address(name)
+
+def _name(host: str) -> str | None:
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return ""
 
 
 def _cors(app: ASGIApp, origins: Sequence[str], pattern: str | None = None) -> CORSMiddleware:
     """A page may read all headers of an answer: its request's id, what is left of its key's limits."""
     return CORSMiddleware(app, origins, ["*"], ["*"], allow_origin_regex=pattern, expose_headers=["*"])
-
-
-def _is_address(host: str) -> bool:
-    """No name, so no page could have made it lead here."""
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True

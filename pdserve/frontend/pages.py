@@ -1,10 +1,11 @@
-"""The pages that the frontend answers itself: health, load, versions, metrics, the list of models."""
+"""The pages that the frontend answers itself: health, load, versions, metrics, receipts, the list of models."""
 
 import asyncio
 import time
 from functools import cache
 
 import httpx
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,14 +17,20 @@ import pdserve
 from pdserve.config.host import installed_vllm
 from pdserve.frontend.answer import HttpError, error_response
 from pdserve.frontend.auth import ApiKeys, is_local
+from pdserve.frontend.dashboard.page import Dashboard, Viewer
 from pdserve.frontend.model.openapi import LEFT_OUT
 from pdserve.frontend.models import ServedModels
-from pdserve.observe.metrics import SlotMetrics, merge
+from pdserve.frontend.receipts import Receipts
+from pdserve.observe.metrics import MergedPage, SlotMetrics
+from pdserve.observe.pages import read_receipts
 from pdserve.records import Instance, ModelCard
 from pdserve.registry.view import RegistryView
+from pdserve.watch import KEPT_FOR, MAX_TOLD, MOST_KEPT, Receipt, newest
 
 FETCH_WITHIN = 0.5
 """seconds for the pages of all other processes: what does not answer is left out"""
+MAX_ASKING = 4
+"""requests for receipts that ask the other frontends at the same time"""
 KEPT = 1.0
 """seconds for which a page is given again: many scrapers must not multiply the work in every process"""
 
@@ -53,14 +60,13 @@ class MetricsPage:
             return self._page
 
     async def _make(self) -> bytes:
+        page = MergedPage()
+        page.add(self.own, generate_latest().decode())
+        page.add("serve", self._slots())
         others = [other for other in self._view.instances() if other.metrics and other.id != self.own]
-        if len(others) > MAX_MERGED:
-            others = []
-        texts = await asyncio.gather(*(self._fetch(other) for other in others))
-        pages = {other.id: text for other, text in zip(others, texts, strict=True) if text}
-        pages[self.own] = generate_latest().decode()
-        pages["serve"] = self._slots()
-        return await asyncio.to_thread(merge, pages)
+        if len(others) <= MAX_MERGED:
+            await asyncio.gather(*(self._fetch(other, page) for other in others))
+        return page.text()
 
     def _slots(self) -> str:
         """The supervisors have no page of their own: what they know is in the registry."""
@@ -68,21 +74,32 @@ class MetricsPage:
         registry.register(SlotMetrics(self._view.slots()))
         return generate_latest(registry).decode()
 
-    async def _fetch(self, instance: Instance) -> str:
-        """Empty where there is no page."""
+    async def _fetch(self, instance: Instance, page: MergedPage) -> None:
+        """A process that does not answer is left out. Its page is merged when it comes and in the event loop, where a
+        page takes a fraction of a millisecond; a thread for all of them would hold the GIL for several at a time."""
         try:
             async with asyncio.timeout(FETCH_WITHIN):
                 answer = await self._client.get(instance.metrics)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
-            return ""
-        return answer.text if answer.status_code == 200 else ""
+            return
+        if answer.status_code == 200:
+            page.add(instance.id, answer.text)
 
 
 class FrontendPages:
     """An ASGI app. Raises HttpError for what there is no page for."""
 
-    def __init__(self, models: ServedModels, metrics: MetricsPage, keys: ApiKeys) -> None:
+    def __init__(
+        self,
+        models: ServedModels,
+        metrics: MetricsPage,
+        keys: ApiKeys,
+        receipts: Receipts,
+        dashboard: Dashboard | None = None,
+    ) -> None:
         self._models = models
+        self._receipts = receipts
+        self._asking = asyncio.Semaphore(MAX_ASKING)
         self._keys = keys
         self._metrics = metrics
         routes = [
@@ -91,8 +108,11 @@ class FrontendPages:
             Route("/load", self._load),
             Route("/version", self._version),
             Route("/metrics", self._metrics_page),
+            Route("/requests", self._requests),
+            Route("/requests/{id}", self._request),
             Route("/v1/models", self._list),
             Route("/v1/models/{name:path}", self._list),
+            *(dashboard.routes(self._viewer) if dashboard else []),
         ]
         self.paths = frozenset(route.path for route in routes)
         self._router = Router(routes, redirect_slashes=False, default=_not_found)
@@ -119,6 +139,10 @@ class FrontendPages:
             health["degraded"] = degraded
         return JSONResponse(health, 503 if missing else 200)
 
+    def _viewer(self, request: Request) -> Viewer:
+        key = self._keys.find(request.scope["path"], request.headers)
+        return Viewer(key.name, key.admin) if key else Viewer()
+
     async def _load(self, _: Request) -> Response:
         return JSONResponse({"server_load": self._models.load()})
 
@@ -129,6 +153,31 @@ class FrontendPages:
         page = await self._metrics.get()
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def _requests(self, request: Request) -> Response:
+        limit = request.query_params.get("limit", "20")
+        if not limit.isdecimal() or len(limit) > 9 or not 0 < int(limit) <= MAX_TOLD:
+            raise HttpError(400, f"limit must be a whole number from 1 to {MAX_TOLD}", "limit")
+        found = await self._find(request, int(limit))
+        return _json({"object": "list", "data": found})
+
+    async def _request(self, request: Request) -> Response:
+        request_id = request.path_params["id"]
+        if found := await self._find(request, 1, request_id):
+            return _json(found[0])
+        kept = f"of the last {MOST_KEPT:,} requests of each frontend, for {KEPT_FOR / 60:g} minutes"
+        raise HttpError(404, f"there is no receipt of the request {request_id}: they are kept {kept}")
+
+    async def _find(self, request: Request, limit: int, request_id: str = "") -> list[Receipt]:
+        """Receipts that the request's key may see, of all frontends; of one id, of this frontend if it has it."""
+        viewer = self._viewer(request)
+        asked = limit, None if viewer.everything else viewer.key, request_id
+        found = self._receipts.newest(*asked)
+        others = [other for other in self._models.frontends() if other.id != self._metrics.own]
+        if others and not (request_id and found):
+            async with self._asking:
+                found = newest(limit, found, await read_receipts(others, *asked))
+        return found
+
     async def _list(self, request: Request) -> Response:
         """All models, or the one that the path names."""
         cards, name = self._models.listed(), request.path_params.get("name")
@@ -138,6 +187,10 @@ class FrontendPages:
             if card.name == name:
                 return JSONResponse(_listing(card))
         raise HttpError(404, f"The model `{name}` does not exist.", "model")
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 @cache

@@ -25,6 +25,7 @@ from pdserve.errors import QueueUnavailable
 from pdserve.frontend.app import GRACE, FrontendApp
 from pdserve.frontend.auth import KeySource
 from pdserve.frontend.connections import LINGER, SHUTDOWN_WITHIN, ClientConnection, ClientConnections
+from pdserve.frontend.dashboard.page import Dashboard
 from pdserve.frontend.limits import KeyLedger
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.stored import StoredResponses
@@ -35,7 +36,6 @@ from pdserve.frontend.peers import PeerFrontends, answer_peer
 from pdserve.frontend.renewal import RenewedCertificate
 from pdserve.frontend.sockets import accept_all, begins_tls, bind
 from pdserve.frontend.usage import UsageExchange
-from pdserve.messages import Load
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
 from pdserve.plan.slots import Slot
 from pdserve.process.life import Service
@@ -45,6 +45,7 @@ from pdserve.recent import RecentKeys
 from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
 from pdserve.tasks import Owner
+from pdserve.watch import Receipt, Watched
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Frontend(Service):
                 credentials,
             )
             await stack.enter_async_context(UsageExchange(self._keys.keys.ledger, broadcast))
-        client = await stack.enter_async_context(httpx.AsyncClient())
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
         if view.instances(Role.FRONTEND):  # they answer on this port meanwhile
             with suppress(TimeoutError):
                 await asyncio.wait_for(models.settled(), LOAD_WITHIN)
@@ -101,13 +102,15 @@ class Frontend(Service):
             connection, self._instance(await _clock_skew(config.nats, credentials)), None
         )
         page = MetricsPage(view, self.id, client)
-        app = FrontendApp(
+        self._app = app = FrontendApp(
             models,
             page,
             self._keys.keys,
             config.request_timeout,
             frontend.max_request_timeout,
             PeerFrontends(stored, view.instances) if stored else None,
+            Dashboard(view, self.id, self.watched, client),
+            self.tracer,
         )
         edge = CrossOrigin(app, self._keys.keys, frontend.allowed_origins, host=frontend.host)
         if stored is not None:
@@ -125,10 +128,14 @@ class Frontend(Service):
 
     def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
         renewing = [self._certificate.watch()] if self._certificate else []
-        return [self._connections.watch(), self._keys.follow(), *renewing]
+        return [self._connections.watch(), self._keys.follow(), self._app.receipts.tick(), *renewing]
 
-    def load(self) -> Load:
-        return self._models.report()
+    def watched(self) -> Watched:
+        receipts = self._app.receipts
+        return Watched(self._models.report(), self._models.links(), list(receipts.ticks), receipts.told())
+
+    def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
+        return self._app.receipts.newest(limit, key, request_id)
 
     async def announce(self) -> None:
         self._serving = self.tasks.create_task(self._serve_http(), name="uvicorn")

@@ -5,7 +5,7 @@ worker the request went, and the edge can put that into headers, metrics and its
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Self
@@ -13,7 +13,19 @@ from typing import Self
 from pdserve.errors import BadRequest
 from pdserve.frontend.admission.control import Admission
 from pdserve.frontend.deltas import DeltaStream
+from pdserve.messages import Hop, Placed
+from pdserve.observe.tracing import TracedSpan
+from pdserve.watch import HOPS
 
+MAX_HOPS = 32
+"""of one request: a worker that fails it at once may do so twice a second"""
+MAX_WHY = 300
+"""characters"""
+LONGEST = 1e6
+"""seconds of a hop, and of its start: a worker that tells more, or no number, is not believed"""
+NO_WORKER = "no decode worker is there"
+CLIENT_LEFT = 499
+"""in place of a status: the client left before an answer"""
 RETRY_AFTER = 5.0
 """seconds that a client is told to wait where no worker can serve it now"""
 
@@ -43,6 +55,95 @@ class RequestFailure:
         return cls(503, f"{why}; send the request again", RETRY_AFTER, redirect)
 
 
+class SequenceHops:
+    """The way of one sequence: held back by the frontend, at a decode worker, held back again... Each call tells where
+    it is from then on; none is made for each token."""
+
+    def __init__(self, started: float) -> None:
+        self._started = started
+        """monotonic, as all times here"""
+        self._past: list[Hop] = []
+        self._held: tuple[float, str] | None = None
+        """since when, and why"""
+        self._sent: float | None = None
+        """to the worker that has it"""
+        self._instance = ""
+        self._told: list[Hop] = []
+        """what this worker told last"""
+        self._first_output: float | None = None
+        """of this worker"""
+
+    def held(self, why: str = "") -> None:
+        """The frontend holds it back; where it does so already, it is for the reason of before."""
+        if self._held is None:
+            self._held = time.monotonic(), why
+
+    def released(self) -> None:
+        if self._held is not None:
+            self._keep([self._holding(time.monotonic())])
+            self._held = None
+
+    def sent(self, instance: str) -> None:
+        self.released()
+        self._sent, self._instance, self._told, self._first_output = time.monotonic(), instance, [], None
+
+    def told(self, hops: Sequence[Hop]) -> None:
+        """By its worker: all that are known there."""
+        if self._sent is not None:
+            offset = self._sent - self._started
+            self._told = [
+                Hop(
+                    hop.name,
+                    offset + _bounded(hop.start),
+                    _bounded(hop.seconds),
+                    hop.instance[:MAX_WHY] or self._instance,
+                    hop.why[:MAX_WHY],
+                )
+                for hop in hops[:MAX_HOPS]
+                if hop.name in HOPS
+            ]
+
+    def decoding(self) -> None:
+        """Its worker's first output is here; may be said again."""
+        if self._first_output is None:
+            self._first_output = time.monotonic()
+
+    def left(self, last_token: float) -> list[Hop]:
+        """No worker has it any more; the last token may be from a worker before. Returns what it did there."""
+        hops = self._at_worker(last_token)
+        self._keep(hops)
+        self._sent = None
+        return hops
+
+    def migrated(self, why: str) -> None:
+        self._keep([Hop("migration", time.monotonic() - self._started, 0.0, self._instance, why[:MAX_WHY])])
+
+    def until(self, now: float) -> list[Hop]:
+        """All of them in the order of their starts; one that is not over ends now."""
+        held = [] if self._held is None else [self._holding(now)]
+        return sorted([*self._past, *held, *self._at_worker(now)], key=lambda hop: hop.start)
+
+    def _holding(self, now: float) -> Hop:
+        assert self._held is not None
+        since, why = self._held
+        return Hop("admission", since - self._started, now - since, why=why)
+
+    def _at_worker(self, last_token: float) -> list[Hop]:
+        if self._sent is None:
+            return []
+        if self._first_output is None or last_token < self._first_output:
+            return self._told
+        since, seconds = self._first_output - self._started, last_token - self._first_output
+        return [*self._told, Hop("decode", since, seconds, self._instance)]
+
+    def _keep(self, hops: list[Hop]) -> None:
+        self._past += hops[: MAX_HOPS - len(self._past)]
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(0.0, seconds), LONGEST)  # in this order NaN is 0, too
+
+
 @dataclass
 class RequestTrace:
     request_id: str
@@ -65,15 +166,33 @@ class RequestTrace:
     """that permits its sequences; None: they begin at once"""
     deltas: DeltaStream | None = None
     """of a plain stream"""
+    retries: int = 0
+    """how often a sequence of it went on at another worker"""
+    span: TracedSpan | None = None
+    """None: it is not traced"""
+    hops: SequenceHops = None  # type: ignore[assignment]  # set below
+    """of its first sequence"""
+    _hops_taken: bool = False
     _prompts: dict[str, int] = field(default_factory=dict)
-    _prefill: dict[str, str] = field(default_factory=dict)
-    """by generation"""
+    _cached: dict[str, int] = field(default_factory=dict)
+    _placed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """by generation: how its prompt got its KV and why, as its worker told last before an output"""
     _instances: dict[str, None] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.hops = self.hops or SequenceHops(self.started)
+
     def restarted(self) -> "RequestTrace":
-        """The same request, as if nothing had been done for it."""
+        """The same request, as if nothing had been done for it, but for its way so far."""
         before = self.model, self.started, self.key, self.headers, self.usage_headers
-        return RequestTrace(self.request_id, self.path, self.deadline, *before)
+        trace = RequestTrace(self.request_id, self.path, self.deadline, *before)
+        trace.hops, trace.retries, trace.span = self.hops, self.retries, self.span
+        return trace
+
+    def sequence_hops(self) -> SequenceHops:
+        """For a further sequence: only those of the first are kept."""
+        first, self._hops_taken = not self._hops_taken, True
+        return self.hops if first else SequenceHops(self.started)
 
     def add_prompt(self, key: str, tokens: int) -> None:
         """A prompt of this request; the several outputs of n > 1 share one key and are counted once."""
@@ -82,8 +201,13 @@ class RequestTrace:
     def sent_to(self, instance: str) -> None:
         self._instances[instance] = None
 
-    def prefilled(self, generation: str, mode: str) -> None:
-        self._prefill[generation] = mode
+    def prefilled(self, generation: str, placed: Placed) -> None:
+        prefill = placed.prefill if placed.prefill in ("local", "remote") else "unknown"
+        self._placed[generation] = prefill, placed.reason[:MAX_WHY]
+
+    def add_cached(self, key: str, tokens: int) -> None:
+        """Of a prompt; those of the first output count, since the others of n > 1 find what it left."""
+        self._cached.setdefault(key, tokens)
 
     def add_tokens(self, count: int) -> None:
         if self.first_token is None:
@@ -97,12 +221,21 @@ class RequestTrace:
     @property
     def prefill(self) -> str:
         """`local`, `remote`, or `local,remote` where parts of one request (n > 1, several prompts) differed."""
-        return ",".join(sorted(set(self._prefill.values())))
+        return ",".join(sorted({prefill for prefill, _ in self._placed.values()}))
 
     @property
-    def instances(self) -> str:
+    def reason(self) -> str:
+        """The decode workers' words for it, in the same order."""
+        return ",".join(dict.fromkeys(reason for _, reason in sorted(set(self._placed.values()))))
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self._cached.values())
+
+    @property
+    def instances(self) -> list[str]:
         """Every decode worker that worked on it, in order."""
-        return ",".join(self._instances)
+        return list(self._instances)
 
     @property
     def ttft(self) -> float | None:

@@ -36,7 +36,7 @@ import time
 from threading import Event
 from typing import Any
 
-from pdserve.kv import AFTER, COMPLETE, FAILED, RELEASED, STALLED, UNREACHABLE, side_channel
+from pdserve.kv import AFTER, COMPLETE, FAILED, READS, RELEASED, STALLED, UNREACHABLE, side_channel
 from pdserve.kv.handles import LEASE_MARGIN
 from pdserve.kv.nixl import affinity_kept, provide_nixl, quiet_agents
 
@@ -57,11 +57,11 @@ from vllm.logger import init_logger  # noqa: E402
 from vllm.utils.network_utils import make_zmq_path  # noqa: E402
 
 from pdserve.kv.ahead_scheduler import AheadReport, AheadScheduler  # noqa: E402
-from pdserve.kv.watch import HangWatch, RemoteClock, StallWatch  # noqa: E402
+from pdserve.kv.watch import HangWatch, ReadTimes, RemoteClock, StallWatch  # noqa: E402
 
 logger = init_logger(__name__)
 
-_KEYS = (STALLED, FAILED, RELEASED, UNREACHABLE, COMPLETE)
+_KEYS = (STALLED, FAILED, READS, RELEASED, UNREACHABLE, COMPLETE)
 FLOOR_KEY, RATE_KEY = "pdserve_transfer_floor", "pdserve_transfer_rate"
 """keys in `kv_connector_extra_config`: seconds, and bytes per second"""
 DEFAULT_FLOOR, DEFAULT_RATE = 3.0, 50e6
@@ -133,6 +133,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self._hangs = HangWatch(LEASE_MARGIN)
         self._no_handshake_before: dict[str, float] = {}
         """by engine; monotonic"""
+        self._reads = ReadTimes()
         self.unwanted: set[str] = set()
         """prefills whose blocks no other engine will read; they may not be kept yet, but are from the next step on"""
         self._scheduler_clock = RemoteClock()
@@ -152,6 +153,8 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         elif time.monotonic() < self._no_handshake_before.get(meta.remote.engine_id, 0.0):
             self._handle_failed_transfer(req_id, None, self._recv_failures)
         else:
+            if req_id in self._recving_metadata:
+                self._reads.begin(req_id, meta.remote.engine_id, self._bytes_of(req_id))
             super()._read_blocks_for_req(req_id, meta)
 
     def _log_failure(self, failure_type: str, req_id: str | None, *args: Any, **context: Any) -> None:
@@ -177,6 +180,7 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
 
     def get_transfer_results(self) -> Any:
         results = super().get_transfer_results()
+        self.xfer_stats.data[READS] += self._reads.end(results.finished_recving, results.failed_recving)
         self.ahead.move(results)
         self.xfer_stats.data[RELEASED] += results.finished_sending
         self.xfer_stats.data[FAILED] += results.failed_recving

@@ -1,8 +1,9 @@
-"""Which KV reads take longer than they should, which were under way while this process hung, and until when reads may
-begin. Pure: times come from outside."""
+"""How long KV reads take, which take longer than they should, which were under way while this process hung, and until
+when reads may begin."""
 
 import math
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 
@@ -50,6 +51,26 @@ class HangWatch:
             self._unwatched |= reads
         self._updated = now
         return set(self._unwatched)
+
+
+class ReadTimes:
+    """How long each read takes, and what it brings."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, tuple[str, float, int]] = {}
+
+    def begin(self, request: str, source: str, size: int) -> None:
+        """The request's KV, of so many bytes, is read from engine `source`."""
+        self._begun[request] = source, time.monotonic(), size
+
+    def end(self, ended: Set[str], failed: Set[str]) -> list[list[str | float]]:
+        """As the connector reports them (`READS`): without those that failed, and those of nothing."""
+        found = {request: self._begun.pop(request) for request in ended & self._begun.keys()}
+        return [
+            [request, source, time.monotonic() - began, size]
+            for request, (source, began, size) in found.items()
+            if size and request not in failed
+        ]
 
 
 class RemoteClock:

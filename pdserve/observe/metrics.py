@@ -1,32 +1,32 @@
 """The metrics that monitoring relies on, all in one place (DESIGN §7), in seconds and bytes as Prometheus wants, and
 several processes' pages of them merged into one."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
+from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 from pdserve.records import SlotState
+from pdserve.watch import BUCKETS
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+disable_created_metrics()  # type: ignore[no-untyped-call]  # gauges that Prometheus does not use
 
 # frontend
 REQUESTS = Counter("pdserve_requests_total", "HTTP requests answered", ["model", "code"])
 KEY_REQUESTS = Counter("pdserve_key_requests_total", "HTTP requests answered, by API key", ["key", "code"])
 KEY_TOKENS = Counter("pdserve_key_tokens_total", "Tokens of an API key: prompt, output", ["key", "kind"])
-TTFT = Histogram("pdserve_ttft_seconds", "Request in to first token out", ["model"], buckets=_SECONDS)
-ITL = Histogram("pdserve_itl_seconds", "Time between a stream's tokens", ["model"], buckets=_SECONDS)
-E2E = Histogram("pdserve_e2e_seconds", "Request in to last token out", ["model"], buckets=_SECONDS)
+TTFT = Histogram("pdserve_ttft_seconds", "Request in to first token out", ["model"], buckets=BUCKETS)
+ITL = Histogram("pdserve_itl_seconds", "Time between a stream's tokens", ["model"], buckets=BUCKETS)
+E2E = Histogram(
+    "pdserve_e2e_seconds", "Request in to last token out, of whole answers", ["model"], buckets=BUCKETS
+)
 WAITING = Gauge("pdserve_waiting_requests", "Requests that wait in this frontend for their turn", ["model"])
+RUNNING = Gauge("pdserve_running_requests", "Sequences of this frontend at decode workers", ["model"])
+LINKS = Gauge(
+    "pdserve_links", "Decode workers to which this frontend has a connection (up) or none", ["model", "state"]
+)
 CONNECTIONS_CLOSED = Counter(
     "pdserve_connections_closed_total",
     "Connections closed by the server: unread answers, heads that do not come, refused requests, limits, handshakes",
@@ -36,28 +36,63 @@ STORED_RESPONSES = Counter(
     "pdserve_stored_responses_total", "Times that a response was stored, or was not and why", ["result"]
 )
 STORED_BYTES = Counter("pdserve_stored_response_bytes_total", "Bytes of stored responses, compressed")
-MIGRATIONS = Counter("pdserve_migrations_total", "Requests moved to another decode worker", ["model"])
+MIGRATIONS = Counter(
+    "pdserve_migrations_total",
+    "Requests that a decode worker lost and another takes, and why",
+    ["model", "reason"],
+)
 ROUTER_DECISIONS = Counter(
     "pdserve_router_decisions_total", "Requests sent to a decode worker", ["policy", "instance"]
+)
+IN_FLIGHT = Gauge(
+    "pdserve_requests_in_flight", "Sequences that a decode worker generates for this frontend", ["instance"]
 )
 INSTANCES = Gauge("pdserve_instances", "Live instances, as this frontend sees the registry", ["role"])
 
 # decode worker
-PREFILL = Counter("pdserve_prefill_total", "Where prompts were prefilled, and why", ["mode", "reason"])
-REMOTE_PREFILL_FAILURES = Counter(
-    "pdserve_remote_prefill_failures_total", "Remote prefills that were done again locally", ["reason"]
+PREFILL = Counter(
+    "pdserve_prefill_total", "Where prompts were prefilled, and why", ["model", "mode", "reason"]
 )
-QUEUE_DEPTH = Gauge("pdserve_prefill_queue_depth", "Prefill requests not yet pulled")
-KV_TRANSFER_SECONDS = Histogram("pdserve_kv_transfer_seconds", "One request's KV pull", buckets=_SECONDS)
-KV_TRANSFER_BYTES = Counter("pdserve_kv_transfer_bytes_total", "KV bytes pulled")
+REMOTE_PREFILL_FAILURES = Counter(
+    "pdserve_remote_prefill_failures_total",
+    "Remote prefills that were done again locally, and why",
+    ["model", "reason"],
+)
+QUEUE_DEPTH = Gauge("pdserve_prefill_queue_depth", "Prefill requests not yet pulled", ["model"])
+KV_TRANSFER_SECONDS = Histogram(
+    "pdserve_kv_transfer_seconds",
+    "The decode engine waits for a request's KV, which it reads; once for each request",
+    ["model"],
+    buckets=BUCKETS,
+)
+KV_TRANSFER_BYTES = Counter(
+    "pdserve_kv_transfer_bytes_total", "KV bytes read, of warm-ups and of pieces read ahead, too", ["model"]
+)
+HANDSHAKE_FAILURES = Counter(
+    "pdserve_kv_handshake_failures_total",
+    "Times that a prefill worker did not answer when it was asked how to read its KV",
+    ["model", "worker"],
+)
 WARM_UPS = Counter(
     "pdserve_warm_ups_total",
-    "First KV pulls between a decode and a prefill worker, of a prompt of their own; only transfers count them too",
-    ["result"],
+    "First KV pulls between a decode and a prefill worker, of a prompt of their own, which no other metric of requests "
+    "counts",
+    ["model", "result"],
 )
 
 # prefill worker
-QUEUE_WAIT = Histogram("pdserve_prefill_queue_wait_seconds", "Enqueued to pulled", buckets=_SECONDS)
+QUEUE_WAIT = Histogram(
+    "pdserve_prefill_queue_wait_seconds",
+    "Enqueued to pulled, for the first time",
+    ["model"],
+    buckets=BUCKETS,
+)
+
+# decode and prefill worker
+ENGINE_REQUESTS = Gauge(
+    "pdserve_engine_requests", "Requests in the engine, or on their way into it", ["model", "state"]
+)
+KV_USAGE = Gauge("pdserve_kv_usage_ratio", "Share of the engine's KV blocks in use", ["model"])
 
 # every process
 TASK_FAILURES = Counter(
@@ -89,36 +124,33 @@ class SlotMetrics(Collector):
 # pages
 
 
-def merge(pages: Mapping[str, str]) -> bytes:
-    """Make one page of several, given by instance id. Families of the same name come together; each sample gets a label
-    `instance`, or, where it has one that means something else (the router's decisions), `source`. A page that cannot
-    be parsed is left out."""
-    families: dict[str, Metric] = {}
-    for instance, page in pages.items():
-        for family in _parse(page):
-            known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            if known.type == family.type:
-                known.samples += [_labelled(sample, instance) for sample in family.samples]
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(families.values()))
-    return generate_latest(registry)
+class MergedPage:
+    """One page of several processes' pages. Families of the same name come together; each sample gets a label
+    `instance`, or, where it has one that means something else (the router's decisions), `source`. Works on the text:
+    parsing a page takes twenty times as long, which the streams of a frontend would feel."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, list[str]] = {}
+        """by name: the two lines about it, and its samples"""
+
+    def add(self, instance: str, page: str) -> None:
+        """Lines that are no samples are left out, and so is a family that has another type than in the pages before:
+        for one of either Prometheus would refuse the whole page."""
+        for family in f"\n{page}".split("\n# HELP ")[1:]:
+            about, kind, *samples = family.split("\n")
+            lines = self._families.setdefault(about.partition(" ")[0], [f"# HELP {about}", kind])
+            if lines[1] == kind:
+                lines += _labelled(samples, instance)
+
+    def text(self) -> bytes:
+        return "".join(f"{line}\n" for lines in self._families.values() for line in lines).encode()
 
 
-def _parse(page: str) -> list[Metric]:
-    try:
-        return list(text_string_to_metric_families(page))
-    except ValueError:
-        return []
+_sample = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)").fullmatch
+_has_instance = re.compile(r'(?:.*",)?instance="').match
 
 
-def _labelled(sample: Sample, instance: str) -> Sample:
-    name = "source" if "instance" in sample.labels else "instance"
-    return sample._replace(labels={**sample.labels, name: instance})
-
-
-class _Families(Collector):
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families
+def _labelled(samples: Iterable[str], instance: str) -> Iterator[str]:
+    for name, labels, value in (found.groups("") for found in map(_sample, samples) if found):
+        label = "source" if _has_instance(labels) else "instance"
+        yield f'{name}{{{label}="{instance}"{"," if labels else ""}{labels}}} {value}'

@@ -1,5 +1,6 @@
-"""The HTTP pages of each process beside its work, its metrics and its load, and how the loads of many are read.
-Anything that reaches `Graph.host` may read them: they change nothing, and have no text of a request."""
+"""The HTTP pages of each process beside its work, its metrics and what it tells of itself, and how those of many are
+read. Anything that reaches `Graph.host` may read them: they change nothing, and have no text of a request. On loopback
+that does not include web pages whose names lead here (DNS rebinding)."""
 
 import asyncio
 import os
@@ -8,21 +9,27 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlencode
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import httpx
 import msgspec
+from msgspec import Struct
 from prometheus_client import make_wsgi_app
 
+from pdserve.errors import ProtocolError
 from pdserve.messages import Load, reader
 from pdserve.observe.metrics import TASKS
-from pdserve.records import Instance, encode_record
+from pdserve.ports import is_loopback, names_this_machine
+from pdserve.records import Instance
+from pdserve.watch import MAX_TOLD, Receipt, Watched, newest
 
-METRICS, LOAD = "/metrics", "/load"
+METRICS, WATCH, RECEIPTS = "/metrics", "/watch", "/receipts"
 TOLD_WITHIN = 1.0
-"""seconds that a process's event loop gets to tell its load"""
+"""seconds that a process's event loop gets to answer"""
 READ_WITHIN = 2.0
 """seconds for the answer of one process"""
 AT_ONCE = 128
@@ -32,15 +39,19 @@ MAX_OPEN = 32
 SILENT_FOR = 5.0
 """seconds after which a client that sends or takes nothing is given up"""
 
-_decode_load = reader(msgspec.json.Decoder(Load).decode)
+T = TypeVar("T")
+
+_decode_watched = reader(msgspec.json.Decoder(Watched).decode)
+_decode_receipts = reader(msgspec.json.Decoder(list[Receipt]).decode)
 
 
 class ProcessPages:
     def __init__(self, url: str) -> None:
         self.metrics = url + METRICS
-        """URL of the metrics; the load is beside them"""
-        self.load: Callable[[], Load] = Load
-        """called in the event loop"""
+        """URL of the metrics; the other pages are beside them"""
+        self.watched: Callable[[], Watched] = Watched
+        self.receipts: Callable[[int, str | None, str], list[Receipt]] = lambda limit, key, request_id: []
+        """as `Service.receipts`; both are called in the event loop"""
 
 
 @contextmanager
@@ -54,12 +65,25 @@ def serve_pages(host: str) -> Iterator[ProcessPages]:
     os.register_at_fork(after_in_child=server.socket.close)
     at = f"[{host}]" if ":" in host else host
     pages, metrics = ProcessPages(f"http://{at}:{server.server_port}"), make_wsgi_app()
+    asking = threading.Lock()  # one question at a time: between two of them the event loop does its work
 
     def answer(environ: dict[str, Any], start_response: Any) -> Any:
-        if environ["PATH_INFO"] != LOAD:
+        path: str = environ["PATH_INFO"]
+        if is_loopback(host) and not names_this_machine(environ.get("HTTP_HOST", "localhost")):
+            start_response("403 Forbidden", [])
+            return []
+        if path == WATCH:
+            question: Callable[[], Struct | list[Receipt]] = pages.watched
+        elif path == RECEIPTS:
+            asked = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
+            limit, key, request_id = (asked.get(name, [None])[0] for name in ("limit", "key", "id"))
+            most = int(limit) if limit and limit.isdecimal() and len(limit) < 4 else MAX_TOLD
+            question = partial(pages.receipts, min(most, MAX_TOLD), key, request_id or "")
+        else:
             return metrics(environ, start_response)
         try:
-            body, status = encode_record(_in_loop(loop, pages.load)), "200 OK"
+            with asking:
+                body, status = msgspec.json.encode(_in_loop(loop, question)), "200 OK"
         except Exception:  # the process starts, ends or hangs
             body, status = b"{}", "503 Service Unavailable"
         start_response(status, [("Content-Type", "application/json")])
@@ -111,9 +135,9 @@ class _PagesServer(ThreadingMixIn, WSGIServer):
         """The client is gone, or was too slow."""
 
 
-def _in_loop(loop: asyncio.AbstractEventLoop, question: Callable[[], Load]) -> Load:
+def _in_loop(loop: asyncio.AbstractEventLoop, question: Callable[[], T]) -> T:
     """Raises what the question raises, and TimeoutError."""
-    told: Future[Load] = Future()
+    told: Future[T] = Future()
 
     def tell() -> None:
         try:
@@ -125,21 +149,52 @@ def _in_loop(loop: asyncio.AbstractEventLoop, question: Callable[[], Load]) -> L
     return told.result(TOLD_WITHIN)
 
 
+async def read_watched(
+    instances: Iterable[Instance], client: httpx.AsyncClient | None = None
+) -> dict[str, Watched]:
+    """By instance id; a process that does not answer is left out. For one look no client is needed."""
+    return await _read_all(instances, WATCH, _decode_watched, client)
+
+
 async def read_loads(instances: Iterable[Instance]) -> dict[str, Load]:
-    """By instance id; a process that does not answer is left out."""
+    return {name: told.load for name, told in (await read_watched(instances)).items()}
+
+
+async def read_receipt(instances: Iterable[Instance], request_id: str) -> Receipt | None:
+    """The newest of this id, of whichever of these have answered such a request."""
+    return next(iter(await read_receipts(instances, 1, request_id=request_id)), None)
+
+
+async def read_receipts(
+    instances: Iterable[Instance], limit: int, key: str | None = None, request_id: str = ""
+) -> list[Receipt]:
+    """The newest first; with `key`, those of the API key of this name, with `request_id`, those of this id."""
+    asked = {"limit": limit, "id": request_id} | ({} if key is None else {"key": key})
+    found = await _read_all(instances, f"{RECEIPTS}?{urlencode(asked)}", _decode_receipts)
+    return newest(limit, *found.values())
+
+
+async def _read_all(
+    instances: Iterable[Instance],
+    page: str,
+    decode: Callable[[bytes | memoryview], T],
+    client: httpx.AsyncClient | None = None,
+) -> dict[str, T]:
+    if client is None:
+        # trust_env: no proxy of the environment stands between the processes of a graph
+        async with httpx.AsyncClient(trust_env=False, verify=False) as own:
+            return await _read_all(instances, page, decode, own)
     asking = asyncio.Semaphore(AT_ONCE)
-    loads: dict[str, Load] = {}
+    told: dict[str, T] = {}
 
     async def read(instance: Instance) -> None:
         try:
             async with asking, asyncio.timeout(READ_WITHIN):
-                answer = await client.get(instance.metrics.removesuffix(METRICS) + LOAD)
+                answer = await client.get(instance.metrics.removesuffix(METRICS) + page)
             if answer.status_code == 200:
-                loads[instance.id] = _decode_load(answer.content)
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError):
+                told[instance.id] = decode(answer.content)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ProtocolError):
             pass
 
-    # trust_env: no proxy of the environment stands between the processes of a graph
-    async with httpx.AsyncClient(trust_env=False, verify=False) as client:
-        await asyncio.gather(*map(read, instances))
-    return loads
+    await asyncio.gather(*map(read, instances))
+    return told

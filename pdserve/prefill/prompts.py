@@ -22,6 +22,7 @@ from pdserve.messages import (
     PrefillStarted,
 )
 from pdserve.observe.metrics import QUEUE_WAIT
+from pdserve.observe.tracing import Tracer
 from pdserve.prefill.answers import AnswerSender, readers, unless_away
 from pdserve.prefill.pull import Beside, Pulling
 from pdserve.prefill.running import RunningPrefill, RunningPrefills
@@ -46,6 +47,7 @@ class PromptRunner:
         engine: Engine,
         queue: PrefillQueue,
         view: RegistryView,
+        tracer: Tracer,
         beside: Callable[[], Beside] = Beside,
         own: Callable[[str], None] = lambda request_id: None,
     ) -> None:
@@ -57,7 +59,7 @@ class PromptRunner:
         self._queue = queue
         self._view = view
         self._own = own
-        self._running = RunningPrefills()
+        self._running = RunningPrefills(tracer)
         self.pulling = Pulling(instance, engine, queue, self._running, beside)
         self._answers = AnswerSender(queue)
 
@@ -101,6 +103,7 @@ class PromptRunner:
             request = running.request
             if may_have_killed(len(request.prompt), running.started):
                 failed = PrefillFailed(request.request_id, "engine-died", str(death), engine_died=True)
+                self._running.trace(running, "the engine died")
                 await unless_away(self._answer(running.delivery, failed))
 
     # from the queue to the engine
@@ -139,8 +142,8 @@ class PromptRunner:
             return
         if delivery.redelivered:
             log.info("request %s: delivered again, the worker that had it did not ack it", request.request_id)
-        if not request.warm_up:
-            QUEUE_WAIT.observe(delivery.queued)
+        if not request.warm_up and not delivery.redelivered:
+            QUEUE_WAIT.labels(self._config.served_model_name).observe(delivery.queued)
         if refusal := self._refusal(delivery):
             await self._answer(delivery, refusal)
             return
@@ -148,10 +151,12 @@ class PromptRunner:
         try:
             await self._engine.prefill(running.engine_id, request.prompt, request.body)
         except ProtocolError as error:
-            self._running.drop(running)
+            self._running.drop(running, failed=True)
             await self._answer(delivery, PrefillFailed(request.request_id, "refused", str(error)))
         else:
-            await self._answers.send(request.decode, PrefillStarted(request.request_id, self.id))
+            await self._answers.send(
+                request.decode, PrefillStarted(request.request_id, self.id, delivery.queued)
+            )
 
     def _refusal(self, delivery: Delivery) -> PrefillFailed | None:
         request, facts = delivery.request, self._engine.facts
@@ -181,7 +186,7 @@ class PromptRunner:
     async def _finished(self, output: Output) -> None:
         running = self._running.of_engine(output.request_id)
         if running is not None:
-            self._running.drop(running)
+            self._running.drop(running, output.failed)
             self.pulling.learn(time.monotonic() - running.started)
             await self._answer(running.delivery, self._outcome(running, output))
         elif output.handle is not None and (request := self._running.pop_cancelled(output.request_id)):
@@ -195,7 +200,7 @@ class PromptRunner:
             return PrefillFailed(name, "engine", "the prefill engine failed this request")
         log.info("request %s: %d tokens prefilled in %.3f s", name, tokens, seconds)
         first = self._engine.pack([output]) if output.tokens else []
-        return PrefillDone(name, output.handle, seconds, first=first)
+        return PrefillDone(name, output.handle, seconds, running.queued, first=first)
 
     async def _answer(self, delivery: Delivery, answer: PrefillAnswer) -> None:
         """Answer, then ack: a worker that dies between the two has the prompt computed twice, and the

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdserve.messages import PrefillRequest
+from pdserve.observe.tracing import Tracer
 from pdserve.queue.base import Delivery
 from pdserve.recent import RecentKeys
 
@@ -23,6 +24,8 @@ class RunningPrefill:
     Without the request's own id, which a client may have chosen: NIXL's notifications are text with commas
     and colons."""
     delivery: Delivery
+    queued: float
+    """seconds that the request had been in the queue when it was pulled: its delivery may be replaced"""
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -31,7 +34,8 @@ class RunningPrefill:
 
 
 class RunningPrefills:
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
         self._by_engine: dict[str, RunningPrefill] = {}
         self._by_request: dict[str, RunningPrefill] = {}
         self._cancelled: RecentKeys[PrefillRequest] = RecentKeys(_REMEMBERED)
@@ -39,14 +43,23 @@ class RunningPrefills:
         self._change = asyncio.Event()
 
     def add(self, delivery: Delivery) -> RunningPrefill:
-        running = RunningPrefill(f"prefill-{next(self._numbers)}", delivery)
+        running = RunningPrefill(f"prefill-{next(self._numbers)}", delivery, delivery.queued)
         self._by_engine[running.engine_id] = self._by_request[running.request.request_id] = running
         return running
 
-    def drop(self, running: RunningPrefill) -> None:
+    def drop(self, running: RunningPrefill, failed: bool = False) -> None:
+        self.trace(running, "the prefill engine failed this request" if failed else "")
         del self._by_engine[running.engine_id]
         del self._by_request[running.request.request_id]
         self.changed()
+
+    def trace(self, running: RunningPrefill, error: str) -> None:
+        """Its part of its request's trace, now that it is over."""
+        request = running.request
+        if not request.traceparent:
+            return
+        if span := self._tracer.part("prefill", running.started, request.traceparent):
+            span.end(time.monotonic(), {"pdserve.prompt_tokens": len(request.prompt)}, error)
 
     def cancel(self, running: RunningPrefill) -> None:
         """Drop it, but keep its request in mind for a while: its prompt may be done already."""

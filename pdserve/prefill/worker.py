@@ -18,7 +18,7 @@ class PrefillWorker(EngineWorker):
     follows = (*keys.instances(Role.DECODE), keys.NEWCOMERS)
 
     def _assemble(self, engine: Engine) -> None:
-        self._prompts = PromptRunner(self.id, self._config, engine, self._queue, self.view)
+        self._prompts = PromptRunner(self.id, self._config, engine, self._queue, self.view, self.tracer)
 
     def load(self) -> Load:
         return msgspec.structs.replace(super().load(), tokens=self._prompts.tokens)

@@ -19,11 +19,12 @@ import uvloop
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError, EngineDead, PdserveError, leaves
 from pdserve.graph import GRAPH
-from pdserve.messages import Load
 from pdserve.observe.pages import serve_pages
+from pdserve.observe.tracing import make_tracer
 from pdserve.plan.slots import Slot
 from pdserve.process.signals import STOPPERS, SUPERVISOR_DIED
 from pdserve.tasks import process_owner, unending
+from pdserve.watch import Receipt, Watched
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Service(ABC):
         self.draining = False
         self.tasks: asyncio.TaskGroup
         """work beside that of `permanent`; there from `permanent` to the end of `drain`"""
+        self.tracer = make_tracer(config.otlp_endpoint, f"pdserve-{slot.role.value}", instance_id)
         self._config = config
         self._slot = slot
         self._metrics_url = metrics_url
@@ -63,6 +65,7 @@ class Service(ABC):
         background task outlives it, its seams' included."""
         async with process_owner(), AsyncExitStack() as stack:
             await self.start(stack)
+            await stack.enter_async_context(self.tracer)
             try:
                 async with asyncio.TaskGroup() as self.tasks:
                     await self._serve()
@@ -108,9 +111,14 @@ class Service(ABC):
     async def drain(self) -> None:
         """Take nothing new, and finish what is there within the drain timeout."""
 
-    def load(self) -> Load:
+    def watched(self) -> Watched:
         """What it is doing; raises AttributeError before `start`."""
-        return Load()
+        return Watched()
+
+    def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
+        """Of requests that this process answers or has answered, the newest first; with `key`, of the API key of this
+        name, with `request_id`, of this id."""
+        return []
 
     async def engine_died(self, death: EngineDead) -> None:
         """Say what is lost with the engine, while the seams are still there."""
@@ -149,7 +157,7 @@ async def live(config: Config, slot: Slot) -> None:
     connect: Callable[[Config, Slot, str], Service] = getattr(import_module(module), name).connect
     with serve_pages(config.host) as pages:
         service = connect(config, slot, pages.metrics)
-        pages.load = service.load
+        pages.watched, pages.receipts = service.watched, service.receipts
         await live_until_signalled(service, config.drain_timeout)
 
 

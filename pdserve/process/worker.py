@@ -11,6 +11,7 @@ from pdserve.credentials import Credentials
 from pdserve.engine.base import Engine, Step
 from pdserve.engine.spec import EngineSpec, make_engine
 from pdserve.messages import Load
+from pdserve.observe.metrics import ENGINE_REQUESTS, KV_USAGE
 from pdserve.plan.slots import Slot
 from pdserve.process.engine_checks import log_memory, self_test, watch_engine
 from pdserve.process.life import Service
@@ -21,6 +22,7 @@ from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.stream.base import StreamServer
 from pdserve.tasks import forever
+from pdserve.watch import LinkState, Watched
 
 
 class EngineWorker(Service):
@@ -75,6 +77,7 @@ class EngineWorker(Service):
         """Enter engine and seams in the order in which they need each other."""
         await stack.enter_async_context(self._engine)
         facts = self._engine.facts
+        self._show_usage()
         self._queue.bind(facts.fingerprint)
         if self._stream is not None:
             await stack.enter_async_context(self._stream)
@@ -86,6 +89,12 @@ class EngineWorker(Service):
         instance = worker_instance(self._config, self._slot, self.id, facts, address, self._metrics_url)
         self._presence = Presence(self._registry, instance, await self.card(), lambda: self._queue.clock_skew)
 
+    def _show_usage(self) -> None:
+        engine, model = self._engine, self._config.served_model_name
+        ENGINE_REQUESTS.labels(model, "running").set_function(lambda: engine.usage.running)
+        ENGINE_REQUESTS.labels(model, "waiting").set_function(lambda: engine.usage.waiting)
+        KV_USAGE.labels(model).set_function(lambda: engine.usage.kv_usage)
+
     async def card(self) -> ModelCard | None:
         """What frontends need to serve the model by this worker; None where they do not talk to it."""
         return None
@@ -93,6 +102,13 @@ class EngineWorker(Service):
     def load(self) -> Load:
         usage = self._engine.usage
         return Load(usage.running, usage.waiting, round(usage.kv_usage, 6), queue_depth=self._queue.depth)
+
+    def links(self) -> list[LinkState]:
+        """To other processes, as far as this one measures them."""
+        return []
+
+    def watched(self) -> Watched:
+        return Watched(self.load(), self.links())
 
     async def announce(self) -> None:
         await self._presence.announce()

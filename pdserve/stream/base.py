@@ -42,6 +42,12 @@ class StreamClient(Lifetime):
         heartbeats included, came from it for `silence` seconds (a few), as when it hangs or its network is
         cut, or it sent something that cannot be decoded, since tokens would be missing."""
 
+    @property
+    @abstractmethod
+    def round_trip(self) -> float | None:
+        """Seconds that a message and its answer took last, measured about every second; longer than that where an
+        answer is overdue. None: not measured yet."""
+
     async def deliver(self, take: Callable[[ToFrontend], None]) -> None:
         """As `received`, in place of it, for a `take` that neither waits nor raises: it may be called in the very turn
         of the event loop in which the message came."""

@@ -1,6 +1,7 @@
 """One TCP connection, plain or with TLS, that carries frames both ways.
 
-A frame is its length (four bytes, big-endian) and so many bytes; an empty frame is a heartbeat. A process that ends
+A frame is its length (four bytes, big-endian) and so many bytes; an empty frame is a heartbeat, which the server
+answers with another one: the client learns the round trip. A process that ends
 closes its connections, which the other side sees at once; one that hangs, or whose network is cut, is given up when it
 was silent for some seconds. A connection that has ended stays so: to go on takes another one.
 """
@@ -16,6 +17,8 @@ from pdserve.stream.tls import Tls
 
 BEAT_EVERY = 1.0
 SEND_WITHIN = 1.0
+ANSWERED = 1.5 * BEAT_EVERY
+"""seconds of silence after which a server, which answers heartbeats, sends one of its own"""
 _LOOKS = 20
 LINGER = 0.3
 """seconds that a connection gets, when it is closed, for what is still unsent and the other side's end"""
@@ -43,6 +46,8 @@ class FramedConnection(asyncio.Protocol):
         """of the other side, once it has greeted"""
         self.unreadable = 0
         """messages that could not be decoded"""
+        self.answers = False
+        """heartbeats, with heartbeats"""
         self.ended = ""
         """why, once it has: `was closed by the other side`"""
         self.host = "unknown"
@@ -54,6 +59,9 @@ class FramedConnection(asyncio.Protocol):
         self._partial = bytearray()
         """a frame that has begun"""
         self._sent_at = 0.0
+        self._asked_at = 0.0
+        """when a heartbeat was sent that was not answered yet; 0: none"""
+        self._round_trip: float | None = None
         self._reading_paused = False
         self._closed = asyncio.Event()
 
@@ -80,15 +88,32 @@ class FramedConnection(asyncio.Protocol):
         self._sent_at = time.monotonic()
         return True
 
+    @property
+    def round_trip(self) -> float | None:
+        """Seconds from the last heartbeat to its answer, or so far; None: not known yet, or this side answers."""
+        if not self._asked_at or self.answers:
+            return self._round_trip
+        return max(self._round_trip or 0.0, time.monotonic() - self._asked_at)
+
     def beat(self, silence: float, *, stalled: bool) -> None:
-        """Send a heartbeat where nothing else was sent, and end a connection that is silent. A process that `stalled`,
-        or does not read just now, knows nothing of the other side's silence."""
+        """Send a heartbeat, or where this side answers them, only where nothing else was sent; and end a connection
+        that is silent. A process that `stalled`, or does not read just now, knows nothing of the other side's
+        silence."""
         now = time.monotonic()
         if stalled or self._reading_paused:
             self.heard = now
         if now - self.heard > silence:
             self.cut(f"was silent for {silence:g} s")
-        elif now - self._sent_at >= BEAT_EVERY / 2:
+        elif not self.answers:
+            self._asked_at = self._asked_at or now
+            self.write(b"")
+        elif now - self._sent_at >= ANSWERED:
+            self.write(b"")
+
+    def _beat_received(self) -> None:
+        if self._asked_at:
+            self._round_trip, self._asked_at = time.monotonic() - self._asked_at, 0.0
+        elif self.answers and self._transport is not None and not self._transport.get_write_buffer_size():
             self.write(b"")
 
     def pause_reading(self) -> None:
@@ -158,6 +183,8 @@ class FramedConnection(asyncio.Protocol):
             start += 4 + length
             if length:
                 self._owner.frame_received(self, view[start - length : start])
+            else:
+                self._beat_received()
         if start or found is data:
             self._partial = bytearray(view[start:])
 

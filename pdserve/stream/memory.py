@@ -62,6 +62,8 @@ class MemoryStreamClient(StreamClient):
         self._name = name
         self._server: MemoryStreamServer | None = None
         self.inbox: asyncio.Queue[ToFrontend | None] = asyncio.Queue()
+        self.slow = 0.0
+        """seconds, which it says that a round trip takes"""
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
@@ -80,6 +82,10 @@ class MemoryStreamClient(StreamClient):
             raise PeerGone(self._address)
         encode_to_decode(message)
         self._server.take(self._name, message)
+
+    @property
+    def round_trip(self) -> float:
+        return self.slow
 
     async def received(self) -> AsyncIterator[ToFrontend]:
         while (message := await self.inbox.get()) is not None:

@@ -212,7 +212,7 @@ class TcpStreamServer(StreamServer):
         if earlier := self._frontends.get(name):
             earlier.cut("was replaced by a new one")
         del self._ungreeted[connection]
-        connection.name, connection.max_frame = name, MAX_FRAME
+        connection.name, connection.max_frame, connection.answers = name, MAX_FRAME, True
         self._frontends[name] = connection
         connection.write(GREETING)
         log.info("frontend %s connected", name)
@@ -286,6 +286,10 @@ class TcpStreamClient(StreamClient):
     async def deliver(self, take: Callable[[ToFrontend], None]) -> None:
         await self._unread.deliver(take)
         raise PeerGone(self._address)
+
+    @property
+    def round_trip(self) -> float | None:
+        return self._connection.round_trip
 
     async def _keep_beating(self) -> None:
         async for stalled in beats():

@@ -138,6 +138,7 @@ def banner(config: Config, instances: Sequence[Instance], seconds: float, log_di
     facts.add_row("model", f"{config.served_model_name}  [dim]({config.model})[/]")
     if config.frontend is not None:
         facts.add_row("URL", f"[bold]{url_of(config)}/v1[/]")
+        facts.add_row("page", f"{url_of(config)}/dashboard")
     facts.add_row("logs", str(log_dir))
     facts.add_row("look", f"pdserve status -f {config.path}")
     facts.add_row("stop", "Ctrl-C")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+from pdserve import clock
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.supervisor.child import CONFIG_ERROR, Child, Exit
 from pdserve.tasks import forever
@@ -169,6 +170,8 @@ class RestartLoop(Generic[AnyProcess]):
         """`on_change` gets each change of `state`, and must not wait. `child` is running and ready already."""
         self.process = process
         self.state = ProcessState.STARTING
+        self.since = clock.unix()
+        """when it became ready, or ceased to be"""
         self.restarts = 0
         self.history: deque[PastRun] = deque(maxlen=_HISTORY)
         self.settled = asyncio.Event()
@@ -267,5 +270,7 @@ class RestartLoop(Generic[AnyProcess]):
                 await self._stopping.wait()
 
     def _become(self, state: ProcessState) -> None:
+        if (state is ProcessState.READY) is not (self.state is ProcessState.READY):
+            self.since = clock.unix()
         self.state = state
         self._on_change(self)

@@ -209,4 +209,5 @@ def _slot_state(loop: RestartLoop[SupervisedRole]) -> SlotState:
         failed_starts=0 if loop.state is ProcessState.READY else failed_starts(loop.history),
         end=str(last) if last else "",
         cause=last.cause if last else "",
+        since=loop.since,
     )

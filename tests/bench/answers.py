@@ -4,9 +4,11 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+from tests.tcp import tcp_server
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,9 @@ class TinyServer:
 @asynccontextmanager
 async def tiny_server(respond: Respond, secure: ssl.SSLContext | None = None) -> AsyncIterator[TinyServer]:
     """One request on each connection, which is closed when it is answered. Leaving waits for no answer."""
-    tasks = set[asyncio.Task[None]]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        try:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
             method, path, _ = head[0].split(" ")
             headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
@@ -47,21 +44,11 @@ async def tiny_server(respond: Respond, secure: ssl.SSLContext | None = None) ->
             asked = Asked(method, path, headers, json.loads(raw) if raw else None)
             server.asked.append(asked)
             await respond(asked, writer)
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass
-        finally:
-            writer.close()
+        writer.close()
 
-    listening = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=secure)
-    scheme = "https" if secure else "http"
-    server = TinyServer(f"{scheme}://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
-    try:
+    async with tcp_server(serve, secure) as port:
+        server = TinyServer(f"{'https' if secure else 'http'}://127.0.0.1:{port}")
         yield server
-    finally:
-        listening.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def whole(body: bytes | object, status: int = 200, kind: str = "application/json", more: str = "") -> bytes:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from pdserve_bench.compare.calibrate import EngineSpeed, EngineStep, SpeedPoint, fit
 
-from pdserve.engine.sim.model import SimModel, sim_model
+from pdserve.engine.sim.model import SimModel
 from pdserve.errors import Unavailable
 
 REAL = SimModel(
@@ -75,12 +75,6 @@ def test_no_coefficient_is_negative() -> None:
     assert min(found.speeds().values()) >= 0
     assert found.model.attention_seconds == 0
     assert found.error < 0.1
-
-
-def test_what_is_found_is_what_simulated_engines_are_given() -> None:
-    found = fit(points(REAL))
-    engine = sim_model({"additional-config": {"sim": found.speeds()}})
-    assert engine.step_time(3, 600, [(0, 700)]) == pytest.approx(REAL.step_time(3, 600, [(0, 700)]), rel=1e-3)
 
 
 def test_too_few_measurements_are_refused() -> None:

@@ -144,20 +144,6 @@ async def test_failures_say_why(answer: bytes, error: str, reset: bool) -> None:
     assert (exchange.reset, exchange.hung) == (reset, False)
 
 
-async def test_an_error_that_comes_together_with_the_end_is_told() -> None:
-    async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM + event(CHOICES))
-        await writer.drain()
-        await asyncio.sleep(0.3)  # so that the stream is read by now
-        writer.write(event({"error": "lost"}) + DONE)
-        await writer.drain()
-
-    exchange = Exchange(STREAMED)
-    async with tiny_server(respond) as server:
-        await LoadClient(server.url).ask(exchange, 10, CHAT)
-    assert (exchange.outcome, exchange.error) == (Outcome.FAILED, "in the stream: lost")
-
-
 async def test_a_refused_connection() -> None:
     exchange = Exchange(STREAMED)
     await LoadClient(f"http://127.0.0.1:{free_port('127.0.0.1')}").ask(exchange, 10)

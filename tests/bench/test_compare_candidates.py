@@ -13,7 +13,7 @@ from pdserve_bench.compare.candidates import (
     splits,
     thresholds,
 )
-from pdserve_bench.compare.sections import read_sections, reshape
+from pdserve_bench.sections import read_sections, reshape
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.systems.system import PlainVllm
 

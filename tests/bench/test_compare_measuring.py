@@ -8,12 +8,12 @@ from pdserve_bench.client import Exchange
 from pdserve_bench.compare.candidates import Candidate, Launch
 from pdserve_bench.compare.launches import RunningLaunches
 from pdserve_bench.compare.measuring import Entrant, Measuring, best_of, common_rate, noise
-from pdserve_bench.compare.sections import Shape
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import Probe
 from pdserve_bench.goodput.search import GoodputSearch
 from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import LoadRun
+from pdserve_bench.sections import Shape
 from pdserve_bench.slo import Slo, Tally
 from pdserve_bench.systems.system import Elsewhere
 

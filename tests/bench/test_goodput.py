@@ -1,12 +1,9 @@
-"""Goodput: probes of tiny servers that behave in known ways, and of a simulated graph whose border can be computed."""
+"""Goodput: probes of tiny servers that behave in known ways."""
 
 import asyncio
 import json
-import random
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +13,15 @@ from pdserve_bench.endpoint import Endpoint, Prompts
 from pdserve_bench.goodput.found import lead_of, report_of
 from pdserve_bench.goodput.measure import FoundGoodput, GoodputOptions, Probe, find_goodput, probe
 from pdserve_bench.goodput.requests import PoissonRequests
-from pdserve_bench.launch import PDSERVE
 from pdserve_bench.runs import LoadRun, Workload
 from pdserve_bench.samples import percentile
 from pdserve_bench.slo import Slo, Tally
 
+from pdserve.cli import main
 from pdserve.errors import Unavailable
 from pdserve.ports import free_port
-from tests.bench.answers import STREAM, Asked, OpenAi, event, tiny_server
-from tests.serving import Serve, kv_ports, running
+from tests.bench.answers import STREAM, OpenAi, event, tiny_server
+from tests.bench.bench import Bench
 
 EASY = Slo(5.0, 5.0)
 BOUNDLESS = 1e9
@@ -126,30 +123,11 @@ async def test_where_requests_alone_miss_no_lower_rate_is_tried() -> None:
     async with tiny_server(OpenAi(ttft=0.3)) as tiny:
         found = FoundGoodput(GoodputOptions(Slo(0.2, 5.0), seconds=3.0, start_rate=4.0, warm_up=False))
         await find_goodput(Endpoint(tiny.url, "tiny"), _users(), found)
-    assert (found.carried, found.complete) == (None, True)
+    assert (found.search.carried, found.complete) == (None, True)
     assert len(found.probes) <= 4
     report = report_of(found, "test")
     assert "100 % broke the TTFT" in report.lead
     assert any("had the server to themselves" in note for note in report.notes)
-
-
-async def test_failed_requests_are_told_with_their_error() -> None:
-    class Full(OpenAi):
-        async def __call__(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
-            self.refused = frozenset({"model"} if asked.body["max_tokens"] > 1 and self.chats else ())
-            self.names = False
-            await super().__call__(asked, writer)
-
-    async with tiny_server(Full()) as tiny:
-        options = GoodputOptions(EASY, seconds=1.0, start_rate=30.0, lowest=30.0, warm_up=False)
-        found = FoundGoodput(options)
-        await find_goodput(Endpoint(tiny.url, "tiny"), _users(), found)
-    assert found.carried is None
-    assert found.broken == 30.0
-    report = report_of(found, "test")
-    assert "100 % failed" in report.lead
-    assert "No rate was found" in report.lead
-    assert any("bad request" in note for note in report.notes)
 
 
 async def test_a_server_that_does_not_answer_is_said_to_be_so() -> None:
@@ -214,77 +192,25 @@ async def test_a_probe_that_the_generator_disturbed_is_made_once_more() -> None:
     assert "the limit may be this client's" in notes
 
 
-def _truth(prefill: float, batch: int) -> float:
-    """The rate at which as many as asked for get their first token in time, of a worker that prefills up to `batch`
-    waiting prompts in a step, `prefill` seconds for each, and begins idle."""
-
-    def share(rate: float) -> float:
-        kept = count = 0
-        for seed in range(60):
-            dice, arrivals, now = random.Random(seed), list[float](), 0.0
-            while (now := now + dice.expovariate(rate)) < SECONDS:
-                arrivals.append(now)
-            free, place = 0.0, 0
-            while place < len(arrivals):
-                begin = max(free, arrivals[place])
-                taken = [moment for moment in arrivals[place : place + batch] if moment <= begin]
-                free = begin + prefill * len(taken)
-                kept += sum(free - moment <= TTFT for moment in taken)
-                place, count = place + len(taken), count + len(taken)
-        return kept / count
-
-    low, high = 0.05 / prefill, 5 / prefill
-    while high / low > 1.01:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if share(middle) >= SHARE else (low, middle)
-    return low
-
-
-PREFILL_RATE, PROMPT, SECONDS, TTFT, SHARE = 4000, 800, 3.0, 1.0, 0.75
-"""a fifth of a second for each prompt: no more than five a second can be carried for long"""
-GRAPH = f"""
-Common: {{model: demo, block-size: 32, max-model-len: 4096}}
-Graph: {{kv-port: {{kv_port}}, drain-timeout: 5}}
-Frontend: {{served_model_name: demo, port: {{port}}}}
-VllmWorker:
-  engine: sim
-  common-configs: [model, block-size, max-model-len]
-  additional-config: {{sim: {{step-seconds: 0.002, prefill-rate: {PREFILL_RATE}}}}}
-"""
-
-
-@pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    port, folder = free_port("127.0.0.1"), tmp_path_factory.mktemp("goodput")
-    yaml = GRAPH.replace("{kv_port}", str(kv_ports())).replace("{port}", str(port))
-    serve = Serve(folder, yaml, port=port)
-    with running(serve):
-        yield serve
-
-
-def test_the_border_of_a_simulated_graph_is_found(graph: Serve, tmp_path: Path) -> None:
-    border = _truth(PROMPT / PREFILL_RATE + 0.002, batch=2)
-    assert 4 < border < 6
-    shape = f"--prompt-tokens {PROMPT} --answer-len 2 --seconds {SECONDS}"
-    slo = f"--ttft {TTFT}s --gap 9s --share {SHARE}"
-    asked = f"{slo} --start-rate 15 --precision 0.25 {shape} --json found.json --plot found.html"
-    process = subprocess.run(
-        [*PDSERVE, "bench", "goodput", "--base-url", graph.url, *asked.split()],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
+async def test_the_border_of_a_known_server_is_found(tmp_path: Path) -> None:
+    """It takes a fifth of a second for each prompt. At r requests/s one that arrives after t seconds waits for
+    t (r / 5 - 1), 0.8 s at most for three quarters of those that arrive within 2 s: r is 7.7."""
+    shape = "--prompt-tokens 20 --answer-len 2 --seconds 2 --start-rate 10 --precision 0.4"
+    asked = f"{shape} --ttft 1s --gap 9s --share 0.75 --json found.json --plot found.html"
+    async with (
+        tiny_server(Prefilling(0.2)) as tiny,
+        Bench("goodput", "--base-url", tiny.url, *asked.split(), folder=tmp_path) as command,
+    ):
+        code, out, err = await command.ended(150)
+    assert code == 0, err
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["complete"]
     goodput = found["data"]["goodput"]
     assert goodput["precise"]
-    assert 0.5 * border < goodput["estimate"] < 1.4 * border
-    assert goodput["carried"] <= goodput["estimate"] <= goodput["broken"] <= 1.26 * goodput["carried"]
-    assert f"Goodput: {goodput['estimate']:.3g} req/s" in process.stdout
-    assert "broke the TTFT" in process.stdout.splitlines()[-1]
+    assert 4 < goodput["estimate"] < 11
+    assert goodput["carried"] <= goodput["estimate"] <= goodput["broken"] <= 1.41 * goodput["carried"]
+    assert f"Goodput: {goodput['estimate']:.3g} req/s" in out
+    assert "broke the TTFT" in out.splitlines()[-1]
     for made in found["data"]["probes"]:
         assert sum(made["tally"].values()) == made["requests"]
         assert made["finished"] + made["failed"] + made["unfinished"] == made["requests"]
@@ -292,17 +218,19 @@ def test_the_border_of_a_simulated_graph_is_found(graph: Serve, tmp_path: Path) 
     assert "<svg" in (tmp_path / "found.html").read_text()
 
 
-def test_ctrl_c_shows_what_is_there_so_far(graph: Serve) -> None:
-    asked = f"--seconds 2 --answer-len 2 --start-rate 2 --ttft 9s --gap 9s --base-url {graph.url}"
-    command = [*PDSERVE, "bench", "goodput", *asked.split()]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr
-        for line in process.stderr:
-            if "goodput: 4 req/s" in line:  # the second probe
+async def test_ctrl_c_shows_what_is_there_so_far() -> None:
+    asked = "--seconds 2 --answer-len 2 --start-rate 2 --ttft 9s --gap 9s"
+    async with (
+        tiny_server(OpenAi()) as tiny,
+        Bench("goodput", "--base-url", tiny.url, *asked.split(), "--prompt-tokens", 20) as command,
+    ):
+        assert command.process.stderr
+        async for line in command.process.stderr:
+            if b"goodput: 4 req/s" in line:  # the second probe
                 break
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=30)
-    assert process.returncode == 130
+        command.process.send_signal(signal.SIGINT)
+        code, out, _ = await command.ended(30)
+    assert code == 130
     assert "Broken off" in out
     assert "Goodput: at least 2 req/s" in out
     assert "not ended" in out
@@ -318,25 +246,18 @@ def test_ctrl_c_shows_what_is_there_so_far(graph: Serve) -> None:
         ("--json /nowhere/x.json", "there is no folder /nowhere"),
     ],
 )
-def test_a_wrong_command_line_is_said_at_once(options: str, complaint: str) -> None:
-    process = subprocess.run(
-        [*PDSERVE, "bench", "goodput", *options.split()],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert process.returncode == 2
-    assert complaint in process.stderr
+def test_a_wrong_command_line_is_said_at_once(
+    options: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "goodput", *options.split()]) == 2
+    assert complaint in capsys.readouterr().err
 
 
-def test_requests_that_no_model_of_the_server_takes_are_a_wrong_command_line(graph: Serve) -> None:
-    process = subprocess.run(
-        [*PDSERVE, "bench", "goodput", "--base-url", graph.url, "--prompt-tokens", "5000"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert process.returncode == 2
-    assert "more than demo takes on this server: 4096 tokens" in process.stderr
+async def test_requests_that_no_model_of_the_server_takes_are_a_wrong_command_line() -> None:
+    async with (
+        tiny_server(OpenAi()) as tiny,
+        Bench("goodput", "--base-url", tiny.url, "--prompt-tokens", 5000) as command,
+    ):
+        code, _, err = await command.ended()
+    assert code == 2
+    assert "more than tiny takes on this server: 1000 tokens" in err

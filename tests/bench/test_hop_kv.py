@@ -14,7 +14,7 @@ import pytest
 from pdserve_bench.hops import kv
 from pdserve_bench.hops.kv_ends import Connect, Lent, PullBlocks
 from pdserve_bench.hops.kv_pair import kv_pair
-from pdserve_bench.hops.link import NoNamespaces, bits_per_second, shaped_link
+from pdserve_bench.hops.link import bits_per_second
 from pdserve_bench.hops.section import HopOptions, HopSection
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Cell, Rows
@@ -59,11 +59,6 @@ def _others(processes: list[psutil.Process]) -> set[str]:
     """Network namespaces of theirs that are not ours."""
     assert len(processes) == 4
     return {_namespace(process) for process in processes} - {_namespace(psutil.Process())}
-
-
-def _named() -> list[str]:
-    folder = Path("/run/netns")
-    return sorted(each.name for each in folder.iterdir()) if folder.exists() else []
 
 
 def _namespace(process: psutil.Process) -> str:
@@ -116,7 +111,6 @@ async def test_the_link_limits(measured: HopSection) -> None:
         if each["over_link"] and not each["smallest"]:
             rates = [figure["rate"] * 8 for figure in each["rounds"]]
             assert 100e6 < max(rates) < 200e6, each
-    assert [chart.title for chart in measured.charts][-1] == f"KV over a link of {LINK}"
     share = _column(measured.tables[-1], "% of line")[0]
     assert f"over {LINK} at {share:.0f} % of the line" in measured.lead
 
@@ -124,7 +118,7 @@ async def test_the_link_limits(measured: HopSection) -> None:
 async def test_a_load_may_be_longer_than_any_other_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """And each of many in flight has blocks of its own in a pool for as many."""
     async with kv_pair(TINY.pool(64), 1) as pair:
-        monkeypatch.setattr("pdserve_bench.hops.kv_pair._PATIENCE", 3.0)
+        monkeypatch.setattr("pdserve_bench.hops.ends.PATIENCE", 3.0)
         assert (await pair.measure(PullBlocks(1, 4.0, 64))).taken.wall > 4.0
 
 
@@ -152,31 +146,6 @@ async def test_wrong_bytes_are_noticed() -> None:
     assert b"are not those that were read" in said
 
 
-async def test_nothing_is_left_after_a_cancel() -> None:
-    named = _named()
-
-    async def work(ready: asyncio.Event) -> None:
-        async with shaped_link(1e9) as link, kv_pair(SHAPE, 1, link) as pair:
-            ready.set()
-            await pair.measure(PullBlocks(4, 60.0))
-
-    ready = asyncio.Event()
-    task = asyncio.create_task(work(ready))
-    waiting = asyncio.create_task(ready.wait())
-    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    if isinstance(task.done() and task.exception(), NoNamespaces):
-        pytest.skip(str(task.exception()))
-    made = _others(_children())
-    assert len(made) == 2
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert _children() == []
-    assert not made & _inhabited()
-    assert _named() == named
-
-
 HELD = f"""
 import asyncio
 from pdserve.kv.pool import PoolShape
@@ -196,7 +165,6 @@ asyncio.run(work())
 
 
 async def test_nothing_is_left_after_a_kill() -> None:
-    named = _named()
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", HELD, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -208,7 +176,6 @@ async def test_nothing_is_left_after_a_kill() -> None:
         process.kill()
         await process.wait()
     await until(lambda: not made & _inhabited(), within=20.0)
-    assert _named() == named
 
 
 @pytest.mark.parametrize(("text", "rate"), [("200mbit", 200e6), ("1gbit", 1e9), ("2.5Gbit", 2.5e9)])

@@ -1,6 +1,5 @@
 """Each hop's benchmark once, small, on the real parts; and what its figures are made of."""
 
-import asyncio
 import math
 import os
 import signal
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from pdserve_bench.hops import frontend, queue, stream
-from pdserve_bench.hops.command import HOPS, choose, make_report
+from pdserve_bench.hops.command import HOPS, choose
 from pdserve_bench.hops.frontend_load import RAMP, step_seconds, tokens_needed
 from pdserve_bench.hops.section import HopOptions, HopSection, Pair, spread
 from pdserve_bench.hops.stream_ends import SIZES
@@ -148,16 +147,6 @@ def test_an_unknown_hop_is_an_error_that_names_the_others() -> None:
         choose("queue,streem")
 
 
-@pytest.mark.parametrize("name", HOPS)
-def test_every_hop_announces_what_it_does(name: str, tmp_path: Path) -> None:
-    hop = import_module(HOPS[name])
-    phases = hop.phases(HopOptions(tmp_path))
-    assert phases
-    assert all(phase.startswith(name) or name == "kv" for phase in phases)
-    assert all(seconds > 0 for seconds in phases.values())
-    assert callable(hop.measure)
-
-
 def test_all_of_it_takes_some_minutes(tmp_path: Path) -> None:
     modules = [import_module(path) for path in HOPS.values()]
     assert sum(sum(hop.phases(HopOptions(tmp_path)).values()) for hop in modules) < 6 * 60
@@ -168,11 +157,6 @@ def test_wrong_options_end_before_any_work(capsys: pytest.CaptureFixture[str]) -
     assert main(["bench", "hops", "--json", "/nowhere/x.json"]) == 2
     assert main(["bench", "hops", "--rounds", "0"]) == 2
     assert "there is no folder /nowhere" in capsys.readouterr().err
-
-
-def test_a_report_of_nothing_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    make_report({}, complete=False).show()
-    assert "Broken off" in capsys.readouterr().out
 
 
 def test_broken_off_it_shows_what_is_there(tmp_path: Path) -> None:
@@ -195,17 +179,8 @@ def test_broken_off_it_shows_what_is_there(tmp_path: Path) -> None:
     assert "Broken off" in output
     assert '"complete": false' in file.read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["hops.json"], "nothing is left behind"
-
-
-async def test_a_hop_that_is_cancelled_ends_its_processes(tmp_path: Path) -> None:
-    options = HopOptions(tmp_path, seconds=60.0, rounds=9)
-    with Schedule(stream.phases(options)) as schedule:
-        task = asyncio.create_task(last(stream.measure(options, schedule)))
-        while not (tmp_path / "frontend.log").exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(0.5)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    left = [child.cmdline() for child in psutil.Process().children()]
-    assert not [command for command in left if "pdserve_bench.hops.stream_ends" in command]
+    assert not [
+        left
+        for left in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in " ".join(left.info["cmdline"] or ())
+    ]

@@ -96,14 +96,6 @@ def test_phases_are_one_at_a_time() -> None:
         pass
 
 
-def test_a_phase_that_fails_is_over() -> None:
-    schedule = Schedule()
-    with pytest.raises(ValueError, match="it"), schedule.phase("a"):
-        raise ValueError("it")
-    with schedule.phase("b"):
-        pass
-
-
 RUN = """
     with Schedule({"first": 5, "second [/b]": 60}) as schedule:
         with schedule.phase("first"):
@@ -159,14 +151,6 @@ def test_results_go_to_their_file_beside_a_bar(tmp_path: Path) -> None:
         terminal.until("the exit code is 0")
     assert file.read_text() == "a result\nthe end\n"
     assert "a line that stays" in terminal.text
-
-
-def test_a_terminal_that_can_nothing_gets_lines() -> None:
-    command = ["env", "TERM=dumb", *program(RUN.replace("SECONDS", "1"))]
-    with Terminal(command, dict(os.environ)) as terminal:
-        terminal.until("the exit code is 0")
-    assert HIDDEN not in terminal.text
-    assert "  second [/b] (60 s left)" in terminal.text
 
 
 @pytest.mark.parametrize(

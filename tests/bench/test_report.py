@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pdserve_bench.report import (
-    BROKEN_OFF,
     Cell,
     Chart,
     Column,
@@ -93,11 +92,6 @@ def test_a_table_fits_its_width_and_breaks_no_number(
     )
 
 
-def test_what_is_broken_off_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    Report("", "So far: nothing.", complete=False).show()
-    assert capsys.readouterr().out.splitlines() == [BROKEN_OFF, "So far: nothing."]
-
-
 def test_texts_of_servers_do_nothing_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     Report(EVIL, EVIL, [Rows(EVIL, [Column(EVIL)], [[EVIL]], EVIL)], notes=[EVIL], verdict=EVIL).show()
     out = capsys.readouterr().out
@@ -135,17 +129,8 @@ def test_json_is_read_back(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     file.write_text(report().as_json())
     assert read(file) == report()
-    assert list(json.loads(file.read_text())) == [
-        "title",
-        "verdict",
-        "lead",
-        "complete",
-        "tables",
-        "charts",
-        "notes",
-        "origins",
-        "data",
-    ]
+    keys = "title verdict lead complete tables charts notes origins data"
+    assert list(json.loads(file.read_text())) == keys.split()
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
@@ -214,21 +199,9 @@ def test_charts_are_chosen_by_number_or_title() -> None:
 
 
 def test_the_command_is_there_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = [
-        "bench",
-        "goodput",
-        "--api-key",
-        "sk-1",
-        "--base-url",
-        "http://me:pw@host/v1",
-        "--api-key=sk-2",
-        "--hf-token",
-        "hf_1",
-        "--prompt-tokens",
-        "512",
-        "--note",
-    ]
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/pdserve", *arguments, "two words"])
+    secrets = "--api-key sk-1 --base-url http://me:pw@host/v1 --api-key=sk-2 --hf-token hf_1"
+    words = f"/usr/bin/pdserve bench goodput {secrets} --prompt-tokens 512 --note"
+    monkeypatch.setattr(sys, "argv", [*words.split(), "two words"])
     assert command_line() == (
         "pdserve bench goodput --api-key '***' --base-url 'http://***@host/v1' '--api-key=***' --hf-token '***' "
         "--prompt-tokens 512 --note 'two words'"

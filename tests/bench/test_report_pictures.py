@@ -168,26 +168,6 @@ def test_a_limit_beyond_the_data_is_shown_with_its_name() -> None:
     assert {"SLO: 500 ms", "400 ms"} <= set(texts(chart))
 
 
-def test_a_series_that_a_group_does_not_have_takes_no_place_in_it() -> None:
-    """As the CPU time of processes of which each system has others."""
-    processes = [Series(f"process {place}", ["p", "q"], [NAN, 2] if place else [1, 2]) for place in range(9)]
-    found = texts(Chart("", "bars", "", "", processes))
-    assert "n/a" not in found
-    full = [Series(series.label, ["p", "q"], [1, 2]) for series in processes]
-    shorter, longer = (
-        extent(svg(chart, palette.of_labels([chart])))[1]
-        for chart in (Chart("", "bars", "", "", processes), Chart("", "bars", "", "", full))
-    )
-    assert shorter < longer
-
-
-def extent(drawn: str) -> tuple[float, float]:
-    """The numbers of its viewBox: width and height."""
-    found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn)
-    assert found
-    return float(found[1]), float(found[2])
-
-
 def test_a_label_has_one_colour_and_a_baseline_is_grey() -> None:
     one = Chart("", "bars", "", "", [Series("goodput", SYSTEMS, [1, 2, 3])])
     two = Chart("", "lines", "", "", [Series(name, [1], [1]) for name in reversed(SYSTEMS)])
@@ -199,35 +179,6 @@ def test_a_label_has_one_colour_and_a_baseline_is_grey() -> None:
     assert len({*strong}) == 3
     assert not {*strong} & set(palette.GREYS)
     assert len(set(palette.of_labels([NASTY[10]]).values())) == 8
-
-
-def test_labels_of_one_chart_differ_where_there_are_more_than_colours() -> None:
-    charts = [
-        Chart("", "bars", "", "", [Series(f"{kind} {place}", ["x"], [1]) for place in range(count)])
-        for kind, count in (("system", 3), ("process", 7), ("hop", 6))
-    ]
-    mixed = Chart("", "bars", "", "", [*charts[0].series, *charts[2].series[-2:]])
-    colours = palette.of_labels([*charts, mixed])
-    for chart in (*charts, mixed):
-        assert len({colours[series.label] for series in chart.series}) == len(chart.series)
-
-
-@pytest.mark.parametrize(
-    ("label", "baseline"),
-    [
-        ("plain vLLM", True),
-        ("Aggregated: 4 engines", True),
-        ("vLLM", True),
-        ("vLLM, 512 tokens", True),
-        ("bare TCP", True),
-        ("vLLM worker", False),
-        ("decode: vLLM worker", False),
-        ("pdserve, all local", False),
-        ("one round", False),
-    ],
-)
-def test_baselines_are_known_by_their_names(label: str, baseline: bool) -> None:
-    assert palette.is_baseline(label) is baseline
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from pdserve_bench.client import Exchange
@@ -60,20 +59,6 @@ def test_a_run_that_was_broken_off_is_as_long_as_it_was() -> None:
     figures = run.summary()
     assert (figures["window"], figures["requests/s"], figures["unfinished"]) == (4, 0.25, 1)
     assert "kept" not in figures
-
-
-def test_a_run_that_nothing_is_known_of_yet() -> None:
-    figures = LoadRun().summary(Slo())
-    assert {value for name, value in figures.items() if name not in ("seconds", "window", "kept")} == {0.0}
-
-
-def test_a_run_can_be_looked_at_while_it_runs() -> None:
-    run = LoadRun()
-    run.exchanges += [Exchange(), Exchange()]
-    assert len(run.on_their_way) == 2
-    run.exchanges[0].ended = time.monotonic()
-    assert run.exchanges[1:] == run.on_their_way
-    assert run.summary()["finished"] == 1
 
 
 def test_an_answer_in_one_piece_has_no_speed() -> None:

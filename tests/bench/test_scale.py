@@ -4,8 +4,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from pdserve_bench.options import numbers
 from pdserve_bench.report import Rows
-from pdserve_bench.scale.command import OURS, ScaleTurn, _choice, _sizes, _sources, _window, make_report
+from pdserve_bench.scale.command import OURS, ScaleTurn, _choice, _sources, _window, make_report
 from pdserve_bench.scale.graph import ScaleGraph
 
 from pdserve.errors import ConfigError
@@ -47,11 +48,11 @@ def test_a_turn_that_failed_has_its_row() -> None:
     assert report.notes == ["10 workers: no"]
 
 
-@pytest.mark.parametrize("text", ["", "ten", "10,", "1", "10,-2"])
+@pytest.mark.parametrize("text", ["ten", "10,", "1", "10,-2"])
 def test_numbers_of_workers(text: str) -> None:
     with pytest.raises(ConfigError, match="--workers"):
-        _sizes(text)
-    assert _sizes("10, 20") == [10, 20]
+        numbers("--workers", text, least=2)
+    assert numbers("--workers", "10, 20", least=2) == [10, 20]
 
 
 def test_what_it_is_measured_against(tmp_path: Path) -> None:

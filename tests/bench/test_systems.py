@@ -21,17 +21,7 @@ from tests.bench.answers import OpenAi, tiny_server
 from tests.serving import processes_below
 
 SPEED = {"step-seconds": 0.01, "prefill-rate": 10_000}
-TINY = [
-    "--prompt-tokens",
-    "200",
-    "--output-tokens",
-    "8",
-    "--seconds",
-    "1.5",
-    "--no-screening",
-    "--rounds",
-    "1",
-]
+TINY = "--prompt-tokens 200 --output-tokens 8 --seconds 1.5 --no-screening --rounds 1"
 
 
 class Benchmark:
@@ -40,7 +30,17 @@ class Benchmark:
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
         file = write(simulated(SPEED), folder / "sim.yaml")
-        command = [sys.executable, "-m", "pdserve", "bench", "systems", "-f", str(file), *TINY, *options]
+        command = [
+            sys.executable,
+            "-m",
+            "pdserve",
+            "bench",
+            "systems",
+            "-f",
+            str(file),
+            *TINY.split(),
+            *options,
+        ]
         (folder / "tmp").mkdir()
         with (folder / "out").open("wb") as out, (folder / "log").open("wb") as log:
             environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "COLUMNS": "110"}

@@ -9,7 +9,6 @@ from pdserve_bench.systems.aggregated import (
     Baseline,
     Layout,
     batches,
-    candidates,
     layouts,
     simulated_sections,
     vllm_arguments,
@@ -50,16 +49,6 @@ def test_on_a_cpu_host_one_engine_has_all_cores_and_the_kv_space_of_all_workers(
     fewer = Baseline(plan, Layout(threads=7), 512).system("base")
     assert isinstance(fewer, PlainVllm)
     assert fewer.variables["OMP_NUM_THREADS"] == "7"
-
-
-def test_what_is_tried_on_a_cpu_host() -> None:
-    plan = plan_of(ROOT / "configs/local.yaml")
-    assert [each.told for each in candidates(plan, [256, 2048, 8192])] == [
-        "one engine of 7 threads, max-num-batched-tokens 2048",
-        "one engine of 8 threads, max-num-batched-tokens 2048",
-    ]
-    (alone,) = candidates(plan, [])
-    assert alone.batch is None
 
 
 @pytest.mark.parametrize(

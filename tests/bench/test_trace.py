@@ -22,10 +22,10 @@ WORD = 2.0
 """tokens per word in these tests"""
 
 
-def trace(folder: Path, *lines: "dict[str, Any] | str", limit: int = 0) -> Trace:
+def trace(folder: Path, *lines: "dict[str, Any] | str") -> Trace:
     file = folder / "trace.jsonl"
     file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
-    return read_trace(file, limit)
+    return read_trace(file)
 
 
 def mooncake(at: float, tokens: int, blocks: list[int], answer: int = 8) -> dict[str, Any]:
@@ -124,7 +124,6 @@ def test_what_cannot_be_asked_is_left_out_and_told(tmp_path: Path) -> None:
     assert "1 left out: with no answer; 1 left out: longer than the model's 4,096" in found.describe()
     with pytest.raises(ConfigError, match="all its requests are longer"):
         trace(tmp_path, *lines).within(64)
-    assert len(trace(tmp_path, *lines, limit=3).requests) == 2
 
 
 def test_arrivals_keep_their_bursts_at_the_wanted_rate(tmp_path: Path) -> None:
@@ -151,15 +150,6 @@ def test_times_that_the_recorder_rounded_are_spread(tmp_path: Path) -> None:
     dues = [request.due for request in found.requests]
     assert dues == pytest.approx([number / 2 for number in range(60)])
     assert found.rate == pytest.approx(2.0)
-
-
-def test_it_is_told_in_a_line(tmp_path: Path) -> None:
-    found = trace(tmp_path, *(mooncake(500 * number, 1000 + number, [1, number + 2]) for number in range(10)))
-    assert found.describe() == (
-        "10 requests, 2 a second; prompts of 1,004 and 1,008 tokens (p50, p90), answers of 8 and 8; "
-        "46 % of the prompt tokens in shared prefixes"
-    )
-    assert found.requests[0].prompt_tokens == 1000
 
 
 async def test_it_is_sent_at_its_times_whatever_becomes_of_those_before(tmp_path: Path) -> None:

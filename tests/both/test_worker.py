@@ -40,7 +40,7 @@ async def all_free(*engines: SimEngine) -> None:
 
 
 def warmed() -> float:
-    return REGISTRY.get_sample_value("pdserve_warm_ups_total", {"result": "ok"}) or 0.0
+    return REGISTRY.get_sample_value("pdserve_warm_ups_total", {"model": "demo", "result": "ok"}) or 0.0
 
 
 async def test_kv_has_crossed_both_ways_before_the_first_request() -> None:
@@ -95,11 +95,12 @@ async def test_a_prompt_that_comes_back_is_prefilled_here_and_counts_as_no_failu
     await until(lambda: len(pair.b.worker.requests.occupying()) == 1)
     pair.b.worker._prompts.pulling.looked = 1e9  # it never looks again
     await streaming(pair.a)
-    failed = REGISTRY.get_sample_value("pdserve_remote_prefill_failures_total", {"reason": "own"})
+    count, labels = "pdserve_remote_prefill_failures_total", {"model": "demo", "reason": "own"}
+    failed = REGISTRY.get_sample_value(count, labels)
     answered = await pair.a.frontend.ask(LONG)
     assert placed(answered) == ("local", "own")
     assert answered.tokens == expected(LONG, 4)
-    assert REGISTRY.get_sample_value("pdserve_remote_prefill_failures_total", {"reason": "own"}) == failed
+    assert REGISTRY.get_sample_value(count, labels) == failed
     assert not pair.broker.queue("pdserve", "model").entries
     pair.b.engine.faults.going.set()
 

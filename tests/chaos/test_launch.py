@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from pdserve_bench.launch import SIM_SPEED, derive
+from pdserve_bench.sections import Sections
 
 from pdserve.config.load import load
 from pdserve.config.schema import SecuritySection
@@ -13,7 +14,7 @@ from pdserve.errors import ConfigError
 ROOT = Path(__file__).parent.parent.parent
 
 
-def _loaded(file: Path, folder: Path, dtype: str = "") -> "tuple[dict[str, object], Path]":
+def _loaded(file: Path, folder: Path, dtype: str = "") -> tuple[Sections, Path]:
     sections = derive(file, 2, 8123, 20100, dtype)
     written = folder / "derived.yaml"
     written.write_text(json.dumps(sections))

@@ -11,6 +11,8 @@ from pdserve_bench.chaos.judge import Judgement
 from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.chaos.questions import Case
 
+from tests.tcp import tcp_server
+
 ANSWER = (7, 8, 9)
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\nx-pdserve-prefill: remote\r\n"
 STREAM = HEAD + b"content-type: text/event-stream\r\n\r\n"
@@ -53,11 +55,8 @@ async def _server(kind: str) -> AsyncIterator[str]:
             await reader.read()
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
+    async with tcp_server(answer) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def _cases(stream: bool) -> Iterator[Case]:

@@ -25,6 +25,7 @@ from pdserve_bench.client import LoadClient
 
 from pdserve.config.load import load
 from pdserve.errors import Unavailable
+from tests.tcp import tcp_server
 
 YAML = """
 Common: {model: demo}
@@ -90,11 +91,8 @@ async def _client(answer: Answer) -> AsyncIterator[LoadClient]:
         writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode())
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield LoadClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    finally:
-        server.close()
+    async with tcp_server(serve) as port:
+        yield LoadClient(f"http://127.0.0.1:{port}")
 
 
 def _prompt(asked: dict[str, Any]) -> int:

@@ -22,12 +22,12 @@ def file(tmp_path: Path) -> Path:
 def test_a_file_of_names(file: Path) -> None:
     file.write_text(
         f"alice:\n  key: {LONG}\n  requests-per-minute: 60\n  concurrent-requests: 8\n"
-        f"bob@example.org: {{key-sha256: {HASH}, tokens-per-minute: 100000}}\n"
+        f"bob@example.org: {{key-sha256: {HASH}, tokens-per-minute: 100000, admin: true}}\n"
     )
     found = read_keys(file, {})
     assert found.keys == [
         ApiKey.of(LONG, "alice", KeyLimits(requests_per_minute=60, concurrent_requests=8)),
-        ApiKey.of(OTHER, "bob@example.org", KeyLimits(tokens_per_minute=100_000)),
+        ApiKey.of(OTHER, "bob@example.org", KeyLimits(tokens_per_minute=100_000), admin=True),
     ]
     assert (found.files, found.notes) == ([file], [])
 
@@ -73,6 +73,7 @@ def test_whether_keys_are_configured(file: Path) -> None:
             f"alice:\n  key: {LONG}\n  request-per-minute: 3",
             "FILE:3: alice.request-per-minute is not a key of an API key: did you mean requests-per-minute?",
         ),
+        (f"alice:\n  key: {LONG}\n  admin: root", "FILE:3: alice.admin must be true or false"),
         (f"alice:\n  key: {LONG}\n  tokens-per-minute: 0", "FILE:3: alice.tokens-per-minute must be a whole"),
         (
             f"alice:\n  key: {LONG}\n  tokens-per-minute: yes",

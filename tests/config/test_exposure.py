@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.config.exposure import is_loopback
 from pdserve.config.load import load
+from pdserve.ports import is_loopback
 from tests.config.test_load import GOOD, problems, read
 
 MAKE = "make credentials (`pdserve credentials FOLDER`) and set Security.credentials"

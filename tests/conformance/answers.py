@@ -14,7 +14,7 @@ _VOLATILE = {
     "call_id", "tool_call_id", "signature",
 }  # fmt: skip
 _OWN_HEADERS = re.compile(
-    r"date|server|connection|content-length|transfer-encoding|x-request-id|x-pdserve-.*"
+    r"date|server|connection|content-length|transfer-encoding|x-request-id|x-pdserve-.*|server-timing"
 )
 _GROWS = {
     "content", "text", "reasoning", "delta", "arguments", "partial_json", "thinking", "token_ids", "tokens",

@@ -59,6 +59,7 @@ DIFFERENCES: dict[str, Difference] = {
         Difference(
             "`/openapi.json`", "all of its routes", "those that a graph answers, and its errors", ("body",)
         ),
+        Difference("`/requests`, `/requests/{id}`", "404", "receipts (below)"),
         Difference("`/metrics`", "of one process, by any method", "of all processes of the graph, by GET"),
         Difference(
             "what is no HTTP",
@@ -93,7 +94,7 @@ DIFFERENCES: dict[str, Difference] = {
         Difference(
             "response headers",
             "",
-            "`x-request-id` always; `x-pdserve-prefill`, `x-pdserve-instance`; no `server`",
+            "`x-request-id` always; `server-timing` and `x-pdserve-...` of what is generated (below); no `server`",
         ),
         Difference(
             "a stream's status",

@@ -125,6 +125,7 @@ REQUESTS = [
     *(route(path, method, "unknown paths and methods") for path in NOWHERE for method in METHODS if method != "HEAD"),
     route("/v1/models/demo", "GET", "`/v1/models/{model}`"),
     route("/v1/models/no-such-model", "GET", "`/v1/models/{model}`"),
+    route("/requests", "GET", "`/requests`, `/requests/{id}`"),
     route("/v1/responses/resp_1", "GET"),
     route("/v1/responses/nothing", "GET"),
     route("/v1/responses/resp_1/cancel", "POST"),

@@ -22,7 +22,7 @@ async def chunked(graph: Graph, chunk: int = 64) -> Prefill:
 
 
 def moved() -> float:
-    return REGISTRY.get_sample_value("pdserve_kv_transfer_bytes_total") or 0.0
+    return REGISTRY.get_sample_value("pdserve_kv_transfer_bytes_total", {"model": "demo"}) or 0.0
 
 
 def part(tokens: int, **changes: object) -> KvHandle:

@@ -28,7 +28,7 @@ LONG = [300 + (7 * number) % 600 for number in range(500)]
 
 
 def counted(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(name, labels) or 0.0
+    return REGISTRY.get_sample_value(name, {"model": "demo", **labels}) or 0.0
 
 
 def warm(result: str) -> float:
@@ -58,7 +58,7 @@ async def test_a_pair_is_warm_before_the_first_request_and_nothing_else_counts_i
         await until(lambda: warm("ok") == before + 1)
         assert counted(names[0]) == waits
         assert counted("pdserve_prefill_total", mode="local", reason="short") == local
-        assert counted(names[1]) == transfers + 1
+        assert counted(names[1]) == transfers
         assert len(graph.decode.requests) == 0
         assert graph.decode.requests.waiting == 0
         await until(prefill.engine.all_blocks_free)
@@ -66,6 +66,7 @@ async def test_a_pair_is_warm_before_the_first_request_and_nothing_else_counts_i
         answered = await (await graph.frontend()).ask(LONG)
         assert answered.placed is not None
         assert answered.placed.prefill == "remote"
+        assert [counted(name) for name in names] == [waits + 1, transfers + 1]
 
 
 async def test_a_decode_worker_that_comes_later_is_warm_with_all(slow: None) -> None:

@@ -49,14 +49,15 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 def failures(reason: str) -> float:
     name = "pdserve_remote_prefill_failures_total"
-    return REGISTRY.get_sample_value(name, {"reason": reason}) or 0.0
+    return REGISTRY.get_sample_value(name, {"model": "demo", "reason": reason}) or 0.0
 
 
 async def test_short_prompts_are_prefilled_here_and_long_ones_elsewhere() -> None:
     async with Graph() as graph:
         prefill = await graph.prefill()
         frontend = await graph.frontend()
-        bytes_before = REGISTRY.get_sample_value("pdserve_kv_transfer_bytes_total") or 0.0
+        count, labels = "pdserve_kv_transfer_bytes_total", {"model": "demo"}
+        bytes_before = REGISTRY.get_sample_value(count, labels) or 0.0
         short, long = await frontend.ask(SHORT), await frontend.ask(LONG)
         assert short.placed is not None
         assert (short.placed.prefill, short.placed.reason) == ("local", "short")
@@ -64,7 +65,7 @@ async def test_short_prompts_are_prefilled_here_and_long_ones_elsewhere() -> Non
         assert (long.placed.prefill, long.placed.reason) == ("remote", "long")
         assert short.tokens == expected(SHORT, 4)
         assert long.tokens == expected(LONG, 4)
-        assert REGISTRY.get_sample_value("pdserve_kv_transfer_bytes_total") == bytes_before + 32 * 16 * 4096
+        assert REGISTRY.get_sample_value(count, labels) == bytes_before + 32 * 16 * 4096
         again = await frontend.ask(LONG)
         assert again.placed is not None
         assert again.placed.reason == "short", "the prefix is cached by now"
@@ -334,11 +335,12 @@ async def test_the_first_token_does_not_wait_for_the_kv() -> None:
         request_id = await frontend.submit(LONG)
         assert await first_of(frontend.messages) == ["Placed", "Outputs"]
         answered = frontend.answered[request_id]
-        assert answered.placed == Placed(request_id, "remote", "long")
+        assert answered.placed is not None
+        assert (answered.placed.prefill, answered.placed.reason) == ("remote", "long")
         assert answered.tokens == expected(LONG, 1)
         await frontend.end_of(request_id)
         assert answered.tokens == expected(LONG, 4)
-        assert answered.placed == Placed(request_id, "local", "transfer")
+        assert (answered.placed.prefill, answered.placed.reason) == ("local", "transfer")
         prefill.engine.faults.drop_transfers = False
         await until(graph.decode_engine.all_blocks_free)
 
@@ -346,9 +348,8 @@ async def test_the_first_token_does_not_wait_for_the_kv() -> None:
 async def test_a_request_of_one_token_never_enters_the_decode_engine() -> None:
     async with Graph() as graph:
         prefill = await graph.prefill()
-        counted = (
-            REGISTRY.get_sample_value("pdserve_prefill_total", {"mode": "remote", "reason": "long"}) or 0
-        )
+        labels = {"model": "demo", "mode": "remote", "reason": "long"}
+        counted = REGISTRY.get_sample_value("pdserve_prefill_total", labels) or 0
         answered = await (await graph.frontend()).ask(LONG, 1)
         assert answered.tokens == expected(LONG, 1)
         assert answered.placed is not None
@@ -356,7 +357,6 @@ async def test_a_request_of_one_token_never_enters_the_decode_engine() -> None:
         await until(prefill.engine.all_blocks_free)
         assert graph.decode_engine.prefix_hit(LONG, body()) == 0
         assert not len(graph.decode.requests)
-        labels = {"mode": "remote", "reason": "long"}
         assert REGISTRY.get_sample_value("pdserve_prefill_total", labels) == counted + 1
 
 
@@ -596,6 +596,10 @@ async def test_kv_whose_lease_runs_out_at_the_last_moment_is_computed_here(
         assert answered.tokens == expected(LONG, 4)
         assert answered.placed is not None
         assert (answered.placed.prefill, answered.placed.reason) == ("local", "fallback")
+        hops = answered.placed.hops
+        assert [hop.name for hop in hops] == ["queue", "prefill", "fallback", "prefill"]
+        assert hops[2].why.startswith("expired: ")
+        assert hops[3].start >= hops[2].start
         await until(prefill.engine.all_blocks_free)
         await until(graph.decode_engine.all_blocks_free)
 
@@ -744,7 +748,7 @@ async def test_frontends_are_told_its_load() -> None:
         await frontend.client.send(hello)
         await untold[0].client.send(msgspec.structs.replace(hello, vllm_version="0.1"))
         await untold[1].client.send(older)
-        await until(lambda: frontend.loads == [Load()])
+        await until(lambda: frontend.loads == [Load(queue_limit=4)])
         request = await frontend.submit(SHORT, 5000)
         await until(lambda: frontend.loads[-1].running == 1)
         tokens = frontend.loads[-1].tokens
@@ -755,7 +759,7 @@ async def test_frontends_are_told_its_load() -> None:
         await until(lambda: bool(other.loads))
         assert other.loads[0].running == 1
         await frontend.cancel(request)
-        await until(lambda: frontend.loads[-1] == Load() == other.loads[-1])
+        await until(lambda: frontend.loads[-1] == Load(queue_limit=4) == other.loads[-1])
         assert [each.loads for each in untold] == [[], []]
 
 

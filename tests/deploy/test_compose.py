@@ -18,6 +18,7 @@ from pdserve.registry import connect as connect_registry
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, etcd_binary, nats_binary
 from tests.deploy.compose import FOLDER, HEALTH_KEYS, SERVICE_KEYS, load, replaced
 from tests.queue.requests import publish
+from tests.tcp import tcp_server
 
 BASE, GPU = "docker-compose.yml", "docker-compose.gpu.yml"
 BOTH = pytest.mark.parametrize("files", [(BASE,), (BASE, GPU)], ids=["cpu", "gpu"])
@@ -100,10 +101,8 @@ async def test_the_health_check_of_pdserve_asks_its_port() -> None:
         writer.write(b"HTTP/1.0 200 OK\r\n\r\n")
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    words = [sys.executable, *replaced(check[2:], {"127.0.0.1:0/": f"127.0.0.1:{port}/"})]
-    async with server:
+    async with tcp_server(serve) as port:
+        words = [sys.executable, *replaced(check[2:], {"127.0.0.1:0/": f"127.0.0.1:{port}/"})]
         assert await _run(words) == 0
     assert asked == [b"GET /health HTTP/1.1\r\n"]
     assert await _run(words) != 0
@@ -117,7 +116,8 @@ def _mounted(service: str, folder: str) -> str:
 
 def test_all_have_the_credentials() -> None:
     services = load(BASE, CREDENTIALS="/secrets")["services"]
-    assert all("/secrets:/credentials:ro" in service["volumes"] for service in services.values())
+    graph = [service for service in services.values() if service.get("profiles") != ["watch"]]
+    assert all("/secrets:/credentials:ro" in service["volumes"] for service in graph)
     assert services["pdserve"]["environment"]["PDSERVE_CREDENTIALS"] == "/credentials"
     assert (
         f"deploy/{Path(_mounted('nats', '/credentials')).name}/" in (FOLDER.parent / ".gitignore").read_text()

@@ -3,9 +3,11 @@
 import json
 
 import httpx
+import msgspec
 import pytest
 from openai import OpenAI
 
+from pdserve.watch import Receipt
 from tests.e2e.graph import Graph
 from tests.listeners import listeners
 
@@ -63,6 +65,16 @@ def test_transfer_is_counted(graph: Graph) -> None:
     assert moved == pytest.approx(blocks * 32 * per_token, rel=0.1)
     count = "pdserve_kv_transfer_seconds_count"
     assert after(count) == before(count) + 1
+    traced = graph.pdserve("trace", answer.headers["x-request-id"], "--json", "-f", str(graph.file))
+    receipt = msgspec.json.decode(traced.stdout, type=Receipt)
+    there = {hop.name: hop for hop in receipt.hops}
+    assert {"queue", "prefill", "transfer", "first-step"} < there.keys()
+    assert there["prefill"].instance == there["transfer"].instance != there["first-step"].instance
+    assert all(0 < there[name].seconds < receipt.seconds for name in ("prefill", "transfer", "first-step"))
+    # decode begins with the first token, which may have come from the prefill worker, before the KV
+    in_turn = [hop.seconds for hop in receipt.hops if hop.name != "decode"]
+    assert sum(in_turn) <= receipt.seconds + 0.001
+    assert there["decode"].start + there["decode"].seconds <= receipt.seconds + 0.001
 
 
 @pytest.mark.parametrize(

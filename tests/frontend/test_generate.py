@@ -163,7 +163,10 @@ async def test_docs_and_schema(graph: Graph) -> None:
         ]
     assert docs.status_code == 200
     assert absent == []
-    assert GENERATING | TOKENIZING | {"/v1/models/{name}", "/health", "/metrics"} <= paths.keys()
+    assert (
+        GENERATING | TOKENIZING | {"/v1/models/{name}", "/requests/{id}", "/health", "/metrics"}
+        <= paths.keys()
+    )
 
 
 @pytest.mark.parametrize(

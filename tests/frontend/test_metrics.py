@@ -6,14 +6,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from prometheus_client import REGISTRY
 
 from pdserve.frontend import pages
 from pdserve.frontend.pages import MetricsPage
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
+from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.test_generate import completion
+from tests.tcp import tcp_server
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -43,8 +46,8 @@ async def page_server(answers: bool, fetched: list[float] | None = None) -> Asyn
             await reader.read()
         writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/metrics"
+    async with tcp_server(serve) as port:
+        yield f"http://127.0.0.1:{port}/metrics"
 
 
 async def test_pages_of_the_others_are_in_it(graph: Graph) -> None:
@@ -58,6 +61,7 @@ async def test_pages_of_the_others_are_in_it(graph: Graph) -> None:
             record = encode_record(Instance(name, Role.PREFILL, metrics=url))
             await registry.put(keys.instance(Instance(name, Role.PREFILL)), record)
         await graph.http.post("/v1/completions", json=completion())
+        await until(lambda: REGISTRY.get_sample_value("pdserve_instances", {"role": "prefill"}) == 3)
         before = time.monotonic()
         page = (await graph.http.get("/metrics")).text
         took = time.monotonic() - before
@@ -65,10 +69,10 @@ async def test_pages_of_the_others_are_in_it(graph: Graph) -> None:
     assert took < 3.0
     own = 'instance="frontend-0-test"'
     assert f'pdserve_instances{{{own},role="prefill"}} 3.0' in page
-    assert f'pdserve_router_decisions_total{{instance="{worker.id}",policy="round-robin",source=' in page
+    assert f'source="frontend-0-test",instance="{worker.id}",policy="round-robin"}}' in page
     for name in ("requests_total", "ttft_seconds_count", "itl_seconds_count", "e2e_seconds_count"):
         assert any(line.startswith(f"pdserve_{name}{{") and own in line for line in page.splitlines()), name
-    assert f'vllm:generation_tokens_total{{engine="0",{own},model_name="demo"}}' in page
+    assert f'vllm:generation_tokens_total{{{own},engine="0",model_name="demo"}}' in page
     assert "vllm:kv_cache_usage_perc" not in page, "a frontend has no KV cache"
 
 

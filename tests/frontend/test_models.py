@@ -17,10 +17,12 @@ from pdserve.cli.status import render
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.processor import Processor, serve_model
 from pdserve.messages import Load, WorkerLoad
+from pdserve.observe.graph_state import graph_state
 from pdserve.records import Instance, ModelCard, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.registry.view import RegistryView
+from pdserve.watch import Watched
 from tests.conditions import until
 from tests.frontend.conftest import Graph, card
 from tests.frontend.test_generate import completion
@@ -93,25 +95,26 @@ async def test_a_model_that_goes_is_collected(graph: Graph) -> None:
 
 
 async def test_the_load_that_a_frontend_publishes(graph: Graph) -> None:
-    """With the decode workers that it cannot reach, which `pdserve status` shows."""
+    """And the decode workers that it cannot reach, which `pdserve status` shows."""
     async with graph.worker(pace=None) as worker, MemoryRegistry(graph.registry) as registry:
         request = asyncio.create_task(graph.http.post("/v1/completions", json=completion(max_tokens=1)))
         await worker.until(lambda: worker.jobs)
         lost = msgspec.structs.replace(worker.instance, id="decode-9-lost", address="memory://nowhere")
         await registry.put(keys.instance(lost), encode_record(lost))
-        await until(lambda: graph.models.report() == Load(running=1, unreachable=["decode-9-lost"]))
+        await until(lambda: graph.models.report() == Load(running=1) and len(graph.models.links()) == 2)
         me = Instance("frontend-0-me", Role.FRONTEND)
         await registry.put(keys.instance(me), encode_record(me))
         shown = io.StringIO()
         async with RegistryView(registry) as view:
-            Console(file=shown, width=200).print(
-                render(view, {me.id: graph.models.report()}, GraphAddress("etcd", "t"))
+            state = graph_state(
+                view.instances(), [], {}, {}, {me.id: Watched(graph.models.report(), graph.models.links())}
             )
+            Console(file=shown, width=200).print(render(state, GraphAddress("etcd", "t")))
         await registry.delete(keys.instance(lost))
         await worker.step()
         assert (await request).status_code == 200
     await until(lambda: graph.models.report() == Load())
-    assert "cannot reach decode-9-lost" in shown.getvalue()
+    assert f"{me.id} to decode-9-lost is down" in shown.getvalue()
 
 
 async def test_unknown_model(graph: Graph) -> None:

@@ -48,6 +48,7 @@ def test_without_keys_pages_of_this_machine_alone() -> None:
     for other in (EVIL, "null", "http://localhost.evil.example", "http://127.0.0.1.evil.example", "file://"):
         assert pages.ask(other) == (403, "")  # nor does it work for them: they may not care for the answer
         assert pages.preflight(other) == 403
+        assert pages.ask(other, path="/requests") == (403, "")
     assert pages.asked == asked
 
 

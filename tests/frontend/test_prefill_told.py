@@ -12,7 +12,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 def count(mode: str, reason: str) -> float:
-    return REGISTRY.get_sample_value("pdserve_prefill_total", {"mode": mode, "reason": reason}) or 0.0
+    return (
+        REGISTRY.get_sample_value("pdserve_prefill_total", {"model": "demo", "mode": mode, "reason": reason})
+        or 0.0
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])

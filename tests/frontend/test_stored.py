@@ -46,6 +46,7 @@ class Frontend:
         self.id = id
         self.models: ServedModels
         self.stored: StoredResponses
+        self.app: FrontendApp
         self.http: httpx.AsyncClient
         self.url = ""
         self._stack = AsyncExitStack()
@@ -68,7 +69,9 @@ class Frontend:
         self.models = await enter(serve_models(view, context, "demo", AdmissionLimits()))
         page = MetricsPage(view, self.id, await enter(httpx.AsyncClient()))
         allowed = ApiKeys([ApiKey.of("alice-key", "alice"), ApiKey.of("bob-key", "bob")])
-        app = FrontendApp(self.models, page, allowed, 20.0, peers=PeerFrontends(self.stored, view.instances))
+        self.app = app = FrontendApp(
+            self.models, page, allowed, 20.0, peers=PeerFrontends(self.stored, view.instances)
+        )
         await store.listen(self.id, lambda question: answer_peer(app, question))
         instance = Instance(self.id, Role.FRONTEND)
         await registry.put(keys.instance(instance), encode_record(instance))
@@ -247,13 +250,21 @@ async def test_background_is_seen_everywhere(both: Pair) -> None:
 
 
 async def test_background_counts_until_it_is_over(both: Pair) -> None:
-    """It holds its place, and the frontend's load says so, though its client has its answer."""
+    """It holds its place, and the frontend's load and its receipt say so, though its client has its answer."""
     async with background(both) as (made, worker):
         assert both.one.models.load() == 1
         assert both.one.models.report().running == 1
+        (receipt,) = both.one.app.receipts.newest(1)
+        assert (receipt.status, receipt.running, receipt.key) == (200, True, "alice")
+        assert [hop.name for hop in receipt.hops] == ["admission"]
         worker.go()
         await ends(both.other, made)
     await until(lambda: both.one.models.load() == 0)
+    await until(lambda: not both.one.app.receipts.newest(1)[0].running)
+    (receipt,) = both.one.app.receipts.newest(1)
+    assert [hop.name for hop in receipt.hops] == ["admission", "decode"]
+    assert receipt.error == ""
+    assert receipt.output_tokens > 0
 
 
 async def test_background_is_cancelled_from_anywhere(both: Pair) -> None:

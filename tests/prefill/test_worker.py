@@ -12,6 +12,7 @@ from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
 from pdserve.kv.handles import check_handle
 from pdserve.messages import PrefillAnswer, PrefillDone, PrefillFailed, PrefillRequest, PrefillStarted
+from pdserve.observe.tracing import Tracer
 from pdserve.plan.slots import Slot
 from pdserve.prefill.running import RunningPrefills
 from pdserve.prefill.worker import PrefillWorker
@@ -326,7 +327,7 @@ async def test_a_prefill_that_was_cancelled_too_late_is_answered(monkeypatch: py
 async def test_a_cancelled_request_is_kept_in_mind_without_its_prompt() -> None:
     """A thousand long prompts would take gigabytes."""
     request = PrefillRequest("r", "decode-0", PROMPT, 60, 16, [b"body"])
-    requests = RunningPrefills()
+    requests = RunningPrefills(Tracer())
     running = requests.add(Delivery(request))
     requests.cancel(running)
     kept = requests.pop_cancelled(running.engine_id)

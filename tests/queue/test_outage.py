@@ -22,6 +22,7 @@ from tests.full_disk import small_disk
 from tests.queue.conftest import NatsOutage, Outage
 from tests.queue.requests import ids, publish, request, until
 from tests.servers import hung, nats_server, restart
+from tests.tcp import tcp_server
 
 
 @pytest.mark.parametrize("lose_data", [False, True])
@@ -275,10 +276,8 @@ async def test_what_a_server_says_of_itself(nats_url: str) -> None:
         writer.write(b"HTTP/1.1 400\r\n")
         writer.close()
 
-    http = await asyncio.start_server(other, "127.0.0.1", 0)
-    port = http.sockets[0].getsockname()[1]
-    with pytest.raises(OSError, match="no NATS server"):
-        await server_info(f"nats://127.0.0.1:{port}")
-    http.close()
+    async with tcp_server(other) as port:
+        with pytest.raises(OSError, match="no NATS server"):
+            await server_info(f"nats://127.0.0.1:{port}")
     with pytest.raises(OSError, match="Connect call failed"):
         await server_info(f"nats://127.0.0.1:{port}")

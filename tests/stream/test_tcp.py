@@ -21,6 +21,7 @@ from pdserve.stream.tcp import GREETING, TcpStreamServer
 from tests.conditions import until
 from tests.stream.conftest import Wire
 from tests.stream.raw import frame, raw
+from tests.tcp import tcp_server
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 """as the roles run; their peers in other processes run on asyncio's own loop"""
@@ -100,7 +101,7 @@ async def test_a_frontend_that_dies_or_hangs_is_noticed(
 @asynccontextmanager
 async def relay(wire: Wire, address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
     """An address that leads to `address` until the event is set: then nothing passes, and neither side is told."""
-    cut, tasks = asyncio.Event(), set[asyncio.Task[None]]()
+    cut = asyncio.Event()
 
     async def pump(reader: StreamReader, writer: StreamWriter) -> None:
         while not cut.is_set() and (data := await reader.read(1000)):
@@ -110,19 +111,11 @@ async def relay(wire: Wire, address: str) -> AsyncIterator[tuple[str, asyncio.Ev
 
     async def join(reader: StreamReader, writer: StreamWriter) -> None:
         async with raw(address) as far:
-            for ends in ((reader, far.writer), (far.reader, writer)):
-                tasks.add(asyncio.create_task(pump(*ends)))
-            await asyncio.gather(*tasks, return_exceptions=True)
-        writer.transport.abort()
+            ways = pump(reader, far.writer), pump(far.reader, writer)
+            await asyncio.gather(*ways, return_exceptions=True)
 
-    server = await asyncio.start_server(join, "127.0.0.1", 0)
-    try:
-        yield f"{wire.scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}", cut
-    finally:
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async with tcp_server(join) as port:
+        yield f"{wire.scheme}://127.0.0.1:{port}", cut
 
 
 async def test_a_cut_network_is_noticed_at_both_ends(wire: Wire) -> None:
@@ -140,6 +133,7 @@ async def test_a_cut_network_is_noticed_at_both_ends(wire: Wire) -> None:
         with pytest.raises(PeerGone):
             await anext(at_client)
         assert 1.0 < time.monotonic() - started < 3.5
+        assert (client.round_trip or 0) > 0.4, "so far"
 
 
 async def test_a_frontend_that_was_given_up_is_told_when_it_wakes(wire: Wire) -> None:
@@ -163,6 +157,7 @@ async def test_an_idle_connection_stays(wire: Wire, caplog: pytest.LogCaptureFix
             idle = asyncio.ensure_future(anext(client.received()))
             done, _ = await asyncio.wait({idle, waiting}, timeout=4)
             assert not done
+            assert 0 < (client.round_trip or 0) < 1
             await client.send(Hello("1"))
             assert await waiting == ("f", Hello("1"))
             idle.cancel()
@@ -451,7 +446,8 @@ async def test_frames_arrive_whole_however_they_are_cut(wire: Wire, chunk: int) 
         assert [await anext(received) for _ in messages] == [("f", message) for message in messages]
 
 
-async def _serve(wire: Wire, answer: bytes) -> tuple[asyncio.Server, str]:
+@asynccontextmanager
+async def _saying(wire: Wire, answer: bytes) -> AsyncIterator[str]:
     async def talk(reader: StreamReader, writer: StreamWriter) -> None:
         writer.write(answer)
         await reader.read(1000)
@@ -459,8 +455,8 @@ async def _serve(wire: Wire, answer: bytes) -> tuple[asyncio.Server, str]:
             await reader.read(1000)
         writer.transport.abort()
 
-    server = await asyncio.start_server(talk, "127.0.0.1", 0, ssl=wire.server_context())
-    return server, f"{wire.scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with tcp_server(talk, wire.server_context()) as port:
+        yield f"{wire.scheme}://127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize(
@@ -471,11 +467,10 @@ async def test_a_server_that_does_not_answer_with_the_greeting_is_no_worker(
 ) -> None:
     """An answer with a name is a client's greeting: it has connected to itself."""
     monkeypatch.setattr(tcp, "CONNECT_WITHIN", 0.5)
-    server, address = await _serve(wire, answer)
-    with pytest.raises(PeerGone):
-        async with wire.client(address, "f"):
-            pass
-    server.close()
+    async with _saying(wire, answer) as address:
+        with pytest.raises(PeerGone):
+            async with wire.client(address, "f"):
+                pass
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from pdserve.stream.tcp import GREETING, TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.stream.conftest import HOST
 from tests.stream.raw import frame, raw
+from tests.tcp import tcp_server
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
@@ -123,26 +124,24 @@ async def test_prompts_and_tokens_are_not_readable_on_the_way(credentials: Crede
     seen = bytearray()
 
     async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(HOST, int(server.address.rpartition(":")[2]))
-
         async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             while data := await reader.read(1000):
                 seen.extend(data)
                 writer.write(data)
             writer.close()
 
-        with suppress(ConnectionError):
-            await asyncio.gather(pump(reader, back), pump(there, writer))
+        async with raw(server.address) as far:
+            await asyncio.gather(pump(reader, far.writer), pump(far.reader, writer), return_exceptions=True)
 
-    async with TcpStreamServer(HOST, credentials) as server:
-        between = await asyncio.start_server(join, HOST, 0)
-        address = f"tls://{HOST}:{between.sockets[0].getsockname()[1]}"
-        async with TcpStreamClient(address, "the-frontend", credentials) as client:
-            await client.send(Hello("the prompt"))
-            await anext(server.received())
-            await server.send("the-frontend", Failed("r", "the answer"))
-            assert await anext(client.received()) == Failed("r", "the answer")
-        between.close()
+    async with (
+        TcpStreamServer(HOST, credentials) as server,
+        tcp_server(join) as port,
+        TcpStreamClient(f"tls://{HOST}:{port}", "the-frontend", credentials) as client,
+    ):
+        await client.send(Hello("the prompt"))
+        await anext(server.received())
+        await server.send("the-frontend", Failed("r", "the answer"))
+        assert await anext(client.received()) == Failed("r", "the answer")
     assert len(seen) > 1000
     for text in (b"the-frontend", b"the prompt", b"the answer", GREETING):
         assert text not in seen

@@ -6,8 +6,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -79,11 +78,24 @@ def chaos(
     options = Options(choose(only, not state_dir), seconds, hold, concurrency, patience, seed=seed)
     logging.basicConfig(level=logging.ERROR)  # that etcd is away is no news here
     folder = Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
+    graph: AbstractAsyncContextManager[RunningGraph]
     if state_dir:
-        graph = _running(state_dir.expanduser(), url)
+        graph = nullcontext(_running(state_dir.expanduser(), url))
     else:
         assert file is not None
-        graph = _started(file, folder, workers, dtype, {fault.name for fault in options.faults})
+        _say(f"starting the graph of {file}; its logs: {folder}/state/logs")
+        faults = {fault.name for fault in options.faults}
+        graph = started(
+            file,
+            folder,
+            _say,
+            workers=workers,
+            dtype=dtype,
+            own_model="mixed-weights" in faults,
+            own_disk="disk-full" in faults,
+            thresholds=True,
+            variables=CUTTABLE,
+        )
     rows: list[Row] = []
     complete = good = False
     try:
@@ -129,33 +141,14 @@ def _fill(rows: list[Row], graph: AbstractAsyncContextManager[RunningGraph], opt
         raise KeyboardInterrupt from None
 
 
-@asynccontextmanager
-async def _started(
-    file: Path, folder: Path, workers: int, dtype: str, faults: set[str]
-) -> AsyncIterator[RunningGraph]:
-    _say(f"starting the graph of {file}; its logs: {folder}/state/logs")
-    async with started(
-        file,
-        folder,
-        _say,
-        workers=workers,
-        dtype=dtype,
-        own_model="mixed-weights" in faults,
-        own_disk="disk-full" in faults,
-        thresholds=True,
-        variables=CUTTABLE,
-    ) as running:
-        yield running
-
-
-@asynccontextmanager
-async def _running(state_dir: Path, url: str) -> AsyncIterator[RunningGraph]:
+def _running(state_dir: Path, url: str) -> RunningGraph:
+    """Raises ConfigError."""
     graph = state.read(state_dir)
     if graph is None:
         raise ConfigError([f"No graph runs on {state_dir}."])
     if url:
         graph = msgspec.structs.replace(graph, url=url.rstrip("/"))
-    yield RunningGraph(graph, state_dir)
+    return RunningGraph(graph, state_dir)
 
 
 def _say(text: str) -> None:

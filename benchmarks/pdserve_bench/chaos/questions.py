@@ -12,7 +12,7 @@ from typing import Self
 from pdserve.config.schema import Config
 from pdserve.engine.sim.model import SimModel, sim_model
 from pdserve.errors import Unavailable
-from pdserve_bench.client import Exchange, LoadClient
+from pdserve_bench.client import Exchange, LoadClient, completion
 
 FIRST_TOKEN, LAST_TOKEN = 300, 999
 """token ids of prompts: ordinary ones in every vocabulary"""
@@ -35,16 +35,7 @@ class Case:
 
     def body(self, model: str) -> dict[str, object]:
         """Greedy and to the last token, so that there is one right answer; with token ids, so that it can be told."""
-        return {
-            "model": model,
-            "prompt": list(self.prompt),
-            "max_tokens": self.max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": self.stream,
-            "return_token_ids": True,
-            "cache_salt": self.salt,
-        }
+        return completion(model, self.prompt, self.max_tokens, stream=self.stream, cache_salt=self.salt)
 
 
 @dataclass(eq=False)

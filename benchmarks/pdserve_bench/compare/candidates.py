@@ -18,8 +18,8 @@ from pdserve.plan.memory import CPU_KV_GIB
 from pdserve.plan.model_folder import ModelFacts
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import gpus_needed
-from pdserve_bench.compare.sections import Sections, Shape, reshape, with_model
 from pdserve_bench.samples import percentile
+from pdserve_bench.sections import Sections, Shape, reshape, with_model
 from pdserve_bench.systems.aggregated import Baseline, Layout, layouts
 from pdserve_bench.systems.system import GraphSystem, System
 

@@ -13,7 +13,7 @@ from pdserve_bench.compare.trace import read_trace
 from pdserve_bench.endpoint import Endpoint, learn_prompts
 from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.multi_round.workload import MultiRound
-from pdserve_bench.options import Gap, Json, Plot, Ttft
+from pdserve_bench.options import Gap, Json, Plot, Ttft, numbers
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import INTERRUPTED, Scalable, run_until_stopped
@@ -110,7 +110,7 @@ def compare(
         share,
         rate if rate is not None else asked,
         minutes,
-        _sizes(batch_sizes),
+        tuple(numbers("--batch-sizes", batch_sizes)),
         simulation,
         not simulate_only,
         seed,
@@ -180,14 +180,3 @@ def _single(prompt_tokens: int, answer_len: int, seed: int) -> UserLoad:
 
     told = f"{prompt_tokens} tokens in, {answer_len} out"
     return UserLoad(told, make, (prompt_tokens,), shared=False)
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    """Raises ConfigError."""
-    try:
-        sizes = tuple(int(word) for word in text.split(",") if word.strip())
-    except ValueError:
-        raise ConfigError([f"--batch-sizes {text}: write numbers, as in 512,2048."]) from None
-    if any(size < 1 for size in sizes):
-        raise ConfigError([f"--batch-sizes {text}: must be more than 0."])
-    return sizes

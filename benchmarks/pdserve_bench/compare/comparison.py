@@ -36,11 +36,11 @@ from pdserve_bench.compare.candidates import (
 from pdserve_bench.compare.launches import RunningLaunches
 from pdserve_bench.compare.measuring import Entrant, Measuring, best_of, common_rate, noise, unstarted
 from pdserve_bench.compare.recommend import CandidateResult, Criteria, Recommendation, recommend
-from pdserve_bench.compare.sections import read_sections
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.search import GoodputSearch
 from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import Scalable
+from pdserve_bench.sections import read_sections
 from pdserve_bench.slo import Slo
 
 _START = {

@@ -2,18 +2,18 @@
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from pdserve.errors import ConfigError, Unavailable
+from pdserve.tasks import Lifetime
 from pdserve_bench.compare.candidates import Launch
 from pdserve_bench.systems.cpu import CpuMeter
 from pdserve_bench.systems.system import RunningSystem, Say
 
 
-class RunningLaunches:
+class RunningLaunches(Lifetime):
     """Leaving it stops all that still runs."""
 
     def __init__(self, folder: Path, say: Say) -> None:
@@ -22,59 +22,40 @@ class RunningLaunches:
         """by the launch's key"""
         self.meters: dict[str, CpuMeter] = {}
         self._folder, self._say = folder, say
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._stops: dict[str, asyncio.Event] = {}
+        self._stacks: dict[str, AsyncExitStack] = {}
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop(list(self._tasks))
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await self.stop(list(self.running))
 
     async def start(self, launches: Iterable[Launch]) -> dict[str, str]:
         """All at the same time. Returns why those did not come up that did not, by key."""
-        wanted = {launch.key: launch for launch in launches if launch.key not in self._tasks}
-        loop = asyncio.get_running_loop()
-        ready: dict[str, asyncio.Future[str]] = {key: loop.create_future() for key in wanted}
-        for key, launch in wanted.items():
-            self._stops[key] = asyncio.Event()
-            self._tasks[key] = asyncio.create_task(self._hold(launch, ready[key]))
-        problems = dict(zip(ready, await asyncio.gather(*ready.values()), strict=True))
-        return {key: problem for key, problem in problems.items() if problem}
+        wanted = [launch for launch in launches if launch.key not in self.running]
+        async with asyncio.TaskGroup() as group:
+            starts = {launch.key: group.create_task(self._start(launch)) for launch in wanted}
+        return {key: problem for key, start in starts.items() if (problem := start.result())}
 
-    async def stop(self, keys: Iterable[str]) -> None:
-        """Those that have not come up yet are broken off."""
-        tasks = []
+    async def stop(self, keys: Collection[str]) -> None:
         for key in keys:
-            if task := self._tasks.pop(key, None):
-                self._stops.pop(key).set()
-                if key not in self.running:
-                    task.cancel()
-                tasks.append(task)
-        await asyncio.gather(*tasks, return_exceptions=True)
+            del self.running[key], self.meters[key]
+        await asyncio.gather(*(self._stacks.pop(key).aclose() for key in keys), return_exceptions=True)
 
-    async def _hold(self, launch: Launch, ready: "asyncio.Future[str]") -> None:
-        """`ready` gets an empty text, or why it did not come up."""
+    async def _start(self, launch: Launch) -> str:
+        """Returns why it did not come up; empty where it did."""
         folder = self._folder / re.sub(r"\W+", "-", launch.key)
         folder.mkdir(exist_ok=True)
-        stop = self._stops[launch.key]
+        stack = AsyncExitStack()
         try:
-            async with launch.system.start(folder, lambda _: None) as running:
-                self.running[launch.key] = running
-                self.meters[launch.key] = running.cpu_meter()
-                ready.set_result("")
-                await stop.wait()
+            running = await stack.enter_async_context(launch.system.start(folder, lambda _: None))
         except (ConfigError, Unavailable, OSError) as error:
             self._say(f"{launch.key}: {error}")
-            if not ready.done():
-                ready.set_result(_brief(str(error)))
-        finally:
-            self.running.pop(launch.key, None)
-            self.meters.pop(launch.key, None)
-            if not ready.done():
-                ready.cancel()
+            return _brief(str(error))
+        self.running[launch.key], self._stacks[launch.key] = running, stack
+        self.meters[launch.key] = running.cpu_meter()
+        return ""
 
 
 def _brief(text: str) -> str:

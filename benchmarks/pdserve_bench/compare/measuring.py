@@ -12,10 +12,10 @@ from pdserve_bench.client import Outcome
 from pdserve_bench.compare.candidates import Candidate
 from pdserve_bench.compare.launches import RunningLaunches
 from pdserve_bench.compare.recommend import AtLoad, CandidateResult
-from pdserve_bench.goodput.measure import Canary, GoodputOptions, Probe, probe
+from pdserve_bench.goodput.measure import Canary, GoodputOptions, Probe, probe, warm_up
 from pdserve_bench.goodput.search import GoodputSearch
 from pdserve_bench.progress import Schedule
-from pdserve_bench.runs import LoadRun, Scalable
+from pdserve_bench.runs import Scalable
 from pdserve_bench.samples import percentile
 from pdserve_bench.slo import Slo, Tally
 
@@ -73,7 +73,7 @@ class Entrant:
             low,
             search.broken,
             search.estimate,
-            summed(each.tally for each in self.of(search.broken)),
+            sum((each.tally for each in self.of(search.broken)), Tally()),
             sum(each.tally.failed for each in self.probes if each.rate <= lowest),
             candidate.simulated,
             candidate.hardware,
@@ -104,17 +104,6 @@ class Entrant:
             sum(each.output_tokens for each in done) / sum(each.run.seconds for each in probes),
             1000 * spent / tokens if tokens and spent else None,
         )
-
-
-def summed(tallies: Iterable[Tally]) -> Tally:
-    total = Tally()
-    for each in tallies:
-        total = Tally(*(ours + theirs for ours, theirs in zip(_counts(total), _counts(each), strict=True)))
-    return total
-
-
-def _counts(tally: Tally) -> tuple[int, ...]:
-    return tally.kept, tally.ttft, tally.gap, tally.both, tally.failed, tally.unfinished
 
 
 def best_of(entrants: Iterable[Entrant], aggregated: bool) -> Entrant | None:
@@ -167,18 +156,13 @@ class Measuring:
         whole request, None where there was none; notes where it does not answer."""
         running = self.stage.running[entrant.candidate.launch.key]
         assert self.users is not None
-        run = LoadRun()
-        made = Probe(_WARM_RATE, seconds, self._seed(), run)
-        patient = GoodputOptions(slo=Slo(3600.0, 3600.0), share=0.0)
         try:
-            await probe(running.endpoint, self.users, made, patient)
-            failed = run.of(Outcome.FAILED)
-            if failed and not run.of(Outcome.FINISHED):
-                raise Unavailable(f"it answers none of {len(failed)} requests: {failed[0].error}")
+            run = await warm_up(running.endpoint, self.users, _WARM_RATE, seconds, self._seed())
             canary = self._canaries[entrant.candidate.launch.key] = Canary(running.endpoint)
             await canary.learn()
         except Unavailable as error:
             entrant.problem = str(error)
+            return None
         done = [each for each in run.of(Outcome.FINISHED) if each.ttft is not None]
         if not done:
             return None
@@ -274,12 +258,9 @@ class Measuring:
             before = meter.read()
             await probe(running.endpoint, self.users, made, GoodputOptions(slo=self.slo, share=self.share))
             if not control:
-                self._spent(entrant, meter.read().since(before).total)
+                entrant.cpu[len(entrant.probes)] = meter.read().since(before).total
             await self._canaries[key].until_idle()
         return made
-
-    def _spent(self, entrant: Entrant, seconds: float) -> None:
-        entrant.cpu[len(entrant.probes)] = seconds
 
     def _seed(self) -> int:
         self._seeds += 1

@@ -9,10 +9,9 @@ import yaml
 
 from pdserve_bench.compare.candidates import Candidate, own_settings
 from pdserve_bench.compare.comparison import Comparison
-from pdserve_bench.compare.measuring import Entrant
 from pdserve_bench.compare.recommend import CandidateResult, Recommendation, Verdict
-from pdserve_bench.compare.sections import read_sections, reshape, with_model
 from pdserve_bench.report import Cell, Chart, Column, Report, Rows, Series
+from pdserve_bench.sections import read_sections, reshape, with_model
 
 _COLUMNS = (
     Column("candidate"),
@@ -137,39 +136,12 @@ def _own_split(comparison: Comparison) -> str:
 
 
 def _charts(comparison: Comparison, results: Sequence[CandidateResult]) -> list[Chart]:
-    finalists = comparison.finalists
     charts = [
         _goodput_bars("Goodput", (each for each in results if each.probed and not each.simulated)),
         _goodput_bars("Goodput, simulated", (each for each in results if each.probed and each.simulated)),
-        _attainment(comparison, finalists),
+        _attainment(comparison),
     ]
-    rate, slo = comparison.seen_at, comparison.options.slo
-    if rate is not None:
-        probed = [each for each in finalists if each.of(rate)]
-        at = f"at {rate:.3g} requests/s"
-        for title, bound, label in (
-            ("TTFT", slo.ttft, "time to first token"),
-            ("Longest gap", slo.gap, "longest gap"),
-        ):
-            series = [
-                Series(
-                    each.name, _samples(each, rate, title == "TTFT"), (), baseline=each.candidate.aggregated
-                )
-                for each in probed
-            ]
-            made = Chart(
-                f"{title} {at}", "cdf", label, "share of the requests", series, upright={"SLO": bound}
-            )
-            charts.append(_in_seconds(made))
     return [chart for chart in charts if chart.series]
-
-
-def _in_seconds(chart: Chart) -> Chart:
-    return Chart(**{**vars(chart), "x_unit": "s", "y_unit": "share", "log_x": True})
-
-
-def _samples(entrant: Entrant, rate: float, ttft: bool) -> list[float]:
-    return entrant.ttfts(rate) if ttft else [gap for each in entrant.of(rate) for gap in each.longest_gaps]
 
 
 def _goodput_bars(title: str, results: Iterable[CandidateResult]) -> Chart:
@@ -189,9 +161,9 @@ def _goodput_bars(title: str, results: Iterable[CandidateResult]) -> Chart:
     return Chart(title, "bars", "", "requests/s", series, better="higher")
 
 
-def _attainment(comparison: Comparison, finalists: Sequence[Entrant]) -> Chart:
+def _attainment(comparison: Comparison) -> Chart:
     series = []
-    for each in finalists:
+    for each in comparison.finalists:
         rates = sorted({probe.rate for probe in each.probes})
         shares = [each.share(rate) or 0.0 for rate in rates]
         series.append(Series(each.name, rates, shares, baseline=each.candidate.aggregated))

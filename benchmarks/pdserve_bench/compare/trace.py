@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice, pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -229,12 +229,11 @@ class TraceWorkload:
             run.ended = time.monotonic()
 
 
-def read_trace(file: Path, limit: int = 0) -> Trace:
-    """At most `limit` requests where it is not 0. Raises ConfigError with file and line."""
+def read_trace(file: Path) -> Trace:
+    """Raises ConfigError with file and line."""
     try:
         with file.open("rb") as raw:
-            lines = ((number, line) for number, line in enumerate(raw, 1) if line.strip())
-            found = _read(file, islice(lines, limit or None))
+            found = _read(file, ((number, line) for number, line in enumerate(raw, 1) if line.strip()))
     except OSError as error:
         raise ConfigError([f"{file}: {error.strerror or error}."]) from None
     requests = sorted((request for _, request in found), key=lambda request: request.due)

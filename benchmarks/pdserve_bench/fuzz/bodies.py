@@ -8,7 +8,7 @@ import gzip
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pdserve_bench.fuzz.request import FuzzRequest
@@ -20,17 +20,14 @@ NAMED = (float("nan"), float("inf"), float("-inf"))
 STRINGS = (
     "", " ", "\0", "\ud800", "a\udc00b", "\U0010ffff", "x" * 5000, "%s%n", "-1", "1e999", "null", "../..", "🙂" * 300,
 )
-# fmt: on
 HUGE = 200_000
 """characters"""
-# fmt: off
 NUMERIC = (
     "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n", "best_of", "seed",
     "top_k", "top_p", "min_p", "temperature", "logprobs", "top_logprobs", "prompt_logprobs",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "priority",
     "truncate_prompt_tokens", "thinking_token_budget", "max_tool_calls",
 )
-# fmt: on
 NESTED: Mapping[str, Callable[[Any], Any]] = {
     "stop_token_ids": lambda value: [value],
     "logit_bias": lambda value: {str(value): 1},
@@ -38,27 +35,14 @@ NESTED: Mapping[str, Callable[[Any], Any]] = {
     "allowed_token_ids": lambda value: [300, value],
     "bad_words": lambda value: [str(value)],
     "repetition_detection": lambda value: {"max_pattern_size": value, "min_pattern_size": 1, "min_count": 2},
-    "repetition_detection min": lambda value: {
-        "max_pattern_size": 4,
-        "min_pattern_size": value,
-        "min_count": value,
-    },
+    "repetition_detection min": lambda value: {"max_pattern_size": 4, "min_pattern_size": value, "min_count": value},
     "structured_outputs": lambda value: {"json": {"enum": [value]}},
-    "structured_outputs const": lambda value: {
-        "json": {"type": "object", "properties": {"a": {"const": value}}}
-    },
-    "structured_outputs bounds": lambda value: {
-        "json": {"type": "integer", "minimum": value, "maximum": value}
-    },
-    "structured_outputs length": lambda value: {
-        "json": {"type": "string", "maxLength": value, "minLength": value}
-    },
+    "structured_outputs const": lambda value: {"json": {"type": "object", "properties": {"a": {"const": value}}}},
+    "structured_outputs bounds": lambda value: {"json": {"type": "integer", "minimum": value, "maximum": value}},
+    "structured_outputs length": lambda value: {"json": {"type": "string", "maxLength": value, "minLength": value}},
     "structured_outputs choice": lambda value: {"choice": [value]},
     "structured_outputs regex": lambda value: {"regex": f"a{{{value}}}"},
-    "response_format": lambda value: {
-        "type": "json_schema",
-        "json_schema": {"name": "x", "schema": {"enum": [value]}},
-    },
+    "response_format": lambda value: {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [value]}}},
     "stream_options": lambda value: {"include_usage": value, "continuous_usage_stats": value},
     "vllm_xargs": lambda value: {"x": value},
     "metadata": lambda value: {"x": value},
@@ -74,6 +58,7 @@ NESTED: Mapping[str, Callable[[Any], Any]] = {
     "request_id": lambda value: value,
 }
 """where a value may stand inside another one, by field; what follows a space tells several of a field apart"""
+# fmt: on
 
 
 def make(seed: int, number: int, model: str) -> FuzzRequest:
@@ -125,11 +110,8 @@ def _tools(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
         "type": "function",
         "function": {"name": "weather", "description": "of a city", "parameters": parameters},
     }
-    call = {
-        "id": "call_1",
-        "type": "function",
-        "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
-    }
+    asked = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    call = {"id": "call_1", "type": "function", "function": asked}
     path, body = _chat(dice, model)
     body["messages"] += [
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -162,11 +144,8 @@ def _batch(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
 
 def _responses(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
     turns = [{"role": "user", "content": [{"type": "input_text", "text": _text(dice)}]}]
-    body = {
-        "model": model,
-        "input": dice.choice((_text(dice), turns)),
-        **_sampling(dice, "max_output_tokens"),
-    }
+    asked = dice.choice((_text(dice), turns))
+    body = {"model": model, "input": asked, **_sampling(dice, "max_output_tokens")}
     if dice.random() < 0.3:
         tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
         body |= {"tools": [tool], "tool_choice": "auto", "instructions": _text(dice), "metadata": {"a": "b"}}
@@ -180,11 +159,8 @@ def _anthropic(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
     if dice.random() < 0.3:
         tool = {"name": "weather", "input_schema": {"type": "object"}}
         use = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}}
-        result = {
-            "type": "tool_result",
-            "tool_use_id": "toolu_1",
-            "content": [{"type": "text", "text": "sunny"}],
-        }
+        sunny = [{"type": "text", "text": "sunny"}]
+        result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": sunny}
         body["messages"] += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
         body |= {"tools": [tool], "system": [{"type": "text", "text": _text(dice)}], "stop_sequences": ["x"]}
     return path, body
@@ -197,12 +173,8 @@ def _tokenizing(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
 
 
 def _scoring(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
-    return "/generative_scoring", {
-        "model": model,
-        "query": _text(dice),
-        "items": [_text(dice)],
-        "label_token_ids": [300, 301],
-    }
+    scored = {"query": _text(dice), "items": [_text(dice)], "label_token_ids": [300, 301]}
+    return "/generative_scoring", {"model": model, **scored}
 
 
 _VALID = (
@@ -211,52 +183,32 @@ _VALID = (
     *[_responses, _anthropic, _structured] * 2,
     *(_tools, _batch, _tokenizing, _scoring),
 )
+# fmt: off
 _OTHER_PATHS = (
-    *(
-        "/",
-        "/health",
-        "/ping",
-        "/load",
-        "/version",
-        "/metrics",
-        "/v1/models",
-        "/v1/models/demo",
-        "/openapi.json",
-        "/docs",
-    ),
-    *(
-        "/v1/responses/resp_1",
-        "/v1/responses/resp_1/cancel",
-        "/v1/responses/..%2f",
-        "/pause",
-        "/v1/embeddings",
-        "/%00",
-    ),
+    "/", "/health", "/ping", "/load", "/version", "/metrics", "/v1/models", "/v1/models/demo", "/openapi.json", "/docs",
+    "/v1/responses/resp_1", "/v1/responses/resp_1/cancel", "/v1/responses/..%2f", "/pause", "/v1/embeddings", "/%00",
 )
 _QUERIES = (
-    "?",
-    "?model=no-model",
-    "?model=%00",
-    "?stream=true&starting_after=-1",
-    "?" + "x" * 3000,
-    "?a[]=1&a[]=2",
-    "?%ff=%fe",
+    "?", "?model=no-model", "?model=%00", "?stream=true&starting_after=-1", "?" + "x" * 3000,
+    "?a[]=1&a[]=2", "?%ff=%fe",
 )
+_HEADERS = (
+    "x-request-timeout", "x-request-timeout", "x-request-id", "x-request-id", "x-data-parallel-rank", "x-session-id",
+    "traceparent", "accept", "authorization", "anthropic-version", "x-forwarded-for",
+)
+_HEADER_VALUES = (
+    "0.05", "1e-9", "3", "nan", "-1", "same-id", "cmpl-same-id", "\xff\xfe", "a" * 4000, "%0d%0a", "9" * 40, "",
+)
+# fmt: on
 
 
 # changes, in place
 
 
 def _nasty(dice: random.Random) -> Any:
-    kind = dice.randrange(8)
-    if kind < 3:
-        return dice.choice(INTEGERS)
-    if kind == 3:
-        return dice.choice(NUMBERS)
-    if kind == 4:
-        return dice.choice(NAMED)
-    if kind == 5:
-        return dice.choice(STRINGS)
+    ordinary: Sequence[Sequence[Any]] = (INTEGERS, INTEGERS, INTEGERS, NUMBERS, NAMED, STRINGS)
+    if (kind := dice.randrange(8)) < len(ordinary):
+        return dice.choice(ordinary[kind])
     return dice.choice(
         (None, True, False, [], {}, [None], {"": None}, [[]], [{}] * 50, {"a": {"b": [1]}}, ["x"] * 3000)
     )
@@ -346,51 +298,16 @@ def _coded(dice: random.Random, raw: bytes) -> tuple[bytes, dict[str, str]]:
         case 1:
             return raw, {"content-encoding": dice.choice(("gzip", "deflate", "br", "x", ""))}
         case 2:
-            return raw.decode("latin-1").encode("utf-16"), {
-                "content-type": "application/json; charset=utf-16"
-            }
+            headers = {"content-type": "application/json; charset=utf-16"}
+            return raw.decode("latin-1").encode("utf-16"), headers
         case 3:
             return b"\xef\xbb\xbf" + raw, {}
         case 4:
-            return raw, {
-                "content-type": dice.choice(("text/plain", "multipart/form-data", "", "application/json;"))
-            }
+            kind = dice.choice(("text/plain", "multipart/form-data", "", "application/json;"))
+            return raw, {"content-type": kind}
         case _:
             return raw, {}
 
 
 def _header(dice: random.Random) -> dict[str, str]:
-    name = dice.choice(
-        (
-            *(
-                "x-request-timeout",
-                "x-request-timeout",
-                "x-request-id",
-                "x-request-id",
-                "x-data-parallel-rank",
-            ),
-            *(
-                "x-session-id",
-                "traceparent",
-                "accept",
-                "authorization",
-                "anthropic-version",
-                "x-forwarded-for",
-            ),
-        )
-    )
-    values = (
-        "0.05",
-        "1e-9",
-        "3",
-        "nan",
-        "-1",
-        "same-id",
-        "cmpl-same-id",
-        "\xff\xfe",
-        "a" * 4000,
-        "%0d%0a",
-        "9" * 40,
-        "",
-    )
-    return {name: dice.choice(values)}
+    return {dice.choice(_HEADERS): dice.choice(_HEADER_VALUES)}

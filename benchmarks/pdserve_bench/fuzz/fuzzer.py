@@ -21,7 +21,7 @@ from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.chaos.judge import Judgement
 from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.chaos.questions import Case, again, computed, endless, learn, prompt_lengths, simulated
-from pdserve_bench.client import Exchange, HttpConnection, LoadClient
+from pdserve_bench.client import Exchange, HttpConnection, LoadClient, completion
 from pdserve_bench.fuzz.answers import is_excused, problem
 from pdserve_bench.fuzz.request import FuzzRequest
 from pdserve_bench.load import side_by_side
@@ -212,8 +212,7 @@ class Fuzzer:
     async def _burst(self, places: int) -> None:
         """As many requests as the workers run at once, all of which have to be in the middle at the same moment: a
         place that is still taken makes one of them wait for another's end."""
-        body = {"model": self._graph.model, "max_tokens": BURST_OUTPUT, "ignore_eos": True, "stream": True}
-        burst = [Exchange({**body, "prompt": [300 + n], "return_token_ids": True}) for n in range(places)]
+        burst = [Exchange(completion(self._graph.model, [300 + n], BURST_OUTPUT)) for n in range(places)]
         client = LoadClient(self._graph.url)
         await asyncio.gather(*(client.ask(exchange, TIMEOUT) for exchange in burst))
         for exchange in burst:

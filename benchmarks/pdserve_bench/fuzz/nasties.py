@@ -24,7 +24,19 @@ def nasties(model: str) -> list[FuzzRequest]:
 
 
 def _json(name: str, path: str, body: Mapping[str, Any], expected: Collection[int]) -> FuzzRequest:
-    return FuzzRequest(name, path, json.dumps(body).encode(), expected=frozenset(expected))
+    return _raw(name, json.dumps(body).encode(), *expected, path=path)
+
+
+def _raw(name: str, raw: bytes, *expected: int, path: str = COMPLETIONS, **headers: str) -> FuzzRequest:
+    """`headers` in kebab-case."""
+    return FuzzRequest(name, path, raw, headers, expected=frozenset(expected))
+
+
+def _call(method: str, path: str, *expected: int, name: str = "") -> FuzzRequest:
+    """Without a body."""
+    return FuzzRequest(
+        name or f"{method} {path}"[:44], path, b"", method=method, expected=frozenset(expected)
+    )
 
 
 def _completion(model: str, /, **fields: object) -> dict[str, object]:
@@ -223,13 +235,8 @@ def _structured(model: str, name: str, expected: Collection[int], **fields: obje
 
 def _fetching(model: str) -> Iterator[FuzzRequest]:
     """Which would make the server read a file or call another host."""
-    for url in (
-        NOWHERE,
-        "http://169.254.169.254/latest/meta-data",
-        "file:///etc/passwd",
-        "ftp://x/y",
-        "data:,",
-    ):
+    metadata = "http://169.254.169.254/latest/meta-data"
+    for url in (NOWHERE, metadata, "file:///etc/passwd", "ftp://x/y", "data:,"):
         for kind in ("image_url", "audio_url", "video_url"):
             messages = [{"role": "user", "content": [{"type": kind, kind: {"url": url}}]}]
             yield _json(f"{kind} {url}", CHAT, _chat(model, messages=messages), BAD)
@@ -260,21 +267,13 @@ def _fetching(model: str) -> Iterator[FuzzRequest]:
 def _headers(model: str) -> Iterator[FuzzRequest]:
     raw = json.dumps(_completion(model)).encode()
     for value in ("nan", "inf", "-1", "0", "1e400", "abc", "10s", "9" * 5000, "5,5", ""):
-        refused = OK if not value else BAD
         name = f"x-request-timeout: {value[:10]}"
-        yield FuzzRequest(
-            name, COMPLETIONS, raw, {"x-request-timeout": value}, expected=frozenset({*BAD, *refused})
-        )
-    yield FuzzRequest(
-        "no time at all", COMPLETIONS, raw, {"x-request-timeout": "1e-9"}, expected=frozenset({429, 504})
-    )
+        yield _raw(name, raw, *BAD, *(() if value else OK), **{"x-request-timeout": value})
+    yield _raw("no time at all", raw, 429, 504, **{"x-request-timeout": "1e-9"})
     for value in ("a" * 129, "a b", "../..", "cmpl-", "%0d%0a", "\xff"):
-        yield FuzzRequest(
-            f"x-request-id: {value[:10]}", COMPLETIONS, raw, {"x-request-id": value}, expected=frozenset(OK)
-        )
+        yield _raw(f"x-request-id: {value[:10]}", raw, *OK, **{"x-request-id": value})
     for value in ("7", "-1", "abc", "9" * 5000):
-        headers = {"x-data-parallel-rank": value}
-        yield FuzzRequest(f"a rank: {value[:10]}", COMPLETIONS, raw, headers, expected=frozenset(EITHER))
+        yield _raw(f"a rank: {value[:10]}", raw, *EITHER, **{"x-data-parallel-rank": value})
     for name, value in {
         "authorization": "Bearer " + "x" * 5000,
         "traceparent": "00-" + "f" * 500,
@@ -282,9 +281,7 @@ def _headers(model: str) -> Iterator[FuzzRequest]:
         "expect": "100-continue",
         "x-session-id": "\xff" * 1000,
     }.items():
-        yield FuzzRequest(
-            f"the header {name}", COMPLETIONS, raw, {name: value}, expected=frozenset((100, 200, 401))
-        )
+        yield _raw(f"the header {name}", raw, 100, 200, 401, **{name: value})
 
 
 def _spellings(model: str) -> Iterator[FuzzRequest]:
@@ -303,56 +300,31 @@ def _spellings(model: str) -> Iterator[FuzzRequest]:
         "two bodies": text.encode() * 2,
     }
     for name, raw in bad.items():
-        yield FuzzRequest(name, COMPLETIONS, raw, expected=frozenset(BAD))
-    for coding in ("utf-16", "utf-32", "utf-8-sig"):
-        yield FuzzRequest(coding, COMPLETIONS, text.encode(coding), expected=frozenset(EITHER))
+        yield _raw(name, raw, *BAD)
     smuggled = json.dumps(_completion(model, kv_transfer_params={"do_remote_prefill": True}))
     for coding in ("utf-16", "utf-32", "utf-8-sig"):
-        yield FuzzRequest(
-            f"smuggled in {coding}", COMPLETIONS, smuggled.encode(coding), expected=frozenset(BAD)
-        )
+        yield _raw(coding, text.encode(coding), *EITHER)
+        yield _raw(f"smuggled in {coding}", smuggled.encode(coding), *BAD)
     not_standard = f'{smuggled[:-1]}, "seed": NaN, "user": "\\ud800"}}'.encode()
-    yield FuzzRequest(
-        "smuggled in what is no standard JSON", COMPLETIONS, not_standard, expected=frozenset(BAD)
-    )
-    twice = f'{text[:-1]}, "n": 129, "n": 1}}'.encode()
-    yield FuzzRequest("a field twice", COMPLETIONS, twice, expected=frozenset(OK))
+    yield _raw("smuggled in what is no standard JSON", not_standard, *BAD)
+    yield _raw("a field twice", f'{text[:-1]}, "n": 129, "n": 1}}'.encode(), *OK)
     hidden = f'{text[:-1]}, "kv_transfer_params": {{"do_remote_prefill": true}}, "kv_transfer_params": null}}'
-    yield FuzzRequest("a forbidden field, then not", COMPLETIONS, hidden.encode(), expected=frozenset(EITHER))
+    yield _raw("a forbidden field, then not", hidden.encode(), *EITHER)
     bomb = gzip.compress(b" " * (50 << 20))
-    for coding, raw in {
-        "gzip": bomb,
-        "deflate": bomb,
-        "br": text.encode(),
-        "x" * 1000: text.encode(),
-    }.items():
-        headers = {"content-encoding": coding}
-        yield FuzzRequest(
-            f"coded as {coding[:10]}", COMPLETIONS, raw, headers, expected=frozenset((200, 400, 415))
-        )
+    codings = {"gzip": bomb, "deflate": bomb, "br": text.encode(), "x" * 1000: text.encode()}
+    for coding, raw in codings.items():
+        yield _raw(f"coded as {coding[:10]}", raw, 200, 400, 415, **{"content-encoding": coding})
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "x" * 1000):
-        headers = {"content-type": kind}
-        yield FuzzRequest(
-            f"as {kind[:20]}", COMPLETIONS, text.encode(), headers, expected=frozenset((400, 415))
-        )
-    headers = {"content-type": "application/json; charset=utf-16"}
-    yield FuzzRequest(
-        "a charset that it is not", COMPLETIONS, text.encode(), headers, expected=frozenset(EITHER)
-    )
-    large = f'{text[:-1]}, "user": "{"x" * (9 << 20)}"}}'.encode()
-    yield FuzzRequest("9 MiB", COMPLETIONS, large, expected=frozenset((413,)))
+        yield _raw(f"as {kind[:20]}", text.encode(), 400, 415, **{"content-type": kind})
+    wrong = {"content-type": "application/json; charset=utf-16"}
+    yield _raw("a charset that it is not", text.encode(), *EITHER, **wrong)
+    yield _raw("9 MiB", f'{text[:-1]}, "user": "{"x" * (9 << 20)}"}}'.encode(), 413)
 
 
 def _routes(model: str) -> Iterator[FuzzRequest]:
-    yield FuzzRequest("a slash", f"{COMPLETIONS}/", b"", method="GET", expected=frozenset((307, 404, 405)))
-    for path in (
-        "/",
-        "//v1/completions",
-        "/v1/../v1/completions",
-        "/v1/completions%00",
-        "/%ff",
-    ):
-        yield FuzzRequest(f"GET {path}", path, b"", method="GET", expected=frozenset((404, 405)))
+    yield _call("GET", f"{COMPLETIONS}/", 307, 404, 405, name="a slash")
+    for path in ("/", "//v1/completions", "/v1/../v1/completions", "/v1/completions%00", "/%ff"):
+        yield _call("GET", path, 404, 405)
     for path in (
         "/pause",
         "/collective_rpc",
@@ -360,17 +332,13 @@ def _routes(model: str) -> Iterator[FuzzRequest]:
         "/sleep",
         "/init_weights_update_group",
     ):
-        yield FuzzRequest(f"POST {path}", path, b"{}", expected=frozenset((404,)))
-    yield FuzzRequest(
-        "a long path", "/" + "a" * 20_000, b"", method="GET", expected=frozenset((404, 414, 431))
-    )
+        yield _raw(f"POST {path}", b"{}", 404, path=path)
+    yield _call("GET", "/" + "a" * 20_000, 404, 414, 431, name="a long path")
     for method in ("GET", "PUT", "DELETE", "PATCH", "TRACE"):
-        yield FuzzRequest(
-            f"{method} {COMPLETIONS}", COMPLETIONS, b"", method=method, expected=frozenset((405,))
-        )
+        yield _call(method, COMPLETIONS, 405)
     for path in ("/health", "/metrics", "/v1/models", "/load", "/version"):
-        yield FuzzRequest(f"DELETE {path}", path, b"", method="DELETE", expected=frozenset((405,)))
-    responses = f"{RESPONSES}/resp_x"
+        yield _call("DELETE", path, 405)
+    response = f"{RESPONSES}/resp_x"
     for name in (
         "%2e%2e%2f",
         "%00",
@@ -378,37 +346,28 @@ def _routes(model: str) -> Iterator[FuzzRequest]:
         "resp_x?stream=true&starting_after=-5",
         "resp_x?model=no-model",
     ):
-        path = f"{RESPONSES}/{name}"
-        yield FuzzRequest(f"GET {path[:40]}", path, b"", method="GET", expected=frozenset((400, 404)))
-    words = f"{responses}?stream=x&starting_after=y"
-    yield FuzzRequest("GET with words", words, b"", method="GET", expected=frozenset((400, 404)))
-    yield FuzzRequest("cancel nothing", f"{responses}/cancel", b"", expected=frozenset((400, 404)))
-    yield FuzzRequest("DELETE of a response", responses, b"", method="DELETE", expected=frozenset((404, 405)))
-    yield FuzzRequest(
-        "a model of a path", "/v1/models/..%2f..%2fetc", b"", method="GET", expected=frozenset((404,))
-    )
-    query = f"{COMPLETIONS}?model=%00%ff&{'x' * 1000}"
+        yield _call("GET", f"{RESPONSES}/{name}", 400, 404)
+    yield _call("GET", f"{response}?stream=x&starting_after=y", 400, 404, name="GET with words")
+    yield _call("POST", f"{response}/cancel", 400, 404, name="cancel nothing")
+    yield _call("DELETE", response, 404, 405, name="DELETE of a response")
+    yield _call("GET", "/v1/models/..%2f..%2fetc", 404, name="a model of a path")
     raw = json.dumps(_completion(model)).encode()
-    yield FuzzRequest("a query", query, raw, expected=frozenset((200, 400, 404)))
+    yield _raw("a query", raw, 200, 400, 404, path=f"{COMPLETIONS}?model=%00%ff&{'x' * 1000}")
 
 
 def _connections(model: str) -> Iterator[FuzzRequest]:
     """Heads that lie about what follows them. Without a status: that the connection ends is answer enough."""
     raw = json.dumps(_completion(model)).encode()
-    refused = frozenset({0, 400, 408, 411, 413, 431, 501})
+    refused = (0, 400, 408, 411, 413, 431, 501)
     for value in ("5", "-5", "abc", "+5", "9" * 30, "0x10", ""):
-        yield FuzzRequest(
-            f"content-length: {value[:10]}", COMPLETIONS, raw, {"content-length": value}, expected=refused
-        )
-    yield FuzzRequest(
-        "both lengths", COMPLETIONS, raw, {"transfer-encoding": "chunked"}, expected=refused | {200}
-    )
+        yield _raw(f"content-length: {value[:10]}", raw, *refused, **{"content-length": value})
+    yield _raw("both lengths", raw, *refused, 200, **{"transfer-encoding": "chunked"})
     late = {"content-length": str(len(raw) + 10), "x-request-timeout": "1"}
-    yield FuzzRequest("less than content-length", COMPLETIONS, raw, late, expected=refused)
+    yield _raw("less than content-length", raw, *refused, **late)
     many = {f"x-{number}": "y" * 50 for number in range(500)}
-    yield FuzzRequest("500 headers", COMPLETIONS, raw, many, expected=refused | {200})
+    yield _raw("500 headers", raw, *refused, 200, **many)
     for kind in ("websocket", "h2c", "x" * 500):
-        headers = {"connection": "upgrade", "upgrade": kind}
-        yield FuzzRequest(f"upgrade: {kind[:9]}", COMPLETIONS, raw, headers, expected=refused | {200, 426})
-    yield FuzzRequest("a method that is none", COMPLETIONS, raw, method="FOO", expected=refused | {405})
-    yield FuzzRequest("NUL in a header", COMPLETIONS, raw, {"x-request-id": "a\0b"}, expected=refused)
+        yield _raw(f"upgrade: {kind[:9]}", raw, *refused, 200, 426, connection="upgrade", upgrade=kind)
+    expected = frozenset({*refused, 405})
+    yield FuzzRequest("a method that is none", COMPLETIONS, raw, method="FOO", expected=expected)
+    yield _raw("NUL in a header", raw, *refused, **{"x-request-id": "a\0b"})

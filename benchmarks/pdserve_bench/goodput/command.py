@@ -117,7 +117,7 @@ def goodput(
     _report(found, title[0], json, plot)
     if not finished:
         return INTERRUPTED
-    return 0 if found.carried or found.broken else 1  # out of time before anything was known
+    return 0 if found.search.carried or found.search.broken else 1  # out of time before anything was known
 
 
 def _report(found: FoundGoodput, title: str, json: Path | None, plot: Path | None) -> None:

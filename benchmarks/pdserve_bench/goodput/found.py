@@ -50,7 +50,7 @@ def report_of(found: FoundGoodput, title: str) -> Report:
 
 def lead_of(found: FoundGoodput) -> str:
     """The answer, in a sentence or two."""
-    options, low, high = found.options, found.carried, found.broken
+    options, low, high = found.options, found.search.carried, found.search.broken
     promise = f"{100 * options.share:g} % of the requests keep the SLO: {options.slo}"
     if low is None and high is None:
         return f"No probe came to its end: it is not known up to which rate {promise}."
@@ -63,7 +63,7 @@ def lead_of(found: FoundGoodput) -> str:
         return f"Goodput: at least {low:.3g} req/s, the highest rate that was tried: {promise}."
     share = _pooled(found.of(high))
     return (
-        f"Goodput: {found.estimate:.3g} req/s (very likely {_between(*found.interval)}). "
+        f"Goodput: {found.search.estimate:.3g} req/s (very likely {_between(*found.search.interval)}). "
         f"Up to {low:.3g} req/s, {promise}. At {high:.3g} req/s only {100 * share:.0f} % do: {_broken_at(found, high)}."
     )
 
@@ -96,7 +96,7 @@ def line_of(found: FoundGoodput, probe: Probe) -> str:
         told
         + (f", missed: {broken}" if broken else "")
         + (f" ({remark})" if remark else "")
-        + f"; goodput {_between(found.carried, found.broken)}"
+        + f"; goodput {_between(found.search.carried, found.search.broken)}"
     )
 
 
@@ -184,7 +184,7 @@ def _charts(found: FoundGoodput) -> list[Chart]:
         return []
     options = found.options
     at = {rate: found.of(rate) for rate in rates}
-    upright = {f"goodput {found.estimate:.3g}": found.estimate} if found.estimate else {}
+    upright = {f"goodput {found.search.estimate:.3g}": found.search.estimate} if found.search.estimate else {}
     intervals = [
         wilson(sum(p.tally.kept for p in at[rate]), sum(p.judged for p in at[rate])) for rate in rates
     ]
@@ -192,10 +192,6 @@ def _charts(found: FoundGoodput) -> list[Chart]:
     kept = Series(
         "kept the SLO", rates, shares, [low for low, _ in intervals], [high for _, high in intervals]
     )
-    promises = {"TTFT": ("ttft", "both"), "gap": ("gap", "both"), "failed": ("failed",)}
-    broken = [
-        Series(name, rates, [_broken(at[rate], *parts) for rate in rates]) for name, parts in promises.items()
-    ]
 
     def chart(title: str, of: str, series: list[Series], bound: dict[str, float], **more: Any) -> Chart:
         return Chart(title, "lines", "offered, req/s", of, series, across=bound, **more)
@@ -209,14 +205,6 @@ def _charts(found: FoundGoodput) -> list[Chart]:
             {f"{100 * options.share:g} %": options.share},
             upright=upright,
             better="higher",
-            y_unit="share",
-        ),
-        chart(
-            "Which promise was broken",
-            requests,
-            [series for series in broken if any(series.ys) or series.label != "failed"],
-            {f"{100 * (1 - options.share):.3g} % may": 1 - options.share},
-            better="lower",
             y_unit="share",
         ),
     ]
@@ -244,11 +232,6 @@ def _charts(found: FoundGoodput) -> list[Chart]:
     return charts
 
 
-def _broken(probes: Sequence[Probe], *parts: str) -> float:
-    judged = sum(probe.judged for probe in probes)
-    return sum(getattr(probe.tally, part) for probe in probes for part in parts) / judged if judged else 0.0
-
-
 def _data(found: FoundGoodput, probes: Sequence[Probe]) -> dict[str, Any]:
     options = found.options
     return {
@@ -256,10 +239,10 @@ def _data(found: FoundGoodput, probes: Sequence[Probe]) -> dict[str, Any]:
         "share": options.share,
         "precision": options.precision,
         "goodput": {
-            "estimate": found.estimate,
-            "carried": found.carried,
-            "broken": found.broken,
-            "interval": list(found.interval),
+            "estimate": found.search.estimate,
+            "carried": found.search.carried,
+            "broken": found.search.broken,
+            "interval": list(found.search.interval),
             "precise": found.search.found,
         },
         "probes": [

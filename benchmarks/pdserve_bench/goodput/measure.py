@@ -2,7 +2,7 @@
 
     found = FoundGoodput(options)             # readable at any time, as after Ctrl-C
     await find_goodput(endpoint, users, found, schedule)
-    found.carried, found.broken, found.estimate, found.probes
+    found.search.carried, found.search.broken, found.search.estimate, found.probes
 
 `users` are any `Scalable`, as `PoissonRequests`. Each probe begins on an idle server, so that no backlog of one leaks
 into the next, and is broken off when so many requests have missed the SLO that the rest cannot make up for it.
@@ -28,7 +28,7 @@ from pdserve_bench.stalls import GeneratorStalls
 _LONGER = 3.0
 """times the seconds of a probe, at most"""
 _IDLE_WITHIN = 60.0
-_WARM_SECONDS, _WARM_RATE, _WARM_WITHIN = 4.0, 4.0, 30.0
+_WARM_SECONDS, _WARM_RATE, _WARM_WITHIN = 4.0, 4.0, 120.0
 """seconds, requests per second at most, and seconds until first tokens are waited for no longer"""
 _LOOK = 0.2
 _CANARY_TIMEOUT = 30.0
@@ -146,26 +146,6 @@ class FoundGoodput:
         """the search has come to its end, neither broken off nor out of time"""
         self.notes: list[str] = []
 
-    @property
-    def carried(self) -> float | None:
-        """The highest rate that was found to be carried, in requests per second; None: not even the lowest tried."""
-        return self.search.carried
-
-    @property
-    def broken(self) -> float | None:
-        """The lowest rate that was found not to be carried; None: none was too high."""
-        return self.search.broken
-
-    @property
-    def estimate(self) -> float | None:
-        """Interpolated between the two: what to build ratios of."""
-        return self.search.estimate
-
-    @property
-    def interval(self) -> tuple[float | None, float | None]:
-        """Between which rates it surely is, as far as samples of independent requests can tell."""
-        return self.search.interval
-
     def of(self, rate: float | None) -> list[Probe]:
         """The probes that counted, at this rate."""
         return [probe for probe in self.probes if probe.rate == rate and probe.counted]
@@ -195,8 +175,9 @@ async def find_goodput(
     await canary.learn()
     try:
         if options.warm_up:
-            with schedule.phase(f"{label}: warming up", _WARM_SECONDS):
-                await _warm_up(endpoint, users, options)
+            slowly, briefly = min(_WARM_RATE, options.start_rate), min(_WARM_SECONDS, options.seconds)
+            with schedule.phase(f"{label}: warming up", briefly):
+                await warm_up(endpoint, users, slowly, briefly, options.seed - 1)
                 await canary.until_idle()
         while (rate := found.search.next()) is not None:
             seconds = _probe_seconds(rate, options)
@@ -212,7 +193,7 @@ async def find_goodput(
                 await canary.until_idle()
             _settle(found, found.probes[-1])
             ended(found.probes[-1])
-            if found.carried is None and _none_alone(found):
+            if found.search.carried is None and _none_alone(found):
                 found.notes.append(
                     "No lower rate was tried: requests that had the server to themselves missed too."
                 )
@@ -374,13 +355,13 @@ class Canary:
         return exchange
 
 
-async def _warm_up(endpoint: Endpoint, users: Scalable, options: GoodputOptions) -> None:
-    """Some requests that do not count. Raises Unavailable where the server answers none of them."""
+async def warm_up(endpoint: Endpoint, users: Scalable, rate: float, seconds: float, seed: int) -> LoadRun:
+    """Some requests that do not count, all answered or given up. Raises Unavailable where the server answers none of
+    them."""
     run = LoadRun()
-    warming = GoodputOptions(slo=Slo(_WARM_WITHIN, 3600.0), share=0.0)
-    rate, seconds = min(_WARM_RATE, options.start_rate), min(_WARM_SECONDS, options.seconds)
-    made = Probe(rate, seconds, options.seed - 1, run)
-    await probe(endpoint, users, made, warming)
+    patient = GoodputOptions(slo=Slo(_WARM_WITHIN, 3600.0), share=0.0)
+    await probe(endpoint, users, Probe(rate, seconds, seed, run), patient)
     failed = run.of(Outcome.FAILED)
     if failed and not run.of(Outcome.FINISHED):
         raise Unavailable(f"{endpoint.url} answers none of {len(failed)} requests: {failed[0].error}")
+    return run

@@ -10,7 +10,7 @@ from typing import Annotated, cast
 import typer
 
 from pdserve.errors import ConfigError, PdserveError
-from pdserve_bench.hops.section import Hop, HopOptions, HopSection
+from pdserve_bench.hops.section import HopOptions, HopSection, MeasuredHop
 from pdserve_bench.options import Json, Plot
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Report, check_outputs
@@ -98,7 +98,7 @@ async def _measure(
     chosen: list[str], options: HopOptions, found: dict[str, HopSection], failures: list[str]
 ) -> None:
     """What a hop cannot do here is told, and the others are measured nevertheless."""
-    modules = {name: cast(Hop, import_module(HOPS[name])) for name in chosen}
+    modules = {name: cast(MeasuredHop, import_module(HOPS[name])) for name in chosen}
     with Schedule({k: v for hop in modules.values() for k, v in hop.phases(options).items()}) as schedule:
         for name, hop in modules.items():
             folder = options.folder / name

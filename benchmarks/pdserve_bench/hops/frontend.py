@@ -76,7 +76,7 @@ async def measure(
         f"{load:,} streams: left out, ulimit -n is too low." for load in levels if load not in possible
     ]
     most, tokens = max(*possible, *clients), max(tokens_needed(load, options.seconds) for load in possible)
-    recipes = {OURS: servers.graph(most, tokens), BASELINE: servers.VllmApp(BASELINE, tokens)}
+    recipes = {OURS: servers.graph(most, tokens), BASELINE: servers.vllm_app(BASELINE, tokens)}
     async with AsyncExitStack() as stack:
         running: dict[str, RunningSystem] = {}
         with schedule.phase(_STARTING):

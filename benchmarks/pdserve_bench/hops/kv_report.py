@@ -110,7 +110,6 @@ def section(figures: KvFigures) -> HopSection:
         found.tables.append(_crowd(figures, crowd))
     if linked:
         found.tables.append(_link(figures, linked))
-        found.charts.append(_link_chart(figures, [case for case in linked if case.in_flight == 1]))
     found.notes += list(_notes(figures))
     if single:
         found.lead = _lead(figures, single[-1], [case for case in linked if case.in_flight == 1])
@@ -251,22 +250,6 @@ def _speed_chart(figures: KvFigures, cases: Sequence[KvCase]) -> Chart:
         series,
         log_x=True,
         log_y=True,
-        better="higher",
-    )
-
-
-def _link_chart(figures: KvFigures, cases: Sequence[KvCase]) -> Chart:
-    sizes = [f"{case.size / 1e6:.2g} MB" for case in cases]
-    return Chart(
-        f"KV over a link of {figures.link}",
-        "bars",
-        "bytes per transfer",
-        "% of the line's rate",
-        [
-            Series("KV", sizes, [_share(figures, case, "KV") for case in cases]),
-            Series("plain TCP", sizes, [_share(figures, case, "TCP") for case in cases], baseline=True),
-        ],
-        across={"the line": 100.0},
         better="higher",
     )
 

@@ -39,7 +39,7 @@ class HopSection:
     """a sentence with its most important figures"""
 
 
-class Hop(Protocol):
+class MeasuredHop(Protocol):
     """A module of this folder: `frontend`, `stream`, `queue`, `kv`."""
 
     def phases(self, options: HopOptions) -> Mapping[str, float]:

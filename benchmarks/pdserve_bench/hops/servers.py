@@ -3,19 +3,12 @@ and vLLM's own API server without one (`vllm_app`). Their engines take the same 
 token, always: so the text that a client got says how many tokens it is, however they were put into chunks."""
 
 import resource
-import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from pdserve.demo import MODEL_DIR
-from pdserve.ports import free_port
-from pdserve_bench.endpoint import Endpoint
-from pdserve_bench.launch import ServerRun
 from pdserve_bench.simulated import simulated
-from pdserve_bench.systems.system import GraphSystem, RunningSystem, Say, System
+from pdserve_bench.systems.system import GraphSystem, PlainVllm, System
 
 TOKEN, WORD = 316, " code"
 """in the demo model's tokenizer"""
@@ -53,27 +46,12 @@ def graph(streams: int, tokens: int) -> System:
     return GraphSystem("pdserve", sections, variables=_LONG)
 
 
-@dataclass(frozen=True)
-class VllmApp(System):
-    """vLLM's own API server, the engine core beside it simulated."""
-
-    name: str
-    tokens: int
-
-    @asynccontextmanager
-    async def start(self, folder: Path, say: Say) -> AsyncIterator[RunningSystem]:
-        port = free_port("127.0.0.1")
-        ours = ["--step-seconds", str(STEP), "--sequence-seconds", str(SEQUENCE), "--token", str(TOKEN)]
-        vllm = ["--model", str(MODEL_DIR), "--served-model-name", MODEL, "--port", str(port)]
-        vllm += ["--host", "127.0.0.1", "--max-model-len", str(self.tokens + _ROOM)]
-        command = [sys.executable, "-m", "pdserve_bench.hops.vllm_app", *ours, "--", *vllm]
-        server = ServerRun(command, folder / "vllm-app.log", {**_LONG, "VLLM_CPU_KVCACHE_SPACE": "1"})
-        try:
-            pid = server.start().pid
-            await server.until(lambda: "Application startup complete" in server.text, say)
-            yield RunningSystem(Endpoint(f"http://127.0.0.1:{port}", MODEL), pid)
-        finally:
-            await server.stop()
+def vllm_app(name: str, tokens: int) -> System:
+    """vLLM's own API server, the engine core beside it simulated, for streams of up to `tokens` tokens."""
+    engine = ("--step-seconds", str(STEP), "--sequence-seconds", str(SEQUENCE), "--token", str(TOKEN), "--")
+    arguments = ("--host", "127.0.0.1", "--max-model-len", str(tokens + _ROOM))
+    program = ("pdserve_bench.hops.vllm_app", *engine)
+    return PlainVllm(name, MODEL_DIR, MODEL, arguments, _LONG, program)
 
 
 def most_connections() -> int:

@@ -2,19 +2,13 @@
 outputs of one engine step, with TLS. Against a bare TCP connection in the same two processes that carries the same
 bytes in the clear."""
 
-import asyncio
-import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import msgspec
-
 from pdserve.credentials import create
-from pdserve.errors import Unavailable
-from pdserve.supervisor.exits import dies_with_parent
+from pdserve_bench.hops.ends import End, end
 from pdserve_bench.hops.section import HopOptions, HopSection, Pair, alternate, cases, compared
 from pdserve_bench.hops.stream_ends import (
     BURST,
@@ -31,6 +25,7 @@ from pdserve_bench.systems.cpu import cpu_seconds
 NAMES = OURS, BASELINE = "stream", "bare TCP"
 SHARE = 1 / 6
 """of the options' seconds: thousands of messages"""
+_MODULE = "pdserve_bench.hops.stream_ends"
 _START = 2.0
 _LATE = 20.0
 _STARTING = "stream: starting two processes"
@@ -87,31 +82,15 @@ async def measure(options: HopOptions, schedule: Schedule) -> AsyncIterator[HopS
 
 
 @dataclass(frozen=True)
-class _End:
-    process: asyncio.subprocess.Process
-    log: Path
-
-    async def line(self, within: float) -> bytes:
-        assert self.process.stdout is not None
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within):
-                if line := await self.process.stdout.readline():
-                    return line
-        raise Unavailable(f"the stream's other process does not answer: {self.log.read_text()[-2000:]}")
-
-
-@dataclass(frozen=True)
 class _Ends:
-    worker: _End
-    frontend: _End
+    worker: End
+    frontend: End
 
     async def turn(self, system: str, size: int, burst: int, seconds: float) -> StreamTurn:
         pids = self.frontend.process.pid, self.worker.process.pid
         before = [cpu_seconds(pid) for pid in pids]
-        assert self.frontend.process.stdin is not None
         task = StreamTask(system == BASELINE, size, burst, seconds)
-        self.frontend.process.stdin.write(msgspec.json.encode(task) + b"\n")
-        found = msgspec.json.decode(await self.frontend.line(seconds + _LATE), type=StreamFigures)
+        found = await self.frontend.ask(task, StreamFigures, seconds + _LATE)
         frontend, worker = (cpu_seconds(pid) - earlier for pid, earlier in zip(pids, before, strict=True))
         return StreamTurn(
             system, size, burst, found.messages, found.seconds, found.p50, found.p99, frontend, worker
@@ -120,36 +99,13 @@ class _Ends:
 
 @asynccontextmanager
 async def _ends(folder: Path) -> AsyncIterator[_Ends]:
-    """Raises Unavailable where they do not come up."""
+    """Raises EndLost where they do not come up."""
     credentials = str(create(folder / "credentials").folder)
-    async with _end(folder, "worker", credentials) as worker:
-        listening = msgspec.json.decode(await worker.line(_LATE), type=Listening)
-        arguments = credentials, listening.address, str(listening.bare_port)
-        async with _end(folder, "frontend", *arguments) as frontend:
+    async with end(_MODULE, "worker", credentials) as worker:
+        listening = await worker.answer(Listening, _LATE)
+        address = listening.address, str(listening.bare_port)
+        async with end(_MODULE, "frontend", credentials, *address) as frontend:
             yield _Ends(worker, frontend)
-
-
-@asynccontextmanager
-async def _end(folder: Path, *arguments: str) -> AsyncIterator[_End]:
-    """It ends when its stdin does, and with this process."""
-    log = folder / f"{arguments[0]}.log"
-    with log.open("wb") as errors:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "pdserve_bench.hops.stream_ends",
-            *arguments,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
-            process_group=0,
-            preexec_fn=dies_with_parent(signal.SIGKILL),
-        )
-    try:
-        yield _End(process, log)
-    finally:
-        process.kill()
-        await process.wait()
 
 
 # ── tables ─────────────────────────────────────────────────────────────────────────────────────────────────

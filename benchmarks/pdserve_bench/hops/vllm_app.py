@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import sys
 import time
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,11 +97,12 @@ class NoEngineCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answe
         return bool(self._running)
 
 
+@dataclass(slots=True)
 class _Answer:
-    __slots__ = ("most", "prompt", "request_id", "tokens")
-
-    def __init__(self, request_id: str, prompt: int, most: int) -> None:
-        self.request_id, self.prompt, self.most, self.tokens = request_id, prompt, most, 0
+    request_id: str
+    prompt: int
+    most: int
+    tokens: int = 0
 
 
 def main() -> None:

@@ -148,17 +148,15 @@ class MultiRoundResult:
                     1000 * percentile(ttfts, 0.9) if ttfts else None,
                 ]
             )
-        names = (
-            "asked",
-            "finished",
-            "prompt tokens",
-            "cached",
-            "prefilled remotely",
-            "TTFT p50, ms",
-            "TTFT p90, ms",
-        )
-        specs = (".0f", ".0f", ".0f", ".0%", ".0%", ".1f", ".1f")
-        columns = [Column("round"), *map(Column, names, specs)]
+        specs = {
+            "asked": ".0f",
+            "finished": ".0f",
+            "prompt tokens": ".0f",
+            "cached": ".0%",
+            "prefilled remotely": ".0%",
+        }
+        specs |= {"TTFT p50, ms": ".1f", "TTFT p90, ms": ".1f"}
+        columns = [Column("round"), *(Column(name, spec) for name, spec in specs.items())]
         known = [any(row[place] is not None for row in rows) for place in range(len(columns))]
         return Rows("Rounds", list(compress(columns, known)), [list(compress(row, known)) for row in rows])
 

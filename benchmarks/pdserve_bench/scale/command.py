@@ -14,7 +14,7 @@ import typer
 
 import pdserve
 from pdserve.errors import ConfigError, PdserveError
-from pdserve_bench.options import Json, Plot
+from pdserve_bench.options import Json, Plot, numbers
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Column, Report, Rows, check_outputs
 from pdserve_bench.runs import conclude, run_until_stopped
@@ -76,24 +76,15 @@ def scale(
       git worktree add ../before v0.1.0 && pdserve bench scale --against ../before --json scale.json
     """
     check_outputs(json, plot)
-    sizes = _sizes(workers)
+    sizes = numbers("--workers", workers, least=2)
+    if not sizes:
+        raise ConfigError(["--workers: give numbers of 2 and more, as in 10,100,1000."])
     versions = {"this": OURS} | ({"before": _sources(against)} if against else {})
     turns: list[ScaleTurn] = []
     failures: list[str] = []
     complete = run_until_stopped(lambda: _measure(versions, sizes, seconds, turns, failures))
     report = make_report(turns, complete and not failures, failures)
     return conclude(report, json, plot, complete=complete, failed=bool(failures))
-
-
-def _sizes(text: str) -> list[int]:
-    """Raises ConfigError."""
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 2:
-        raise ConfigError([f"--workers {text}: give numbers of 2 and more, as 10,100,1000."])
-    return sizes
 
 
 def _sources(folder: Path) -> Path:

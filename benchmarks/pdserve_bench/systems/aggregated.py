@@ -7,7 +7,7 @@ and prefill together, which prefill what they decode. Several ways to run it are
 its best.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from pdserve.plan.machine import GIB
 from pdserve.plan.memory import CPU_KV_VARIABLE, cpu_kv_bytes, gpu_share
 from pdserve.plan.plan import Plan
 from pdserve_bench.launch import derive
+from pdserve_bench.sections import Sections, Shape, reshape
 from pdserve_bench.systems.system import GraphSystem, PlainVllm, System
 
 ON_CPU = (256, 2048, 8192)
@@ -189,24 +190,9 @@ def variables(plan: Plan, layout: Layout) -> dict[str, str]:
     }
 
 
-def simulated_sections(plan: Plan, batch: int | None) -> dict[str, Any]:
+def simulated_sections(plan: Plan, batch: int | None) -> Sections:
     """Of a file in which the decode workers are as many as all workers of the graph, and prefill for themselves."""
-    sections = derive(plan.config.path, 1, 8000, 5600)
-    worker = {
-        name: value for name, value in sections["VllmWorker"].items() if _kebab(name) != "remote-prefill"
-    }
-    worker |= {"remote-prefill": False, "ServiceArgs": {"workers": len(plan.workers)}}
-    if batch:
-        worker = {name: value for name, value in worker.items() if _kebab(name) != "max-num-batched-tokens"}
-        worker["max-num-batched-tokens"] = batch
-    sections["VllmWorker"] = worker
-    sections.pop("PrefillWorker", None)
-    listed = {key for section in sections.values() for key in _common(section)}
-    if "Common" in sections:
-        sections["Common"] = {
-            name: value for name, value in sections["Common"].items() if _kebab(name) in listed
-        }
-    return sections
+    return reshape(derive(plan.config.path, 1, 8000, 5600), Shape(0, len(plan.workers), batch or 0))
 
 
 def _decode(plan: Plan) -> DecodeConfig:
@@ -230,13 +216,3 @@ def _share_of_a_gpu(plan: Plan) -> float | None:
         for gpu in gpus_of(plan)
     ]
     return round(min(MOST_OF_A_GPU, *shares), 4)
-
-
-def _common(section: Mapping[str, Any]) -> Iterator[str]:
-    for name, keys in section.items():
-        if _kebab(name) == "common-configs":
-            yield from map(_kebab, keys or ())
-
-
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")

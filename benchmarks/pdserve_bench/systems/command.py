@@ -19,7 +19,7 @@ from pdserve.plan.plan import Plan, make_plan
 from pdserve_bench.endpoint import Endpoint, base_url, find_endpoint, key_headers
 from pdserve_bench.goodput.measure import GoodputOptions
 from pdserve_bench.launch import derive
-from pdserve_bench.options import Json, Plot
+from pdserve_bench.options import Gap, Json, Plot, Ttft, numbers
 from pdserve_bench.progress import Schedule, told
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import INTERRUPTED, run_until_stopped
@@ -87,8 +87,8 @@ def systems(
             metavar="KEY", envvar="OPENAI_API_KEY", help="of the --also servers", show_default=False
         ),
     ] = "",
-    ttft: Annotated[str, typer.Option(metavar="TIME", help="goodput: to the first token")] = "500ms",
-    gap: Annotated[str, typer.Option(metavar="TIME", help="goodput: between two tokens")] = "60ms",
+    ttft: Ttft = "500ms",
+    gap: Gap = "60ms",
     seed: Annotated[int, typer.Option(metavar="N", help="of the prompts")] = 1,
     json: Json = None,
     plot: Plot = None,
@@ -119,7 +119,7 @@ def systems(
     others = _also(also or [])
     made_loads, screening = _loads(
         _names(loads),
-        _numbers("--clients", clients) or ([1, 8] if quick else [1, 8, 32]),
+        numbers("--clients", clients) or ([1, 8] if quick else [1, 8, 32]),
         (prompt_tokens, output_tokens),
         seconds,
         read_slo(ttft, gap),
@@ -127,7 +127,7 @@ def systems(
         _WARM_UP[kind],
     )
     alternating = in_turn or kind == "gpu"
-    tried = [] if no_screening else batches(plan, _numbers("--batch", batch))
+    tried = [] if no_screening else batches(plan, numbers("--batch", batch))
     tried = tried[len(tried) // 2 :][:1] if quick and not batch else tried
     contestants, notes = graph_contestants(plan.config)
     baseline = "aggregated" if kind == "sim" else "aggregated vLLM"
@@ -246,13 +246,6 @@ def _names(loads: str) -> list[str]:
     if not names or set(names) - set(LOADS):
         raise ConfigError([f"--loads {loads}: choose of {', '.join(LOADS)}."])
     return names
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError([f"{option} {text}: give whole numbers from 1 on, as in 512,2048."])
-    return list(dict.fromkeys(int(word) for word in words))
 
 
 def _also(texts: Sequence[str]) -> list[tuple[str, str]]:

@@ -235,7 +235,7 @@ class GoodputLoad(SystemLoad):
         finally:
             turn.window.close()
             turn.run.exchanges += [each for probe in found.probes for each in probe.run.exchanges]
-        turn.found[GOODPUT] = found.estimate or 0.0
+        turn.found[GOODPUT] = found.search.estimate or 0.0
         turn.notes += found.notes
 
 

@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
 from pdserve.records import Instance, Role, decode_instance
 from pdserve.registry import connect, keys
+from pdserve.tasks import Lifetime
 from pdserve_bench.endpoint import Endpoint
-from pdserve_bench.launch import family, plain_vllm, started
+from pdserve_bench.launch import VLLM, family, plain_vllm, started
 from pdserve_bench.progress import Schedule
 from pdserve_bench.simulated import write
 from pdserve_bench.systems.cpu import CpuMeter
@@ -69,11 +69,14 @@ class PlainVllm(System):
     """of its command line"""
     variables: Mapping[str, str] = field(default_factory=dict)
     """as OMP_NUM_THREADS, which says how much of a CPU host the engine may have"""
+    program: Sequence[str] = VLLM
+    """a module and its first arguments"""
 
     @asynccontextmanager
     async def start(self, folder: Path, say: Say) -> AsyncIterator[RunningSystem]:
         arguments = [*self.arguments, "--served-model-name", self.served]
-        async with plain_vllm(self.model, arguments, folder, say, self.variables) as (url, pid):
+        server = plain_vllm(self.model, arguments, folder, say, self.variables, self.program)
+        async with server as (url, pid):
             yield RunningSystem(Endpoint(url, self.served), pid)
 
 
@@ -136,7 +139,7 @@ START_SECONDS = {"cpu": 30.0, "gpu": 90.0, "sim": 12.0}
 """that a start takes, about"""
 
 
-class Stage:
+class Stage(Lifetime):
     """Which systems run at the moment. Starts them when they are asked for, and stops all of them on leaving, the last
     one first. `in_turn`: never two of those that it starts itself at a time."""
 
@@ -156,14 +159,13 @@ class Stage:
         self._up: dict[str, tuple[AsyncExitStack, RunningSystem]] = {}
         self._starts: dict[str, int] = {}
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for name in reversed(list(self._up)):
-            await self.stop(name)
+    @asynccontextmanager
+    async def _lifetime(self) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            for name in reversed(list(self._up)):
+                await self.stop(name)
 
     @property
     def up(self) -> Mapping[str, RunningSystem]:

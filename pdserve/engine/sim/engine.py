@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from pdserve.config.host import VLLM_VERSION
-from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
+from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Read, Step, Transfers
 from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.sim import wire
 from pdserve.engine.sim.blocks import BlockPool
@@ -352,8 +352,7 @@ class SimEngine(Engine):
     # transfers
 
     async def _pull(self, request: SimRequest, kv: KvHandle) -> None:
-        model = self._model
-        started = time.monotonic()
+        model, started = self._model, time.monotonic()
         first = request.computed // model.block_size
         wanted = kv.block_ids[0][first:]
         read = max(0, self._ahead.pop(source(kv), 0) - first)
@@ -364,14 +363,15 @@ class SimEngine(Engine):
             found = await ask(kv, wanted, model.transfer_timeout, done=True)
         except Unavailable as error:
             unreachable = [kv.engine_id] if isinstance(error, Unreachable) else []
-            self._steps.put_nowait(
-                Step([], Transfers(failures=1), unread=[request.request_id], unreachable=unreachable)
-            )
+            unread = {request.request_id: str(error)}
+            self._steps.put_nowait(Step([], Transfers(failures=1), unread, unreachable=unreachable))
             request.unread = True
         else:
             self._receive(request, kv, first, found.contents)
-            self._steps.put_nowait(Step([], Transfers([time.monotonic() - started], size)))
+            seconds = time.monotonic() - started
+            self._steps.put_nowait(Step([], Transfers([Read(kv.engine_id, seconds, size)])))
         del self._pulling[request]
+        request.begun = time.monotonic()
         self._running.append(request)
         self._work.set()
 

@@ -43,7 +43,7 @@ class SideServer(Lifetime):
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
         self._tasks: set[asyncio.Task[None]] = set()
-        server = await asyncio.start_server(self._serve, self.host, 0)
+        server = await asyncio.start_server(self._begin, self.host, 0)
         self.port = server.sockets[0].getsockname()[1]
         try:
             yield
@@ -53,10 +53,13 @@ class SideServer(Lifetime):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve(reader, writer), name="side channel")
         self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: writer.close())  # also where it is cancelled before it begins
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             line = await reader.readline()
             if self.faults.silent():
@@ -67,9 +70,6 @@ class SideServer(Lifetime):
                 await writer.drain()
         except (OSError, ValueError):
             pass  # a reader that went away, or is not an engine of ours
-        finally:
-            self._tasks.discard(task)
-            writer.close()
 
     def _answer(self, read: ReadBlocks) -> BlockContents:
         if read.engine_id != self.engine_id:

@@ -132,6 +132,8 @@ class SimRequest:
     told: int = 0
     """blocks of it that were named as complete"""
     pulled: int = 0
+    begun: float | None = None
+    """monotonic: when its KV had been pulled, or could not be"""
     tokens: list[int] = field(default_factory=list)
     unread: bool = False
     """its KV could not be pulled"""
@@ -157,8 +159,16 @@ class SimRequest:
             prefill_stats=self._stats() if len(self.tokens) == 1 else None,
         )
         tokens = [] if self.plain else self.tokens[-1:]
-        recomputed = self.unread and len(self.tokens) == 1
-        return Output(self.request_id, tokens, self.finished, handle, recomputed=recomputed, raw=raw)
+        first = len(self.tokens) == 1
+        return Output(
+            self.request_id,
+            tokens,
+            self.finished,
+            handle,
+            recomputed=self.unread and first,
+            begun=self.begun if first else None,
+            raw=raw,
+        )
 
     def _stats(self) -> PrefillStats:
         reused = self.cached + self.pulled

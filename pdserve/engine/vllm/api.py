@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams as SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.network_utils import get_open_zmq_ipc_path as get_open_zmq_ipc_path
+from vllm.v1.engine import EngineCoreEventType as EngineCoreEventType
 from vllm.v1.engine import EngineCoreOutput as EngineCoreOutput
 from vllm.v1.engine import EngineCoreOutputs as EngineCoreOutputs
 from vllm.v1.engine import EngineCoreRequest as EngineCoreRequest

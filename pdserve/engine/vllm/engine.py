@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Step, Transfers
+from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Read, Step, Transfers
 from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.spec import EngineSpec
 from pdserve.engine.vllm import api, requests
@@ -18,7 +18,7 @@ from pdserve.engine.vllm.cache import CacheMirror
 from pdserve.engine.vllm.process import LEASE, VllmProcess
 from pdserve.engine.vllm.requests import RunningRequest, RunningRequests
 from pdserve.errors import EngineDead, ProtocolError
-from pdserve.kv import COMPLETE, FAILED, RELEASED, STALLED, UNREACHABLE, side_channel
+from pdserve.kv import COMPLETE, FAILED, READS, RELEASED, STALLED, UNREACHABLE, side_channel
 from pdserve.kv.handles import check_handle
 from pdserve.messages import KvHandle
 
@@ -40,8 +40,8 @@ class VllmEngine(Engine):
         self._requests = RunningRequests()
         self._usage = EngineUsage()
         self._reported = 0.0
-        self._unread: list[str] = []
-        """requests whose KV could not be read, since the last step"""
+        self._unread: dict[str, str] = {}
+        """requests whose KV could not be read, and why, since the last step"""
         self._timestamp = 0.0
         self._own_token = not requests.SAMPLING_ARGUMENTS & spec.engine_args.keys()
 
@@ -145,7 +145,7 @@ class VllmEngine(Engine):
             if outputs.outputs or moved:
                 self._timestamp = outputs.timestamp
                 found = [output for raw in outputs.outputs if (output := self._take(raw))]
-                unread, self._unread = self._unread, []
+                unread, self._unread = self._unread, {}
                 return Step(
                     found,
                     transfers=_transfers(moved) if moved else None,
@@ -236,6 +236,7 @@ class VllmEngine(Engine):
             output.refused = requests.refusal(request.body, raw.new_token_ids)
         if raw.new_token_ids and not request.began:
             request.began = True
+            output.begun = _scheduled(raw)
             output.recomputed = request.pulls and self._computed_here(raw.prefill_stats)
         if raw.finished:
             self._requests.drop(request)
@@ -278,7 +279,7 @@ class VllmEngine(Engine):
             self._stats.record(stats, None)
         self._usage, self._reported = usage, time.monotonic()
         for engine_id in (moved or {}).get(FAILED, ()):
-            self._note_unread(self._requests.by_engine_id(engine_id))
+            self._note_unread(self._requests.by_engine_id(engine_id), "the read failed")
         for engine_id in (moved or {}).get(STALLED, ()):
             await self._restart(engine_id)
         return moved or {}
@@ -289,17 +290,23 @@ class VllmEngine(Engine):
         request = self._requests.by_engine_id(engine_id)
         if request is None:
             return
-        self._note_unread(request)
+        self._note_unread(request, "the read stalled")
         self._requests.restart(request)
         log.warning("request %s: the KV transfer stalled, prefilling locally", request.request_id)
         await self._call(self._core.abort_requests_async([engine_id]))
         again = requests.to_generate(request.engine_id, request.prompt, request.body, None, request.after)
         await self._call(self._core.add_request_async(again))
 
-    def _note_unread(self, request: RunningRequest | None) -> None:
+    def _note_unread(self, request: RunningRequest | None, why: str) -> None:
         """Several ranks may have failed to read for one request."""
-        if request is not None and request.request_id not in self._unread:
-            self._unread.append(request.request_id)
+        if request is not None:
+            self._unread.setdefault(request.request_id, why)
+
+
+def _scheduled(raw: api.EngineCoreOutput) -> float | None:
+    """For the first time, by the clock of this host: vLLM does not before the KV of a request has been read."""
+    times = [event.timestamp for event in raw.events or () if event.type is api.EngineCoreEventType.SCHEDULED]
+    return times[0] if times else None
 
 
 def _is_whole(params: Mapping[str, Any] | None, prompt: list[int]) -> bool:
@@ -309,8 +316,12 @@ def _is_whole(params: Mapping[str, Any] | None, prompt: list[int]) -> bool:
 
 
 def _transfers(moved: Mapping[str, Any]) -> Transfers:
+    """Several ranks read for one request, at the same time."""
+    reads: dict[str, Read] = {}
+    for request, source, seconds, size in moved.get(READS, ()):
+        before = reads.get(request, Read(source, 0.0, 0))
+        reads[request] = Read(source, max(seconds, before.seconds), size + before.bytes)
     return Transfers(
-        moved["transfer_duration"],
-        sum(moved["bytes_transferred"]),
+        list(reads.values()),
         sum(moved["num_failed_transfers"]) + sum(moved["num_failed_handshakes"]),
     )

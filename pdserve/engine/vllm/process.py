@@ -119,6 +119,8 @@ class VllmProcess:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": self._spec.host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
         }
+        # it would send spans of its own start there, by gRPC
+        os.environ.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)
 
     def _argv(self, events_endpoint: str) -> list[str]:
         spec = self._spec

@@ -26,6 +26,7 @@ from pdserve.frontend.model.vllm_api import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    PrefillStats,
     Unencodable,
     count_prefix_hit,
     decode_outputs,
@@ -126,7 +127,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         generation.request = repeatable(request)
         generation.size = len(generation.prompt) + self.estimate.tokens(generation.max_tokens)
         if trace is not None:
-            trace.add_prompt(request.external_req_id or request.request_id, len(generation.prompt))
+            generation.hops = trace.sequence_hops()
+            trace.add_prompt(generation.prompt_key, len(generation.prompt))
             if trace.deltas is not None and trace.path in self.plain_paths:
                 self.stream_deltas(generation.id, trace.deltas, self.plain_paths[trace.path])
         if trace is None or trace.admission is None:
@@ -146,6 +148,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             if link is None:
                 self._migration.wait(generation, retry=only_others)
                 return
+            generation.begin_span(link.instance)
             submit = next_attempt(generation)
             self._migration.stop_waiting(generation)
             generation.attach(link, submit.request_id)
@@ -158,8 +161,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         match message:
             case Placed(request_id):
                 if generation := link.generations.get(request_id):
-                    generation.placed = True
-                    generation.prefill, generation.cached = message.prefill, message.cached
+                    generation.placed = message
+                    generation.hops.told(message.hops)
             case Outputs(body):
                 self._take_outputs(link, body)
             case Failed(request_id):
@@ -176,7 +179,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         except Exception as error:  # it is unknown whose tokens are lost: all at this worker go on at others
             logger.exception("undecodable outputs from %s", link.instance)
             link.post(Cancel(list(link.generations)))
-            self.link_lost(link, f"{link.instance} sent outputs that cannot be read: {error}")
+            self.link_lost(link, f"{link.instance} sent outputs that cannot be read: {error}", "unreadable")
             return
         taken = []
         for output in outputs.outputs:
@@ -200,13 +203,15 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
     def _take(self, generation: Generation, link: Link, output: EngineCoreOutput) -> bool:
         """Whether AsyncLLM should see it."""
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            self._migration.lost(generation, f"{link.instance} gave it up ({output.finish_reason})")
+            self._migration.lost(
+                generation, f"{link.instance} gave it up ({output.finish_reason})", "gave-up"
+            )
             return False
         output.request_id = generation.id
-        if generation.trace is not None and generation.prefill:
-            generation.trace.prefilled(generation.id, generation.prefill)
+        if generation.placed is not generation.noted:
+            self._note_placed(generation)
         if output.prefill_stats is not None:
-            count_prefix_hit(output.prefill_stats, generation.cached, link.block_size)
+            self._note_cached(generation, link, output.prefill_stats)
         if generation.replay_left and not self._migration.replay(generation, output):
             return False
         if generation.tokens and output.prefill_stats is not None:
@@ -218,6 +223,18 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 self.estimate.learn(*generation.timing)
             self._end(generation)
         return True
+
+    def _note_placed(self, generation: Generation) -> None:
+        """Its worker has said something new of it, and here is what came of that."""
+        generation.noted = generation.placed
+        generation.hops.decoding()
+        if generation.trace is not None and generation.placed is not None:
+            generation.trace.prefilled(generation.id, generation.placed)
+
+    def _note_cached(self, generation: Generation, link: Link, stats: PrefillStats) -> None:
+        count_prefix_hit(stats, generation.placed.cached if generation.placed else 0, link.block_size)
+        if generation.trace is not None:
+            generation.trace.add_cached(generation.prompt_key, stats.num_cached_tokens)
 
     def _count(self, generation: Generation, tokens: list[int]) -> None:
         trace = generation.trace
@@ -279,12 +296,12 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         self._migration.place_waiting()
         self.on_capacity()
 
-    def link_lost(self, link: Link, reason: str) -> None:
+    def link_lost(self, link: Link, reason: str, word: str = "gone") -> None:
         if link.generations:
             logger.warning("%s: moving %d requests from %s", reason, len(link.generations), link.instance)
         for generation in list(link.generations.values()):
             with self._contained(generation):
-                self._migration.lost(generation, reason)
+                self._migration.lost(generation, reason, word)
 
     def replace(self, replaced: bool) -> None:
         """Take note whether another model has this name now, and no worker is left here."""
@@ -301,6 +318,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             if generation.link is not None and generation.permit is not None and not generation.replays:
                 self._leave_worker(generation)
                 generation.permit.release()
+                generation.hops.held("its client does not read")
         self.on_capacity()
 
     def resume(self, trace: RequestTrace) -> None:

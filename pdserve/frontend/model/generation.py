@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from pdserve.frontend.admission.control import SequencePermit
 from pdserve.frontend.model.vllm_api import EngineCoreRequest
 from pdserve.frontend.model.workers import Link
-from pdserve.frontend.trace import RequestTrace
+from pdserve.frontend.trace import RequestTrace, SequenceHops
+from pdserve.messages import Hop, Placed
+from pdserve.observe.tracing import TracedSpan
 
 
 @dataclass(eq=False)
@@ -24,6 +26,7 @@ class Generation:
     first_token: float = 0.0
     last_token: float = 0.0
     """monotonic seconds; 0 before the first token"""
+    hops: SequenceHops = field(default_factory=lambda: SequenceHops(0.0))
 
     # the current attempt
 
@@ -35,12 +38,12 @@ class Generation:
     """to the worker that has it"""
     sent: float = 0.0
     """monotonic seconds, to that worker"""
-    placed: bool = False
-    """the worker has taken it up"""
-    prefill: str = ""
-    """`local` or `remote`, as the worker said last"""
-    cached: int = 0
-    """prompt tokens that were a prefix hit, where it is remote"""
+    span: TracedSpan | None = None
+    """None: it is not traced"""
+    placed: Placed | None = None
+    """what the worker, which has taken it up, said last"""
+    noted: Placed | None = None
+    """of that, what its outputs so far are noted to come of"""
 
     # what became of earlier attempts: the rules are those of `migration`
 
@@ -62,6 +65,12 @@ class Generation:
         return request_id
 
     @property
+    def prompt_key(self) -> str:
+        """The several outputs of n > 1 have one."""
+        key: str = self.request.external_req_id or self.request.request_id
+        return key
+
+    @property
     def prompt(self) -> list[int]:
         prompt: list[int] = self.request.prompt_token_ids
         return prompt
@@ -79,22 +88,38 @@ class Generation:
     def is_complete(self, max_model_len: int) -> bool:
         return len(self.tokens) >= min(self.max_tokens, max_model_len - len(self.prompt))
 
+    def begin_span(self, instance: str) -> None:
+        """Of an attempt that is about to be made at this worker."""
+        if self.trace is not None and self.trace.span is not None:
+            self.span = self.trace.span.begin("attempt", time.monotonic(), {"pdserve.instance": instance})
+
+    def _end_span(self, hops: list[Hop], error: str) -> None:
+        assert self.span is not None
+        assert self.trace is not None
+        span, self.span = self.span, None
+        span.add_hops((hop for hop in hops if hop.name == "decode"), self.trace.started)
+        span.end(time.monotonic(), {"pdserve.prefill": self.placed.prefill if self.placed else ""}, error)
+
     def attach(self, link: Link, attempt_id: str) -> None:
         """Begin a new attempt at the link's worker."""
         self.attempt += 1
         self.attempt_id = attempt_id
         self.link = link
         self.sent = time.monotonic()
-        self.placed = False
+        self.placed = None
         self.replay_left = len(self.tokens) if self.replays else 0
+        self.hops.sent(link.instance)
         link.generations[attempt_id] = self
         link.tokens += self.size
         link.placed += self.size
         link.touch()
 
-    def detach(self) -> Link | None:
+    def detach(self, error: str = "") -> Link | None:
         """End the attempt: its late outputs find no generation. Returns the link that it was on."""
         link, self.link = self.link, None
+        hops = self.hops.left(self.last_token) if link is not None else []
+        if self.span is not None:
+            self._end_span(hops, error)
         if link is not None:
             link.generations.pop(self.attempt_id, None)
             link.tokens -= self.size

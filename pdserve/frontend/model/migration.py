@@ -19,7 +19,7 @@ from pdserve.frontend.model.vllm_api import (
     encode_request,
     with_params,
 )
-from pdserve.frontend.trace import RETRY_AFTER, RequestFailure
+from pdserve.frontend.trace import NO_WORKER, RETRY_AFTER, RequestFailure
 from pdserve.messages import Failed, Submit
 from pdserve.observe.metrics import MIGRATIONS
 from pdserve.sampling import looks_back
@@ -37,6 +37,9 @@ that were in that engine is tried again beside no other unproven request (`decod
 which of them kills."""
 PAUSE = 0.5
 """seconds before a worker that failed a request gets it again, where there is no other"""
+
+LOSSES = ("gone", "engine-died", "failed", "gave-up", "unreadable")
+"""why a worker lost a request, in the metric (docs/metrics.md)"""
 
 _BOOT = secrets.token_hex(4)
 _serial = itertools.count(1)
@@ -66,6 +69,7 @@ def next_attempt(generation: Generation) -> Submit:
         body(generation.request, attempt_id, generation.tokens),
         migrated=generation.losses > 0,
         engines_died=generation.engines_died,
+        traceparent=generation.span.traceparent if generation.span is not None else "",
     )
 
 
@@ -124,6 +128,7 @@ class Migration:
         """another model has this one's name, and no worker is left here"""
         self._core = core
         self._model = model
+        self._moved = {word: MIGRATIONS.labels(model, word) for word in LOSSES}  # from 0 on
         self._max_model_len = max_model_len
         self._waiting: dict[Generation, list[asyncio.TimerHandle]] = {}
         """for a worker, until their deadline"""
@@ -136,26 +141,32 @@ class Migration:
         generation.engines_died = max(generation.engines_died, failed.engines_died)
         if failed.retry:
             instance = f"{generation.link.instance}: " if failed.engines_died else ""
-            self.lost(generation, instance + failed.message)
+            self.lost(
+                generation, instance + failed.message, "engine-died" if failed.engines_died else "failed"
+            )
             return
         late = time.monotonic() >= generation.deadline
         status = 400 if failed.invalid else 504 if late else 500
         self._core.fail(generation, RequestFailure(status, failed.message))
 
-    def lost(self, generation: Generation, reason: str) -> None:
-        """Its worker will not finish it: finish it here where it is complete, fail it, or go on at another worker."""
-        link = generation.detach()
+    def lost(self, generation: Generation, reason: str, word: str) -> None:
+        """Its worker will not finish it: finish it here where it is complete, fail it, or go on at another worker.
+        `word`: of `LOSSES`."""
+        link = generation.detach(reason)
         if link is None:
             return  # it ended together with a sibling (n > 1)
         generation.lost_by.add(link.instance)
-        generation.losses += generation.placed
+        generation.losses += generation.placed is not None
         generation.last_loss = reason
         if generation.tokens and generation.is_complete(self._max_model_len):
             self._core.finish(generation)
         elif failure := too_many_losses(generation):
             self._core.fail(generation, failure)
         else:
-            MIGRATIONS.labels(self._model).inc()
+            self._moved[word].inc()
+            generation.hops.migrated(reason)
+            if generation.trace is not None:
+                generation.trace.retries += 1
             tokens = len(generation.tokens)
             logger.info("request %s goes on elsewhere after %d tokens: %s", generation.id, tokens, reason)
             self._core.place(generation, only_others=True)
@@ -182,6 +193,7 @@ class Migration:
         if not timers:
             left = max(0.0, generation.deadline - time.monotonic())
             timers.append(loop.call_later(left, self._give_up, generation))
+        generation.hops.held(NO_WORKER)
         if retry:
             timers.append(loop.call_later(PAUSE, self._core.place, generation))
         self.give_back(generation)

@@ -20,21 +20,32 @@ _REFUSED = "Refused: 400, 401, 404, 405, 408 (a slow body), 413 (a large one), 4
 _FAILED = "Failed: 500, 503 (no worker, with Retry-After), 504 (the request's deadline passed)"
 _NO_JSON = {"type": "object", "properties": {"detail": {"type": "string"}}, "required": ["detail"]}
 """as FastAPI refuses a body that cannot be parsed"""
-_MODEL = {
-    "get": {
-        "summary": "Show Available Model",
-        "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
-        "responses": {"200": {"description": "Successful Response", "content": {_JSON: {"schema": {}}}}},
-    }
+
+
+def _page(summary: str, *, path: str = "", query: str = "", kind: str = "string") -> Mapping[str, Any]:
+    found = [(name, where) for name, where in ((path, "path"), (query, "query")) if name]
+    parameters = [
+        {"name": name, "in": where, "required": where == "path", "schema": {"type": kind}}
+        for name, where in found
+    ]
+    answer = {"description": "Successful Response", "content": {_JSON: {"schema": {}}}}
+    return {"get": {"summary": summary, "parameters": parameters, "responses": {"200": answer}}}
+
+
+_PAGES = {
+    "/v1/models/{name}": _page("Show Available Model", path="name"),
+    "/requests": _page("Receipts of the newest requests", query="limit", kind="integer"),
+    "/requests/{id}": _page("Receipt of a request: where it went, why, what took how long", path="id"),
 }
+"""the edge's own"""
 
 
 def describe(document: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's description without what is left out, with the edge's own page and the errors that the edge may answer."""
+    """vLLM's description without what is left out, with the edge's own pages and its errors."""
     found = {path: operations for path, operations in document["paths"].items() if not _is_left_out(path)}
     paths = {
         path: {method: _with_errors(path, operation) for method, operation in operations.items()}
-        for path, operations in {**found, "/v1/models/{name}": _MODEL}.items()
+        for path, operations in {**found, **_PAGES}.items()
     }
     return {**document, "info": {"title": "pdserve", "version": pdserve.__version__}, "paths": paths}
 

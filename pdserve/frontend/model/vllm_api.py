@@ -54,7 +54,7 @@ from pdserve.frontend.model.vllm_responses import raising_refusals, store_respon
 
 __all__ = [
     "AsyncLLM", "EngineCoreClient", "EngineCoreOutput", "EngineCoreOutputs", "EngineCoreRequest", "FinishReason",
-    "SamplingParams",
+    "PrefillStats", "SamplingParams",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from heapq import nlargest
 from typing import TYPE_CHECKING, Protocol
 
 from pdserve.config.schema import POLICIES
-from pdserve.errors import PeerGone, ProtocolError
+from pdserve.errors import PeerGone, ProtocolError, leaves
 from pdserve.frontend.admission.capacity import Capacity, worker_capacity
 from pdserve.frontend.model import Connect
 from pdserve.frontend.model.candidates import WINDOW, Candidates
@@ -27,10 +27,11 @@ from pdserve.messages import (
     ToFrontend,
     WorkerLoad,
 )
-from pdserve.observe.metrics import ROUTER_DECISIONS
+from pdserve.observe.metrics import IN_FLIGHT, ROUTER_DECISIONS
 from pdserve.records import Instance
 from pdserve.stream.base import StreamClient
 from pdserve.tasks import Owner
+from pdserve.watch import LinkState
 
 if TYPE_CHECKING:
     from pdserve.frontend.model.generation import Generation
@@ -62,6 +63,8 @@ class Link:
         """tokens that it had of other frontends then"""
         self.refused = False
         """the worker takes no requests from this frontend"""
+        self.round_trip: Callable[[], float | None] = lambda: None
+        """seconds, as the stream has it"""
         self._outbox: asyncio.Queue[ToDecode] = asyncio.Queue()
 
     def touch(self) -> None:
@@ -136,6 +139,9 @@ class WorkerPool:
         """by instance id: those that hold now"""
         self._linking: set[str] = set()
         """ids of the instances to which a task keeps a link"""
+        self._failures: dict[str, tuple[int, str]] = {}
+        """by instance id, of those that the registry lists: how often a link was lost or could not be made; the last
+        reason"""
         self._candidates = Candidates()
         self._touched: set[str] = set()
         """ids of those that have changed since `_candidates` was asked"""
@@ -176,6 +182,7 @@ class WorkerPool:
             self._touched |= self._links.keys()
         now = {instance.id: instance for instance in instances if self._has_our_vllm(instance)}
         for gone in self._instances.keys() - now.keys():
+            self._failures.pop(gone, None)
             for policy in POLICIES:
                 with suppress(KeyError):
                     ROUTER_DECISIONS.remove(policy, gone)
@@ -194,10 +201,23 @@ class WorkerPool:
         """Workers that would take a request now."""
         return len(self._ready())
 
-    @property
-    def unreachable(self) -> list[str]:
-        """Workers that the registry lists and that there is no connection to."""
-        return sorted(self._instances.keys() - self._links.keys())
+    def links(self) -> list[LinkState]:
+        """To all workers that the registry lists, and to those that left it and still work."""
+        return [self._link_state(id) for id in sorted(self._instances.keys() | self._links.keys())]
+
+    def _link_state(self, id: str) -> LinkState:
+        link, (failures, failure) = self._links.get(id), self._failures.get(id, (0, ""))
+        if link is None:
+            return LinkState(id, "requests", up=False, failures=failures, failure=failure)
+        return LinkState(
+            id,
+            "requests",
+            up=not link.refused,
+            requests=link.requests,
+            round_trip=link.round_trip(),
+            failures=failures,
+            failure=failure,
+        )
 
     @property
     def capacity(self) -> Capacity:
@@ -264,8 +284,10 @@ class WorkerPool:
                 try:
                     await self._hold_link(instance)
                 except* PeerGone:
+                    self._note_failure(instance.id, f"{instance.id} is gone")
                     logger.warning("%s is gone; trying again in %g s while it is listed", instance.id, pause)
-                except* Exception:
+                except* Exception as failed:
+                    self._note_failure(instance.id, str(leaves(failed)[0]))
                     logger.exception("the link to %s failed; trying again in %g s", instance.id, pause)
                 await asyncio.sleep(pause)
                 held = time.monotonic() - started > 2 * LAST_RETRY
@@ -281,7 +303,9 @@ class WorkerPool:
             async with client, asyncio.TaskGroup() as tasks:
                 tasks.create_task(link.send(client, self._listener), name=f"to {instance.id}")
                 logger.info("connected to %s", instance.id)
+                link.round_trip = lambda: client.round_trip
                 self._links[instance.id] = link
+                IN_FLIGHT.labels(instance.id).set_function(lambda: link.requests)
                 link.touch()
                 link.post(self._hello)
                 self._listener.link_up(link)
@@ -292,13 +316,20 @@ class WorkerPool:
         finally:
             if self._links.get(instance.id) is link:
                 del self._links[instance.id]
+                with suppress(KeyError):
+                    IN_FLIGHT.remove(instance.id)
                 link.touch()
                 self._prefixes.forget(instance.id)
             self._listener.link_lost(link, reason)
 
+    def _note_failure(self, id: str, why: str) -> None:
+        if id in self._instances:
+            self._failures[id] = self._failures.get(id, (0, ""))[0] + 1, why
+
     def _received(self, link: Link, message: ToFrontend) -> None:
         if isinstance(message, Refused):
             link.refused = True
+            self._note_failure(link.instance, f"it refuses this frontend: {message.message}")
             link.touch()
             logger.warning("%s refuses this frontend: %s", link.instance, message.message)
         elif isinstance(message, PrefixesChanged):

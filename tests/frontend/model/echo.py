@@ -79,11 +79,12 @@ class EchoWorker:
         """added to each token: a worker that generates other tokens"""
         self.fail: Failed | None = None
         """answered to every request instead of tokens, under that request's id"""
+        self.placed = Placed("", prefill, "test")
+        """said of every request, under that request's id"""
         self._model = model
         self._stream = MemoryStreamServer()
         self._frontends: dict[str, None] = {}
         self._alive = True
-        self._prefill = prefill
         self._pace = pace
         """seconds between steps; None: only `step()` makes them"""
         self._decoder = MsgpackDecoder(EngineCoreRequest)
@@ -179,7 +180,7 @@ class EchoWorker:
         if self.fail is not None:
             await self.send(replace(self.fail, request_id=submit.request_id))
             return
-        await self.send(Placed(submit.request_id, self._prefill, "test"))
+        await self.send(replace(self.placed, request_id=submit.request_id))
         self.jobs[submit.request_id] = Job(submit, request)
 
     def _generate(self, job: Job) -> EngineCoreOutput:

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Install what tests of the dashboard and of monitoring need beside Python packages, from Debian's: headless Chromium
+# with a font, and Prometheus with promtool (unpacked into VENV/tools, not installed: its package would start a server).
+# `make dev` runs it. Where it cannot, these tests are skipped, except in CI.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+tools=${VENV:-.venv}/tools
+say() { echo "pdserve: $*" >&2; }
+
+if command -v chromium-headless-shell chromium >/dev/null && [ -x "$tools/usr/bin/prometheus" ]; then
+    exit 0
+fi
+if ! command -v apt-get >/dev/null || [ "$(id -u)" != 0 ]; then
+    say "no Chromium or no Prometheus here, and no right to install them: tests that need them are skipped"
+    exit 0
+fi
+export DEBIAN_FRONTEND=noninteractive
+apt-get -qq update
+if ! command -v chromium-headless-shell chromium >/dev/null; then
+    say "installing headless Chromium for the tests of the dashboard"
+    apt-get -qq install --no-install-recommends chromium-headless-shell fonts-dejavu-core >/dev/null
+fi
+if [ ! -x "$tools/usr/bin/prometheus" ]; then
+    folder=$(mktemp -d)
+    trap 'rm -rf "$folder"' EXIT
+    chmod 755 "$folder"
+    (cd "$folder" && apt-get -qq download prometheus 2>/dev/null)
+    mkdir -p "$tools"
+    dpkg -x "$folder"/prometheus_*.deb "$tools"
+fi

@@ -1,0 +1,106 @@
+"""What `pdserve status --watch` does on a terminal, and how often a graph is asked."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from pdserve import clock
+from pdserve.cli.find import GraphAddress
+from pdserve.cli.top import screen
+from pdserve.observe.graph_state import GraphState, graph_state
+from pdserve.observe.pages import read_watched
+from pdserve.observe.tables import duration
+from pdserve.registry.base import Registry
+from pdserve.registry.view import RegistryView
+
+AGAIN = 1.0
+"""seconds from one look at all processes to the next, at least"""
+
+
+async def read_state(view: RegistryView) -> GraphState:
+    instances = view.instances()
+    watched = await read_watched(instances)
+    return graph_state(instances, view.slots(), view.cards(), view.settings(), watched)
+
+
+async def states(view: RegistryView) -> AsyncIterator[GraphState]:
+    """For ever; never two looks at once."""
+    while True:
+        began = time.monotonic()
+        yield await read_state(view)
+        await asyncio.sleep(began + AGAIN - time.monotonic())
+
+
+async def live(registry: Registry, view: RegistryView, graph: GraphAddress) -> None:
+    """Until `q` or SIGTERM; the terminal is as before then, also where it is cancelled."""
+    # warnings would be written over the screen, which says itself what they are about
+    logging.getLogger().addHandler(logging.NullHandler())
+    loop, shown = asyncio.get_running_loop(), _Screen(registry, graph)
+    try:
+        async with asyncio.timeout(None) as until:
+
+            def end() -> None:
+                if not until.expired():
+                    until.reschedule(loop.time())
+
+            loop.add_signal_handler(signal.SIGTERM, end)
+            loop.add_signal_handler(signal.SIGWINCH, shown.draw)
+            with shown.console.screen(), _keys(lambda pressed: end() if pressed in ("q", "Q", "") else None):
+                async for state in states(view):
+                    shown.show(state)
+    except TimeoutError:
+        return
+
+
+class _Screen:
+    def __init__(self, registry: Registry, graph: GraphAddress) -> None:
+        self.console = Console(highlight=False)
+        self._registry, self._graph = registry, graph
+        self._state: GraphState | None = None
+        self._connected_at = time.monotonic()
+
+    def show(self, state: GraphState) -> None:
+        self._state = state
+        if self._registry.connected:
+            self._connected_at = time.monotonic()
+        self.draw()
+
+    def draw(self) -> None:
+        """Again where the terminal has another size."""
+        if self._state is None:
+            return
+        etcd, note = self._graph.etcd, ""
+        if not self._registry.connected:
+            away = duration(time.monotonic() - self._connected_at)
+            note = f"etcd at {etcd} has not answered for {away}: the processes are those of before"
+        title = " · ".join(filter(None, (self._graph.url, f"etcd {etcd}, namespace {self._graph.namespace}")))
+        self.console.update_screen(screen(self._state, title, *self.console.size, clock.unix(), note))
+
+
+@contextmanager
+def _keys(pressed: Callable[[str], None]) -> Iterator[None]:
+    """Each key as it is pressed, and not shown, where standard input is a terminal; '' where it is closed."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    number, loop = sys.stdin.fileno(), asyncio.get_running_loop()
+    before = termios.tcgetattr(number)
+    tty.setcbreak(number)
+    mode = termios.tcgetattr(number)
+    mode[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the screen to the shell
+    termios.tcsetattr(number, termios.TCSANOW, mode)
+    loop.add_reader(number, lambda: pressed(os.read(number, 16).decode(errors="replace")))
+    try:
+        yield
+    finally:
+        loop.remove_reader(number)
+        termios.tcsetattr(number, termios.TCSADRAIN, before)

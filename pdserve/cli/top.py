@@ -1,0 +1,345 @@
+"""The screen of `pdserve status --watch`: what is wrong, what clients get, what each process and each link does, what
+went another way than it was meant to. `screen` is pure. Where there is no room for all, it shows what is broken,
+then what is busy."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pdserve.observe.graph_state import GraphState, Moment, detours, slot_name
+from pdserve.observe.problems import Node, Problem, nodes, problems
+from pdserve.observe.tables import duration
+from pdserve.records import Role
+from pdserve.watch import MAX_TICKS, TICK, LinkState, Receipt
+
+_LEVELS = {"bad": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "cyan")}
+_BARS = "▁▂▃▄▅▆▇█"
+_TICKS_EACH = 4
+"""in a column of a chart, at most: in a narrow terminal it goes back less far"""
+_NOW = 5
+"""ticks of which a number beside a chart is the mean or the newest"""
+
+Cell = str | Text
+
+
+@dataclass(frozen=True)
+class ListRow:
+    cells: tuple[Cell, ...]
+    rank: tuple[float, ...] = ()
+    """where there is no room for all, those of the smallest ranks are shown"""
+
+
+@dataclass(frozen=True)
+class ListPart:
+    columns: tuple[str, ...]
+    """the first names what the rows are; `>` before a name: to the right; `*`: it gets the room that is left"""
+    rows: list[ListRow]
+
+    def table(self, lines: int) -> Table:
+        """So many lines high, or less."""
+        left_out = max(0, len(self.rows) - (lines - 1))
+        rows = self.rows
+        if left_out:
+            left_out += 1
+            rows = sorted(rows, key=lambda row: row.rank)[: len(rows) - left_out]
+        made = Table(
+            box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True, header_style="bold underline"
+        )
+        for name in self.columns:
+            right, wide = name.startswith(">"), name.startswith("*")
+            made.add_column(
+                name.lstrip(">*"),
+                justify="right" if right else "left",
+                ratio=1 if wide else None,
+                no_wrap=True,
+                overflow="ellipsis",
+            )
+        for row in rows:
+            made.add_row(*row.cells)
+        if left_out:
+            made.add_row(Text(f"and {left_out} more", "dim"))
+        return made
+
+
+def screen(
+    state: GraphState, title: str, width: int, height: int, now: float, note: str = ""
+) -> RenderableType:
+    """`now`: Unix seconds, for people. `note`: what the watcher itself lacks. Pure."""
+    found = nodes(state, now)
+    wrong = problems(state, found)
+    if note:
+        wrong = [Problem("bad", note), *wrong]
+    top = [_title(title, wrong, width), *_problems(wrong, max(1, height // 6))]
+    charts = [*_charts(state.moments, width), _queue(state, found, width)]
+    foot = _foot(state)
+    sections = [_processes(found, width), _links(found, width), _detours(state, width)]
+    if height >= 40:
+        sections.append(requests(state.receipts, width))
+    sections = [section for section in sections if section.rows]
+    gap = [Text()] if height > 30 else []
+    room = height - len(top) - len(charts) - 1 - len(gap) * (2 + len(sections))
+    lines = share(room, [1 + len(section.rows) for section in sections])
+    body = list[RenderableType]()
+    for section, given in zip(sections, lines, strict=True):
+        if given > 1:
+            body += [section.table(given), *gap]
+    return Group(*top, *gap, *charts, *gap, *body, foot)
+
+
+def share(room: int, wanted: Sequence[int]) -> list[int]:
+    """Lines for each section: all that it wants, or as many as the others that want more, the first twice as many.
+    Pure."""
+    given = [0] * len(wanted)
+    turns = [*range(len(wanted))[:1], *range(len(wanted))]
+    while short := [index for index in turns if given[index] < wanted[index]]:
+        for index in short:
+            if sum(given) >= room:
+                return given
+            given[index] += given[index] < wanted[index]
+    return given
+
+
+def spark(values: Sequence[float | None], width: int) -> str:
+    """A chart one line high, from 0 to the highest value; blank where there is none. Of several values that fall into
+    a column, the highest. Pure."""
+    each = min(_TICKS_EACH, -(-MAX_TICKS // max(1, width)))
+    starts = range(len(values) % each - each if len(values) % each else 0, len(values), each)
+    columns = [
+        max((value for value in values[max(0, start) : start + each] if value is not None), default=None)
+        for start in starts
+    ]
+    highest = max((value for value in columns if value is not None), default=0.0)
+    drawn = [
+        " " if value is None else _BARS[int(value / highest * (len(_BARS) - 1)) if highest else 0]
+        for value in columns
+    ]
+    return "".join(drawn).rjust(width)[max(0, len(drawn) - width) :]
+
+
+def bar(part: float, width: int) -> Text:
+    full = min(width, max(0, round(part * width)))
+    style = "red" if part > 0.9 else "yellow" if part > 0.7 else "green"
+    return Text.assemble(("█" * full, style), ("░" * (width - full), "dim"))
+
+
+def _title(title: str, wrong: Sequence[Problem], width: int) -> Text:
+    bad = sum(problem.level == "bad" for problem in wrong)
+    word = (
+        Text("all is well", "green")
+        if not wrong
+        else Text(f"{len(wrong)} to look at", "bold red" if bad else "yellow")
+    )
+    left = Text(f"pdserve  {title}", "bold", overflow="ellipsis", no_wrap=True)
+    left.truncate(width - len(word) - 2, overflow="ellipsis", pad=True)
+    return Text.assemble(left, "  ", word)
+
+
+def _problems(wrong: Sequence[Problem], most: int) -> list[Text]:
+    lines = []
+    for problem in wrong[: most if len(wrong) <= most else most - 1]:
+        sign, style = _LEVELS[problem.level]
+        since = f" ({duration(problem.seconds)})" if problem.seconds is not None else ""
+        lines.append(Text(f"{sign} {problem.text}{since}", style, overflow="ellipsis", no_wrap=True))
+    if len(wrong) > most:
+        lines.append(Text(f"and {len(wrong) - len(lines)} more", "dim"))
+    return lines
+
+
+def _charts(moments: Sequence[Moment], width: int) -> list[Text]:
+    half = (width - 2) // 2
+
+    def chart(
+        name: str, value: Callable[[Moment], float | None], show: Callable[[float], str], mean: bool
+    ) -> Text:
+        values = [value(moment) for moment in moments]
+        known = [each for each in values[-_NOW:] if each is not None]
+        now = show(sum(known) / len(known) if mean else known[-1]) if known else "-"
+        line = spark(values, half - 21)
+        return Text.assemble((f"{name:<11}", "bold"), (line, "cyan"), f"{now:>9} ")
+
+    def rate(value: float) -> str:
+        return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+    pairs = [
+        chart("TTFT p50", lambda each: each.ttft_p50, duration, False),
+        chart("p95", lambda each: each.ttft_p95, duration, False),
+        chart("ITL  p50", lambda each: each.itl_p50, duration, False),
+        chart("p95", lambda each: each.itl_p95, duration, False),
+        chart("requests/s", lambda each: each.requests, rate, True),
+        chart("tokens/s", lambda each: each.tokens, rate, True),
+    ]
+    return [
+        Text.assemble(left, "  ", right, no_wrap=True, overflow="crop")
+        for left, right in zip(pairs[::2], pairs[1::2], strict=True)
+    ]
+
+
+def _queue(state: GraphState, found: Iterable[Node], width: int) -> Text:
+    lately = state.moments[-_NOW:]
+    minutes = len(state.moments) * TICK / 60
+    refused, failed = (
+        sum(getattr(moment, name) for moment in state.moments) * TICK for name in ("refused", "failed")
+    )
+    line = sum(node.load.waiting for node in found if node.load and node.role is Role.FRONTEND)
+    depth, limit = state.queue_depth, state.queue_limit
+    parts = [Text("prefill queue ", "bold")]
+    if limit:
+        parts += [bar(depth / limit, min(20, width // 10)), Text(f" {depth} of {limit}")]
+    else:
+        parts.append(Text(f"{depth} (no limit)"))
+    parts += [Text("   in line at frontends ", "bold"), Text(str(line))]
+    parts += [
+        Text("   429 ", "bold"),
+        Text(f"{refused:.0f}", "red" if any(m.refused for m in lately) else ""),
+    ]
+    parts += [Text("  5xx ", "bold"), Text(f"{failed:.0f}", "red" if any(m.failed for m in lately) else "")]
+    if minutes:
+        parts.append(Text(f" in {duration(minutes * 60)}", "dim"))
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+
+
+def _foot(state: GraphState) -> Text:
+    models = [
+        f"{name} ({len(cards)} decode worker{'s' * (len(cards) != 1)})" for name, cards in state.cards.items()
+    ]
+    parts = [*models, *(f"{name} = {value}" for name, value in sorted(state.settings.items()))]
+    return Text(" · ".join(["q ends", *parts]), "dim", overflow="ellipsis", no_wrap=True)
+
+
+def _processes(found: Sequence[Node], width: int) -> ListPart:
+    wide = width >= 120
+    columns = ("process", "state", ">for", ">run", ">wait", "KV", "*")
+    rows = []
+    for node in found:
+        style = (
+            ""
+            if node.state == "ready"
+            else "yellow"
+            if node.state in ("draining", "starting")
+            else "bold red"
+        )
+        load, about = node.load, _about(node)
+        kv = Text()
+        if load and node.role is not Role.FRONTEND:
+            kv = Text.assemble(bar(load.kv_usage, 20 if wide else 8), f"{load.kv_usage:>5.0%}")
+        counts = (str(load.running), str(load.waiting)) if load else ("?", "?") if node.instance else ("", "")
+        since = duration(node.seconds) if node.seconds is not None else ""
+        busy = (load.running + load.waiting if load else 0, load.kv_usage if load else 0.0)
+        broken = style or about.style == "red"
+        rank = (not broken, *(-each for each in busy))
+        rows.append(
+            ListRow((Text(node.name, style), Text(node.state, style), since, *counts, kv, about), rank)
+        )
+    return ListPart(columns, rows)
+
+
+def _about(node: Node) -> Text:
+    """The most important thing to know of it beside the numbers."""
+    if not node.up and node.why:
+        return Text(node.why, "red")
+    if down := [slot_name(link.to) for link in node.links if not link.up]:
+        return Text(f"cannot reach {', '.join(down)}", "red")
+    again = (
+        f"restarted {node.restarts} time{'s' * (node.restarts != 1)}, last end: {node.why}"
+        if node.restarts
+        else ""
+    )
+    return Text(again or (node.instance.model if node.instance else ""), "" if again else "dim")
+
+
+def _links(found: Sequence[Node], width: int) -> ListPart:
+    names = {node.instance.id: node.name for node in found if node.instance}
+    rows = [
+        _link(node, link, names.get(link.to, slot_name(link.to)), width)
+        for node in found
+        for link in sorted(node.links, key=lambda link: link.to)
+    ]
+    pulls = (">pulls",) if width >= 100 else ()
+    return ListPart(("link", ">requests", ">round trip", ">KV pull", ">speed", *pulls, "*failures"), rows)
+
+
+def _link(node: Node, link: LinkState, to: str, width: int) -> ListRow:
+    style = "" if link.up else "bold red"
+    parts = ["" if link.up else "down", str(link.failures or ""), link.failure]
+    cells = (
+        Text(f"{node.name} {'←' if link.kind == 'kv' else '→'} {to}", style),
+        str(link.requests),
+        duration(link.round_trip) if link.round_trip is not None else "",
+        duration(link.pull_seconds) if link.pull_seconds is not None else "",
+        f"{link.bytes_per_second / 1e6:,.3g} MB/s" if link.bytes_per_second else "",
+        *((str(link.pulls) if link.kind == "kv" else "",) if width >= 100 else ()),
+        Text(": ".join(filter(None, parts)), style or "yellow"),
+    )
+    return ListRow(
+        cells, (link.up, -link.failures, -link.requests, -(link.pull_seconds or link.round_trip or 0.0))
+    )
+
+
+def _detours(state: GraphState, width: int) -> ListPart:
+    """Those that are alike as one."""
+    alike = defaultdict[tuple[str, str, str], list[tuple[float, Receipt]]](list)
+    for age, hop, receipt in detours(state.receipts):
+        alike[hop.name, slot_name(hop.instance), hop.why].append((age, receipt))
+    rows = []
+    for (name, where, why), found in alike.items():
+        age, receipt = found[0]
+        cells = (
+            Text(name, "yellow"),
+            str(len(found)),
+            f"{duration(age)} ago",
+            where,
+            why,
+            _short_id(receipt, width),
+        )
+        rows.append(ListRow(cells, (age,)))
+    return ListPart(("detour", ">times", ">last", "where", "*why", "request"), rows)
+
+
+def requests(receipts: Iterable[Receipt], width: int) -> ListPart:
+    """The newest first."""
+    columns = (
+        "request",
+        ">came",
+        "status",
+        ">took",
+        ">TTFT",
+        ">prompt",
+        ">cached",
+        ">tokens",
+        "key",
+        "prefill",
+        "*at",
+    )
+    rows = []
+    for receipt in receipts:
+        bad = receipt.status >= 500 or receipt.status == 429
+        cells = (
+            _short_id(receipt, width),
+            f"{duration(receipt.age)} ago",
+            Text("running", "cyan") if receipt.running else Text(str(receipt.status), "red" if bad else ""),
+            duration(receipt.seconds),
+            duration(receipt.ttft) if receipt.ttft is not None else "",
+            str(receipt.prompt_tokens),
+            str(receipt.cached_tokens),
+            str(receipt.output_tokens),
+            receipt.key,
+            receipt.prefill + f": {receipt.reason}" * bool(receipt.reason and width >= 100),
+            " → ".join(map(slot_name, _places(receipt))),
+        )
+        rows.append(ListRow(cells, (receipt.age,)))
+    return ListPart(columns, rows)
+
+
+def _short_id(receipt: Receipt, width: int) -> str:
+    """As much of it as there is room for: `pdserve trace` needs no more."""
+    return receipt.request_id if width >= 120 else receipt.request_id[:8]
+
+
+def _places(receipt: Receipt) -> Iterable[str]:
+    """Where it was, in order, without the frontend."""
+    places = [hop.instance for hop in receipt.hops if hop.name in ("prefill", "decode") and hop.instance]
+    return dict.fromkeys([*places, *receipt.instances])

@@ -1,0 +1,66 @@
+"""The way of one request at its decode worker (`watch.HOPS`), put together from what this worker sees and from the
+durations that prefill workers tell."""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from pdserve.messages import Hop
+
+
+@dataclass(eq=False)
+class RequestHops:
+    """Times are monotonic ones of this process."""
+
+    arrived: float
+    known: list[Hop] = field(default_factory=list)
+    """in the order of their starts"""
+    _asked: float = 0.0
+    """when a remote prefill was asked for"""
+    _why: str = ""
+    _pulls: list[tuple[str, float]] = field(default_factory=list)
+    """prefill workers that pulled it, and how long it had been in the queue by then: several where one was lost"""
+
+    @property
+    def here(self) -> list[Hop]:
+        """Without what was computed at prefill workers."""
+        there = {worker for worker, _ in self._pulls}
+        return [hop for hop in self.known if hop.name != "prefill" or hop.instance not in there]
+
+    def add(self, name: str, start: float, end: float, instance: str = "", why: str = "") -> None:
+        self.known.append(Hop(name, start - self.arrived, max(0.0, end - start), instance, why))
+
+    def asked(self, now: float, why: str) -> None:
+        """A remote prefill, for this reason."""
+        self._asked, self._why = now, why
+
+    def pulled(self, worker: str, queued: float) -> None:
+        if not self._pulls or self._pulls[-1][0] != worker:
+            self._pulls.append((worker, queued))
+
+    def answered(self, worker: str, queued: float, computed: float, now: float) -> None:
+        """Where `queued` is not known, it was in the queue for all but the time of its computation."""
+        self.pulled(worker, queued or now - self._asked - computed)
+        self._remote(min(now, self._asked + self._pulls[-1][1] + computed))
+
+    def ended(self, now: float) -> None:
+        """The wait for a remote prefill, without an answer of use."""
+        self._remote(now)
+
+    def _remote(self, end: float) -> None:
+        """The hops of a remote prefill. What its messages took is between them and what comes next."""
+        marks = [min(end, self._asked + max(0.0, queued)) for _, queued in self._pulls] + [end]
+        self.add("queue", self._asked, marks[0], why=self._why)
+        for (worker, _), (start, until) in zip(self._pulls, pairwise(marks), strict=True):
+            self.add("prefill", start, until, worker)
+
+    def fell_back(self, now: float, why: str, instance: str = "") -> None:
+        """`why` begins with the reason as the metric has it; `instance`: the prefill worker concerned."""
+        self.add("fallback", now, now, instance, why)
+
+    def read(self, since: float, begun: float | None, now: float, source: str, instance: str) -> float:
+        """Its KV, from `source`, by this worker's engine, which had the request `since`, began its first step when
+        that says so, and has done it now. Returns the seconds that it waited."""
+        there = min(max(since, begun if begun is not None else now), now)
+        self.add("transfer", since, there, source)
+        self.add("first-step", there, now, instance)
+        return there - since

@@ -1,0 +1,115 @@
+"""What a decode worker tells and counts of KV that comes from prefill workers, or does not: for each request, and for
+its link to each of them."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pdserve.decode.policy import Decision
+from pdserve.decode.prefill_workers import PrefillWorkers
+from pdserve.decode.requests import DecodeRequest, DecodeRequests
+from pdserve.engine.base import Transfers
+from pdserve.observe.metrics import (
+    HANDSHAKE_FAILURES,
+    KV_TRANSFER_BYTES,
+    KV_TRANSFER_SECONDS,
+    REMOTE_PREFILL_FAILURES,
+)
+from pdserve.process.learned import WEIGHT
+from pdserve.watch import LinkState
+
+
+@dataclass
+class _Link:
+    pulls: int = 0
+    pull_seconds: float | None = None
+    failures: int = 0
+    failure: str = ""
+    bytes: float = 0.0
+    seconds: float = 0.0
+    """of reads, as are the bytes: the older, the less they count; a small one counts little beside a large one"""
+
+
+@dataclass(eq=False)
+class KvLinks:
+    workers: PrefillWorkers
+    requests: DecodeRequests
+    _links: dict[str, _Link] = field(default_factory=dict)
+    """by prefill worker"""
+
+    def read(self, transfers: Transfers) -> None:
+        """The engine has read this, warm-ups and what it read ahead included."""
+        KV_TRANSFER_BYTES.labels(self.workers.model).inc(transfers.bytes)
+        for read in transfers.reads:
+            link = self._of(read.source)
+            link.bytes += read.bytes - WEIGHT * link.bytes
+            link.seconds += read.seconds - WEIGHT * link.seconds
+
+    def first_step(self, request: DecodeRequest, begun: float | None) -> None:
+        """The engine has done the first for a client's request."""
+        now, here = time.monotonic(), self.workers.instance
+        if request.placed.prefill == "local":
+            request.hops.add("prefill", request.since, now, here, request.placed.reason)
+            return
+        seconds = request.hops.read(request.since, begun, now, request.prefiller, here)
+        KV_TRANSFER_SECONDS.labels(self.workers.model).observe(seconds)
+        link = self._of(request.prefiller)
+        link.pulls += 1
+        link.pull_seconds = seconds + (1 - WEIGHT) * ((link.pull_seconds or seconds) - seconds)
+
+    def unread(self, request: DecodeRequest, why: str) -> None:
+        """The engine computes its prompt instead."""
+        request.unread = True
+        request.hops.add("transfer", request.since, time.monotonic(), request.prefiller)
+        self.failed(request, f"transfer: {why}")
+        if not request.warms:
+            request.decision, request.cached = Decision("local", "transfer"), 0
+            request.since = time.monotonic()
+
+    def failed(self, request: DecodeRequest, why: str) -> None:
+        """A remote prefill came to nothing. `why` begins with the reason as the metric has it, and a colon."""
+        request.hops.fell_back(time.monotonic(), why, request.prefiller)
+        if request.prefiller:
+            link = self._of(request.prefiller)
+            link.failures, link.failure = link.failures + 1, why
+        if not request.warms:
+            REMOTE_PREFILL_FAILURES.labels(self.workers.model, why.partition(":")[0]).inc()
+
+    def unreachable(self, workers: Iterable[str]) -> None:
+        for worker in workers:
+            self._of(worker)
+            HANDSHAKE_FAILURES.labels(self.workers.model, worker).inc()
+
+    def states(self) -> list[LinkState]:
+        """Of all that are registered."""
+        there = Counter(request.prefiller for request in self.requests.clients() if request.elsewhere)
+        return [self._state(worker.id, there[worker.id]) for worker in self.workers.registered()]
+
+    def _state(self, worker: str, requests: int) -> LinkState:
+        link = self._links.get(worker, _Link())
+        return LinkState(
+            worker,
+            "kv",
+            up=not self.workers.avoided(worker),
+            requests=requests,
+            pulls=link.pulls,
+            pull_seconds=link.pull_seconds,
+            bytes_per_second=link.bytes / link.seconds if link.seconds else None,
+            failures=link.failures,
+            failure=link.failure,
+        )
+
+    def forget_gone(self) -> None:
+        """Instance ids are never used again."""
+        for worker in self._links.keys() - {peer.id for peer in self.workers.peers()}:
+            del self._links[worker]
+            HANDSHAKE_FAILURES.remove(self.workers.model, worker)
+
+    def _of(self, worker: str) -> _Link:
+        if worker not in self._links:
+            self._links[worker] = _Link()
+            HANDSHAKE_FAILURES.labels(
+                self.workers.model, worker
+            )  # from 0 on: else the first one is no increase
+        return self._links[worker]

@@ -1,0 +1,166 @@
+"""`/dashboard`: a page without data of its own, which is open to all, and the state that it asks for each second.
+
+The page is the static files of this folder. Scripts and styles come from there alone, nothing from other hosts, and
+whatever the state or a model says is shown as text."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+from msgspec import Struct
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdserve import clock
+from pdserve.observe.graph_state import GraphState, Moment, graph_state
+from pdserve.observe.pages import read_watched
+from pdserve.observe.problems import Node, Problem, nodes, problems
+from pdserve.records import encode_record
+from pdserve.registry.view import RegistryView
+from pdserve.watch import TICK, LinkState, Receipt, Watched
+
+KEPT = 1.0
+"""seconds for which a state is given again, however many pages are open"""
+PER_SECOND = 50
+"""processes that are asked, at most: the state of a larger graph is kept for longer"""
+MAX_LINKS = 400
+"""that the page gets, those that are down or fail before others"""
+
+_PAGE, _STATE = "/dashboard", "/dashboard/state"
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_FILES = sorted(file for file in Path(__file__).parent.iterdir() if file.suffix in _KINDS)
+SHELL = {_PAGE if file.name == "index.html" else f"{_PAGE}/{file.name}": file for file in _FILES}
+"""by path: what may be had without an API key"""
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-frame-options": "DENY",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+class Viewer(Struct, frozen=True):
+    key: str = ""
+    """name of the API key that the page has"""
+    everything: bool = True
+    """receipts of all keys and where processes are, too"""
+
+
+class DashboardState(Struct, frozen=True):
+    """What the page shows."""
+
+    frontend: str
+    """instance id of the one that tells it"""
+    key: str
+    everything: bool
+    models: list[str]
+    settings: dict[str, str]
+    queue_depth: int
+    queue_limit: int
+    nodes: list[Node]
+    problems: list[Problem]
+    moments: list[Moment]
+    receipts: list[Receipt]
+    tick: float = TICK
+
+
+class Dashboard:
+    def __init__(
+        self, view: RegistryView, own: str, watched: Callable[[], Watched], client: httpx.AsyncClient
+    ) -> None:
+        """`own` and `watched` are of the frontend that this is in; the others are read with `client`."""
+        self._view = view
+        self._own = own
+        self._watched = watched
+        self._client = client
+        self._reading = asyncio.Lock()
+        self._state: GraphState
+        self._answers: dict[Viewer, bytes] = {}
+        self._until = 0.0
+        """monotonic: when it is to be read again"""
+
+    def routes(self, viewer: Callable[[Request], Viewer]) -> list[Route]:
+        """`viewer` says what the key of a request may see, or raises HttpError."""
+
+        async def state(request: Request) -> Response:
+            told = await self.state(viewer(request))
+            return Response(told, media_type="application/json", headers={"cache-control": "no-store"})
+
+        return [*(Route(path, _shell(file)) for path, file in SHELL.items()), Route(_STATE, state)]
+
+    async def state(self, viewer: Viewer) -> bytes:
+        async with self._reading:
+            if time.monotonic() >= self._until:
+                self._state = await self._read()
+                self._until = time.monotonic() + max(KEPT, len(self._state.instances) / PER_SECOND)
+                self._answers = {}
+            if viewer not in self._answers:
+                self._answers[viewer] = encode_record(told(self._state, viewer, self._own, clock.unix()))
+            return self._answers[viewer]
+
+    async def _read(self) -> GraphState:
+        view = self._view
+        others = [other for other in view.instances() if other.id != self._own]
+        watched = await read_watched(others, self._client)
+        watched[self._own] = self._watched()
+        return graph_state(view.instances(), view.slots(), view.cards(), view.settings(), watched)
+
+
+def told(state: GraphState, viewer: Viewer, own: str, now: float) -> DashboardState:
+    """`now`: Unix seconds, for people. Pure."""
+    if not viewer.everything:
+        state = _public(state, viewer.key)
+    found = nodes(state, now)
+    if not viewer.everything:
+        found = [_placeless(node) for node in found]
+    most = max(1, MAX_LINKS // max(1, len(found)))
+    wrong = problems(state, found)
+    if sum(len(node.links) for node in found) > MAX_LINKS:
+        found = [replace(node, links=_notable(node)[:most]) for node in found]
+    return DashboardState(
+        frontend=own,
+        key=viewer.key,
+        everything=viewer.everything,
+        models=sorted(state.cards),
+        settings=state.settings,
+        queue_depth=state.queue_depth,
+        queue_limit=state.queue_limit,
+        nodes=found,
+        problems=wrong,
+        moments=state.moments,
+        receipts=state.receipts,
+    )
+
+
+def _public(state: GraphState, key: str) -> GraphState:
+    """What any key may see."""
+    return replace(
+        state,
+        receipts=[receipt for receipt in state.receipts if receipt.key == key],
+        slots=[replace(slot, cause="") for slot in state.slots],
+    )
+
+
+def _placeless(node: Node) -> Node:
+    """Without what tells where it runs: why a link failed may name addresses."""
+    instance = node.instance and replace(node.instance, address="", metrics="", host="", pid=0, gpus=[])
+    return replace(node, instance=instance, links=[replace(link, failure="") for link in node.links])
+
+
+def _notable(node: Node) -> list[LinkState]:
+    return sorted(node.links, key=lambda link: (link.up, -link.failures, -link.requests))
+
+
+def _shell(file: Path) -> Callable[[Request], Awaitable[Response]]:
+    body, kind = file.read_bytes(), _KINDS[file.suffix]
+
+    async def shell(_: Request) -> Response:
+        return Response(body, media_type=kind, headers=_HEADERS)
+
+    return shell

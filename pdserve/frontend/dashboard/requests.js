@@ -1,0 +1,128 @@
+// Recent requests and their receipts: where each went, why, and how long every part of its way took.
+
+import { $, age, duration, h, many, s, short, show, whole } from "./dom.js";
+
+const MOST = 30;
+const MOST_DETOURS = 8;
+const FILTERS = {
+  all: () => true,
+  migrated: (receipt) => receipt.retries > 0 || has(receipt, "migration"),
+  fallback: (receipt) => has(receipt, "fallback"),
+  failed: (receipt) => failed(receipt),
+};
+
+let state = null;
+let filter = "all";
+let shown = []; // each with when it was told
+const open = new Set(); // ids of requests whose timeline is shown
+
+const has = (receipt, name) => receipt.hops.some((hop) => hop.name === name);
+const failed = (receipt) => receipt.status >= 400 || (receipt.error !== "" && !receipt.running);
+
+// The list holds still while one of it is open, pointed at or has the keyboard: a busy graph has others within a second.
+const isRead = () => shown.some((receipt) => open.has(receipt.request_id)) || $("requests").querySelector(":focus-visible") !== null
+  || (matchMedia("(hover: hover)").matches && $("requests").matches(":hover"));
+
+export function showRequests(found, anew = false) {
+  state = found;
+  const fresh = state.receipts.map((receipt) => ({ ...receipt, told: performance.now() }));
+  const held = !anew && shown.length > 0 && isRead();
+  shown = held ? shown.map((old) => fresh.find((receipt) => receipt.request_id === old.request_id) ?? old)
+    : fresh.filter(FILTERS[filter]).filter((receipt, index) => index < MOST || open.has(receipt.request_id));
+  $("held").hidden = !held;
+  if (!shown.length) {
+    const none = filter === "all" ? "No requests yet." : "None of the recent requests.";
+    return show($("requests"), h("p", { class: "quiet" }, none));
+  }
+  const columns = ["came", "request", "status", "prefill", "cached", "tokens", "TTFT", "took"];
+  show($("requests"), h("table", { class: "requests" },
+    h("thead", {}, h("tr", {}, columns.map((text) => h("th", {}, text)))),
+    h("tbody", {}, shown.flatMap(row))));
+}
+
+function row(receipt) {
+  const id = receipt.request_id;
+  const isOpen = open.has(id);
+  const kind = failed(receipt) ? "bad" : receipt.retries || has(receipt, "fallback") ? "warn" : "";
+  const note = has(receipt, "migration") ? "migrated" : has(receipt, "fallback") ? "fallback" : "";
+  const cells = [
+    [age(receipt.age + (performance.now() - receipt.told) / 1000)],
+    [h("button", { type: "button", class: "plain", "data-request": id, "aria-expanded": String(isOpen), title: id },
+      short(id, 14)), receipt.key && h("span", { class: "quiet" }, ` ${receipt.key}`)],
+    [receipt.running ? "running" : receipt.status || "–", note && h("span", { class: "chip warn" }, note)],
+    [receipt.prefill || "–", receipt.reason && h("span", { class: "quiet" }, ` ${receipt.reason}`)],
+    [receipt.cached_tokens ? whole(receipt.cached_tokens) : "–"],
+    [`${whole(receipt.prompt_tokens)} + ${whole(receipt.output_tokens)}`],
+    [duration(receipt.ttft)],
+    [duration(receipt.seconds)],
+  ];
+  return [
+    h("tr", { class: kind, "data-key": id }, cells.map((cell) => h("td", {}, cell))),
+    isOpen && h("tr", { class: "opened", "data-key": `${id} opened` }, h("td", { colspan: 8 }, timeline(receipt, state))),
+  ];
+}
+
+// `decode-0` for the id of an instance that is there.
+export function nameIn(graph) {
+  const names = new Map((graph?.nodes ?? []).filter((node) => node.instance).map((node) => [node.instance.id, node.name]));
+  return (id) => names.get(id) ?? id;
+}
+
+// As elements: a line of facts, and each hop as a bar in the time that the request took.
+export function timeline(receipt, graph) {
+  const name = nameIn(graph);
+  const total = Math.max(receipt.seconds, ...receipt.hops.map((hop) => hop.start + hop.seconds), 1e-6);
+  const share = (seconds) => `${((100 * seconds) / total).toFixed(2)}%`;
+  const facts = [receipt.request_id, receipt.model, receipt.path, receipt.key && `key ${receipt.key}`,
+    receipt.instances.map(name).join(" → "), receipt.retries && many(receipt.retries, "migration"),
+    receipt.trace_id && `trace ${receipt.trace_id}`].filter(Boolean);
+  return h("div", { class: "timeline" },
+    h("p", { class: "quiet" }, facts.join(" · ")),
+    receipt.error && h("p", { class: "bad" }, receipt.error),
+    h("ol", {}, receipt.hops.map((hop) => {
+      const detour = hop.name === "migration" || hop.name === "fallback";
+      return h("li", { class: detour ? "warn" : "" },
+        h("b", {}, hop.name),
+        s("svg", { "aria-hidden": "true" }, detour
+          ? s("circle", { cx: share(hop.start), cy: 6, r: 4 })
+          : s("rect", { class: `hop ${hop.name}`, x: share(hop.start), y: 1, width: share(Math.max(hop.seconds, total / 150)), height: 10, rx: 2 })),
+        h("span", { class: "took" }, detour ? `at ${duration(hop.start)}` : duration(hop.seconds)),
+        h("span", { class: "why" }, hop.instance && hop.why.startsWith(hop.instance) ? hop.why : [name(hop.instance), hop.why].filter(Boolean).join(": ")));
+    })));
+}
+
+export function showDetours(found) {
+  const detours = found.receipts
+    .flatMap((receipt) => receipt.hops.filter((hop) => hop.name === "migration" || hop.name === "fallback")
+      .map((hop) => ({ hop, receipt, ago: receipt.age - hop.start })))
+    .sort((a, b) => a.ago - b.ago)
+    .slice(0, MOST_DETOURS);
+  show($("detours"), detours.length
+    ? h("ul", {}, detours.map(({ hop, receipt, ago }) => h("li", {},
+      h("span", { class: "chip warn" }, hop.name), h("span", { class: "quiet" }, ago < 1 ? " now " : ` ${age(ago)} ago `),
+      h("button", { type: "button", class: "plain", "data-request": receipt.request_id, title: receipt.request_id },
+        short(receipt.request_id, 10)),
+      h("span", { class: "why" }, hop.why || "no reason told"))))
+    : h("p", { class: "quiet" }, "None among the recent requests."));
+}
+
+$("requests").addEventListener("click", (event) => {
+  const id = event.target.closest("tr:not(.opened)")?.querySelector("[data-request]")?.dataset.request;
+  if (id === undefined || String(getSelection())) return;
+  if (!open.delete(id)) open.add(id);
+  showRequests(state);
+});
+$("detours").addEventListener("click", (event) => {
+  const id = event.target.closest("[data-request]")?.dataset.request;
+  if (id === undefined) return;
+  open.add(id);
+  choose("all");
+  $("requests").querySelector(`[data-request="${CSS.escape(id)}"]`)?.focus();
+});
+$("filter").addEventListener("click", (event) => event.target.value && choose(event.target.value));
+
+function choose(chosen) {
+  filter = chosen;
+  for (const button of $("filter").children) button.setAttribute("aria-pressed", String(button.value === filter));
+  showRequests(state, true);
+}

@@ -1,0 +1,250 @@
+"""What is wrong in a graph now, in words, so that an operator need not know where to look: `problems`. And `nodes`, the
+processes that are there or should be, each in one state. Both are pure, and the same for the dashboard and
+`pdserve status --watch`: `found = nodes(state, clock.unix())`, then `problems(state, found)`."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from pdserve import clock
+from pdserve.messages import Load
+from pdserve.observe.graph_state import GraphState, detours, place, short_names, slot_name
+from pdserve.records import Instance, Role, SlotState
+from pdserve.watch import LinkState, Receipt
+
+LATELY = 30.0
+"""seconds for which what happened to a request, or the end of a process that is back, is still told"""
+NOW = 5
+"""ticks over which refused and failed requests are counted"""
+SLOWER = 4.0
+"""times that KV moves slower over a link than over the median of the others, to be called slow; half as often suffices
+for its seconds per request, which alone could come from longer prompts"""
+SLOW_PULL = 1.0
+"""seconds for the KV of one request that are called slow where there is no other link to compare with"""
+SLOW_ROUND_TRIP = 0.25
+"""seconds"""
+MOST = 12
+"""problems that are told one by one"""
+FULL = 0.97
+"""share of the KV blocks in use"""
+
+READY, DRAINING, SILENT, STARTING = "ready", "draining", "does not answer", "starting"
+
+
+class Node(Struct, frozen=True):
+    """A process that is there, or that its supervisor wants to be there."""
+
+    name: str
+    """of its slot, `decode-0`; the whole instance id where several have that name"""
+    role: Role
+    state: str
+    """`ready`, `draining`, `does not answer`, or, of a slot, `starting`, `waiting to restart`, `stopped`"""
+    why: str = ""
+    """how it ended, where it is not there"""
+    seconds: float | None = None
+    """for how long it has been ready, or has not, as its supervisor knows"""
+    restarts: int = 0
+    instance: Instance | None = None
+    load: Load | None = None
+    links: list[LinkState] = []
+
+    @property
+    def up(self) -> bool:
+        return self.state in (READY, DRAINING)
+
+
+class Problem(Struct, frozen=True):
+    level: str
+    """`bad`: requests fail, wait or go detours for it; `warn`: could become so, or just was; `info`"""
+    text: str
+    """a sentence without its full stop"""
+    about: list[str] = []
+    """names of nodes; of a link, both"""
+    seconds: float | None = None
+    """for how long, where that is known"""
+
+
+def nodes(state: GraphState, now: float) -> list[Node]:
+    """In the order of `GraphState.instances`, where a process keeps its place when it goes and comes back. `now`: Unix
+    seconds, for people."""
+    slots = {(slot.host, slot.name): slot for slot in state.slots}
+    names = short_names(each.instance.id for each in state.instances)
+    found = []
+    for each in state.instances:
+        instance, name = each.instance, slot_name(each.instance.id)
+        slot = slots.pop((instance.host, name), None)
+        node = _node(slot, now) if slot else Node(name, instance.role, READY)
+        if each.load is not None:
+            node = replace(node, state=DRAINING if instance.draining else READY)
+        elif node.state == READY:
+            node = _silent(node)
+        shown = names[instance.id]
+        found.append(replace(node, name=shown, instance=instance, load=each.load, links=each.links))
+    gone = [_node(slot, now) for slot in slots.values()]
+    found += [_silent(node) if node.state == READY else node for node in gone]
+    return sorted(found, key=lambda node: place(node.role, node.name))
+
+
+def problems(state: GraphState, found: Sequence[Node]) -> list[Problem]:
+    """The worst first; empty where all is well. `found`: the state's `nodes`."""
+    told = [
+        *_processes(found, _migrated(state.receipts)),
+        *_queue(state, found),
+        *_requests(state, found),
+        *_links(found),
+        *_fallbacks(state.receipts),
+    ]
+    told.sort(key=lambda problem: ("bad", "warn", "info").index(problem.level))
+    if len(told) <= MOST:
+        return told
+    return [
+        *told[: MOST - 1],
+        Problem(told[MOST - 1].level, f"and {len(told) - MOST + 1} more of less weight"),
+    ]
+
+
+def _node(slot: SlotState, now: float) -> Node:
+    why = ": ".join(filter(None, (slot.end, slot.cause)))
+    seconds = max(0.0, now - slot.since) if slot.since else None
+    return Node(slot.name, slot.role, slot.state, why, seconds, slot.restarts)
+
+
+def _silent(node: Node) -> Node:
+    """Its supervisor tells how long it is ready and how one before it ended: not why this one says nothing."""
+    return replace(node, state=SILENT, why="", seconds=None)
+
+
+def _processes(found: Sequence[Node], migrated: Mapping[str, list[str]]) -> Iterator[Problem]:
+    left = dict(migrated)
+    for node in found:
+        name, away = node.name, left.pop(slot_name(node.instance.id) if node.instance else node.name, [])
+        elsewhere = f"; {_count(len(away), 'request')} went on elsewhere" if away else ""
+        if node.state == SILENT:
+            yield Problem("bad", f"{name} does not answer: it hangs, or is cut off{elsewhere}", [name])
+        elif node.state == DRAINING:
+            running = _count(node.load.running if node.load else 0, "running request")
+            yield Problem("info", f"{name} is draining: it takes nothing new, {running}{elsewhere}", [name])
+        elif node.state == STARTING and not node.why:
+            yield Problem("info", f"{name} is starting", [name], node.seconds)
+        elif not node.up:
+            next_ = {STARTING: "; it is starting again", "waiting to restart": "; it will be started again"}
+            text = f"{name} is down: {node.why or node.state}{next_.get(node.state, '')}{elsewhere}"
+            yield Problem("bad", text, [name], node.seconds)
+        elif node.restarts and node.seconds is not None and node.seconds < LATELY:
+            text = f"{name} is back after its end: {node.why}{elsewhere}"
+            yield Problem("warn", text, [name], node.seconds)
+        elif away:
+            text = f"{name} lost {_count(len(away), 'request')}, which went on elsewhere: {_most(away)}"
+            yield Problem("warn", text, [name])
+        if node.load is not None and node.load.kv_usage >= FULL:
+            full = f"the KV cache of {name} is full ({node.load.kv_usage:.0%}): requests wait for room"
+            yield Problem("warn", full, [name])
+        skew = node.instance.clock_skew if node.instance else None
+        if skew is not None and abs(skew) > clock.LARGE_SKEW:
+            yield Problem("info", f"the clock of {name} is {skew:+.1f} s off: its log's times are", [name])
+    for name, away in left.items():
+        text = f"{name} is gone: {_count(len(away), 'request')} went on elsewhere: {_most(away)}"
+        yield Problem("warn", text, [name])
+    if found and not any(node.up and node.role.does(Role.DECODE) for node in found):
+        yield Problem("bad", "no decode worker is there: requests wait for one until their deadlines")
+
+
+def _queue(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
+    depth, limit = state.queue_depth, state.queue_limit
+    prefill = sum(node.up and node.role.does(Role.PREFILL) for node in found)
+    if limit and depth >= limit:
+        where = "prompts are computed at decode workers"
+        yield Problem("bad", f"the prefill queue is full: {depth} of {limit}; {where}", ["queue"])
+    elif depth and not prefill:
+        text = f"{_count(depth, 'prompt')} in the prefill queue and no prefill worker to take them"
+        yield Problem("bad", text, ["queue"])
+    elif not limit and depth > 4 * prefill:
+        text = f"the prefill queue is long: {_count(depth, 'prompt')} for {_count(prefill, 'prefill worker')}"
+        yield Problem("warn", text, ["queue"])
+
+
+def _requests(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
+    lately = state.moments[-NOW:]
+    if not lately:
+        return
+    refused = sum(moment.refused for moment in lately) / len(lately)
+    failed = sum(moment.failed for moment in lately) / len(lately)
+    frontends = [node for node in found if node.role is Role.FRONTEND]
+    waiting = sum(node.load.waiting for node in frontends if node.load)
+    if failed:
+        yield Problem("bad", f"{failed:.1f} requests/s fail (5xx)")
+    if refused:
+        line = f"; {_count(waiting, 'request')} in line" if waiting else ""
+        yield Problem("bad", f"{refused:.1f} requests/s are refused (429): more comes than is served{line}")
+
+
+def _links(found: Sequence[Node]) -> Iterator[Problem]:
+    names = {node.instance.id: node.name for node in found if node.instance}
+    down = {node.name for node in found if not node.up}
+    links = [
+        (node.name, names.get(link.to, slot_name(link.to)), link)
+        for node in found
+        if node.up
+        for link in node.links
+    ]
+    for source, target, link in links:
+        if target in down:
+            continue  # told already
+        why = f": {link.failure}" if link.failure else ""
+        if not link.up and link.kind == "kv":
+            yield Problem("bad", f"{source} does not read KV from {target}{why}", [source, target])
+        elif not link.up:
+            yield Problem("bad", f"{source} cannot reach {target}{why}", [source, target])
+        elif link.round_trip is not None and link.round_trip > SLOW_ROUND_TRIP:
+            text = f"{source} waits {_duration(link.round_trip)} for an answer of {target}"
+            yield Problem("warn", text, [source, target])
+    read = [each for each in links if each[2].kind == "kv" and each[2].pulls and each[2].bytes_per_second]
+    for source, target, link in read:
+        if (factor := _slower(link, [other for _, _, other in read if other is not link])) >= SLOWER:
+            text = f"KV from {target} to {source} is {factor:.0f} times slower than over the other links"
+        elif len(read) == 1 and (link.pull_seconds or 0.0) > SLOW_PULL:
+            text = f"KV from {target} to {source} takes {_duration(link.pull_seconds or 0.0)} for a request"
+        else:
+            continue
+        text += f" ({(link.bytes_per_second or 0.0) / 1e6:,.3g} MB/s)"
+        yield Problem("bad", text, [source, target])
+
+
+def _slower(link: LinkState, others: Sequence[LinkState]) -> float:
+    """How many times, by bytes per second; 0 where it is not, or where that comes from smaller KV."""
+    if not others or not link.bytes_per_second:
+        return 0.0
+    factor = median(other.bytes_per_second or 0.0 for other in others) / link.bytes_per_second
+    usual = median(other.pull_seconds or 0.0 for other in others)
+    return factor if (link.pull_seconds or 0.0) >= usual * SLOWER / 2 else 0.0
+
+
+def _migrated(receipts: Sequence[Receipt]) -> dict[str, list[str]]:
+    """Why requests went on elsewhere lately, by the slot that lost them."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for age, hop, _ in detours(receipts):
+        if hop.name == "migration" and age < LATELY:
+            found[slot_name(hop.instance)].append(hop.why)
+    return found
+
+
+def _fallbacks(receipts: Sequence[Receipt]) -> Iterator[Problem]:
+    told = [hop.why for age, hop, _ in detours(receipts) if hop.name == "fallback" and age < LATELY]
+    if told:
+        count = f"{_count(len(told), 'remote prefill')} of the last {LATELY:.0f} s came to nothing"
+        yield Problem("warn", f"{count}, and decode workers computed the prompts: {_most(told)}")
+
+
+def _most(reasons: Sequence[str]) -> str:
+    return Counter(reasons).most_common(1)[0][0]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

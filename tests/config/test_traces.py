@@ -1,0 +1,48 @@
+"""Where spans are sent: by the file, or by OpenTelemetry's own variables, which win."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.config.test_load import GOOD, problems, read
+
+FILE = "Graph: {otlp-endpoint: 'http://file:4318'}\n"
+BASE, EXACT = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+DISABLED, PROTOCOL = "OTEL_SDK_DISABLED", "OTEL_EXPORTER_OTLP_PROTOCOL"
+
+
+@pytest.mark.parametrize(
+    ("text", "env", "url"),
+    [
+        ("", {}, None),
+        (FILE, {}, "http://file:4318/v1/traces"),
+        ("Graph: {otlp-endpoint: 'https://file/otlp/v1/traces'}\n", {}, "https://file/otlp/v1/traces"),
+        ("", {BASE: "HTTP://env:4318/"}, "http://env:4318/v1/traces"),
+        (FILE, {BASE: "http://env:4318", PROTOCOL: "http/protobuf"}, "http://env:4318/v1/traces"),
+        (FILE, {BASE: "http://env:4318", EXACT: "http://env:1/here"}, "http://env:1/here"),
+        (FILE, {DISABLED: "true"}, None),
+        (FILE, {DISABLED: "false", BASE: ""}, "http://file:4318/v1/traces"),
+        ("", {BASE: "http://env:4317", PROTOCOL: "grpc"}, None),
+    ],
+)
+def test_the_collector(tmp_path: Path, text: str, env: dict[str, str], url: str | None) -> None:
+    config = read(tmp_path, GOOD + text, env)
+    assert config.otlp_endpoint == url
+    told = [note for note in config.notes if "OTEL_EXPORTER_OTLP_ENDPOINT" in note]
+    assert bool(told) == (env.get(PROTOCOL) == "grpc")
+
+
+@pytest.mark.parametrize("url", ["localhost:4318", "http://", "http://h:x", "http://h?a=b"])
+def test_what_is_no_collector(tmp_path: Path, url: str) -> None:
+    line = len(GOOD.splitlines()) + 1
+    said = f"is '{url}', but must be a collector's URL for OTLP over HTTP, as in http://127.0.0.1:4318."
+    text = f"{GOOD}Graph: {{otlp-endpoint: '{url}'}}\n"
+    assert problems(tmp_path, text) == [f"FILE:{line}: Graph.otlp-endpoint {said}"]
+    assert problems(tmp_path, GOOD, {EXACT: url}) == [f"Environment variable {EXACT} {said}"]
+
+
+def test_vllms_own_traces_are_refused(tmp_path: Path) -> None:
+    (problem,) = problems(
+        tmp_path, GOOD.replace("VllmWorker:", "VllmWorker:\n  otlp-traces-endpoint: http://h", 1)
+    )
+    assert "is Graph.otlp-endpoint in pdserve" in problem

@@ -1,0 +1,229 @@
+"""What a decode worker tells of a request's way: the parts that it had, where they were, and why."""
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+from prometheus_client import REGISTRY
+
+from pdserve.decode import policy
+from pdserve.decode.hops import RequestHops
+from pdserve.engine.sim.wire import CoreRequest, Sampling
+from pdserve.messages import Hop, Outputs, Placed, PrefillStarted, Submit
+from pdserve.watch import HOPS
+from tests.both.graph import Pair
+from tests.conditions import until
+from tests.decode.graph import Answered, Frontend, Graph
+from tests.decode.test_worker import LONG, SHORT, act_prefill, expected
+from tests.engine.sims import FAST
+
+Told = list[tuple[str, str, str]]
+"""name, instance, and the first word of why"""
+
+
+def told(hops: list[Hop]) -> Told:
+    return [(hop.name, hop.instance, hop.why.partition(":")[0]) for hop in hops]
+
+
+def fit(answered: Answered, whole: float) -> list[Hop]:
+    """The hops of a request, which took `whole` seconds: one after the other, and within that time."""
+    assert answered.placed is not None
+    hops, at = answered.placed.hops, 0.0
+    for hop in hops:
+        assert hop.name in HOPS
+        assert hop.start >= at - 1e-6
+        at = hop.start + hop.seconds
+    assert at <= whole
+    return hops
+
+
+def waits() -> float:
+    return REGISTRY.get_sample_value("pdserve_prefill_queue_wait_seconds_count", {"model": "demo"}) or 0.0
+
+
+async def way(frontend: Frontend, prompt: list[int], max_tokens: int = 4) -> list[Hop]:
+    began = time.monotonic()
+    answered = await frontend.ask(prompt, max_tokens)
+    hops = fit(answered, time.monotonic() - began)
+    assert answered.tokens == expected(prompt, max_tokens)
+    return hops
+
+
+@pytest.fixture
+async def graph(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Graph]:
+    """No read takes too long on a busy machine."""
+    monkeypatch.setitem(FAST, "transfer-timeout", 5.0)
+    async with Graph() as graph:
+        yield graph
+
+
+async def test_a_local_prefill(graph: Graph) -> None:
+    frontend = await graph.frontend()
+    assert told(await way(frontend, SHORT)) == [("prefill", "decode-0", "no-prefill-worker")]
+    kinds = [type(message) for message in frontend.messages if not hasattr(message, "load")]
+    assert kinds[:3] == [Placed, Placed, Outputs]
+
+
+async def test_a_remote_prefill_with_the_first_token(graph: Graph) -> None:
+    await graph.prefill()
+    frontend = await graph.frontend()
+    hops = await way(frontend, LONG)
+    there = [("queue", "", "long"), ("prefill", "prefill-0", "")]
+    assert told(hops) == [*there, ("transfer", "prefill-0", ""), ("first-step", "decode-0", "")]
+    assert hops[1].seconds > len(LONG) / 1e6
+    messages = [message for message in frontend.messages if isinstance(message, Placed | Outputs)]
+    assert [type(message) for message in messages[:4]] == [Placed, Outputs, Placed, Outputs]
+    first = messages[0]
+    assert isinstance(first, Placed)
+    assert told(first.hops) == there
+    assert await way(frontend, list(range(700, 1200)), 1), "and there is no step of the decode engine"
+    assert told(frontend.messages[-2].hops) == there  # type: ignore[union-attr]
+
+
+async def test_a_remote_prefill_without_the_first_token(graph: Graph) -> None:
+    await graph.prefill()
+    frontend = await graph.frontend()
+    asked = CoreRequest("", None, None, Sampling(4, structured_outputs={"regex": "."}))
+    frontend.answered["grammar"] = Answered()
+    began = time.monotonic()
+    await frontend.client.send(Submit("grammar", LONG, 30.0, [msgspec.msgpack.encode(asked)]))
+    hops = fit(await frontend.end_of("grammar"), time.monotonic() - began)
+    assert [hop.name for hop in hops] == ["queue", "prefill", "transfer", "first-step"]
+    messages = [message for message in frontend.messages if isinstance(message, Placed | Outputs)]
+    assert [type(message) for message in messages[:3]] == [Placed, Placed, Outputs]
+
+
+async def test_the_engine_waits_for_a_slow_read(graph: Graph) -> None:
+    """Nearly all of the time from the request's entering to its first step there."""
+    await graph.prefill()
+    graph.decode_engine._model = replace(graph.decode_engine._model, transfer_seconds=0.2)
+    hops = await way(await graph.frontend(), LONG)
+    assert hops[2].seconds >= 0.2 > hops[3].seconds
+
+
+@pytest.mark.parametrize("pulled", [True, False])
+async def test_a_timeout(graph: Graph, monkeypatch: pytest.MonkeyPatch, pulled: bool) -> None:
+    monkeypatch.setattr(policy, "FLOOR", 0.3)
+    monkeypatch.setattr(policy, "SLACK", 0.0)
+    if pulled:
+        (await graph.prefill()).engine.faults.going.clear()
+    else:
+        await act_prefill(graph)
+    hops = await way(await graph.frontend(), LONG)
+    at = [("prefill", "prefill-0", "")] if pulled else []
+    assert told(hops) == [
+        ("queue", "", "long"),
+        *at,
+        ("fallback", "prefill-0" if pulled else "", "timeout"),
+        ("prefill", "decode-0", "fallback"),
+    ]
+    waited = "no answer of prefill-0" if pulled else "no worker took it"
+    assert hops[-2].why == f"timeout: {waited} within 0.3 s"
+    assert hops[-2].start >= 0.3
+
+
+async def test_a_transfer_that_fails() -> None:
+    async with Graph() as graph:
+        (await graph.prefill()).engine.faults.drop_transfers = True
+        hops = await way(await graph.frontend(), LONG)
+    assert told(hops) == [
+        ("queue", "", "long"),
+        ("prefill", "prefill-0", ""),
+        ("transfer", "prefill-0", ""),
+        ("fallback", "prefill-0", "transfer"),
+        ("prefill", "decode-0", "transfer"),
+    ]
+    assert hops[2].seconds >= 0.3, "until the read was given up"
+    assert "no KV from prefill-0" in hops[3].why
+
+
+async def test_a_prefill_worker_that_goes(graph: Graph) -> None:
+    registry = await act_prefill(graph)
+    queue, frontend = await graph.queue(), await graph.frontend()
+    request = await frontend.submit(LONG)
+    await queue.pull(1, 5.0)
+    await queue.answer("decode-0", PrefillStarted(request, "prefill-x", 0.01))
+    await until(lambda: [r.prefiller for r in graph.decode.requests.clients()] == ["prefill-x"])
+    await registry.delete("instances/prefill/prefill-x")
+    hops = fit(await frontend.end_of(request), 30.0)
+    assert told(hops) == [
+        ("queue", "", "long"),
+        ("prefill", "prefill-x", ""),
+        ("fallback", "prefill-x", "no-prefill-worker"),
+        ("prefill", "decode-0", "fallback"),
+    ]
+    assert hops[0].seconds == pytest.approx(0.01)
+
+
+async def test_a_prompt_that_is_delivered_again(graph: Graph) -> None:
+    """From one prefill worker, which had it for a while, to another one."""
+    before = waits()
+    await act_prefill(graph)
+    queue, frontend = await graph.queue(), await graph.frontend()
+    request = await frontend.submit(LONG)
+    (delivery,) = await queue.pull(1, 5.0)
+    await queue.answer("decode-0", PrefillStarted(request, "prefill-x", delivery.queued))
+    await graph.prefill()
+    hops = fit(await frontend.end_of(request), 30.0)
+    assert told(hops)[:4] == [
+        ("queue", "", "long"),
+        ("prefill", "prefill-x", ""),
+        ("prefill", "prefill-0", ""),
+        ("transfer", "prefill-0", ""),
+    ]
+    assert hops[1].seconds > 0.3, "until the queue gave it to another one"
+    assert waits() == before, "what that prefill worker counted is not counted again"
+
+
+async def test_a_request_that_is_cancelled_is_told_no_more_of(graph: Graph) -> None:
+    prefill = await graph.prefill()
+    prefill.engine.faults.drop_transfers = True
+    frontend = await graph.frontend()
+    request = await frontend.submit(LONG)
+    await until(lambda: bool(frontend.answered[request].tokens))
+    await frontend.cancel(request)
+    await until(lambda: not len(graph.decode.requests))
+    await frontend.ask(SHORT)
+    placed = [message for message in frontend.messages if isinstance(message, Placed)]
+    assert [hop.name for p in placed if p.request_id == request for hop in p.hops] == ["queue", "prefill"]
+
+
+async def test_a_prompt_that_no_other_worker_has_time_for() -> None:
+    async with Pair() as pair:
+        pair.b.engine.faults.going.clear()
+        await pair.b.frontend.submit(SHORT, 100)
+        await until(lambda: len(pair.b.worker.requests.occupying()) == 1)
+        pair.b.worker._prompts.pulling.looked = 1e9  # it never looks again
+        stream = await pair.a.frontend.submit(SHORT, 5000)
+        await until(lambda: bool(pair.a.frontend.answered[stream].tokens))
+        hops = await way(pair.a.frontend, LONG)
+        pair.b.engine.faults.going.set()
+        links = pair.a.worker.watched().links
+    assert told(hops) == [("queue", "", "long"), ("prefill", "both-0", "own")]
+    assert [(link.to, link.failures) for link in links] == [("both-1", 0)]
+
+
+async def test_a_prompt_waits_for_its_turn() -> None:
+    async with Graph(engine_args={"long-prefill-token-threshold": 16}) as graph:
+        graph.decode_engine.faults.slow = 50.0
+        frontend = await graph.frontend()
+        first = await frontend.submit(LONG)
+        hops = await way(frontend, list(range(700, 1200)))
+        await frontend.end_of(first)
+    assert told(hops) == [("turn", "", ""), ("prefill", "decode-0", "no-prefill-worker")]
+
+
+def test_a_time_in_the_queue_that_is_not_known() -> None:
+    hops = RequestHops(100.0)
+    hops.asked(100.5, "long")
+    hops.answered("p", 0.0, 2.0, 103.5)
+    assert hops.known == [Hop("queue", 0.5, 1.0, why="long"), Hop("prefill", 1.5, 2.0, "p")]
+
+
+def test_what_a_prefill_worker_says_never_takes_longer_than_it_took() -> None:
+    hops = RequestHops(100.0)
+    hops.asked(100.0, "long")
+    hops.answered("p", 7.0, 9.0, 101.0)
+    assert hops.known == [Hop("queue", 0.0, 1.0, why="long"), Hop("prefill", 1.0, 0.0, "p")]

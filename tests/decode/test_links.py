@@ -1,0 +1,105 @@
+"""What a decode worker tells of its links to prefill workers."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from prometheus_client import REGISTRY
+
+from pdserve.engine.sim.model import SimModel
+from pdserve.watch import LinkState
+from tests.conditions import until
+from tests.decode.graph import Frontend, Graph
+from tests.decode.test_worker import LONG, SHORT, act_prefill, expected
+from tests.engine.sims import FAST
+
+
+@pytest.fixture
+async def graph(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Graph]:
+    """No read takes too long on a busy machine."""
+    monkeypatch.setitem(FAST, "transfer-timeout", 5.0)
+    async with Graph() as graph:
+        yield graph
+
+
+def links(graph: Graph) -> dict[str, LinkState]:
+    return {link.to: link for link in graph.decode.watched().links}
+
+
+def handshake_failures(worker: str) -> float | None:
+    labels = {"model": "demo", "worker": worker}
+    return REGISTRY.get_sample_value("pdserve_kv_handshake_failures_total", labels)
+
+
+async def ask(frontend: Frontend, prompt: list[int]) -> None:
+    answered = await frontend.ask(prompt)
+    assert answered.tokens == expected(prompt, 4)
+
+
+async def test_of_a_link_nothing_is_known_before_it_is_used(graph: Graph) -> None:
+    await act_prefill(graph)
+    assert links(graph) == {"prefill-x": LinkState("prefill-x", "kv")}
+
+
+async def test_requests_that_are_there_and_what_was_read(graph: Graph) -> None:
+    prefill, frontend = await graph.prefill(), await graph.frontend()
+    prefill.engine.faults.going.clear()
+    request = await frontend.submit(LONG)
+    await until(lambda: links(graph)["prefill-0"].requests == 1)
+    prefill.engine.faults.going.set()
+    await frontend.end_of(request)
+    await ask(frontend, SHORT)
+    link = links(graph)["prefill-0"]
+    assert (link.requests, link.pulls, link.failures, link.up) == (0, 1, 0, True)
+    assert 0 < (link.pull_seconds or 0) < 5
+    assert (link.bytes_per_second or 0) > 0
+
+
+async def test_a_slow_link_stands_out(graph: Graph) -> None:
+    """Within a few requests, beside one that was as slow before."""
+    await graph.prefill()
+    frontend = await graph.frontend()
+    for number in range(3):
+        await ask(frontend, [number, *LONG])
+    before = links(graph)["prefill-0"]
+    _slow_down(graph, transfer_seconds=0.5)
+    for number in range(3, 5):
+        await ask(frontend, [number, *LONG])
+    after = links(graph)["prefill-0"]
+    assert (after.pull_seconds or 0) > (before.pull_seconds or 1)
+    assert (after.bytes_per_second or 0) < (before.bytes_per_second or 0)
+
+
+async def test_reads_that_fail_and_a_worker_that_goes(graph: Graph) -> None:
+    prefill, frontend = await graph.prefill(), await graph.frontend()
+    prefill.engine.faults.deaf = True
+    await ask(frontend, LONG)
+    link = links(graph)["prefill-0"]
+    assert (link.pulls, link.failures, link.up) == (0, 1, False)
+    assert link.failure.startswith("transfer: prefill-0 hangs up")
+    assert handshake_failures("prefill-0") == 1
+    prefill.life.cancel()
+    await until(lambda: not links(graph))
+    await until(lambda: handshake_failures("prefill-0") is None)
+
+
+async def test_a_graph_without_remote_prefill_has_no_links() -> None:
+    async with Graph(remote_prefill=False) as graph:
+        await act_prefill(graph)
+        assert links(graph) == {}
+        assert graph.decode.load().queue_limit == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [({}, 4), ({"policy": "adaptive"}, 0), ({"conditional_disagg": False}, 0)],
+    ids=["threshold", "adaptive", "always"],
+)
+async def test_the_limit_of_the_queue(settings: dict[str, object], limit: int) -> None:
+    async with Graph(**settings) as graph:  # type: ignore[arg-type]
+        assert graph.decode.load().queue_limit == limit
+
+
+def _slow_down(graph: Graph, transfer_seconds: float) -> None:
+    model: SimModel = graph.decode_engine._model
+    graph.decode_engine._model = replace(model, transfer_seconds=transfer_seconds)

@@ -1,0 +1,81 @@
+"""Prometheus and promtool as `make dev` installs them, with the files of deploy/."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pdserve.ports import free_port
+from tests.deploy.compose import FOLDER, replaced
+
+TOOLS = Path(sys.prefix) / "tools/usr/bin"
+
+
+def tool(name: str) -> str:
+    path = TOOLS / name
+    if not path.exists():
+        assert not os.environ.get("CI"), f"{path} is missing: deploy/test-tools.sh installs it"
+        pytest.skip(f"{path} is missing, which deploy/test-tools.sh installs as root on Debian")
+    return str(path)
+
+
+def promtool(*words: str, said: str = "") -> "subprocess.CompletedProcess[str]":
+    command = [tool("promtool"), *words]
+    return subprocess.run(command, input=said, capture_output=True, text=True, timeout=60, check=False)
+
+
+class Prometheus:
+    def __init__(self, http: httpx.Client) -> None:
+        self._http = http
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        """The `data` of the answer; raises where Prometheus does not take the question."""
+        answer = self._http.get(f"/api/v1/{path}", params=parameters).json()
+        assert answer["status"] == "success", f"{parameters}: {answer}"
+        return answer["data"]
+
+    def series(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        found = self.ask("query", query=expression)["result"]
+        return [(one["metric"], float(one["value"][1])) for one in found]
+
+
+@contextmanager
+def scraping(folder: Path, target: str) -> Iterator[Prometheus]:
+    """A real Prometheus with the configuration of the Compose file, which scrapes `target` each second."""
+    ours = {"127.0.0.1:8000": target, "_interval: 5s": "_interval: 1s", "alerts.yml": f"{FOLDER}/alerts.yml"}
+    file = folder / "prometheus.yml"
+    lines = (FOLDER / "prometheus.yml").read_text().splitlines()
+    file.write_text("\n".join(replaced(lines, ours)))
+    port = free_port("127.0.0.1")
+    flags = [f"--config.file={file}", f"--storage.tsdb.path={folder}/data"]
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(
+            [tool("prometheus"), *flags, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log
+        )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            _until_ready(http, process)
+            yield Prometheus(http)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _until_ready(http: httpx.Client, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            if http.get("/-/ready").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        assert process.poll() is None, "prometheus ended"
+        assert time.monotonic() < deadline, "prometheus does not get ready"
+        time.sleep(0.05)

@@ -1,0 +1,149 @@
+"""What deploy/ has for Prometheus and Grafana is what they take. That a real Prometheus finds something for each panel
+is shown where a graph runs: tests/test_serve_sim.py."""
+
+import json
+import re
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from tests.deploy.compose import FOLDER, load
+from tests.deploy.dashboard import DASHBOARD, FILE, PANELS, expressions
+from tests.deploy.prometheus import promtool
+from tests.test_metrics_page import METRICS
+
+UNITS = {"none", "s", "reqps", "percentunit", "Bps"}
+"""of Grafana's, those that we use"""
+OF_PROMETHEUS = {"le", "job", "instance", "source"}
+"""labels that are not in the table of docs/metrics.md"""
+
+
+def test_promtool_takes_the_configuration_and_the_rules(tmp_path: Path) -> None:
+    for name in ("prometheus.yml", "alerts.yml"):
+        (tmp_path / name).write_text((FOLDER / name).read_text())
+    checked = promtool("check", "config", "--lint=all", "--lint-fatal", str(tmp_path / "prometheus.yml"))
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_promtool_takes_what_the_comments_offer(tmp_path: Path) -> None:
+    offered = re.sub(r"^    # (?=\w+: )", "    ", (FOLDER / "prometheus.yml").read_text(), flags=re.M)
+    assert {"scheme", "tls_config", "authorization"} <= yaml.safe_load(offered)["scrape_configs"][0].keys()
+    for name in ("ca.pem", "api-key"):
+        (tmp_path / name).touch()
+    (tmp_path / "alerts.yml").write_text((FOLDER / "alerts.yml").read_text())
+    (tmp_path / "prometheus.yml").write_text(offered)
+    checked = promtool("check", "config", str(tmp_path / "prometheus.yml"))
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_each_alert_comes_when_it_should() -> None:
+    file = Path(__file__).with_name("alerts.yml")
+    tested = promtool("test", "rules", str(file))
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+    alerts = {
+        rule["alert"] for rule in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0]["rules"]
+    }
+    fired = re.findall(r"alertname: (\w+)\n +exp_alerts:", file.read_text())
+    assert alerts == set(fired)
+    assert alerts == set(
+        re.findall(r"^\| `(Pdserve\w+)` \|", (FOLDER / "../docs/metrics.md").read_text(), re.M)
+    )
+
+
+# the dashboard
+
+
+def test_the_dashboard_is_one_by_grafanas_own_schema() -> None:
+    """As Grafana's library has it, made from Grafana's sources: what it does not know, it drops. It adds defaults."""
+    register_default_plugins()  # options of panels and queries too
+    known = json.loads(JSONEncoder().encode(Dashboard.from_json(DASHBOARD)))
+    assert list(_missing(DASHBOARD, known, "")) == []
+
+
+def _missing(ours: Any, known: Any, at: str) -> list[str]:
+    if isinstance(ours, dict) and isinstance(known, dict):
+        return [path for key in ours for path in _missing(ours[key], known.get(key), f"{at}/{key}")]
+    if isinstance(ours, list) and isinstance(known, list) and len(ours) == len(known):
+        return [
+            path for index, one in enumerate(ours) for path in _missing(one, known[index], f"{at}/{index}")
+        ]
+    return [] if ours == known else [at]
+
+
+def test_no_two_panels_are_the_same_or_overlap() -> None:
+    assert len({panel["id"] for panel in PANELS}) == len(PANELS)
+    assert len({panel["title"] for panel in PANELS}) == len(PANELS)
+    spaces = {panel["title"]: panel["gridPos"] for panel in PANELS}
+    assert [name for name, space in spaces.items() if space["x"] + space["w"] > 24] == []
+    assert [pair for pair in combinations(spaces, 2) if _overlap(*(spaces[name] for name in pair))] == []
+
+
+def _overlap(one: dict[str, int], other: dict[str, int]) -> bool:
+    return all(
+        one[side] < other[side] + other[size] and other[side] < one[side] + one[size]
+        for side, size in (("x", "w"), ("y", "h"))
+    )
+
+
+@pytest.mark.parametrize(
+    "panel", [one for one in PANELS if one["type"] != "row"], ids=lambda one: str(one["title"])
+)
+def test_a_panel_says_what_it_shows_and_where_it_is_from(panel: dict[str, Any]) -> None:
+    assert panel["description"]
+    assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
+    assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+
+
+def test_panels_and_alerts_ask_for_documented_metrics_and_labels() -> None:
+    rules = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0]["rules"]
+    asked = [*expressions(), *((rule["alert"], rule["expr"]) for rule in rules)]
+    assert len(asked) > 30
+    for title, expression in asked:
+        for name, filters in re.findall(r"\b(pdserve_\w+)(?:\{([^}]*)\})?", expression):
+            metric = METRICS[re.sub("_bucket$", "", name)]
+            assert name.endswith("_bucket") == (metric.type == "histogram"), title
+            used = set(re.findall(r"(\w+)=", filters))
+            used |= {
+                label for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(", ")
+            }
+            assert used <= metric.labels | OF_PROMETHEUS, (
+                f"{title}: {name} has no labels {used - metric.labels}"
+            )
+
+
+def test_grafana_is_provisioned_with_what_is_there() -> None:
+    services = load("docker-compose.yml")["services"]
+    grafana = services["grafana"]
+    mounted, seen, _ = next(volume for volume in grafana["volumes"] if "provisioning" in volume).split(":")
+    home = Path(grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert FOLDER / mounted / home.relative_to(seen) == FILE
+    (provider,) = yaml.safe_load((FILE.parent / "pdserve.yml").read_text())["providers"]
+    assert Path(provider["options"]["path"]) == home.parent
+    sources = yaml.safe_load((FOLDER / mounted / "datasources/pdserve.yml").read_text())["datasources"]
+    assert {source["type"] for source in sources} == {"prometheus", "jaeger"}
+    for source in sources:
+        assert source["url"].split("$")[1] in grafana["environment"]
+    variable = DASHBOARD["templating"]["list"][0]["current"]["value"]
+    assert variable in {source["uid"] for source in sources}
+    interval = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["global"]["scrape_interval"]
+    assert sources[0]["jsonData"]["timeInterval"] == interval
+
+
+def test_who_watches_is_on_loopback_and_pinned() -> None:
+    watching = {
+        n: s for n, s in load("docker-compose.yml")["services"].items() if s.get("profiles") == ["watch"]
+    }
+    assert set(watching) == {"prometheus", "grafana", "jaeger"}
+    for service in watching.values():
+        assert re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", service["image"])
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+        assert "127.0.0.1:" in service["healthcheck"]["test"][-1]
+    assert "--web.listen-address=127.0.0.1:9090" in watching["prometheus"]["command"]
+    assert watching["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"

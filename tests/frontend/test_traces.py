@@ -1,0 +1,313 @@
+"""Traces of a whole graph: a frontend, decode and prefill workers on simulated engines, a real NATS between them, and a
+collector that takes what they send."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from uuid import uuid4
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from pdserve import queue
+from pdserve.config.schema import AdmissionLimits, DecodeConfig, traces_url
+from pdserve.decode.worker import DecodeWorker
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.frontend.app import FrontendApp
+from pdserve.frontend.auth import ApiKeys
+from pdserve.frontend.model import ModelContext
+from pdserve.frontend.models import serve_models
+from pdserve.frontend.pages import MetricsPage
+from pdserve.observe.tracing import make_tracer
+from pdserve.plan.slots import Slot
+from pdserve.prefill.worker import PrefillWorker
+from pdserve.queue.base import PrefillQueue
+from pdserve.records import Role
+from pdserve.registry.memory import MemoryRegistry, MemoryServer
+from pdserve.registry.view import RegistryView
+from pdserve.stream import connect
+from pdserve.stream.memory import MemoryStreamServer
+from pdserve.watch import Receipt
+from tests.collector import Collector, Exported, collecting
+from tests.conditions import until
+from tests.decode.graph import config, living
+from tests.engine.sims import spec
+from tests.frontend.conftest import MODEL, NoBlobs, serve
+from tests.test_traces import PARENT, is_documented
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+ROUTE = "POST /v1/completions"
+_prompts = (list(range(start, start + 100)) for start in count(300))
+
+
+@dataclass
+class Decode:
+    id: str
+    engine: SimEngine
+    life: "asyncio.Task[None]"
+
+
+class TracedGraph:
+    """With one prefill worker, and the decode workers that a test starts."""
+
+    def __init__(self, nats: str, collector: Collector) -> None:
+        decode = DecodeConfig(remote_prefill=True, max_local_prefill_length=32)
+        self.collector = collector
+        self.config = replace(config(decode), model=str(MODEL), otlp_endpoint=traces_url(collector.url))
+        self._server = MemoryServer()
+        self._nats = nats
+        self._ids = count()
+
+    async def start(self, stack: AsyncExitStack, state: Path) -> None:
+        registry = await stack.enter_async_context(MemoryRegistry(self._server, "t"))
+        view = await stack.enter_async_context(RegistryView(registry))
+        context = ModelContext(
+            lambda address: connect(address, f"frontend-0.{next(self._ids)}"),
+            NoBlobs(),
+            state,
+            "round-robin",
+            20.0,
+        )
+        self._models = await stack.enter_async_context(serve_models(view, context, "demo", AdmissionLimits()))
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        tracer = make_tracer(self.config.otlp_endpoint, "pdserve-frontend", "frontend-0")
+        await stack.enter_async_context(tracer)
+        page = MetricsPage(view, "frontend-0", client)
+        self.app = FrontendApp(self._models, page, ApiKeys(), 20.0, tracer=tracer)
+        client.base_url = httpx.URL(await serve(self.app, stack))
+        client.timeout = httpx.Timeout(30)
+        self._http = client
+        self.prefill = SimEngine(spec(Role.PREFILL, "prefill-0"))
+        slot = Slot(Role.PREFILL, 0)
+        worker = PrefillWorker(self.config, slot, "prefill-0", self.prefill, self._registry, self._queue)
+        await stack.enter_async_context(living(worker))
+
+    async def decode(self, stack: AsyncExitStack) -> Decode:
+        """A further worker, to which the frontend is connected."""
+        name = f"decode-{next(self._ids)}"
+        engine, stream = SimEngine(spec(Role.DECODE, name)), MemoryStreamServer()
+        slot = Slot(Role.DECODE, 0)
+        worker = DecodeWorker(self.config, slot, name, engine, self._registry, self._queue, stream)
+        life = await stack.enter_async_context(living(worker))
+        await until(lambda: name in {link.to for link in self._models.links() if link.up}, within=60)
+        return Decode(name, engine, life)
+
+    def receipt(self, request_id: str) -> Receipt | None:
+        return next(iter(self.app.receipts.newest(1, None, request_id)), None)
+
+    @property
+    def _queue(self) -> PrefillQueue:
+        return queue.connect(self._nats, f"traces-{id(self)}", "demo")
+
+    @property
+    def _registry(self) -> MemoryRegistry:
+        return MemoryRegistry(self._server, "t")
+
+    async def ask(self, headers: Mapping[str, str], tokens: int = 100, **body: object) -> httpx.Response:
+        """With a prompt of so many tokens that no engine has seen."""
+        asked = {"model": "demo", "prompt": next(_prompts)[:tokens], "max_tokens": 6, "temperature": 0}
+        return await self._http.post("/v1/completions", json=asked | body, headers=headers)
+
+    async def trace(self, trace_id: str, *wanted: str) -> list[Exported]:
+        """Its spans in the order of their starts, when these and no others have come."""
+
+        def names() -> list[str]:
+            return sorted(span.name for span in self.collector.of(trace_id))
+
+        with suppress(TimeoutError):
+            await until(lambda: names() == sorted(wanted))
+        assert names() == sorted(wanted)
+        found = sorted(self.collector.of(trace_id), key=lambda span: span.start)
+        assert all(is_documented(span) for span in found)
+        return found
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def graph(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TracedGraph]:
+    with pytest.MonkeyPatch.context() as patch, collecting() as collector:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+        async with AsyncExitStack() as stack:
+            graph = TracedGraph(nats_url, collector)
+            await graph.start(stack, tmp_path_factory.mktemp("state"))
+            yield graph
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def worker(graph: TracedGraph) -> AsyncIterator[Decode]:
+    async with AsyncExitStack() as stack:
+        yield await graph.decode(stack)
+
+
+def client_trace(flags: str = "01") -> tuple[str, dict[str, str]]:
+    """A trace that the client has begun: its id, and the headers that name it."""
+    trace_id = uuid4().hex
+    return trace_id, {"traceparent": f"00-{trace_id}-{PARENT}-{flags}"}
+
+
+def one(spans: list[Exported], name: str) -> Exported:
+    (found,) = [span for span in spans if span.name == name]
+    return found
+
+
+def below(spans: list[Exported]) -> list[tuple[str, str, str]]:
+    """Name, name of what it is below, and process."""
+    names = {span.span_id: span.name for span in spans} | {PARENT: "client"}
+    return [(span.name, names[span.parent], span.process) for span in spans]
+
+
+async def test_a_remote_request(graph: TracedGraph, worker: Decode) -> None:
+    trace_id, headers = client_trace()
+    before = time.time_ns()
+    answer = await graph.ask({**headers, "tracestate": "vendor=x", "x-request-id": "mine"})
+    assert answer.headers["x-pdserve-prefill"] == "remote"
+    hops = ["admission", "queue", "prefill", "transfer", "first-step", "decode"]
+    spans = await graph.trace(trace_id, ROUTE, "attempt", "generate", *hops)
+    assert sorted(below(spans)) == sorted(
+        [
+            (ROUTE, "client", "frontend-0"),
+            ("admission", ROUTE, "frontend-0"),
+            ("attempt", ROUTE, "frontend-0"),
+            ("decode", "attempt", "frontend-0"),
+            ("generate", "attempt", worker.id),
+            ("queue", "generate", worker.id),
+            ("prefill", "attempt", "prefill-0"),
+            ("transfer", "generate", worker.id),
+            ("first-step", "generate", worker.id),
+        ]
+    )
+    whole = one(spans, ROUTE)
+    assert whole.tracestate == "vendor=x"
+    assert before <= whole.start
+    assert all(whole.start <= span.start <= span.end <= whole.end for span in spans)
+    assert [span.error for span in spans if span.error is not None] == []
+    assert whole.attributes["gen_ai.usage.input_tokens"] == 100
+    assert whole.attributes["gen_ai.usage.output_tokens"] == 6
+    receipt = graph.receipt("mine")
+    assert receipt is not None
+    assert receipt.trace_id == trace_id
+    assert {hop.name for hop in receipt.hops} == set(hops)
+
+
+async def test_a_local_request(graph: TracedGraph, worker: Decode) -> None:
+    trace_id, headers = client_trace()
+    await graph.ask(headers, tokens=9)
+    spans = await graph.trace(trace_id, ROUTE, "admission", "attempt", "generate", "prefill", "decode")
+    assert ("prefill", "generate", worker.id) in below(spans)
+    assert one(spans, "prefill").attributes["pdserve.why"] == "short"
+
+
+async def test_a_fallback(graph: TracedGraph, worker: Decode) -> None:
+    trace_id, headers = client_trace()
+    graph.prefill.faults.deaf = True
+    answer = await graph.ask(headers)
+    graph.prefill.faults.deaf = False
+    assert answer.headers["x-pdserve-prefill"]
+    hops = ["admission", "queue", "prefill", "transfer", "prefill", "decode"]
+    spans = await graph.trace(trace_id, ROUTE, "attempt", "generate", *hops)
+    assert {process for name, _, process in below(spans) if name == "prefill"} == {"prefill-0", worker.id}
+    generate = one(spans, "generate")
+    assert str(generate.events["fallback"]["pdserve.why"]).startswith("transfer: ")
+    assert generate.attributes["pdserve.prefill"] == "local"
+
+
+@pytest.mark.parametrize("how", ["killed", "engine"])
+async def test_a_migrated_request_shows_both_attempts(graph: TracedGraph, worker: Decode, how: str) -> None:
+    trace_id, headers = client_trace()
+    worker.engine.faults.slow = 50
+    asking = asyncio.create_task(graph.ask({**headers, "x-request-id": trace_id}, tokens=9, max_tokens=20))
+
+    def generated() -> int:
+        receipt = graph.receipt(trace_id)
+        return receipt.output_tokens if receipt is not None else 0
+
+    await until(lambda: generated() > 2)
+    async with AsyncExitStack() as stack:
+        other = await graph.decode(stack)
+        if how == "killed":
+            worker.life.cancel()
+        else:
+            worker.engine.die()
+        answer = await asking
+        assert answer.json()["usage"]["completion_tokens"] == 20
+        twice = ["attempt", "decode", "prefill", "generate"]
+        lost = ["prefill", "generate"] if how == "killed" else []  # with the process
+        wanted = list((Counter([ROUTE, "admission", *twice, *twice]) - Counter(lost)).elements())
+        spans = await graph.trace(trace_id, *wanted)
+    first, second = (span for span in spans if span.name == "attempt")
+    assert [first.attributes["pdserve.instance"], second.attributes["pdserve.instance"]] == [
+        worker.id,
+        other.id,
+    ]
+    event = one(spans, ROUTE).events["migration"]
+    assert event == {"pdserve.instance": worker.id, "pdserve.why": first.error}
+    assert first.error
+    assert second.error is one(spans, ROUTE).error is None
+
+
+async def test_a_request_that_fails(graph: TracedGraph, worker: Decode) -> None:
+    trace_id, headers = client_trace()
+    worker.engine.faults.slow = 500
+    answer = await graph.ask({**headers, "x-request-timeout": "0.2"}, tokens=9)
+    assert answer.status_code == 504
+    await until(lambda: {"generate", ROUTE} <= {span.name for span in graph.collector.of(trace_id)})
+    whole = one(graph.collector.of(trace_id), ROUTE)
+    assert (whole.attributes["http.response.status_code"], whole.attributes["error.type"]) == (504, "504")
+    assert whole.error
+
+
+async def test_a_wrong_request_is_no_error_of_the_server(graph: TracedGraph, worker: Decode) -> None:
+    trace_id, headers = client_trace()
+    answer = await graph.ask(headers, max_tokens=-1)
+    assert answer.status_code == 400
+    whole = one(await graph.trace(trace_id, ROUTE, "admission"), ROUTE)
+    assert whole.error is None
+    assert whole.attributes["http.response.status_code"] == 400
+
+
+async def test_an_unsampled_request_is_not_traced(graph: TracedGraph, worker: Decode) -> None:
+    unsampled, headers = client_trace("00")
+    assert (await graph.ask(headers)).status_code == 200
+    trace_id, headers = client_trace()
+    await graph.ask(headers, tokens=9)
+    await graph.trace(trace_id, ROUTE, "admission", "attempt", "generate", "prefill", "decode")
+    assert graph.collector.of(unsampled) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"traceparent": "00"},
+        {"traceparent": f"00-{'0' * 32}-{PARENT}-01"},
+        {"traceparent": f"ff-{'1' * 32}-{PARENT}-01"},
+        {"traceparent": f"00-{'1' * 32}-{PARENT}-01-more"},
+        {"traceparent": f"cc-{'1' * 32}-{PARENT}-01-{'x' * 600}"},
+        {"traceparent": "é" * 55},
+        {"tracestate": "vendor=x"},
+    ],
+    ids=str,
+)
+async def test_what_names_no_parent_begins_a_trace(
+    graph: TracedGraph, worker: Decode, wrong: dict[str, str]
+) -> None:
+    name = uuid4().hex
+    raw = {key: value.encode("latin-1") for key, value in wrong.items()} | {"x-request-id": name.encode()}
+    assert (await graph.ask(raw, tokens=9)).status_code == 200  # type: ignore[arg-type]
+    receipt = graph.receipt(name)
+    assert receipt is not None
+    await until(lambda: any(span.name == ROUTE for span in graph.collector.of(receipt.trace_id)))
+    assert one(graph.collector.of(receipt.trace_id), ROUTE).parent == ""
+
+
+async def test_of_two_parents_none_is_taken(graph: TracedGraph, worker: Decode) -> None:
+    (first, given), (second, other) = client_trace(), client_trace()
+    headers = httpx.Headers([*given.items(), *other.items(), ("x-request-id", first)])
+    assert (await graph.ask(headers, tokens=9)).status_code == 200
+    receipt = graph.receipt(first)
+    assert receipt is not None
+    assert receipt.trace_id not in (first, second, "")

@@ -1,0 +1,127 @@
+"""What the graph is doing, put together from what its processes tell."""
+
+import numpy as np
+import pytest
+
+from pdserve.messages import Hop, Load
+from pdserve.observe.graph_state import (
+    GraphState,
+    detours,
+    graph_state,
+    in_order,
+    moments,
+    quantile,
+    short_names,
+)
+from pdserve.records import Instance, Role
+from pdserve.watch import BUCKETS, MAX_TOLD, TICK, LinkState, Receipt, Tick, Watched
+
+
+def histogram(*seconds: float) -> list[int]:
+    """As a frontend counts: into the bucket whose upper bound is not less."""
+    counts = [0] * (len(BUCKETS) + 1)
+    for value in seconds:
+        counts[int(np.searchsorted(BUCKETS, value))] += 1
+    return counts
+
+
+def state(watched: dict[str, Watched], *instances: Instance) -> GraphState:
+    return graph_state(instances, [], {}, {}, watched)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.95, 0.99])
+def test_a_quantile_is_in_the_bucket_of_the_exact_one(share: float) -> None:
+    seconds = np.random.default_rng(7).lognormal(-3, 1.5, 10_000)
+    found, exact = quantile(histogram(*seconds), share), float(np.quantile(seconds, share))
+    assert found is not None
+    assert abs(np.searchsorted(BUCKETS, found) - np.searchsorted(BUCKETS, exact)) <= 1
+    assert found == pytest.approx(exact, rel=0.6)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "share", "found"),
+    [
+        ((), 0.5, None),
+        ((0.0005,), 0.5, 0.0005),  # half of the first bucket
+        ((0.02, 0.02), 0.5, 0.02),  # half of 0.015 to 0.025
+        ((0.02, 0.02), 1.0, 0.025),
+        ((0.02, 5.0), 0.5, 0.025),
+        ((1000.0,), 0.5, BUCKETS[-1]),
+        ((0.02, 1000.0), 0.95, BUCKETS[-1]),
+    ],
+)
+def test_quantiles_by_hand(seconds: tuple[float, ...], share: float, found: float | None) -> None:
+    assert quantile(histogram(*seconds), share) == (found if found is None else pytest.approx(found))
+
+
+def test_moments_of_frontends_with_histories_of_different_lengths() -> None:
+    old = [Tick(requests=2, tokens=10), Tick(requests=4, failed=1, refused=2, ttft=histogram(0.02), itl=[])]
+    young = [Tick(requests=6, tokens=20, ttft=histogram(0.02, 0.2))]
+    before, now = moments([old, young, []])
+    assert (before.age, now.age) == (TICK, 0)
+    assert (before.requests, before.tokens) == (2 / TICK, 10 / TICK)
+    assert (now.requests, now.failed, now.refused, now.tokens) == (10 / TICK, 1 / TICK, 2 / TICK, 20 / TICK)
+    assert now.ttft_p50 == pytest.approx(0.0225)
+    assert (before.ttft_p50, now.itl_p95) == (None, None)
+    assert moments([]) == moments([[], []]) == []
+
+
+def test_a_frontend_with_other_buckets_counts_for_nothing_but_rates() -> None:
+    (now,) = moments([[Tick(requests=1, ttft=[1, 2])], [Tick(requests=1, ttft=histogram(0.02))]])
+    assert now.requests == 2 / TICK
+    assert now.ttft_p50 == pytest.approx(0.02)
+
+
+def test_processes_that_do_not_answer_are_there_without_a_load() -> None:
+    silent, good = Instance("decode-0-a", Role.DECODE), Instance("decode-1-b", Role.DECODE)
+    links = [LinkState("prefill-0-c", "kv")]
+    found = state({good.id: Watched(Load(queue_depth=3, queue_limit=10), links)}, silent, good)
+    assert [(each.instance, each.load, each.links) for each in found.instances] == [
+        (silent, None, []),
+        (good, Load(queue_depth=3, queue_limit=10), links),
+    ]
+    assert (found.queue_depth, found.queue_limit) == (3, 10)
+    assert state({}, silent).moments == []
+
+
+def test_the_order_of_instances() -> None:
+    ids = ["prefill-0-a", "both-0-a", "decode-10-a", "decode-2-b", "frontend-1-f", "frontend-0-0", "decode"]
+    found = in_order(Instance(name, Role(name.partition("-")[0])) for name in ids)
+    assert [instance.id for instance in found] == [
+        *("frontend-0-0", "frontend-1-f", "decode", "decode-2-b", "decode-10-a", "both-0-a", "prefill-0-a")
+    ]
+
+
+def test_a_short_name_stands_for_one_instance() -> None:
+    ids = ["decode-0-a", "decode-0-b", "decode-1-c", "odd", "decode-1-c"]
+    assert short_names(ids) == {
+        "decode-0-a": "decode-0-a",
+        "decode-0-b": "decode-0-b",
+        "decode-1-c": "decode-1",
+        "odd": "odd",
+    }
+
+
+def test_receipts_of_all_frontends_the_newest_first() -> None:
+    told = [Receipt(str(age), f"frontend-{age % 2}", "/", age) for age in range(MAX_TOLD)]
+    found = state({"a": Watched(receipts=told[::2]), "b": Watched(receipts=told)}).receipts
+    assert len(found) == MAX_TOLD
+    assert [receipt.age for receipt in found] == sorted(receipt.age for receipt in found)
+
+
+def test_receipts_of_requests_that_went_astray_are_told_for_longer() -> None:
+    usual = [Receipt(str(age), "a", "/", age) for age in range(MAX_TOLD + 5)]
+    fell = Receipt("fell", "a", "/", 500.0, hops=[Hop("fallback", 0.5, why="timeout")])
+    found = state({"a": Watched(receipts=[*usual, fell])}).receipts
+    assert [receipt.request_id for receipt in found[MAX_TOLD - 1 :]] == [str(MAX_TOLD - 1), "fell"]
+
+
+def test_detours() -> None:
+    migrated = Hop("migration", 2.0, why="decode-1 is gone")
+    fell = Hop("fallback", 0.5, why="timeout")
+    slow = Receipt("slow", "f", "/", 10.0, hops=[Hop("admission", 0.0, 1.0), migrated])
+    new = Receipt("new", "f", "/", 5.0, hops=[fell])
+    assert detours([slow, new, Receipt("plain", "f", "/", 1.0)]) == [
+        (4.5, fell, new),
+        (8.0, migrated, slow),
+    ]

@@ -1,0 +1,241 @@
+"""What is wrong in a graph, in words (`observe/problems.py`)."""
+
+import pytest
+from msgspec.structs import replace
+
+from pdserve.messages import Hop, Load
+from pdserve.observe.graph_state import GraphState, graph_state
+from pdserve.observe.problems import Node, Problem, nodes, problems
+from pdserve.records import Instance, Role, SlotState
+from pdserve.watch import LinkState, Receipt, Tick, Watched
+
+NOW = 1_700_000_000.0
+FRONTEND = Instance("frontend-0-f0", Role.FRONTEND, host="h")
+DECODE = [Instance(f"decode-{index}-d{index}", Role.DECODE, "demo", host="h") for index in (0, 1)]
+PREFILL = [Instance(f"prefill-{index}-p{index}", Role.PREFILL, "demo", host="h") for index in (0, 1)]
+ALL = [FRONTEND, *DECODE, *PREFILL]
+SLOTS = [
+    SlotState(each.id.rpartition("-")[0], each.role, "h", "ready", since=NOW - 1000, end="exit code 0")
+    for each in ALL
+]
+KILLED = SlotState("decode-1", Role.DECODE, "h", "waiting to restart", end="killed by SIGKILL", since=NOW - 4)
+FAST = LinkState("prefill-1-p1", "kv", pulls=9, pull_seconds=0.1, bytes_per_second=1e9)
+
+
+def state(
+    loads: dict[str, Load] | None = None,
+    links: dict[str, list[LinkState]] | None = None,
+    slots: list[SlotState] | None = None,
+    receipts: list[Receipt] | None = None,
+    ticks: list[Tick] | None = None,
+    silent: tuple[str, ...] = (),
+    instances: list[Instance] = ALL,
+) -> GraphState:
+    watched = {
+        each.id: Watched(
+            (loads or {}).get(each.id, Load()),
+            (links or {}).get(each.id, []),
+            ticks or [] if each is FRONTEND else [],
+            receipts or [] if each is FRONTEND else [],
+        )
+        for each in instances
+        if each.id not in silent
+    }
+    by_name = {slot.name: slot for slot in SLOTS if slot.name != "none"}
+    by_name |= {slot.name: slot for slot in slots or []}
+    return graph_state(instances, list(by_name.values()), {}, {}, watched)
+
+
+def found(state: GraphState) -> list[Problem]:
+    return problems(state, nodes(state, NOW))
+
+
+def node(state: GraphState, name: str) -> Node:
+    (found,) = [each for each in nodes(state, NOW) if each.name == name]
+    return found
+
+
+def receipt(age: float, *hops: Hop) -> Receipt:
+    return Receipt("r", FRONTEND.id, "/v1/completions", age, hops=list(hops))
+
+
+MOVED = receipt(9.0, Hop("migration", 3.0, 0.0, "decode-1-d1", "connection lost"))
+
+
+def slow(**changes: object) -> dict[str, list[LinkState]]:
+    link = replace(FAST, to="prefill-0-p0", pull_seconds=1.5, bytes_per_second=1.1e8)
+    return {"decode-0-d0": [replace(link, **changes), FAST], "decode-1-d1": [FAST]}
+
+
+WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        (state(), []),
+        (
+            state(slots=[KILLED], receipts=[MOVED, MOVED], instances=WITHOUT_1),
+            [
+                "bad: decode-1 is down: killed by SIGKILL; it will be started again; 2 requests went on elsewhere (4 s)"
+            ],
+        ),
+        (
+            state(slots=[replace(KILLED, state="starting", cause="no memory")], silent=("decode-1-d1",)),
+            ["bad: decode-1 is down: killed by SIGKILL: no memory; it is starting again (4 s)"],
+        ),
+        (
+            state(slots=[replace(KILLED, state="ready", restarts=1)], receipts=[MOVED]),
+            ["warn: decode-1 is back after its end: killed by SIGKILL; 1 request went on elsewhere (4 s)"],
+        ),
+        (state(slots=[replace(KILLED, state="ready", restarts=1, since=NOW - 60)]), []),
+        (
+            state(receipts=[MOVED]),
+            ["warn: decode-1 lost 1 request, which went on elsewhere: connection lost"],
+        ),
+        (state(receipts=[replace(MOVED, age=60.0)]), []),
+        (
+            state(receipts=[receipt(9.0, Hop("migration", 3.0, 0.0, "decode-9-x", "connection lost"))]),
+            ["warn: decode-9 is gone: 1 request went on elsewhere: connection lost"],
+        ),
+        (
+            state(silent=("prefill-0-p0",)),
+            ["bad: prefill-0 does not answer: it hangs, or is cut off"],
+        ),
+        (
+            state(slots=[SlotState("decode-2", Role.DECODE, "h", since=NOW - 7)]),
+            ["info: decode-2 is starting (7 s)"],
+        ),
+        (
+            state(
+                instances=[*ALL[:-1], replace(PREFILL[1], draining=True)],
+                loads={"prefill-1-p1": Load(running=1)},
+            ),
+            ["info: prefill-1 is draining: it takes nothing new, 1 running request"],
+        ),
+        (
+            state(loads={"decode-0-d0": Load(kv_usage=0.981)}),
+            ["warn: the KV cache of decode-0 is full (98%): requests wait for room"],
+        ),
+        (
+            state(instances=[*ALL[:-1], replace(PREFILL[1], clock_skew=-40.0)]),
+            ["info: the clock of prefill-1 is -40.0 s off: its log's times are"],
+        ),
+        (
+            state(loads={"decode-0-d0": Load(queue_depth=12, queue_limit=2)}),
+            ["bad: the prefill queue is full: 12 of 2; prompts are computed at decode workers"],
+        ),
+        (state(loads={"decode-0-d0": Load(queue_depth=1, queue_limit=2)}), []),
+        (state(loads={"decode-0-d0": Load(queue_depth=8)}), []),
+        (
+            state(loads={"decode-0-d0": Load(queue_depth=9)}),
+            ["warn: the prefill queue is long: 9 prompts for 2 prefill workers"],
+        ),
+        (
+            state(loads={"decode-0-d0": Load(queue_depth=1)}, silent=("prefill-0-p0", "prefill-1-p1")),
+            [
+                "bad: prefill-0 does not answer: it hangs, or is cut off",
+                "bad: prefill-1 does not answer: it hangs, or is cut off",
+                "bad: 1 prompt in the prefill queue and no prefill worker to take them",
+            ],
+        ),
+        (
+            state(silent=("decode-0-d0",), slots=[KILLED], instances=WITHOUT_1),
+            [
+                "bad: decode-0 does not answer: it hangs, or is cut off",
+                "bad: decode-1 is down: killed by SIGKILL; it will be started again (4 s)",
+                "bad: no decode worker is there: requests wait for one until their deadlines",
+            ],
+        ),
+        (
+            state(ticks=[Tick(requests=10, refused=5, failed=1)], loads={FRONTEND.id: Load(waiting=7)}),
+            [
+                "bad: 0.5 requests/s fail (5xx)",
+                "bad: 2.5 requests/s are refused (429): more comes than is served; 7 requests in line",
+            ],
+        ),
+        (state(ticks=[Tick(refused=5), *[Tick()] * 5]), []),
+        (
+            state(links=slow()),
+            ["bad: KV from prefill-0 to decode-0 is 9 times slower than over the other links (110 MB/s)"],
+        ),
+        (state(links=slow(pull_seconds=0.1)), []),  # its KV is small
+        (state(links=slow(bytes_per_second=4e8)), []),
+        (
+            state(links={"decode-0-d0": [replace(FAST, pull_seconds=1.5, bytes_per_second=1.1e8)]}),
+            ["bad: KV from prefill-1 to decode-0 takes 1.5 s for a request (110 MB/s)"],
+        ),
+        (
+            state(links={"decode-0-d0": [replace(FAST, up=False, failure="no answer")]}),
+            ["bad: decode-0 does not read KV from prefill-1: no answer"],
+        ),
+        (
+            state(links={FRONTEND.id: [LinkState("decode-0-d0", "requests", up=False)]}),
+            ["bad: frontend-0 cannot reach decode-0"],
+        ),
+        (
+            state(
+                links={FRONTEND.id: [LinkState("decode-1-d1", "requests", up=False)]},
+                slots=[KILLED],
+                instances=WITHOUT_1,
+            ),
+            ["bad: decode-1 is down: killed by SIGKILL; it will be started again (4 s)"],
+        ),
+        (
+            state(links={FRONTEND.id: [LinkState("decode-0-d0", "requests", round_trip=0.4)]}),
+            ["warn: frontend-0 waits 400 ms for an answer of decode-0"],
+        ),
+        (
+            state(receipts=[receipt(9.0, Hop("fallback", 1.0, why="kv-timeout"))] * 2),
+            [
+                "warn: 2 remote prefills of the last 30 s came to nothing, and decode workers computed the prompts: "
+                "kv-timeout"
+            ],
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(state: GraphState, told: list[str]) -> None:
+    def line(problem: Problem) -> str:
+        age = "" if problem.seconds is None else f" ({problem.seconds:.0f} s)"
+        return f"{problem.level}: {problem.text}{age}"
+
+    assert [line(problem) for problem in found(state)] == told
+
+
+def test_a_process_is_in_one_state() -> None:
+    assert node(state(), "decode-0").state == "ready"
+    assert node(state(), "decode-0").seconds == 1000
+    assert node(state(silent=("decode-0-d0",)), "decode-0").state == "does not answer"
+    assert node(state(slots=[KILLED], silent=("decode-1-d1",)), "decode-1").state == "waiting to restart"
+    assert node(state(slots=[KILLED]), "decode-1").state == "ready"  # it answers: the registry is behind
+    assert node(state(instances=WITHOUT_1), "decode-1").state == "does not answer"  # without a lease
+    killed = node(state(slots=[KILLED], instances=WITHOUT_1), "decode-1")
+    assert (killed.state, killed.why, killed.seconds) == ("waiting to restart", "killed by SIGKILL", 4)
+
+
+def test_a_silent_process_is_not_told_by_its_supervisors_words() -> None:
+    """Which are of the time when it was ready, and of one before it."""
+    for silent in (state(silent=("decode-1-d1",)), state(instances=WITHOUT_1)):
+        hangs = node(silent, "decode-1")
+        assert (hangs.state, hangs.why, hangs.seconds) == ("does not answer", "", None)
+
+
+def test_processes_of_one_name_are_told_apart() -> None:
+    elsewhere = Instance("decode-0-x", Role.DECODE, host="other")
+    names = [node.name for node in nodes(state(instances=[*ALL, elsewhere]), NOW)]
+    assert names == ["frontend-0", "decode-0-d0", "decode-0-x", "decode-1", "prefill-0", "prefill-1"]
+
+
+def test_a_process_keeps_its_place() -> None:
+    for gone in ALL:
+        names = [
+            node.name for node in nodes(state(instances=[each for each in ALL if each is not gone]), NOW)
+        ]
+        assert names == ["frontend-0", "decode-0", "decode-1", "prefill-0", "prefill-1"]
+
+
+def test_a_large_graph_does_not_tell_a_hundred_problems() -> None:
+    gone = [Instance(f"prefill-{index}-p", Role.PREFILL, host="h") for index in range(100, 200)]
+    told = found(state(instances=[*ALL, *gone], silent=tuple(each.id for each in gone)))
+    assert len(told) == 12
+    assert told[-1] == Problem("bad", "and 89 more of less weight")
