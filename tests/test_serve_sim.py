@@ -121,15 +121,15 @@ def test_a_setting_reaches_the_workers(graph: Serve) -> None:
 @pytest.fixture
 def watching(graph: Serve) -> Iterator[Terminal]:
     with Terminal([*PDSERVE, "status", "--watch"], graph.env) as terminal:
-        terminal.resize(30, 100)
+        terminal.resize(39, 100)
         terminal.until("q ends")
         yield terminal
         terminal.until("the exit code is")
 
 
 def test_a_live_screen(graph: Serve, watching: Terminal) -> None:
-    assert "prefill-0" in watching.text
-    assert " more" not in watching.text
+    watching.until("prefill-0")
+    assert " more" not in watching.text, watching.text
     assert not watching.echoes
     watching.resize(12, 100)
     watching.forget()
