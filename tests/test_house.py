@@ -228,7 +228,6 @@ def test_nobody_leaves_the_session() -> None:
 
 
 AWAITED_TASKS = {
-    "engine/sim/side.py": 1,
     "engine/vllm/process.py": 1,
     "frontend/app.py": 2,
     "frontend/peers.py": 3,

@@ -10,12 +10,12 @@ import pytest
 from pdserve.engine.base import Transfers
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.wire import CoreRequest, Sampling
-from pdserve.errors import ConfigError, EngineDead, ProtocolError
+from pdserve.errors import EngineDead, ProtocolError
 from pdserve.messages import KvHandle
 from pdserve.prefixes import names, root
 from pdserve.records import Role
 from tests.conditions import until
-from tests.engine.sims import body, collect, sim, spec, tokens
+from tests.engine.sims import body, collect, sim, tokens
 
 PROMPT = list(range(3, 203))
 
@@ -275,11 +275,6 @@ async def test_prompt_logprobs_need_a_local_prefill() -> None:
             decode.prefix_hit(PROMPT, [b"\xff"])
 
 
-def test_bad_speeds_are_named() -> None:
-    with pytest.raises(ConfigError, match="prefill_rate must be a number above 0"):
-        SimEngine(spec(Role.DECODE, "d", **{"prefill-rate": 0}))
-
-
 async def released(engine: SimEngine) -> list[str]:
     while not (found := (await engine.step()).released):
         pass
@@ -298,3 +293,12 @@ async def test_released_kv_is_named_in_a_step() -> None:
         await decode.reject(handle)
         await prefilled(prefill, "next", PROMPT)
         assert await released(prefill) == ["next"], "nothing is released twice"
+
+
+async def test_kv_of_a_long_prompt_is_pulled() -> None:
+    """4,000 blocks: what lies in them takes more than asyncio's 64 KiB for a line."""
+    large = {"num_gpu_blocks_override": 5000, "max_model_len": 80_000}
+    prompt = [5] * 64_000
+    async with sim(Role.PREFILL, "p", **large) as prefill, sim(Role.DECODE, "d", **large) as decode:
+        await decode.generate("r", prompt, body(1), await prefilled(prefill, "r", prompt))
+        assert (await transfers(decode)).failures == 0

@@ -56,6 +56,9 @@ def test_chunks_of_a_prompt_cost_what_the_whole_prompt_costs() -> None:
         ("context-seconds", -1, "sim: context_seconds must be a number at least 0"),
         ("step-seconds", 0, "sim: step_seconds must be a number above 0"),
         ("attention-seconds", "1", "sim: attention_seconds must be a number at least 0"),
+        ("kv-blocks", 1.5, "sim: kv_blocks must be a whole number above 0"),
+        ("lease", True, "sim: lease must be a number above 0"),
+        ("speed", 1, "sim: unknown key speed"),
     ],
 )
 def test_a_speed_is_nothing_only_where_that_is_the_default(key: str, value: object, problem: str) -> None:
@@ -65,6 +68,11 @@ def test_a_speed_is_nothing_only_where_that_is_the_default(key: str, value: obje
         return
     with pytest.raises(ConfigError, match=problem):
         sim_model(arguments)
+
+
+def test_speeds_are_a_mapping() -> None:
+    with pytest.raises(ConfigError, match="sim: a mapping"):
+        sim_model({"additional-config": {"sim": 5}})
 
 
 def engine(**speed: float) -> SimEngine:

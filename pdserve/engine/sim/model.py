@@ -104,22 +104,25 @@ _ARGUMENTS = {
 
 
 def sim_model(engine_args: Mapping[str, object]) -> SimModel:
-    values: dict[str, object] = {
-        field: engine_args[name] for name, field in _ARGUMENTS.items() if engine_args.get(name) is not None
-    }
+    """Raises ConfigError, which names every key that is unknown or has no possible value."""
     extra = engine_args.get("additional-config")
     speeds = extra.get("sim", {}) if isinstance(extra, Mapping) else {}
+    if not isinstance(speeds, Mapping):
+        raise ConfigError([f"sim: a mapping of speeds is expected, not {speeds!r}"])
+    values = {
+        field: engine_args[name] for name, field in _ARGUMENTS.items() if engine_args.get(name) is not None
+    }
     values |= {str(name).replace("-", "_"): value for name, value in speeds.items()}
-    known = {field.name: field.default for field in fields(SimModel)}
-    problems = [f"sim: unknown key {name}" for name in values if name not in known]
-    for name in known.keys() & values.keys():
-        value, least = values[name], "at least" if known[name] == 0 else "above"
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not (value > 0 or value == known[name])
-        ):
-            problems.append(f"sim: {name} must be a number {least} 0, not {value!r}")
+    defaults = {field.name: field.default for field in fields(SimModel)}
+    problems = [f"sim: unknown key {name}" for name in values if name not in defaults]
+    for name in defaults.keys() & values.keys():
+        value, default = values[name], defaults[name]
+        number = type(value) is int or (type(value) is float and type(default) is float)
+        if not number or not (value > 0 or value == default):  # type: ignore[operator]
+            kind = "a whole number" if type(default) is int else "a number"
+            problems.append(
+                f"sim: {name} must be {kind} {'at least' if default == 0 else 'above'} 0, not {value!r}"
+            )
     if problems:
         raise ConfigError(problems)
     return SimModel(**values)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""How simulated engines hand KV over: a small TCP server beside each prefill engine, asked by decode engines.
+"""How simulated engines hand KV over: each runs a small TCP server, which decode engines ask for blocks.
 
-As with RDMA, a read does not check whether the blocks are still those that were promised: the answer says what lies in
-them now. A read that comes too late gets another prompt's KV, and wrong tokens.
+As with RDMA, a read does not check whether the blocks still hold the promised KV: the answer is what lies in them now.
+A read that comes too late gets another prompt's KV, and wrong tokens.
 """
 
 import asyncio
@@ -14,15 +14,18 @@ import msgspec
 from pdserve.engine.sim.model import Faults
 from pdserve.errors import Unavailable
 from pdserve.messages import KvHandle
-from pdserve.tasks import Lifetime
+from pdserve.tasks import Lifetime, Owner
+
+_MAX_LINE = 64 << 20
+"""bytes; a block takes some 20"""
 
 
 class ReadBlocks(msgspec.Struct, frozen=True):
     engine_id: str
-    """the boot that the decode engine means"""
+    """of the prefill engine's boot that has the KV"""
     request_id: str
     done: bool = False
-    """the decode engine has what it wanted, or wants nothing: free the blocks"""
+    """free the blocks: they have been read, or will not be"""
     block_ids: list[int] = []
 
 
@@ -42,22 +45,20 @@ class SideServer(Lifetime):
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
-        self._tasks: set[asyncio.Task[None]] = set()
-        server = await asyncio.start_server(self._begin, self.host, 0)
-        self.port = server.sockets[0].getsockname()[1]
-        try:
-            yield
-        finally:
-            server.close()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        async with Owner() as tasks:
 
-    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self._serve(reader, writer), name="side channel")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: writer.close())  # also where it is cancelled before it begins
+            def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                task = tasks.start(self._serve(reader, writer), "sim side channel")
+                task.add_done_callback(
+                    lambda _: writer.close()
+                )  # also where it is cancelled before it begins
+
+            server = await asyncio.start_server(begin, self.host, 0, limit=_MAX_LINE)
+            self.port = server.sockets[0].getsockname()[1]
+            try:
+                yield
+            finally:
+                server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -80,7 +81,7 @@ class SideServer(Lifetime):
 
 
 class Unreachable(Unavailable):
-    """The other engine is there, and its side channel is not."""
+    """The other engine accepts connections, but its side channel does not answer."""
 
 
 async def ask(handle: KvHandle, block_ids: list[int], timeout: float, *, done: bool = False) -> BlockContents:
@@ -88,7 +89,7 @@ async def ask(handle: KvHandle, block_ids: list[int], timeout: float, *, done: b
     read = ReadBlocks(handle.engine_id, handle.request_id, done, block_ids)
     try:
         async with asyncio.timeout(timeout):
-            reader, writer = await asyncio.open_connection(handle.host, handle.port)
+            reader, writer = await asyncio.open_connection(handle.host, handle.port, limit=_MAX_LINE)
             try:
                 writer.write(msgspec.json.encode(read) + b"\n")
                 line = await reader.readline()
@@ -97,7 +98,7 @@ async def ask(handle: KvHandle, block_ids: list[int], timeout: float, *, done: b
                 found = msgspec.json.decode(line, type=BlockContents)
             finally:
                 writer.close()
-    except (OSError, TimeoutError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError) as error:
         raise Unavailable(f"no KV from {handle.engine_id}: {error!r}") from error
     if found.refused:
         raise Unavailable(f"no KV from {handle.engine_id}: {found.refused}")
