@@ -1,9 +1,6 @@
 """`pdserve bench scale`."""
 
 import asyncio
-import math
-import os
-import sys
 import tempfile
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
@@ -12,28 +9,25 @@ from typing import Annotated
 
 import typer
 
-import pdserve
 from pdserve.errors import ConfigError, PdserveError
 from pdserve_bench.options import Json, Plot, numbers
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Column, Report, Rows, check_outputs
 from pdserve_bench.runs import conclude, run_until_stopped
 from pdserve_bench.samples import percentile
+from pdserve_bench.scale.choice import choice_seconds
 from pdserve_bench.scale.graph import ScaleGraph
 
-OURS = Path(pdserve.__file__).parents[1]
 REQUESTS = 30
 PAIRS = 10_000
 """of a decode and a prefill worker, beyond which none warms up: on hosts of their own they have the CPU for it, and
 here a thousand share one"""
-_CHOICE = Path(__file__).with_name("choice.py")
 
 
 @dataclass
 class ScaleTurn:
-    """One size of one version; per second, and CPU as a share of one core, where nothing else is said."""
+    """One size; per second, and CPU as a share of one core, where nothing else is said."""
 
-    version: str
     workers: int
     start: float = 0.0
     """seconds until all are registered and connected, and know each other"""
@@ -41,8 +35,8 @@ class ScaleTurn:
     busy: dict[str, float] = field(default_factory=dict)
     memory: dict[str, float] = field(default_factory=dict)
     """MiB"""
-    route: list[float] = field(default_factory=list)
-    """p50 and p99 of a choice, microseconds"""
+    choice: list[float] = field(default_factory=list)
+    """seconds of a choice, p50 and p99"""
     requests: list[float] = field(default_factory=list)
     """seconds of requests for one token, one after the other"""
     known: dict[str, float] = field(default_factory=dict)
@@ -56,10 +50,6 @@ def scale(
     seconds: Annotated[
         float, typer.Option(metavar="S", min=1.0, help="of each window, idle and busy")
     ] = 10.0,
-    against: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="an older pdserve's sources, measured in turn with these"),
-    ] = None,
     json: Json = None,
     plot: Plot = None,
 ) -> int:
@@ -67,58 +57,40 @@ def scale(
     nats-server and a frontend that are real. CPU and messages while nothing runs, and while up to 100 streams do;
     memory; the time to choose a worker; the time until a death is known.
 
-    Needs no GPU and no running graph: it starts what it measures in a temporary folder, and stops it. Some 3 minutes,
-    and 7 against another version; 1,000 workers take 4 GB of memory. Ctrl-C shows what is there by then.
+    Needs no GPU and no running graph: it starts what it measures in a temporary folder, and stops it. Some 3 minutes;
+    1,000 workers take 4 GB of memory. Ctrl-C shows what is there by then.
 
     examples:
       pdserve bench scale
-      pdserve bench scale --workers 10,100 --seconds 5
-      git worktree add ../before v0.1.0 && pdserve bench scale --against ../before --json scale.json
+      pdserve bench scale --workers 10,100 --seconds 5 --json scale.json
     """
     check_outputs(json, plot)
     sizes = numbers("--workers", workers, least=2)
     if not sizes:
         raise ConfigError(["--workers: give numbers of 2 and more, as in 10,100,1000."])
-    versions = {"this": OURS} | ({"before": _sources(against)} if against else {})
     turns: list[ScaleTurn] = []
     failures: list[str] = []
-    complete = run_until_stopped(lambda: _measure(versions, sizes, seconds, turns, failures))
+    complete = run_until_stopped(lambda: _measure(sizes, seconds, turns, failures))
     report = make_report(turns, complete and not failures, failures)
     return conclude(report, json, plot, complete=complete, failed=bool(failures))
 
 
-def _sources(folder: Path) -> Path:
-    if not (folder / "pdserve" / "__init__.py").is_file():
-        raise ConfigError([f"--against {folder}: has no pdserve/__init__.py; give the folder of a checkout."])
-    return folder.absolute()
+async def _measure(sizes: list[int], seconds: float, turns: list[ScaleTurn], failures: list[str]) -> None:
+    phases = {size: f"{size:,} workers" for size in sizes}
+    with Schedule({phases[size]: 35 + size / 12 + 2 * seconds for size in sizes}) as schedule:
+        for size, phase in phases.items():
+            with schedule.phase(phase), tempfile.TemporaryDirectory(prefix="pdserve-scale-") as folder:
+                turns.append(ScaleTurn(size))
+                try:
+                    await _turn(turns[-1], Path(folder), seconds, schedule)
+                except* (PdserveError, OSError) as errors:
+                    failures.append(f"{phase}: {errors.exceptions[0]}")
+                    schedule.say(failures[-1])
 
 
-async def _measure(
-    versions: dict[str, Path], sizes: list[int], seconds: float, turns: list[ScaleTurn], failures: list[str]
-) -> None:
-    def phase(size: int, version: str) -> str:
-        return f"{size:,} workers" + (f", {version}" if len(versions) > 1 else "")
-
-    expected = {phase(size, name): 35 + size / 12 + 2 * seconds for size in sizes for name in versions}
-    with Schedule(expected) as schedule:
-        for size in sizes:
-            for name, tree in versions.items():
-                with (
-                    schedule.phase(phase(size, name)),
-                    tempfile.TemporaryDirectory(prefix="pdserve-scale-") as folder,
-                ):
-                    turn = ScaleTurn(name, size)
-                    turns.append(turn)
-                    try:
-                        await _turn(turn, tree, Path(folder), seconds, schedule)
-                    except* (PdserveError, OSError) as errors:
-                        failures.append(f"{phase(size, name)}: {errors.exceptions[0]}")
-                        schedule.say(failures[-1])
-
-
-async def _turn(turn: ScaleTurn, tree: Path, folder: Path, seconds: float, schedule: Schedule) -> None:
-    turn.route = await _choice(tree, turn.workers // 2)
-    graph = ScaleGraph(tree, folder, turn.workers)
+async def _turn(turn: ScaleTurn, folder: Path, seconds: float, schedule: Schedule) -> None:
+    turn.choice = choice_seconds(turn.workers // 2)
+    graph = ScaleGraph(folder, turn.workers)
     async with AsyncExitStack() as stack:
         schedule.update("starting")
         await graph.start(stack, warm_ups=(turn.workers // 2) ** 2 <= PAIRS)
@@ -141,24 +113,7 @@ async def _window(graph: ScaleGraph, seconds: float) -> dict[str, float]:
     await asyncio.sleep(seconds)
     after = await graph.read()
     took = after.at - before.at
-    figures = {name: (after.cpu[name] - before.cpu[name]) / took for name in after.cpu}
-    figures["etcd puts"] = (after.etcd_puts - before.etcd_puts) / took
-    figures["etcd events"] = (after.etcd_events - before.etcd_events) / took
-    figures["nats messages"] = (after.nats_messages - before.nats_messages) / took
-    return figures
-
-
-async def _choice(tree: Path, workers: int) -> list[float]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(_CHOICE),
-        str(workers),
-        "least-loaded",
-        env={**os.environ, "PYTHONPATH": str(tree)},
-        stdout=asyncio.subprocess.PIPE,
-    )
-    out, _ = await process.communicate()
-    return [float(word) for word in out.split()]
+    return {name: (count - before.counts[name]) / took for name, count in after.counts.items()}
 
 
 # ── the report ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -176,28 +131,24 @@ def make_report(turns: list[ScaleTurn], complete: bool, failures: list[str]) -> 
 
 
 def _lead(turns: list[ScaleTurn]) -> str:
-    ours = [turn for turn in turns if turn.version == "this" and turn.route]
-    if not ours:
+    measured = [turn for turn in turns if turn.choice]
+    if not measured:
         return ""
-    most = max(ours, key=lambda turn: turn.workers)
-    return f"With {most.workers:,} workers a frontend chooses one in {most.route[0]:.0f} us."
+    most = max(measured, key=lambda turn: turn.workers)
+    return f"With {most.workers:,} workers a frontend chooses one in {1e6 * most.choice[0]:.0f} us."
 
 
-_CASE = [Column("workers", ","), Column("version")]
-
-
-def _case(turn: ScaleTurn) -> list[int | str]:
-    return [turn.workers, turn.version]
+_WORKERS = Column("workers", ",")
 
 
 def _processes(turns: list[ScaleTurn]) -> Rows:
-    columns = [*_CASE]
+    columns = [_WORKERS]
     for name in ("frontend", "worker", "etcd", "nats"):
         columns += [Column(f"{name} idle, % of a core", ".2f"), Column("busy, %", ".2f")]
     columns += [Column("frontend, MiB", ",.0f"), Column("worker, MiB", ".1f")]
     rows = []
     for turn in turns:
-        cells: list[int | str | float | None] = [*_case(turn)]
+        cells: list[int | str | float | None] = [turn.workers]
         for name, share in (("frontend", 1), ("workers", turn.workers), ("etcd", 1), ("nats", 1)):
             for window in (turn.idle, turn.busy):
                 cells.append(100 * window[name] / share if window else None)
@@ -212,20 +163,20 @@ def _processes(turns: list[ScaleTurn]) -> Rows:
 
 def _messages(turns: list[ScaleTurn]) -> Rows:
     names = ("etcd puts", "etcd events", "nats messages")
-    columns = [*_CASE]
+    columns = [_WORKERS]
     for name in names:
         columns += [Column(f"{name}/s idle", ",.0f"), Column("busy", ",.0f")]
-    rows = []
-    for turn in turns:
-        windows = (turn.idle, turn.busy)
-        rows.append([*_case(turn), *(window.get(name) for name in names for window in windows)])
+    rows = [
+        [turn.workers, *(window.get(name) for name in names for window in (turn.idle, turn.busy))]
+        for turn in turns
+    ]
     note = "Events: what etcd sends to those that watch, all together. NATS: in and out."
     return Rows("Messages", columns, rows, note)
 
 
 def _times(turns: list[ScaleTurn]) -> Rows:
     columns = [
-        *_CASE,
+        _WORKERS,
         Column("choice p50, us", ",.0f"),
         Column("p99, us", ",.0f"),
         Column("one token p50, ms", ".0f"),
@@ -236,10 +187,10 @@ def _times(turns: list[ScaleTurn]) -> Rows:
     ]
     rows = []
     for turn in turns:
+        choice: list[float | None] = [1e6 * seconds for seconds in turn.choice]
         asked = [1000 * percentile(turn.requests, share) if turn.requests else None for share in (0.5, 0.99)]
         known = [turn.known.get("frontend"), turn.known.get("workers")]
-        route = turn.route or [math.nan, math.nan]
-        rows.append([*_case(turn), *route, *asked, *known, turn.start or None])
+        rows.append([turn.workers, *(choice or [None, None]), *asked, *known, turn.start or None])
     note = (
         "Choice: admission and routing (least-loaded) of a request. One token: a whole request, an engine step of "
         "50 ms included. A death: a decode worker's stream ends; a lease of 10 s runs out. Start: all workers, 16 at "

@@ -1,7 +1,6 @@
-"""Many workers on simulated engines in one process: a program of its own, run on the sources that PYTHONPATH names,
-which may be an older pdserve's. It uses what both have.
+"""Many workers on simulated engines in one process.
 
-    python fleet.py FILE DECODE PREFILL WARM_UPS KNOWN
+    python -m pdserve_bench.scale.fleet FILE DECODE PREFILL WARM_UPS KNOWN
 
 On stdout: `ready IDS` when all workers are registered, and each knows KNOWN of the other role: those that started first
 are told of each that comes later, which takes a process of hundreds of them a while. On stdin: `watch ID`, answered by

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import signal
 import sys
 import time
@@ -20,6 +19,7 @@ from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats
 from pdserve_bench.client import Exchange, LoadClient
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.systems.cpu import cpu_seconds
+from pdserve_bench.watch import series
 
 FLEETS = 2
 """processes that the workers share"""
@@ -29,7 +29,7 @@ STEP = 0.05
 """seconds of an engine step"""
 START_WITHIN = 600.0
 KNOWN_WITHIN = 60.0
-_FLEET = Path(__file__).with_name("fleet.py")
+_FLEET = "pdserve_bench.scale.fleet"
 _SPEED = {"step-seconds": STEP, "prefill-rate": 1e9}
 
 
@@ -44,22 +44,17 @@ class MonitoredNats(EmbeddedNats):
 @dataclass(frozen=True)
 class Reading:
     at: float
-    cpu: Mapping[str, float]
-    """seconds, by `frontend`, `workers`, `etcd`, `nats`"""
-    etcd_puts: float
-    etcd_events: float
-    """sent to the processes that watch"""
-    nats_messages: float
-    """in and out"""
+    counts: Mapping[str, float]
+    """CPU seconds of `frontend`, `workers`, `etcd` and `nats`; `etcd puts`, `etcd events` (sent to the processes that
+    watch) and `nats messages` (in and out) so far"""
 
 
 class ScaleGraph:
-    """`async with scale_graph(...) as graph`; all of its processes end with it."""
+    """Its processes end with the stack that it was started on."""
 
-    def __init__(self, tree: Path, folder: Path, workers: int) -> None:
-        self.tree, self.folder, self.workers = tree, folder, workers
+    def __init__(self, folder: Path, workers: int) -> None:
+        self.folder, self.workers = folder, workers
         self.start_seconds = 0.0
-        self._stack = AsyncExitStack()
         self._fleets: list[asyncio.subprocess.Process] = []
 
     async def start(self, stack: AsyncExitStack, *, warm_ups: bool) -> None:
@@ -76,13 +71,13 @@ class ScaleGraph:
             common={"block-size": 16},
         )
         file = write(sections, self.folder / "graph.yaml")
-        self._frontend = await self._spawn(stack, "-m", "pdserve", "frontend", "-f", str(file))
+        self._frontend = await self._spawn(stack, "pdserve", "frontend", "-f", str(file))
         began = time.monotonic()
         half, warm = self.workers // 2, str(int(warm_ups))
         shares = [len(range(number, half, FLEETS)) for number in range(FLEETS)]
         for share in [*shares, 1]:  # the last is to be killed
             numbers = (str(share), str(share), warm, str(half + 1))
-            process = await self._spawn(stack, str(_FLEET), str(file), *numbers)
+            process = await self._spawn(stack, _FLEET, str(file), *numbers)
             self._fleets.append(process)
         try:
             async with asyncio.timeout(START_WITHIN):
@@ -94,15 +89,16 @@ class ScaleGraph:
             raise Unavailable(f"{self.workers} workers have not started within {START_WITHIN:g} s") from None
         self.victim = lines[-1][1:]
 
-    async def _spawn(self, stack: AsyncExitStack, *command: str) -> asyncio.subprocess.Process:
-        variables = {"PYTHONPATH": str(self.tree), "PDSERVE_STATE_DIR": str(self.folder)}
-        with (self.folder / f"{len(self._fleets)}.log").open("ab") as log:
+    async def _spawn(self, stack: AsyncExitStack, module: str, *arguments: str) -> asyncio.subprocess.Process:
+        with (self.folder / f"{module}-{len(self._fleets)}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *command,
-                env={**os.environ, **variables},
+                "-m",
+                module,
+                *arguments,
+                env={**os.environ, "PDSERVE_STATE_DIR": str(self.folder)},
                 stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE if command[0] == str(_FLEET) else log,
+                stdout=asyncio.subprocess.PIPE if module == _FLEET else log,
                 stderr=log,
                 limit=1 << 20,
             )
@@ -117,19 +113,15 @@ class ScaleGraph:
             return 0
 
     async def read(self) -> Reading:
-        etcd = (await self._http.get(f"http://{self._etcd.url}/metrics")).text
+        etcd = series((await self._http.get(f"http://{self._etcd.url}/metrics")).text)
         nats = (await self._http.get(f"http://127.0.0.1:{self._nats.monitor}/varz")).json()
-        servers = {"etcd": self._etcd.child, "nats": self._nats.child}
-        cpu = {name: cpu_seconds(child.pid) for name, child in servers.items() if child is not None}
-        cpu["frontend"] = cpu_seconds(self._frontend.pid)
-        cpu["workers"] = sum(cpu_seconds(fleet.pid) for fleet in self._fleets[:FLEETS])
-        return Reading(
-            time.monotonic(),
-            cpu,
-            _metric(etcd, "etcd_mvcc_put_total"),
-            _metric(etcd, "etcd_debugging_mvcc_events_total"),
-            nats["in_msgs"] + nats["out_msgs"],
-        )
+        pids = {"frontend": [self._frontend.pid], "workers": [fleet.pid for fleet in self._fleets[:FLEETS]]}
+        pids |= {server.name: [server.child.pid] for server in (self._etcd, self._nats) if server.child}
+        counts = {name: sum(map(cpu_seconds, each)) for name, each in pids.items()}
+        counts["etcd puts"] = etcd["etcd_mvcc_put_total"]
+        counts["etcd events"] = etcd["etcd_debugging_mvcc_events_total"]
+        counts["nats messages"] = nats["in_msgs"] + nats["out_msgs"]
+        return Reading(time.monotonic(), counts)
 
     def memory(self) -> dict[str, float]:
         """MiB resident."""
@@ -191,11 +183,6 @@ def _body(tokens: int) -> dict[str, object]:
         "stream": True,
         "ignore_eos": True,
     }
-
-
-def _metric(page: str, name: str) -> float:
-    found = re.search(rf"^{name} (\S+)$", page, re.M)
-    return float(found[1]) if found else 0.0
 
 
 async def _line(process: asyncio.subprocess.Process) -> list[str]:
