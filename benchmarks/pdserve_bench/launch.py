@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from pdserve_bench.simulated import write
 PDSERVE = (sys.executable, "-m", "pdserve")
 VLLM = ("vllm.entrypoints.launchers.api_server.entry",)
 START_WITHIN = 900.0
+TELL_EVERY = 15.0
 STOP_WITHIN = 90.0
 ENGINE_PATIENCE = 10.0
 """seconds for plain vLLM to end by itself where this process was killed"""
@@ -75,16 +77,17 @@ class ServerRun:
 
     async def until(self, ready: Callable[[], bool], say: Callable[[str], None]) -> None:
         """Raises ConfigError, or Unavailable with the end of its output, where it does not come up."""
-        seconds = 0
+        began, tell_at = time.monotonic(), TELL_EVERY
         while not ready():
+            seconds = time.monotonic() - began
             if self.process.poll() == 2:
                 raise ConfigError(_complaints(self.text))
             if self.process.poll() is not None or seconds > START_WITHIN:
                 raise Unavailable(f"{self.command[2]} did not come up:\n{self.text[-3000:]}")
-            if seconds and seconds % 15 == 0:
-                say(f"still starting after {seconds} s")
-            await asyncio.sleep(1)
-            seconds += 1
+            if seconds > tell_at:
+                say(f"still starting after {seconds:.0f} s")
+                tell_at += TELL_EVERY
+            await asyncio.sleep(0.1)
 
     async def stop(self) -> None:
         """As by Ctrl-C, however far its start came. Waits for its end also where it is cancelled meanwhile."""

@@ -22,6 +22,7 @@ from pdserve.errors import Unavailable
 from pdserve.ports import free_port
 from tests.bench.answers import STREAM, OpenAi, event, tiny_server
 from tests.bench.bench import Bench
+from tests.conditions import until
 
 EASY = Slo(5.0, 5.0)
 BOUNDLESS = 1e9
@@ -76,6 +77,35 @@ async def test_a_hopeless_probe_is_cut_short_and_the_next_one_begins_on_an_idle_
         assert made.tally.requests == len(made.run.exchanges) == made.judged + made.tally.unfinished
         assert made.tally.ttft > 10
     assert users.at_the_server == [0, 0]
+
+
+class SlowToStop:
+    """Users that have all failed, and take a while to be cancelled."""
+
+    rate = 20.0
+    stopping = False
+
+    def at(self, rate: float, seconds: float, seed: int) -> Workload:
+        return self
+
+    async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
+        run.exchanges += [Exchange(started=run.began, ended=run.began + 0.1, error="no") for _ in range(60)]
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.stopping = True
+            await asyncio.sleep(0.5)
+
+
+async def test_ctrl_c_is_heard_while_a_hopeless_probe_is_cut_short() -> None:
+    users, made = SlowToStop(), Probe(20.0, 3.0, 1)
+    task = asyncio.create_task(probe(Endpoint("http://127.0.0.1:1", "tiny"), users, made, GoodputOptions()))
+    await until(lambda: users.stopping)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert made.hopeless
+    assert made.tally.failed == 60
 
 
 class Forgetful(OpenAi):

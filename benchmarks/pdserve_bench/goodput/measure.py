@@ -11,7 +11,6 @@ into the next, and is broken off when so many requests have missed the SLO that 
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 
@@ -256,12 +255,17 @@ async def probe(
                     break
         finally:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-            run.ended = run.ended or time.monotonic()
-            made.tally = Tally.of(made.slo, run.exchanges, run.ended)
-            made.stall = stalls.longest
-            made.blamed = sum(stalls.to_blame(made.slo, exchange) for exchange in run.exchanges)
+            try:
+                await asyncio.gather(
+                    task, return_exceptions=True
+                )  # so that a Ctrl-C that comes now is not swallowed
+            finally:
+                run.ended = run.ended or time.monotonic()
+                made.tally = Tally.of(made.slo, run.exchanges, run.ended)
+                made.stall = stalls.longest
+                made.blamed = sum(stalls.to_blame(made.slo, exchange) for exchange in run.exchanges)
+    if not task.cancelled():
+        task.result()
     carried_if = (made.tally.kept + made.blamed) / made.judged if made.judged else 1.0
     made.disturbed = made.share < options.share <= carried_if
 

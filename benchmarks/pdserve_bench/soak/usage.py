@@ -64,7 +64,7 @@ async def picture(supervisor: int, instances: list[Instance], stored: Mapping[st
 def _below(role: psutil.Process) -> Iterator[tuple[str, Usage]]:
     """An engine's own processes."""
     for number, child in enumerate(role.children(recursive=True)):
-        with suppress(psutil.Error):
+        with suppress(psutil.Error, OSError):  # it has ended meanwhile
             yield f"child {number}", _of(child)
 
 
