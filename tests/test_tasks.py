@@ -147,7 +147,7 @@ async def test_permanent_work_that_ends_in_silence_raises(end: BaseException | N
             raise end
 
     with pytest.raises(RuntimeError, match="a part ended by itself"):
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(30):
             await tasks.unending(work(), "a part")
 
 
@@ -159,10 +159,12 @@ async def test_a_frontend_that_is_silent_after_another_has_gone_is_noticed() -> 
         received = server.received()
         async with raw(server.address) as gone:
             await gone.greet("gone")
-        assert await asyncio.wait_for(anext(received), 3) == ("gone", None)
+        assert await asyncio.wait_for(anext(received), 30) == ("gone", None)
         async with raw(server.address) as there:
             await there.greet("there")
-            assert await asyncio.wait_for(anext(received), 3) == ("there", None), "its silence is not noticed"
+            assert await asyncio.wait_for(anext(received), 30) == ("there", None), (
+                "its silence is not noticed"
+            )
 
 
 @pytest.mark.parametrize("part", ["server", "client"])
@@ -199,7 +201,11 @@ async def test_the_lease_is_kept_by_a_new_session(
         await until(lambda: registry.connected)
         await registry.put("instances/decode/a", b"here")
         await asyncio.sleep(2.5)
-        assert await registry.read("instances/") == {"instances/decode/a": b"here"}
+
+        async def kept() -> bool:  # on a machine that stalls it is lost for a moment
+            return await registry.read("instances/") == {"instances/decode/a": b"here"}
+
+        await until(kept)
 
 
 async def test_a_view_follows_on_without_what_went_meanwhile(
@@ -230,7 +236,7 @@ async def test_nats_is_connected_again(
         await until(lambda: failures("nats connection") == before + 1)
         await until(lambda: queue.connected)
         await publish(queue, "a")
-        assert [delivery.request.request_id for delivery in await queue.pull(1, 1)] == ["a"]
+        assert [delivery.request.request_id for delivery in await queue.pull(1, 30)] == ["a"]
 
 
 async def test_the_queues_depth_stays_true(
@@ -243,7 +249,7 @@ async def test_the_queues_depth_stays_true(
         await until(lambda: failures("queue depth") == before + 1)
         await publish(queue, "a")
         assert queue.depth == 1
-        await until(lambda: queue.depth == 0, 4)  # it was not pulled: its age ended it
+        await until(lambda: queue.depth == 0)  # it was not pulled: its age ended it
 
 
 async def test_errors_in_handlers_of_nats_messages_are_seen(

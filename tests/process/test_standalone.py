@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -65,7 +64,7 @@ async def test_ctrl_c_lets_a_decode_worker_finish(alone: Alone) -> None:
             answer = await _asked(view)
             terminal.type("\x03")
             assert await asyncio.wait_for(answer, 30) == TOKENS
-            await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
+            await asyncio.to_thread(terminal.until, "the exit code is 0")
         assert "draining: 1 requests to finish" in terminal.text
         await until(lambda: not view.instances())
 
@@ -75,10 +74,10 @@ async def test_the_second_ctrl_c_ends_it_at_once(alone: Alone) -> None:
         with Terminal(alone.command(Role.DECODE), alone.env) as terminal:
             answer = await _asked(view)
             terminal.type("\x03")
-            await asyncio.to_thread(terminal.until, "draining: 1 requests to finish", 30)
+            await asyncio.to_thread(terminal.until, "draining: 1 requests to finish")
             await asyncio.sleep(SAME_SIGNAL)  # no finger is quicker
             terminal.type("\x03")
-            await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
+            await asyncio.to_thread(terminal.until, "the exit code is 0")
         assert "told again" in terminal.text
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
@@ -88,7 +87,7 @@ async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
     """It is importing vLLM by then, in a thread that cannot be stopped, and a client holds a connection."""
     async with alone.view() as view:
         with Terminal(alone.command(Role.FRONTEND), alone.env) as terminal:
-            await until(lambda: bool(view.instances(Role.FRONTEND)), within=90)
+            await until(lambda: bool(view.instances(Role.FRONTEND)), 90)
             (instance,) = view.instances(Role.FRONTEND)
             host, _, port = instance.address.removeprefix("http://").rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
@@ -103,12 +102,10 @@ async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
             writer.write("\r\n".join(head).encode())
             assert b" 100 " in await reader.readline()  # it waits for the body
             terminal.type("\x03")
-            await asyncio.to_thread(terminal.until, "running requests may finish", 30)
+            await asyncio.to_thread(terminal.until, "running requests may finish")
             await asyncio.sleep(SAME_SIGNAL)
-            started = time.monotonic()
             terminal.type("\x03")
-            await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
-            assert time.monotonic() - started < 5
+            await asyncio.to_thread(terminal.until, "the exit code is 0", 20)  # the body has 30 s to begin
             writer.close()
         assert "told again" in terminal.text
 
@@ -121,23 +118,23 @@ async def test_without_etcd_a_role_waits_for_it(
         await etcd.stop()
         alone = Alone(tmp_path, nats_url, etcd.url, namespace)
         with Terminal(alone.command(role), alone.env) as terminal:
-            await asyncio.to_thread(terminal.until, f"no etcd answers at {etcd.url}; waiting for it", 30)
+            await asyncio.to_thread(terminal.until, f"no etcd answers at {etcd.url}; waiting for it")
             await restart(etcd)
             async with alone.view() as view:
-                await until(lambda: bool(view.instances(role)), within=30)
+                await until(lambda: bool(view.instances(role)))
             terminal.type("\x03")
-            await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
+            await asyncio.to_thread(terminal.until, "the exit code is 0")
         assert "Traceback" not in terminal.text
         await etcd.stop()
         with Terminal(alone.command(role), alone.env) as terminal:
-            await asyncio.to_thread(terminal.until, "waiting for it", 30)
+            await asyncio.to_thread(terminal.until, "waiting for it")
             terminal.type("\x03")
-            await asyncio.to_thread(terminal.until, "the exit code is 0", 30)
+            await asyncio.to_thread(terminal.until, "the exit code is 0")
 
 
 async def _asked(view: RegistryView) -> "asyncio.Task[int]":
     """A request that the only decode worker has begun to answer; the task counts its tokens."""
-    await until(lambda: bool(view.instances(Role.DECODE)), within=30)
+    await until(lambda: bool(view.instances(Role.DECODE)))
     (instance,) = view.instances(Role.DECODE)
     begun = asyncio.Event()
     answer = asyncio.create_task(_ask(instance, begun))
@@ -171,7 +168,7 @@ async def test_a_signal_while_it_starts_ends_it_with_exit_code_0_and_a_word(
     process = await asyncio.create_subprocess_exec(
         *alone.command(role), env=alone.env, stderr=asyncio.subprocess.PIPE
     )
-    await until(lambda: _handles(process.pid), within=30)
+    await until(lambda: _handles(process.pid))
     process.send_signal(number)
     _, said = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 0, said

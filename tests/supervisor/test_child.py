@@ -154,7 +154,7 @@ async def test_wait_returns_though_a_grandchild_in_another_group_holds_the_pipe(
         """),
         lines.append,
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         end = await child.wait()
     assert end.code == 0
     os.kill(int(lines[0]), signal.SIGKILL)

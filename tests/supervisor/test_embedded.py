@@ -88,7 +88,7 @@ async def test_dies_with_its_parent(tmp_path: Path) -> None:
     )
     out, _ = await parent.communicate()
     assert parent.returncode == -signal.SIGKILL
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while psutil.pid_exists(int(out)):  # noqa: ASYNC110 (the kernel does not tell us of a grandchild's end)
             await asyncio.sleep(0.01)
     async with EmbeddedNats(tmp_path) as server:
@@ -103,7 +103,7 @@ async def test_a_server_that_ends_or_hangs_is_back_at_its_address(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for constant, seconds in {"HANGS_AFTER": 0.3, "CHECK_EVERY": 0.1, "ANSWER_WITHIN": 0.2}.items():
+    for constant, seconds in {"HANGS_AFTER": 0.3, "CHECK_EVERY": 0.1, "ANSWER_WITHIN": 0.5}.items():
         monkeypatch.setattr(embedded, constant, seconds)
     others = {other: "not ours" for other in ("nats", "etcd") if other != name}
     config = Config(tmp_path / "f", "m", "m", None, None, None, state_dir=tmp_path, **others)  # type: ignore[arg-type]
@@ -115,11 +115,11 @@ async def test_a_server_that_ends_or_hangs_is_back_at_its_address(
         async with embedded_servers(config, guardian, QUICK, credentials) as urls:
             assert list(urls) == [name]
             os.kill(pid(), signal.SIGKILL)
-            await until(lambda: "is back at" in caplog.text, within=20)
+            await until(lambda: "is back at" in caplog.text)
             second = pid()
             os.kill(second, signal.SIGSTOP)
-            await until(lambda: not alive(second), within=20)
-            await until(lambda: caplog.text.count(f"{name} is back at {urls[name]}") == 2, within=20)
+            await until(lambda: not alive(second))
+            await until(lambda: caplog.text.count(f"{name} is back at {urls[name]}") >= 2)
             assert f"{name} hangs: it has answered nothing for" in caplog.text
             third = pid()
             assert alive(third)
@@ -142,7 +142,7 @@ async def test_a_server_that_never_answers_is_killed_and_counts_as_a_failed_star
     monkeypatch.setattr(embedded, "READY_WITHIN", 0.1)
     server.mute = True
     await kill(server)
-    await until(lambda: "starts again in 0.04 s" in caplog.text, within=20)
+    await until(lambda: "starts again in 0.04 s" in caplog.text)
     assert "nats does not become ready: nats does not answer after 0.1 s" in caplog.text
     await loop.stop(5)
     await running

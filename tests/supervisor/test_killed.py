@@ -56,7 +56,7 @@ async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
     assert all(map(alive, pids()))
     process.kill()
     process.wait()
-    await until(lambda: not any(map(alive, pids())), within=10)
+    await until(lambda: not any(map(alive, pids())))
 
 
 WAVES = """
@@ -97,10 +97,10 @@ WAVES = """
 async def test_the_graph_of_a_killed_supervisor_stops_in_waves(tmp_path: Path, argument: str) -> None:
     log = tmp_path / "log"
     process = start(WAVES, log, argument)
-    await until(lambda: log.read_text().count("up ") == 4 and "watched" in log.read_text(), within=20)
+    await until(lambda: log.read_text().count("up ") == 4 and "watched" in log.read_text())
     process.kill()
     process.wait()
-    await until(lambda: log.read_text().count("ended") == 4, within=20)
+    await until(lambda: log.read_text().count("ended") == 4)
     said = [line for line in log.read_text().splitlines() if "up" not in line and line != "watched"]
     order = ("frontend", "decode", "prefill", "server")
     assert said == [f"{word} {name}" for name in order for word in ("began", "ended")]

@@ -153,8 +153,11 @@ def test_the_banner_fits_a_hundred_columns_and_its_curl_is_json(tmp_path: Path) 
     assert "red box" in body["messages"][0]["content"]
 
 
-def test_a_terminal_that_takes_nothing_holds_no_process(tmp_path: Path) -> None:
+def test_a_terminal_that_takes_nothing_holds_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-S, a connection that is lost: the graph goes on, and so does the terminal when it is read again."""
+    monkeypatch.setattr(terminal, "FLUSH_WITHIN", 30.0)
     read, write = os.pipe()
     with os.fdopen(write, "w") as pipe, os.fdopen(read, encoding="utf-8") as reader:
         output = ProcessOutput(tmp_path, stream=pipe)
@@ -167,7 +170,7 @@ def test_a_terminal_that_takes_nothing_holds_no_process(tmp_path: Path) -> None:
         output.line("decode-0", "the last")
         output.close()
         pipe.close()
-        rest.join(10)
+        rest.join()
         left_out, last = shown[-2:]
         assert "lines were left out here" in left_out
         assert last.endswith("the last\n")
@@ -191,14 +194,14 @@ def test_a_slow_reader_loses_nothing_as_long_as_little_is_unread() -> None:
         stream.write(second.decode())
         rest = threading.Thread(target=take, args=(len(first + second),))
         rest.start()
-        rest.join(5)
+        rest.join(60)
     rest.join()
     os.close(read)
     assert taken == first + second
 
 
 def test_what_a_terminal_that_is_gone_did_not_take_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "FLUSH_WITHIN", 10.0)
+    monkeypatch.setattr(terminal, "FLUSH_WITHIN", 60.0)
     read, write = os.pipe()
     with os.fdopen(write, "w") as pipe:
         stream = NonBlockingStream(pipe)
@@ -208,7 +211,7 @@ def test_what_a_terminal_that_is_gone_did_not_take_is_not_waited_for(monkeypatch
         os.close(read)
         started = time.monotonic()
         stream.finish()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
 
 
 def test_only_its_user_can_read_a_log_file(tmp_path: Path) -> None:

@@ -1,15 +1,14 @@
 import asyncio
 import os
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pdserve.records import Role, SlotState
-from pdserve.supervisor import readiness
-from pdserve.supervisor.restarts import LOADING_PATIENCE, CannotStart
+from pdserve.supervisor import readiness, restarts, roles
+from pdserve.supervisor.restarts import CannotStart
 from tests.conditions import until
 from tests.supervisor.fakes import QUICK, SERVE, Graph, alive, fake
 
@@ -26,7 +25,7 @@ async def test_ready_when_all_are_registered_and_nothing_left_after_stop(tmp_pat
     specs = [fake(SERVE, Role.DECODE), fake(SERVE, Role.PREFILL), fake(SERVE, Role.FRONTEND)]
     async with Graph(tmp_path, *specs) as graph:
         await until(lambda: len(graph.pids()) == 3)
-        await asyncio.wait_for(graph.ready.wait(), 5)
+        await asyncio.wait_for(graph.ready.wait(), 30)
     assert not any(map(alive, graph.pids()))
     assert graph.running.exception() is None
     assert graph.text.count("drained") == 3
@@ -46,7 +45,7 @@ async def test_a_crashed_role_is_started_again_and_the_others_are_not(
     async with Graph(tmp_path, fake(SERVE), fake(SERVE, Role.PREFILL)) as graph:
         await until(lambda: len(graph.pids()) == 2)
         victim, other = _pids_by_role(graph)
-        await asyncio.wait_for(graph.ready.wait(), 5)
+        await asyncio.wait_for(graph.ready.wait(), 30)
         os.kill(victim, number)
         await until(lambda: len(graph.pids()) == 3)
         assert not alive(victim)
@@ -63,7 +62,7 @@ async def test_a_role_that_was_told_to_drain_by_an_operator_is_started_again(
     """A rolling restart, by hand."""
     async with Graph(tmp_path, fake(SERVE)) as graph:
         await until(lambda: len(graph.pids()) == 1)
-        await asyncio.wait_for(graph.ready.wait(), 5)
+        await asyncio.wait_for(graph.ready.wait(), 30)
         os.kill(graph.pids()[0], signal.SIGTERM)
         await until(lambda: len(graph.pids()) == 2)
         assert "drained" in graph.text
@@ -75,7 +74,7 @@ async def test_gives_up_with_the_cause_and_stops_the_others(tmp_path: Path) -> N
     specs = [fake(SERVE, Role.FRONTEND), fake(CRASH)]
     async with Graph(tmp_path, *specs, registered=False) as graph:
         with pytest.raises(CannotStart, match="failed to start 3 times in a row") as raised:
-            await asyncio.wait_for(asyncio.shield(graph.running), 20)
+            await asyncio.wait_for(asyncio.shield(graph.running), 30)
     assert "decode-0 ended (exit code 3)" in str(raised.value)
     assert "the cause is here" in str(raised.value)
     assert graph.text.count("the cause is here") == 3
@@ -86,7 +85,7 @@ async def test_a_wrong_configuration_is_not_tried_again(tmp_path: Path) -> None:
     spec = fake("import sys; print('no such key'); sys.exit(2)")
     async with Graph(tmp_path, spec, registered=False) as graph:
         with pytest.raises(CannotStart, match=r"(?s)its configuration is wrong.*no such key"):
-            await asyncio.wait_for(asyncio.shield(graph.running), 20)
+            await asyncio.wait_for(asyncio.shield(graph.running), 30)
     assert graph.text.count("no such key") == 1
 
 
@@ -107,9 +106,9 @@ async def test_a_role_that_does_not_start_again_is_tried_for_ever_and_reported(t
     async with Graph(tmp_path, fake(SERVE), fake(once, Role.PREFILL)) as graph:
         await until(lambda: len(graph.pids()) == 2)
         victim, other = reversed(_pids_by_role(graph))
-        await asyncio.wait_for(graph.ready.wait(), 5)
+        await asyncio.wait_for(graph.ready.wait(), 30)
         os.kill(victim, signal.SIGKILL)
-        await until(lambda: graph.text.count("no memory here") > 2 * QUICK.failed_starts, within=20)
+        await until(lambda: graph.text.count("no memory here") > 2 * QUICK.failed_starts)
         assert alive(other)
         assert not graph.running.done()
         await until(lambda: _last_report(graph, "prefill-0").failed_starts > QUICK.failed_starts)
@@ -127,7 +126,7 @@ async def test_ready_without_a_role_that_does_not_start(
 ) -> None:
     """Its sibling shows that it is not the configuration."""
     async with Graph(tmp_path, fake(SERVE), fake(CRASH, index=1)) as graph:
-        await asyncio.wait_for(graph.ready.wait(), 20)
+        await asyncio.wait_for(graph.ready.wait(), 30)
         assert "ready, but without decode-1" in caplog.text
         assert not graph.running.done()
 
@@ -137,37 +136,46 @@ async def test_a_role_that_cannot_even_be_forked_is_tried_again(tmp_path: Path) 
     program = tmp_path / "program"
     spec = replace(fake(SERVE, Role.PREFILL), command=(str(program),))
     async with Graph(tmp_path, fake(SERVE), spec, policy=replace(QUICK, failed_starts=1000)) as graph:
-        await until(lambda: len([state for state in graph.reported if state.restarts > 2]) > 0, within=20)
+        await until(lambda: len([state for state in graph.reported if state.restarts > 2]) > 0)
         program.write_text("#!/bin/sh\necho up $$\nexec sleep 600\n")
         program.chmod(0o755)
-        await asyncio.wait_for(graph.ready.wait(), 20)
+        await asyncio.wait_for(graph.ready.wait(), 30)
 
 
 async def test_stops_in_waves(tmp_path: Path) -> None:
-    """Each role takes a while to drain, and says when it ended: no wave begins before the wave before is gone."""
+    """Each role drains until it may end: no wave begins before the wave before is gone."""
     slow = """
-        import os, signal, sys, time
+        import os, pathlib, signal, sys, time
         def stop(*_):
             print("began", time.time(), flush=True)
-            time.sleep(0.2)
+            while not pathlib.Path("%s").exists():
+                time.sleep(0.01)
             print("ended", time.time(), flush=True)
             sys.exit(0)
         signal.signal(signal.SIGTERM, stop)
         print("up", os.getpid(), flush=True)
         time.sleep(600)
     """
-    specs = [fake(slow, role) for role in (Role.PREFILL, Role.DECODE, Role.FRONTEND)]
-    async with Graph(tmp_path, *specs, fake(slow, Role.DECODE, 1)) as graph:
+    waves = (Role.FRONTEND, Role.DECODE, Role.PREFILL)
+    specs = [fake(slow % (tmp_path / role), role) for role in waves]
+    async with Graph(tmp_path, *specs, fake(slow % (tmp_path / Role.DECODE), Role.DECODE, 1)) as graph:
         await until(lambda: len(graph.pids()) == 4)
-        await asyncio.wait_for(graph.ready.wait(), 5)
+        await asyncio.wait_for(graph.ready.wait(), 30)
+        graph.supervisor.stop()
+        for role, count in zip(waves, (1, 3, 4), strict=True):
+            await until(lambda count=count: graph.text.count(": began ") == count)  # type: ignore[misc]
+            (tmp_path / role).touch()
     began, ended = (_times(graph, word) for word in ("began", "ended"))
     assert ended["frontend-0"] < min(began["decode-0"], began["decode-1"])
-    assert abs(began["decode-0"] - began["decode-1"]) < 0.19  # side by side
     assert max(ended["decode-0"], ended["decode-1"]) < began["prefill-0"]
 
 
-async def test_what_serves_before_all_is_ready_drains(tmp_path: Path) -> None:
-    """One that is killed whenever it starts keeps a graph from being ready for ever; the others serve."""
+async def test_what_serves_before_all_is_ready_drains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A role that is killed whenever it starts keeps a graph from being ready for ever; the others serve."""
+    for module in (roles, restarts):
+        monkeypatch.setattr(module, "LOADING_PATIENCE", 0.2)
     drains = """
         import os, signal, sys, time
         def stop(*_):
@@ -179,7 +187,7 @@ async def test_what_serves_before_all_is_ready_drains(tmp_path: Path) -> None:
         time.sleep(600)
     """
     killed = fake("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", index=1)
-    specs = [fake(drains % (LOADING_PATIENCE + 0.5), Role.FRONTEND), fake(drains % 0), killed]
+    specs = [fake(drains % 0.7, Role.FRONTEND), fake(drains % 0), killed]
     async with Graph(tmp_path, *specs, policy=replace(QUICK, kills=1000)) as graph:
         await until(lambda: len({state.name for state in graph.reported if state.ready}) == 2)
         assert not graph.ready.is_set()
@@ -189,21 +197,19 @@ async def test_what_serves_before_all_is_ready_drains(tmp_path: Path) -> None:
 async def test_a_role_that_does_not_stop_is_killed_after_the_deadline(tmp_path: Path) -> None:
     async with Graph(tmp_path, fake(DEAF), patience=0.3) as graph:
         await until(lambda: len(graph.pids()) == 1)
-        await asyncio.wait_for(graph.ready.wait(), 5)
+        await asyncio.wait_for(graph.ready.wait(), 30)
         graph.supervisor.stop()
-        await asyncio.wait_for(asyncio.shield(graph.running), 5)
+        await asyncio.wait_for(asyncio.shield(graph.running), 30)
     assert not alive(graph.pids()[0])
 
 
 async def test_the_second_stop_is_at_once(tmp_path: Path) -> None:
     async with Graph(tmp_path, fake(DEAF), patience=60) as graph:
         await until(lambda: len(graph.pids()) == 1)
-        await asyncio.wait_for(graph.ready.wait(), 5)
+        await asyncio.wait_for(graph.ready.wait(), 30)
         graph.supervisor.stop()
         graph.supervisor.stop()
-        started = time.monotonic()
-        await asyncio.wait_for(asyncio.shield(graph.running), 10)
-    assert time.monotonic() - started < 5
+        await asyncio.wait_for(asyncio.shield(graph.running), 30)
     assert not alive(graph.pids()[0])
 
 
@@ -213,7 +219,7 @@ async def test_stop_while_waiting_to_restart(tmp_path: Path) -> None:
         await until(lambda: "the cause" in graph.text)
         await asyncio.sleep(0.1)
         graph.supervisor.stop()
-        await asyncio.wait_for(asyncio.shield(graph.running), 5)
+        await asyncio.wait_for(asyncio.shield(graph.running), 30)
 
 
 def _pids_by_role(graph: Graph) -> tuple[int, int]:
@@ -240,7 +246,7 @@ async def test_a_role_whose_lease_is_over_for_long_is_killed_and_started_again(
     monkeypatch.setattr(readiness, "MISSING", 0.1)
     async with Graph(tmp_path, fake(DEAF)) as graph:
         await until(lambda: len(graph.pids()) == 1)
-        await asyncio.wait_for(graph.ready.wait(), 5)
+        await asyncio.wait_for(graph.ready.wait(), 30)
         os.kill(graph.pids()[0], signal.SIGSTOP)
         await graph.lease_ends(graph.pids()[0])
         await until(lambda: len(graph.pids()) == 2)
