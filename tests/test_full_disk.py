@@ -20,7 +20,7 @@ def test_a_graph_serves_on_a_full_disk_and_comes_back(tmp_path: Path) -> None:
             disk.fill()
             assert {prefill(serve, f"full {number}") for number in range(5)} == {"remote"}
             disk.free()
-            until(lambda: prefill(serve, "b") == "remote", serve, within=10)
+            until(lambda: prefill(serve, "b") == "remote", serve)
             assert serve.process.poll() is None
             assert "Traceback" not in serve.text
         finally:

@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,7 @@ from tests.serving import FRONTEND, LONG, WORKERS, Serve, kv_ports, running, unt
 
 TOKENS = 25
 """half a second of a simulated engine"""
-SECONDS, EVERY, CLIENTS = 15.0, 1.5, 4
+KILLS, EVERY, CLIENTS = 10, 1.5, 4
 
 
 def test_requests_finish_when_serve_is_killed(tmp_path: Path) -> None:
@@ -31,14 +32,14 @@ def test_requests_finish_when_serve_is_killed(tmp_path: Path) -> None:
     assert process.poll() is None, serve.text[-5000:]
     streams = [Stream(serve, 200) for _ in range(6)]
     for stream in streams:
-        assert stream.begun.wait(30)
+        assert stream.begun.wait(60)
     process.kill()
     process.wait()
     for stream in streams:
-        stream.join(30)
+        stream.join(60)
     assert [stream.tokens for stream in streams] == [200] * 6
-    assert max(stream.pause for stream in streams) < 2
-    until(lambda: not serve.processes(), serve, within=20)
+    assert max(stream.pause for stream in streams) < 10, "nothing has to be noticed, or started again"
+    until(lambda: not serve.processes(), serve)
     assert serve.pdserve("status").returncode == 1
 
 
@@ -84,8 +85,7 @@ def test_two_of_each_under_random_kills(tmp_path: Path) -> None:
         assert process.poll() is None, serve.text[-5000:]
         until(lambda: serve.health()["status"] == "ok", serve)
         slots = json.loads(serve.pdserve("status", "--json").stdout)["slots"]
-    assert sum(slot["restarts"] for slot in slots) > SECONDS / EVERY / 2
-    assert answers.total() > 20
+    assert sum(slot["restarts"] for slot in slots) > KILLS / 2
     assert set(answers) == {(200, TOKENS)}, answers
     assert serve.processes() == []
 
@@ -105,12 +105,11 @@ def _under_kills(serve: Serve, chance: random.Random) -> Counter[tuple[int, int]
     clients = [threading.Thread(target=ask) for _ in range(CLIENTS)]
     for client in clients:
         client.start()
-    deadline = time.monotonic() + SECONDS
     try:
-        while time.monotonic() < deadline:
-            if workers := _workers(serve):
-                chance.choice(workers).kill()
+        for _ in range(KILLS):
+            until(lambda: _kill_one(serve, chance), serve)
             time.sleep(EVERY)
+        until(lambda: answers.total() > 20, serve)
     finally:
         over.set()
         for client in clients:
@@ -118,6 +117,11 @@ def _under_kills(serve: Serve, chance: random.Random) -> Counter[tuple[int, int]
     return answers
 
 
-def _workers(serve: Serve) -> list[psutil.Process]:
-    """Of both roles, ready or starting."""
-    return [process for process in serve.processes() if {"decode", "prefill"} & set(process.cmdline()[3:4])]
+def _kill_one(serve: Serve, chance: random.Random) -> bool:
+    """Of both roles, ready or starting; whether there was any."""
+    with suppress(psutil.Error):  # it has just ended
+        workers = [one for one in serve.processes() if {"decode", "prefill"} & set(one.cmdline()[3:4])]
+        if workers:
+            chance.choice(workers).kill()
+            return True
+    return False

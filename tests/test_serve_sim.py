@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
@@ -121,14 +120,14 @@ def test_a_setting_reaches_the_workers(graph: Serve) -> None:
 @pytest.fixture
 def watching(graph: Serve) -> Iterator[Terminal]:
     with Terminal([*PDSERVE, "status", "--watch"], graph.env) as terminal:
-        terminal.resize(39, 100)
+        terminal.resize(100, 100)  # also what a busy machine makes of the graph finds room
         terminal.until("q ends")
         yield terminal
         terminal.until("the exit code is")
 
 
 def test_a_live_screen(graph: Serve, watching: Terminal) -> None:
-    watching.until("prefill-0")
+    assert "prefill-0" in watching.text, watching.text
     assert " more" not in watching.text, watching.text
     assert not watching.echoes
     watching.resize(12, 100)
@@ -229,7 +228,7 @@ def test_a_real_prometheus_finds_something_for_each_panel(graph: Serve, tmp_path
         os.kill(prefill["pid"], signal.SIGCONT)
         until(lambda: prefilled() == "remote", graph)
         with suppress(AssertionError):
-            until(lambda: not without(), graph, 20)
+            until(lambda: not without(), graph, 60)
         assert without() == []
         groups = prometheus.ask("rules")["groups"]
         assert {rule["health"] for group in groups for rule in group["rules"]} == {"ok"}
@@ -255,7 +254,7 @@ def test_json_lines_and_sigkill_of_the_supervisor(workers_only: Callable[..., Se
     assert len(serve.processes()) >= 6  # two workers, two servers, supervisor, guardian
     process.kill()
     process.wait()
-    until(lambda: not serve.processes(), serve, within=15)
+    until(lambda: not serve.processes(), serve)
 
 
 def test_ctrl_c_on_a_terminal_under_another_program(workers_only: Callable[..., Serve]) -> None:
@@ -274,7 +273,7 @@ def test_closing_the_terminal_leaves_nothing(workers_only: Callable[..., Serve])
     with Terminal(serve.command, serve.env) as terminal:
         terminal.until("Ready after")
         terminal.hang_up()
-        until(lambda: not serve.processes(), serve, within=15)
+        until(lambda: not serve.processes(), serve)
 
 
 def _status(graph: Serve) -> str:
@@ -302,15 +301,14 @@ def test_a_role_that_is_started_again_has_the_configuration_of_the_first_start(g
 
 
 def test_ctrl_c_while_it_starts(workers_only: Callable[..., Serve]) -> None:
-    """Also while an engine loads in a thread that cannot be stopped."""
+    """Also while an engine loads in a thread that cannot be stopped. Nothing waits for that, nor for a drain."""
     serve = workers_only()
-    _simulate(serve, "load-seconds: 60")
+    _simulate(serve, "load-seconds: 90")
+    serve.file.write_text(serve.file.read_text().replace("drain-timeout: 5", "drain-timeout: 90"))
     process = serve.start()
     until(lambda: sum(map(_handles_signals, serve.processes())) == 2, serve)
     process.send_signal(signal.SIGINT)
-    started = time.monotonic()
     assert process.wait(60) == 0, serve.text[-5000:]
-    assert time.monotonic() - started < 6  # 3 on a machine that has nothing else to do
     assert serve.processes() == []
 
 

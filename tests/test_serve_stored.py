@@ -40,7 +40,7 @@ def test_any_frontend_knows_what_another_made(tmp_path: Path) -> None:
         lasting = create(one, max_output_tokens=2000, background=True)["id"]
         assert other.post(f"/v1/responses/{lasting}/cancel").json()["status"] == "cancelled"
         lost = create(one, max_output_tokens=2000, background=True)["id"]
-        assert retrieve(other, lost)["status"] == "queued"
+        assert status_of(other, lost) in ("queued", "in_progress")
         os.kill(pid_of(maker, serve), signal.SIGKILL)
         until(lambda: status_of(other, lost) == "failed", serve)
         assert retrieve(other, first["id"]) == first
