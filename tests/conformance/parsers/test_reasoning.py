@@ -17,6 +17,7 @@ from tests.conformance.asking import (
     body,
     refused,
     table,
+    whole,
 )
 from tests.conformance.parsers.thinking import NOT_THINKING, Thinking
 from tests.conformance.test_structured import FORECAST, schema
@@ -45,7 +46,6 @@ IN_CHAT: dict[str, Body] = {
     "no effort": {"reasoning_effort": "none"},
     "then JSON": {"response_format": schema(FORECAST)},
     "then a regex": {"structured_outputs": {"regex": "[a-c]{4}"}},
-    "a stop string in the thoughts": {"stop": ["remember"]},
     "turns": {"messages": OLD},
     "an open thought": {
         "messages": [*OLD, {"role": "assistant", "content": "<think>I am"}],
@@ -54,6 +54,7 @@ IN_CHAT: dict[str, Body] = {
     },
     "priority": {"priority": -3},
 }  # fmt: skip
+STOPPED: Body = {"stop": ["remember"]}
 IN_RESPONSES: dict[str, Body] = {
     "thoughts": {},
     "effort": {"reasoning": {"effort": "low"}},
@@ -87,6 +88,10 @@ REFUSED: dict[str, Body] = {
 }
 REQUESTS = [
     *table(CHAT, IN_CHAT, HELLO),
+    *whole(table(CHAT, {"a stop string in the thoughts": STOPPED}, HELLO)),
+    # without usage: how many tokens vLLM 0.32 counts as thoughts, while it holds text back for a stop string, depends
+    # on which tokens came together
+    Request("a stop string in the thoughts, streamed", CHAT, body(CHAT, HELLO, stream=True, **STOPPED)),
     *table(RESPONSES, IN_RESPONSES, HELLO),
     *table(MESSAGES, IN_MESSAGES, HELLO),
     *table(
