@@ -1,42 +1,39 @@
-"""Which decode workers may get a request, kept up as they change, so that neither a choice among them nor their
-capacity costs more with a thousand workers than with ten."""
+"""The decode workers that may get a request, updated as each changes, so that neither a choice among them nor the sum
+of their capacities costs more with a thousand workers than with ten."""
 
 from bisect import bisect_right, insort
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from pdserve.frontend.admission.capacity import Capacity
 
 WINDOW = 16
 """workers that a choice looks at, the next in turn: the best of 16 is nearly as good as the best of all, and several
-frontends, which are at different turns, do not all choose the same"""
+frontends, which are at different turns, do not all choose the same worker"""
 
 
 class Candidates:
-    """By instance id, in order of id."""
+    """Workers are named by instance id, and turns go in order of id."""
 
     def __init__(self) -> None:
         self._capacities: dict[str, Capacity] = {}
         self._all: list[str] = []
         self._free: list[str] = []
-        """those with capacity for one more request"""
+        """with capacity for one more request"""
         self._requests = self._free_requests = self._endless = 0
         self._free_tokens = 0.0
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def __contains__(self, worker: str) -> bool:
-        return worker in self._capacities
-
     @property
     def capacity(self) -> Capacity:
-        """Of all. A worker without capacity for requests has no use for its tokens, and the other way round."""
-        # the sum is kept up by additions: its rounding must hide no free worker
+        """The sum of all. A full worker adds neither its free requests nor its free tokens."""
+        # a sum that is updated has rounding errors, which must not hide a free worker
         tokens = float("inf") if self._endless else max(self._free_tokens, 1e-6)
         return Capacity(self._requests, self._free_requests, tokens if self._free else 0.0)
 
     def set(self, worker: str, capacity: Capacity | None) -> None:
-        """What it has now; None: it may get nothing."""
+        """Note a worker's capacity; None: it may get no request."""
         before = self._capacities.pop(worker, None)
         if before == capacity and capacity is not None:
             self._capacities[worker] = capacity
@@ -52,15 +49,26 @@ class Candidates:
     def full(self, worker: str) -> bool:
         return not _available(self._capacities.get(worker))
 
-    def next(self, last: str, avoid: Collection[str], *, only_others: bool) -> list[str]:
-        """Up to `WINDOW` that a choice has to look at, in turn behind `last`: of those with capacity, else of all; and
-        those in `avoid` only where there is no other, or never with `only_others`."""
-        for workers in (self._free, self._all):
-            if found := _turn(workers, last, avoid):
-                return found
-        if only_others:
-            return []
-        return _turn(self._free, last, ()) or _turn(self._all, last, ())
+    def next(
+        self, last: str, avoid: Collection[str], *, only_others: bool, preferred: Iterable[str] = ()
+    ) -> list[str]:
+        """The workers that a choice has to look at: the next `WINDOW` in turn behind `last`, then, of `preferred`, what
+        may be chosen as well as these. Full workers are returned only where none has capacity; those in `avoid` are the
+        last resort, or never returned with `only_others`."""
+        for avoided in (avoid,) if only_others else (avoid, ()):
+            for workers in (self._free, self._all):
+                if found := _turn(workers, last, avoided):
+                    may_be_full = workers is self._all
+                    found += [
+                        worker
+                        for worker in preferred
+                        if worker in self._capacities
+                        and (may_be_full or not self.full(worker))
+                        and worker not in avoided
+                        and worker not in found
+                    ]
+                    return found
+        return []
 
     def _add(self, capacity: Capacity, sign: int) -> None:
         self._requests += sign * capacity.max_requests

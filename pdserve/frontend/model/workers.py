@@ -15,7 +15,7 @@ from pdserve.frontend.admission.capacity import Capacity, worker_capacity
 from pdserve.frontend.model import Connect
 from pdserve.frontend.model.candidates import WINDOW, Candidates
 from pdserve.frontend.model.prefix_index import PrefixIndex
-from pdserve.frontend.model.router import RouterState, choose
+from pdserve.frontend.model.router import choose
 from pdserve.messages import (
     Failed,
     Hello,
@@ -44,31 +44,31 @@ LAST_RETRY = 5.0
 
 
 class Link:
-    """A connection to one decode worker, for as long as it holds, and what this frontend has there."""
+    """One connection to a decode worker, and the requests of this frontend there."""
 
     def __init__(self, instance: str, changed: Callable[["Link"], None], block_size: int = 0) -> None:
-        """`changed` is called when what the worker has from this frontend changes, or what it says."""
+        """`changed` is called after each change of the requests there, and of what the worker reports."""
         self.instance = instance
         self.block_size = block_size
         self._changed = changed
         self.generations: dict[str, Generation] = {}
-        """by attempt id: those that this worker has from this frontend"""
+        """by attempt id"""
         self.tokens = 0.0
-        """of KV that these will need"""
+        """tokens of KV that these will need"""
         self.load = Load()
-        """as the worker said last"""
+        """the worker's last report"""
         self.placed = 0.0
-        """tokens of KV that what it got from this frontend since then will need"""
+        """tokens of KV that the requests sent since that report will need"""
         self._others = 0
-        """tokens that it had of other frontends then"""
+        """tokens of other frontends' requests in that report"""
         self.refused = False
         """the worker takes no requests from this frontend"""
         self.round_trip: Callable[[], float | None] = lambda: None
-        """seconds, as the stream has it"""
+        """seconds, as the stream measures it"""
         self._outbox: asyncio.Queue[ToDecode] = asyncio.Queue()
 
     def touch(self) -> None:
-        """To be called after each change of what counts for the worker's capacity."""
+        """Call after each change of what the worker's capacity depends on."""
         self._changed(self)
 
     @property
@@ -83,24 +83,23 @@ class Link:
         self.touch()
 
     def outstanding(self, frontends: int) -> float:
-        """Tokens of KV that all requests at the worker need, about. What this frontend has there it knows exactly; each
-        of the others has seen the same report and has chosen alike since: without that they would all choose the same
-        worker."""
+        """About how many tokens of KV all requests at the worker need. Each other frontend is taken to have sent as
+        much as this one since the last report: otherwise all frontends would choose the same worker."""
         return self.tokens + self._others + (frontends - 1) * self.placed
 
     @property
     def starting(self) -> bool:
-        """At least one of its generations has no token yet."""
+        """Whether any of its generations has no token yet."""
         return any(not generation.tokens for generation in self.generations.values())
 
     def post(self, message: ToDecode) -> None:
-        """Send, in order; never waits and never fails: the listener is told of a lost link. What is posted is bounded
-        by what is in flight, and that by the workers' capacity."""
+        """Send, in order; never waits and never fails: the listener is told of a lost link. The outbox is bounded by
+        the requests in flight, and these by the workers' capacity."""
         self._outbox.put_nowait(message)
 
     async def send(self, client: StreamClient, listener: "LinkListener") -> None:
-        """Send what is posted, until the worker is gone: then `received` of the client ends, too, but after the
-        worker's last messages, which say which requests its engine died of."""
+        """Send what is posted until the worker is gone. Do not raise then: the client goes on delivering the worker's
+        last messages, which say at which requests its engine died, and raises after these."""
         while True:
             message = await self._outbox.get()
             try:
@@ -113,40 +112,40 @@ class Link:
 
 
 class LinkListener(Protocol):
-    """Is told what happens on the links; no call may raise."""
+    """Is told of every event on the links; no call may raise."""
 
     def link_up(self, link: Link) -> None: ...
 
     def received(self, link: Link, message: ToFrontend) -> None: ...
 
     def link_lost(self, link: Link, reason: str) -> None:
-        """What is still in `link.generations` will not be answered any more."""
+        """The generations still in `link.generations` will not be answered."""
 
 
 class WorkerPool:
-    """Holds a link to each worker that the registry lists. A worker that leaves the registry gets nothing
-    new, but its link stays until what it has is finished or the stream tells that it is gone."""
+    """Holds a link to each worker that the registry lists. A worker that leaves the registry gets no new
+    requests, but its link stays until its requests are finished or the stream reports that it is gone."""
 
     def __init__(self, policy: str, vllm_version: str, connect: Connect, listener: LinkListener) -> None:
+        """`vllm_version` is this frontend's: a worker of another one refuses it."""
         self._policy = policy
         self._version = vllm_version
         self._connect = connect
         self._listener = listener
         self._frontends = 1
         self._instances: dict[str, Instance] = {}
-        """by id: those that the registry lists"""
+        """by id, as the registry lists them"""
         self._links: dict[str, Link] = {}
-        """by instance id: those that hold now"""
+        """by instance id: the links that are up"""
         self._linking: set[str] = set()
         """ids of the instances to which a task keeps a link"""
         self._failures: dict[str, tuple[int, str]] = {}
-        """by instance id, of those that the registry lists: how often a link was lost or could not be made; the last
-        reason"""
+        """by id of a listed instance: how often a link was lost or could not be made; the last reason"""
         self._candidates = Candidates()
         self._touched: set[str] = set()
-        """ids of those that have changed since `_candidates` was asked"""
+        """ids of the workers that changed since `_candidates` was updated"""
         self._prefixes = PrefixIndex()
-        """empty but for the policy `kv`"""
+        """empty unless the policy is `kv`"""
         self._tasks = Owner()
         self._last = ""
 
@@ -158,7 +157,6 @@ class WorkerPool:
 
     @property
     def policy(self) -> str:
-        """May be changed at any time."""
         return self._policy
 
     @policy.setter
@@ -176,11 +174,11 @@ class WorkerPool:
     # which workers there are
 
     def update(self, instances: Iterable[Instance], frontends: int) -> None:
-        """Take over what the registry has now: this model's decode workers, and how many frontends share them."""
+        """Take over the registry's state: this model's decode workers, and how many frontends share them."""
         if frontends != self._frontends:
             self._frontends = frontends
             self._touched |= self._links.keys()
-        now = {instance.id: instance for instance in instances if self._has_our_vllm(instance)}
+        now = {instance.id: instance for instance in instances}
         for gone in self._instances.keys() - now.keys():
             self._failures.pop(gone, None)
             for policy in POLICIES:
@@ -194,15 +192,15 @@ class WorkerPool:
                 self._linking.add(instance.id)
                 self._tasks.start(self._keep_link(instance), f"link: to {instance.id}")
         for link in [self._links[id] for id in back if id in self._links]:
-            self._listener.link_up(link)  # it lost its lease and not its link: requests may be waiting
+            self._listener.link_up(link)  # it had lost its lease but not its link: requests may be waiting
 
     @property
     def live(self) -> int:
-        """Workers that would take a request now."""
+        """How many workers would take a request now."""
         return len(self._ready())
 
     def links(self) -> list[LinkState]:
-        """To all workers that the registry lists, and to those that left it and still work."""
+        """The links to all listed workers, and to those that left the registry and still work."""
         return [self._link_state(id) for id in sorted(self._instances.keys() | self._links.keys())]
 
     def _link_state(self, id: str) -> LinkState:
@@ -221,7 +219,7 @@ class WorkerPool:
 
     @property
     def capacity(self) -> Capacity:
-        """For further requests, at all workers."""
+        """For further requests, of all workers together."""
         return self._ready().capacity
 
     def _ready(self) -> Candidates:
@@ -238,29 +236,18 @@ class WorkerPool:
     def _touch(self, link: Link) -> None:
         self._touched.add(link.instance)
 
-    def _has_our_vllm(self, instance: Instance) -> bool:
-        if instance.vllm_version == self._version:
-            return True
-        if instance.id not in self._instances:
-            ours, theirs = self._version, instance.vllm_version or "an unknown version"
-            logger.debug("%s is not used: it runs vLLM %s, this frontend %s", instance.id, theirs, ours)
-        return False
-
     # the choice
 
     def pick(self, generation: "Generation", *, only_others: bool) -> Link | None:
-        """A worker for it, with capacity where there is one; None while there is none. The workers that lost it are
-        the last resort, or never chosen with `only_others`."""
+        """Choose a worker, with capacity if any has; None if there is no worker. The workers that lost this generation
+        are the last resort, or never chosen with `only_others`."""
         cached = self._prefixes.cached(generation.prompt, generation.request.cache_salt)
-        ready, avoid = self._ready(), generation.lost_by
-        ids = ready.next(self._last, avoid, only_others=only_others)
-        ids += [id for id in nlargest(WINDOW, cached, cached.__getitem__) if id in ready and id not in ids]
-        outstanding = {id: self._links[id].outstanding(self._frontends) for id in ids}
-        state = RouterState(self._last, outstanding, cached, {id for id in ids if ready.full(id)})
-        instances = [self._instances[id] for id in ids]
-        chosen = choose(self.policy, instances, state, avoid, only_others=only_others)
-        if chosen is None:
+        best = nlargest(WINDOW, cached, cached.__getitem__)
+        ids = self._ready().next(self._last, generation.lost_by, only_others=only_others, preferred=best)
+        if not ids:
             return None
+        outstanding = {id: self._links[id].outstanding(self._frontends) for id in ids}
+        chosen = choose(self.policy, [self._instances[id] for id in ids], outstanding, cached)
         self._last = chosen.id
         logger.debug(
             "%s: %s for a prompt of %d; cached %s, outstanding %s",
@@ -276,7 +263,7 @@ class WorkerPool:
     # the links
 
     async def _keep_link(self, instance: Instance) -> None:
-        """Hold a link to the worker, again and again while the registry lists it."""
+        """Hold a link to the worker, and renew it, while the registry lists the worker."""
         pause = FIRST_RETRY
         try:
             while instance.id in self._instances:
@@ -296,7 +283,8 @@ class WorkerPool:
             self._linking.discard(instance.id)
 
     async def _hold_link(self, instance: Instance) -> None:
-        """Until the worker is gone; then raises PeerGone, perhaps in a group. The listener is told however it ends."""
+        """Hold one link until the worker is gone; then raise PeerGone, perhaps in a group. The listener is told however
+        it ends."""
         link, client = Link(instance.id, self._touch, instance.block_size), self._connect(instance.address)
         reason = f"the connection to {instance.id} was closed"
         try:

@@ -32,6 +32,7 @@ def candidates(**workers: Capacity) -> Candidates:
         ),  # where it failed is the last resort, even with capacity
         ({"a": FREE, "b": FULL}, "", {"a", "b"}, False, "a"),
         ({"a": FREE, "b": FULL}, "", {"a", "b"}, True, ""),
+        ({"a": FREE, "b": FULL}, "", {"b"}, True, "a"),
         ({}, "", (), False, ""),
     ],
 )
@@ -46,6 +47,28 @@ def test_a_choice_looks_at_a_window() -> None:
     names = [f"{number:03}" for number in range(100)]
     found = candidates(**dict.fromkeys(names, FREE))
     assert found.next("097", {"099", "001"}, only_others=False) == ["098", "000", *names[2:WINDOW]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "avoid", "expected"),
+    [
+        ({}, (), ["97", "05"]),
+        ({}, {"97"}, ["05"]),
+        ({"97": FULL}, (), ["05"]),
+        ({"97": None}, (), ["05"]),
+        (dict.fromkeys([f"{number:02}" for number in range(100)], FULL), (), ["97", "05"]),
+    ],
+)
+def test_preferred_workers_are_added_to_the_window_where_they_are_as_eligible(
+    changed: dict[str, Capacity | None], avoid: set[str], expected: list[str]
+) -> None:
+    found = Candidates()
+    for number in range(100):
+        found.set(f"{number:02}", FREE)
+    for name, capacity in changed.items():
+        found.set(name, capacity)
+    chosen = found.next("20", avoid, only_others=False, preferred=["97", "21", "05", "gone"])
+    assert chosen == [*(f"{number}" for number in range(21, 21 + WINDOW)), *expected]
 
 
 def test_only_available_workers_add_up() -> None:
