@@ -1,5 +1,5 @@
-"""Which models this frontend serves: each model card in the registry becomes a processor, and goes when its card is
-gone for long."""
+"""The models that this frontend serves: each model card in the registry gets a processor, until the card has been gone
+for long."""
 
 import asyncio
 import gc
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 YOUNG = 20_000
-"""objects, more than some requests in flight hold, after which the youngest are looked through for garbage: Python's
-700 cost an eighth of a request's CPU"""
+"""new objects, more than some requests in flight hold, after which the garbage collector looks through the youngest:
+Python's 700 cost an eighth of a request's CPU"""
 RETRY = 5.0
-"""seconds between attempts to serve a card that could not be served for want of something"""
+"""seconds between attempts to serve a card that could not be served"""
 _LINK_STATES = ("up", "down")
 UNLIMITED = Capacity(sys.maxsize, sys.maxsize, float("inf"))
 
 
 class ServedModel:
-    """One model card, and what serves it."""
+    """One model card, its processor and its admission control."""
 
     def __init__(self, card: ModelCard, limits: AdmissionLimits) -> None:
         self.card = card
@@ -53,13 +53,13 @@ class ServedModel:
         self.settled = asyncio.Event()
         """set when there is a processor or a problem"""
         self.retired = asyncio.Event()
-        """another model has its name, or none"""
+        """set when its name belongs to another model, or to none"""
         self.removal: asyncio.TimerHandle | None = None
         """set while its card is not in the registry"""
         self.admission = AdmissionControl(limits, self._capacity, self._estimate)
 
     async def ready(self) -> "Processor":
-        """Wait for the processor. Raises ModelReplaced, and HttpError where there is none."""
+        """Wait for the processor. Raises ModelReplaced, and HttpError if it cannot be built."""
         await self.settled.wait()
         if self.processor is not None:
             return self.processor
@@ -69,7 +69,8 @@ class ServedModel:
         raise HttpError(503, message, retry_after=RETRY_AFTER)
 
     def replace(self, replaced: bool) -> None:
-        """Tell whether another model has its name and no worker is left here: what has not begun goes there."""
+        """Note whether another model has its name and no worker is left here: then requests that have not begun go
+        there."""
         if replaced:
             self.admission.redirect()
         if self.processor is not None:
@@ -77,19 +78,19 @@ class ServedModel:
 
     @property
     def live(self) -> int:
-        """Decode workers that would take a request now."""
+        """How many decode workers would take a request now."""
         return self.processor.workers.live if self.processor is not None else 0
 
     @property
     def running(self) -> int:
-        """Sequences that a worker has."""
+        """How many sequences are at workers."""
         return self.processor.core.running if self.processor is not None else 0
 
     def count_links(self, up: bool) -> int:
         return sum(link.up == up for link in self.links())
 
     def links(self) -> list[LinkState]:
-        """To its decode workers."""
+        """The links to its decode workers."""
         return self.processor.workers.links() if self.processor is not None else []
 
     async def idle(self) -> None:
@@ -101,7 +102,7 @@ class ServedModel:
     def _capacity(self) -> Capacity:
         if self.processor is not None:
             return self.processor.workers.capacity
-        return UNLIMITED if self.settled.is_set() else Capacity()  # do not wait for what `ready` refuses
+        return UNLIMITED if self.settled.is_set() else Capacity()  # `ready` refuses requests at once
 
     def _estimate(self) -> RequestEstimate:
         return self.processor.core.estimate if self.processor is not None else RequestEstimate()
@@ -123,11 +124,11 @@ async def serve_models(
 
 
 class ServedModels:
-    """A card that is gone is no longer listed, but for `request_timeout` seconds requests for it are still taken and
-    wait for a worker (which may just be restarting); then the model is unknown, once it is idle.
+    """A model whose card is gone is no longer listed, but for `request_timeout` seconds its requests still wait for a
+    worker, which may just be restarting; then the model is unknown, once it is idle.
 
-    `expected` is the model of our own configuration: before its first worker is there it is not unknown but
-    starting."""
+    `expected` is the model of this frontend's configuration: before its first worker registers, it is starting, not
+    unknown."""
 
     def __init__(
         self, view: RegistryView, context: ModelContext, expected: str, limits: AdmissionLimits, tasks: Owner
@@ -139,9 +140,9 @@ class ServedModels:
         self._tasks = tasks
         self._models: dict[str, ServedModel] = {}
         self._retiring: set[ServedModel] = set()
-        """their requests finish, and migrate, on workers of the same fingerprint"""
+        """no longer known by name: their requests finish, and migrate, on workers of the same fingerprint"""
         self._mixed: dict[str, set[str]] = {}
-        """models whose workers have loaded different things, and which"""
+        """by model: the fingerprints of its workers, where they differ"""
         self._building = asyncio.Lock()
 
     # for requests
@@ -163,12 +164,12 @@ class ServedModels:
         raise HttpError(404, f"The model `{name}` does not exist. {there}", "model")
 
     def listed(self) -> list[ModelCard]:
-        """The models that are ready, in order of name: a request would be served now."""
+        """The models that would serve a request now, in order of name."""
         return [card for card in self.known() if self._models[card.name].live]
 
     def known(self) -> list[ModelCard]:
-        """Those and the ones whose processors are being built, or whose workers are being connected: requests for them
-        wait."""
+        """The models whose requests are served or wait: also those whose processors are being built, or whose workers
+        are being connected."""
         known = [model for model in self._models.values() if model.removal is None and not model.problem]
         return sorted((model.card for model in known), key=lambda card: card.name)
 
@@ -181,7 +182,7 @@ class ServedModels:
     # for reports
 
     def missing(self, name: str | None = None) -> str:
-        """What keeps this model (or any) from being served; empty where nothing does."""
+        """Why this model, or any, is not being served; empty if it is."""
         if name is None:
             if any(model.live for model in self._models.values()):
                 return ""
@@ -194,15 +195,15 @@ class ServedModels:
         return "" if model.live else "no decode worker is connected"
 
     def live(self) -> dict[str, int]:
-        """Connected decode workers by model."""
+        """By model: how many decode workers would take a request now."""
         return {name: model.live for name, model in sorted(self._models.items())}
 
     def degraded(self) -> dict[str, str]:
-        """The processes that supervisors keep alive and that are not ready now, with what is known of them."""
+        """By name: the state of each supervised process that is not ready."""
         return {f"{slot.name}@{slot.host}": str(slot) for slot in self._view.slots() if not slot.ready}
 
     def load(self) -> int:
-        """Requests that need a decode worker and are not over, of this frontend."""
+        """How many requests of this frontend need a decode worker and are not over."""
         return sum(model.admission.requests for model in self._all())
 
     def report(self) -> Load:
@@ -211,11 +212,11 @@ class ServedModels:
         return Load(running, sum(len(model.admission) for model in self._all()))
 
     def links(self) -> list[LinkState]:
-        """To the decode workers of all models."""
+        """The links to the decode workers of all models."""
         return [link for model in self._all() for link in model.links()]
 
     def frontends(self) -> list[Instance]:
-        """All of the graph."""
+        """All frontends of the graph."""
         return self._view.instances(Role.FRONTEND)
 
     # following the registry
@@ -315,7 +316,8 @@ class ServedModels:
     # the life of one model
 
     async def _serve(self, model: ServedModel) -> None:
-        """Build its processor, again where that fails, and keep it until the model is retired and idle."""
+        """Build the model's processor, again and again until that succeeds, and keep it until the model is retired and
+        idle."""
         name = model.card.name
         try:
             while not model.retired.is_set():
@@ -335,7 +337,7 @@ class ServedModels:
                     await asyncio.wait_for(model.retired.wait(), RETRY)
         finally:
             self._retiring.discard(model)
-            if model.retired.is_set():  # perhaps while it was being built, which failed
+            if model.retired.is_set():  # perhaps while its processor was being built, which failed
                 model.settled.set()
                 model.admission.redirect()
 
@@ -367,7 +369,7 @@ def _newest(cards: list[tuple[str, ModelCard]]) -> ModelCard:
 
 
 async def _import_early() -> None:
-    """Before the first card comes: workers take longer to start than vLLM to be imported."""
+    """Import vLLM before the first card comes: workers take longer to start than the import."""
     try:
         await _import_processor()
     except ImportError:
@@ -375,14 +377,14 @@ async def _import_early() -> None:
 
 
 async def _import_processor() -> ModuleType:
-    """It imports vLLM: in a thread, so that the frontend answers meanwhile."""
+    """Import vLLM in a thread, so that the frontend answers meanwhile."""
     return await asyncio.to_thread(_import)
 
 
 @cache
 def _import() -> ModuleType:
-    """What the import brings stays, so the garbage collector need not walk it again and again: 20-45 ms instead of 500
-    for a full collection. Models are not frozen: those that go would never be collected."""
+    """Import the processor, and freeze all objects of the import: a full garbage collection then takes 20-45 ms instead
+    of 500. Models are not frozen, since those that go would never be collected."""
     module = import_large("pdserve.frontend.model.processor", compiler=False)
     gc.collect()
     gc.freeze()

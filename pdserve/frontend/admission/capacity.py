@@ -1,7 +1,7 @@
-"""How many more requests a decode worker should get: what it can run, not what it would only queue. Pure.
+"""How many more requests a decode worker should get: as many as it can run at once, none to queue there. Pure.
 
-Requests that wait inside an engine are served in order of arrival, whichever client sent them; they hold KV on
-the prefill worker, whose lease runs out; and where the KV cache is full, engines preempt what they run and compute it
+Requests that wait inside an engine are served in order of arrival, whichever client sent them; they hold KV on the
+prefill worker, whose lease runs out; and an engine whose KV cache is full preempts running requests and computes them
 again. So requests wait in the frontend (`admission/control.py`) until a worker has capacity.
 """
 
@@ -14,13 +14,13 @@ from pdserve.records import Instance
 DEFAULT_MAX_REQUESTS = 256
 """concurrent requests of a worker that does not publish how many it runs"""
 EXTRA = 4
-"""one request more for so many: requests that are prefilled elsewhere have no place in the batch yet"""
+"""a worker gets one request more for each so many: requests in remote prefill have no place in its batch yet"""
 KV_FULL = 0.9
-"""share of the KV cache in use beyond which nothing is tried any more"""
+"""share of the KV cache in use above which no further request is tried"""
 
 
 class InFlight(Protocol):
-    """What this frontend has at a worker, and what the worker said last."""
+    """This frontend's requests at a worker, and the worker's last report."""
 
     @property
     def load(self) -> Load: ...
@@ -30,21 +30,21 @@ class InFlight(Protocol):
 
     @property
     def tokens(self) -> float:
-        """of KV that they will need, prompts and outputs, shared prefixes counted for each"""
+        """of KV that they will need, prompts and outputs; a shared prefix counts for each request"""
 
     @property
     def starting(self) -> bool:
-        """at least one request has no token yet"""
+        """whether any request has no token yet"""
 
 
 @dataclass(frozen=True)
 class Capacity:
     max_requests: int = 0
-    """concurrent requests of idle workers; 0 where no worker could run any"""
+    """concurrent requests of idle workers; 0 without workers"""
     free_requests: int = 0
-    """how many more now"""
+    """how many more requests now"""
     free_tokens: float = 0.0
-    """of KV, for these; any above 0 lets one more in, however long it is"""
+    """of KV, for these requests; any number above 0 lets one more in, however long it is"""
 
     @property
     def available(self) -> bool:
@@ -52,11 +52,11 @@ class Capacity:
 
 
 def worker_capacity(worker: Instance, ours: InFlight, frontends: int) -> Capacity:
-    """`frontends` share the worker, this one included: an equal part is always ours, and what the others leave
-    unused, as far as the worker's report of a second ago can tell.
+    """`frontends` share the worker, this one included. This one may always use an equal part, and what the others leave
+    unused by the worker's last report.
 
-    Where prompts have prefixes in common, more fits the KV cache than adds up. So beyond that one more request at a
-    time is tried, when all that are there have begun and the worker reports free space."""
+    Prompts with common prefixes need less of the KV cache than the sum of their tokens. So when that sum is used up,
+    one more request at a time is tried, if all requests there have begun and the worker reports free space."""
     if worker.draining:
         return Capacity()
     maximum = worker.max_num_seqs or DEFAULT_MAX_REQUESTS

@@ -1,5 +1,5 @@
-"""Admission control of one model: requests wait here, in front of everything that costs, until its decode workers have
-capacity for them.
+"""Admission control of one model: requests wait here, before any work is done for them, until the decode workers have
+capacity.
 
 Each sequence that a request generates (n, several prompts) needs a permit. The first one lets the HTTP request in; the
 engine core requests the others when the prompt is tokenized, and they are granted as capacity comes free, like those of
@@ -39,9 +39,9 @@ class Admission(QueueEntry):
         self.deadline = deadline
         """monotonic seconds"""
         self.queued = False
-        """it could not be admitted the moment it asked"""
+        """it was not admitted at once"""
         self.unused = False
-        """the permit that let the request in, until its first sequence begins"""
+        """it has the permit that let it in, until its first sequence begins"""
         self.requested: deque[SequencePermit] = deque()
         """permits that the engine core waits for"""
         self.control = control
@@ -50,11 +50,11 @@ class Admission(QueueEntry):
 
     @property
     def waiting(self) -> bool:
-        """Neither admitted nor refused."""
+        """Whether it is neither admitted nor refused."""
         return not self._decided.is_set()
 
     async def wait(self) -> None:
-        """Wait until the request may go on to the model. Raises Overloaded where it never may, and ModelReplaced."""
+        """Wait until the request may go on to the model. Raises Overloaded if it is refused, and ModelReplaced."""
         await self._decided.wait()
         if self._refusal is not None:
             raise self._refusal
@@ -64,13 +64,13 @@ class Admission(QueueEntry):
         self._decided.set()
 
     def permit(self, begin: Callable[[], None], drop: Callable[[], None]) -> "SequencePermit":
-        """For one sequence; `begin` is called when it is granted, `drop` when the request ended before."""
+        """A permit for one sequence; `begin` is called when it is granted, `drop` if the request ends before."""
         return SequencePermit(self, begin, drop)
 
 
 @dataclass(eq=False)
 class SequencePermit:
-    """To run one sequence at a decode worker. It must be released."""
+    """Permission to run one sequence at a decode worker. It must be released."""
 
     admission: Admission
     begin: Callable[[], None]
@@ -79,19 +79,20 @@ class SequencePermit:
     requested: bool = False
 
     def request(self) -> None:
-        """May begin the sequence at once."""
+        """Queue for the permit. May call `begin` at once."""
         self.requested = True
         self.admission.control.request(self)
 
     def release(self) -> None:
-        """The sequence is over or paused, begun or not. May be called twice; the permit may be requested again."""
+        """Give the permit back: the sequence is over or paused, begun or not. May be called twice; the permit may be
+        requested again."""
         self.requested = False
         self.admission.control.release(self)
 
 
 class AdmissionControl:
-    """A request that enters or bypasses the queue must leave. `capacity` is asked before each grant; call `advance`
-    whenever there may be more."""
+    """Every request that enters or bypasses the queue must leave. `capacity` is called before each grant; call
+    `advance` whenever there may be more."""
 
     def __init__(
         self,
@@ -106,30 +107,30 @@ class AdmissionControl:
         self._estimate = estimate
         self._rate = AdmissionRate()
         self._inside: set[Admission] = set()
-        """admitted, and not gone"""
+        """admitted and not over"""
         self._starting: set[Admission] = set()
-        """of these, what no decode worker has yet: the capacity does not reflect it"""
+        """of these, requests that no decode worker has yet, and that the capacity does not reflect"""
         self._left = asyncio.Event()
         self.tokenizing = asyncio.Lock()
-        """held while a long text is tokenized for an answer and nothing else"""
+        """held while a long text is tokenized that is not generated from"""
         self._long_texts: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """by client"""
 
     def __len__(self) -> int:
-        """Requests with anything in the queue."""
+        """Requests in the queue."""
         return len(self.queue)
 
     @property
     def requests(self) -> int:
-        """Requests that wait for their first permit or are inside, without those that bypass the queue."""
+        """Requests that wait to be admitted or are inside, without those that bypassed the queue."""
         waiting = sum(admission.waiting for admission in self.queue)
         return waiting + sum(bool(admission.size.sequences) for admission in self._inside)
 
     # requests
 
     def enter(self, client: str, size: RequestSize, deadline: float) -> Admission:
-        """Queue a request that needs a decode worker; it is admitted at once where there is capacity. Raises
-        Overloaded, and BadRequest for what is too much even where nothing else waits."""
+        """Queue a request that needs a decode worker, and admit it at once if there is capacity. Raises Overloaded, and
+        BadRequest for a request that is always too large."""
         if size.sequences > self.limits.max_outputs:
             text = (
                 f"n and prompts make {size.sequences} outputs; one request may have {self.limits.max_outputs}"
@@ -158,7 +159,7 @@ class AdmissionControl:
         return admission
 
     def leave(self, admission: Admission) -> None:
-        """The request is over, whatever became of it."""
+        """End the request, whatever became of it."""
         self._withdraw(admission)
         if admission.unused:
             admission.unused = False
@@ -172,8 +173,8 @@ class AdmissionControl:
 
     @asynccontextmanager
     async def long_text(self, client: str) -> AsyncIterator[None]:
-        """Long texts that are only tokenized come one after another, in turn round the clients: each takes seconds, and
-        prompts that are to be generated from are tokenized by the same threads."""
+        """Hold while a long text is tokenized that is not generated from. Such texts come one after another, in turn
+        round the clients: each takes seconds of the threads that also tokenize the prompts of other requests."""
         async with self._long_texts.setdefault(client, asyncio.Lock()), self.tokenizing:
             yield
 
@@ -193,7 +194,7 @@ class AdmissionControl:
             await self._left.wait()
 
     def advance(self) -> None:
-        """Grant what the workers have capacity for."""
+        """Grant permits as long as the workers have capacity."""
         while self.queue:
             capacity = self._capacity()
             starting = sum(admission.tokens for admission in self._starting)
@@ -242,7 +243,7 @@ class AdmissionControl:
         self._update_rate()
 
     def _grant(self, admission: Admission) -> None:
-        """A permit for its next sequence, which for the first one admits the request."""
+        """Permit the request's next sequence; the first permit admits it. Refuse it if its turn is too late."""
         end = time.monotonic() + self._estimate().seconds(admission.size.max_tokens)
         if admission.waiting and admission.queued and end > admission.deadline:
             self._refuse(admission, "its turn has come too late for its deadline")
@@ -276,7 +277,7 @@ class AdmissionControl:
     # what is too much
 
     def _check_inside(self) -> None:
-        """Answers that are not read, and requests that need no worker, are bounded by nothing else."""
+        """Bound answers that are not read, and requests that need no worker: nothing else does."""
         if len(self._inside) >= self._capacity().max_requests + self.limits.max_waiting:
             raise Overloaded(f"{len(self._inside)} requests are being answered")
 

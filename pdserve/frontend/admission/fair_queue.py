@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 _REMEMBERED = 1000
-"""clients that are known beside those that wait, run or have paid in advance"""
+"""clients remembered besides those that wait, run or have tags ahead of the virtual time"""
 
 
 @dataclass
@@ -24,20 +24,20 @@ class ClientShare:
     last_tag: float = 0.0
     """of its last sequence"""
     waiting: int = 0
-    """its entries in the queue"""
+    """entries in the queue"""
     running: int = 0
-    """its sequences whose turn has come and that are not over"""
+    """sequences that have started and are not over"""
 
 
 @dataclass(eq=False)
 class QueueEntry:
     client: str
     tokens: float = 1.0
-    """of each of its sequences, about"""
+    """of each sequence, estimated"""
     tagged: int = 0
-    """its next sequences, which have finish tags one after another"""
+    """how many of its next sequences have finish tags, one after another"""
     tag: float = 0.0
-    """finish tag of the next one, in tokens"""
+    """finish tag of its next sequence, in tokens"""
 
 
 E = TypeVar("E", bound=QueueEntry)
@@ -48,7 +48,7 @@ class FairQueue(Generic[E]):
         self._entries: list[E] = []
         """in order of tag"""
         self._virtual_time = 0.0
-        """the tag of the last sequence whose turn came"""
+        """tag of the sequence that was started last"""
         self._clients: dict[str, ClientShare] = {}
         self._prune_at = _REMEMBERED
 
@@ -61,16 +61,16 @@ class FairQueue(Generic[E]):
 
     @property
     def tokens(self) -> float:
-        """That the entries wait for."""
+        """Tokens of all tagged sequences in the queue."""
         return sum(entry.tokens * entry.tagged for entry in self._entries)
 
     @property
     def running(self) -> int:
-        """Sequences whose turn has come and that are not over."""
+        """Sequences that have started and are not over."""
         return sum(client.running for client in self._clients.values())
 
     def tag(self, entry: E, sequences: int) -> None:
-        """Give tags to the entry's next sequences, behind those of its client."""
+        """Tag the entry's next sequences, behind those of its client."""
         client = self._client(entry.client)
         start = max(self._virtual_time, client.last_tag)
         entry.tagged = sequences
@@ -84,13 +84,13 @@ class FairQueue(Generic[E]):
         self._client(entry.client).waiting += 1
 
     def remove(self, entry: E) -> None:
-        """It keeps its tags. Does nothing where it is not in the queue."""
+        """Take the entry out; it keeps its tags. Does nothing if it is not in the queue."""
         if entry in self._entries:
             self._entries.remove(entry)
             self._client(entry.client).waiting -= 1
 
     def withdraw(self, entry: E) -> None:
-        """As if what is left of it had never come: its client's later sequences move up."""
+        """Take the entry out and give back its tags: its client's later sequences move up."""
         self.remove(entry)
         tokens, entry.tagged = entry.tokens * entry.tagged, 0
         if not tokens:
@@ -102,15 +102,15 @@ class FairQueue(Generic[E]):
         self._entries.sort(key=attrgetter("tag"))
 
     def next(self, places: int) -> E:
-        """The first entry of a client that runs less than its share of the places; where each client runs its share,
-        the first entry."""
+        """The first entry of a client that runs less than its share of the places; if all run their shares, the first
+        entry."""
         clients = sum(bool(client.running or client.waiting) for client in self._clients.values())
         share = max(1, places // clients)
         within = (entry for entry in self._entries if self._clients[entry.client].running < share)
         return next(within, self._entries[0])
 
     def start(self, entry: E) -> None:
-        """Take it out of the queue: the turn of its next sequence has come."""
+        """Take the entry out of the queue: its next sequence starts."""
         self.remove(entry)
         self._virtual_time = max(self._virtual_time, entry.tag)
         self._client(entry.client).running += 1
@@ -118,11 +118,11 @@ class FairQueue(Generic[E]):
         entry.tag += entry.tokens
 
     def finish(self, client: str) -> None:
-        """A sequence of this client is over."""
+        """Note that a sequence of this client is over."""
         self._client(client).running -= 1
 
     def before(self, entry: E) -> list[tuple[float, int]]:
-        """What comes before its next sequence: tokens of each sequence and how many, for each entry."""
+        """The sequences before the entry's next one: for each other entry, their tokens and their number."""
         return [
             (other.tokens, _turns_before(other, entry)) for other in self._entries if other.tag < entry.tag
         ]
@@ -140,5 +140,5 @@ class FairQueue(Generic[E]):
 
 
 def _turns_before(entry: QueueEntry, other: QueueEntry) -> int:
-    """Of its sequences, those whose turns come before the other one's."""
+    """How many of its sequences start before the other entry's next one."""
     return min(entry.tagged, 1 + int((other.tag - entry.tag) // entry.tokens))

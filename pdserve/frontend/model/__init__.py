@@ -1,5 +1,5 @@
 """One model as a frontend serves it: `processor` makes vLLM's own app from a model card, on the engine core of `core`,
-which sends each request to one of the model's decode workers (`workers`, chosen by `router`) and, where that worker is
+which sends each request to one of the model's decode workers (`workers`, chosen by `router`) and, if that worker is
 lost, to another (`migration`).
 
 `processor` and `core` import vLLM, which takes 6 to 7 seconds of CPU: import them late, and in a thread.
@@ -14,18 +14,18 @@ from pdserve.queue.base import BlobStore
 from pdserve.stream.base import StreamClient
 
 Connect = Callable[[str], StreamClient]
-"""from a decode worker's address to a client, not yet entered"""
+"""makes a client for a decode worker's address, not yet entered"""
 
 
 @dataclass(frozen=True)
 class ModelContext:
-    """What all models of a frontend share."""
+    """Shared by all models of a frontend."""
 
     connect: Connect
     blobs: BlobStore
     state_dir: Path
     router: str
-    """the configured policy; the live setting `router` goes before it"""
+    """the configured policy; the live setting `router` takes precedence"""
     request_timeout: float
     longest: float = 3600.0
     """seconds after which every request is over"""

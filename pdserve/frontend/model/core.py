@@ -1,8 +1,8 @@
-"""vLLM's engine core, somewhere else: AsyncLLM talks to this as if it were the engine process beside it.
+"""vLLM's engine core, on other machines: AsyncLLM talks to this as if it were the engine process beside it.
 
 The life of a generation, from top to bottom: AsyncLLM adds a request (n > 1 makes several); admission permits it; a
-decode worker is chosen, and the request submitted there; its outputs are handed back under AsyncLLM's own id; it is
-finished or aborted. Where its worker is lost, or none is there, `migration` decides what becomes of it: nothing above
+decode worker is chosen, and the request submitted to it; its outputs are handed back under AsyncLLM's own id; it is
+finished or aborted. If its worker is lost, or there is none, `migration` decides what becomes of it: nothing above
 this class notices that it goes on at another worker from prompt + tokens so far.
 """
 
@@ -43,22 +43,22 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers NotImplementedError, a 501, for the rest
-    """One per model. All methods run in the event loop; none of those that AsyncLLM calls ever waits, except
-    for outputs, so that a cancelled HTTP request cannot leave half of a request behind."""
+    """One per model. All methods run in the event loop. None that AsyncLLM calls waits, except for outputs, so that a
+    cancelled HTTP request cannot leave half of a request behind."""
 
     def __init__(self, card: ModelCard, context: ModelContext) -> None:
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
         self.fail_request: Callable[[str, str, int], list[str]]
-        """ends a request of AsyncLLM with an error; this and the next two are set when AsyncLLM is there"""
+        """ends a request of AsyncLLM with an error; this and the next two are set when AsyncLLM is made"""
         self.process: Callable[[EngineCoreOutputs], list[str]]
-        """takes one engine step's outputs; returns the requests that are over thereby"""
+        """takes one engine step's outputs; returns the ids of the requests that end with them"""
         self.stream_deltas: Callable[[str, DeltaStream, bool], None]
         """lets the ordinary outputs of a request be written without vLLM's app"""
         self.plain_paths: Mapping[str, bool] = {}
-        """where that is possible, and the last argument for it"""
+        """the routes on which that is possible, each with the last argument for it"""
         self.on_capacity: Callable[[], None] = lambda: None
-        """called when there may be more capacity at the workers than before"""
+        """called when the workers may have more capacity than before"""
         self.estimate = RequestEstimate()
         self.workers = WorkerPool(context.router, VERSION, context.connect, self)
         self._ttft, self._itl = TTFT.labels(card.name), ITL.labels(card.name)
@@ -81,7 +81,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             self._begin(generation)
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Never: AsyncLLM's task for outputs has nothing to do, since each step is processed as it comes."""
+        """Never return: each step is processed as it comes, and AsyncLLM's task for outputs has nothing to do."""
         return await asyncio.get_running_loop().create_future()
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
@@ -90,7 +90,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 self._end(generation)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Fail what is in flight: AsyncLLM would wait for it for ever. May be called twice."""
+        """Fail the requests in flight: AsyncLLM would wait for them for ever. May be called twice."""
         self.resources.engine_dead = True
         for generation in list(self._generations.values()):
             self.fail(generation, RequestFailure(503, "the frontend is shutting down", RETRY_AFTER))
@@ -99,7 +99,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         return self._tasks
 
     async def reset_mm_cache_async(self) -> None:
-        """Nothing is cached here: only text is served."""
+        """Do nothing: only text is served, so nothing is cached here."""
 
     async def reset_prefix_cache_async(
         self, reset_running: bool = False, reset_connector: bool = False
@@ -118,7 +118,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
     # a generation, from its beginning to its end
 
     def _begin(self, generation: Generation) -> None:
-        """Place it, as soon as admission permits."""
+        """Place the generation as soon as admission permits."""
         request, trace = generation.request, generation.trace
         if reason := unsupported(request):
             self.fail(generation, RequestFailure(400, reason))
@@ -141,8 +141,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             generation.permit.request()
 
     def place(self, generation: Generation, *, only_others: bool = False) -> None:
-        """Submit it to a worker (with `only_others`, to none that lost it), or let it wait. It is encoded before it
-        counts as the worker's: what cannot be encoded takes nothing from others."""
+        """Submit the generation to a worker (with `only_others`, to none that lost it), or let it wait. It is encoded
+        before it counts as the worker's: a request that cannot be encoded takes no capacity from others."""
         with self._contained(generation):
             link = self.workers.pick(generation, only_others=only_others)
             if link is None:
@@ -157,7 +157,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             link.post(submit)
 
     def received(self, link: Link, message: ToFrontend) -> None:
-        """A worker's message."""
+        """Handle a worker's message."""
         match message:
             case Placed(request_id):
                 if generation := link.generations.get(request_id):
@@ -173,7 +173,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 self.on_capacity()
 
     def _take_outputs(self, link: Link, body: list[bytes]) -> None:
-        """One engine step's outputs, which AsyncLLM gets together."""
+        """Hand one engine step's outputs to AsyncLLM, together."""
         try:
             outputs = decode_outputs(body)
         except Exception as error:  # it is unknown whose tokens are lost: all at this worker go on at others
@@ -201,7 +201,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 self._end(generation)
 
     def _take(self, generation: Generation, link: Link, output: EngineCoreOutput) -> bool:
-        """Whether AsyncLLM should see it."""
+        """Note an output; whether AsyncLLM should see it."""
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._migration.lost(
                 generation, f"{link.instance} gave it up ({output.finish_reason})", "gave-up"
@@ -215,7 +215,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         if generation.replay_left and not self._migration.replay(generation, output):
             return False
         if generation.tokens and output.prefill_stats is not None:
-            output.events = None  # those of the engine that began set the times that these would overwrite
+            output.events = None  # they would overwrite the times that the first engine's events set
         self._count(generation, output.new_token_ids)
         if output.finished:
             generation.detach()
@@ -225,7 +225,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         return True
 
     def _note_placed(self, generation: Generation) -> None:
-        """Its worker has said something new of it, and here is what came of that."""
+        """Write the worker's last word on its prefill into the trace: an output has come of it."""
         generation.noted = generation.placed
         generation.hops.decoding()
         if generation.trace is not None and generation.placed is not None:
@@ -246,13 +246,13 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             self._ttft.observe(trace.ttft)
 
     def finish(self, generation: Generation) -> None:
-        """All of its tokens came, and only the output that finishes it was lost."""
+        """Finish a generation that has all of its tokens, and lost only the output that finishes it."""
         self._end(generation)
         output = EngineCoreOutput(generation.id, [], finish_reason=FinishReason.LENGTH)
         self._process(EngineCoreOutputs(outputs=[output]))
 
     def fail(self, generation: Generation, failure: RequestFailure) -> None:
-        """End it, and with it the others of the same HTTP request, with this error for the client."""
+        """End the generation, and the others of the same HTTP request, with this error for the client."""
         if generation.trace is not None:
             generation.trace.failure = failure
         for request_id in [generation.id, *self.fail_request(generation.id, failure.message, failure.status)]:
@@ -260,13 +260,13 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 self._end(other)
 
     def _end(self, generation: Generation) -> None:
-        """It is over: a worker that has it stops it."""
+        """End the generation; a worker that has it stops it."""
         self._leave_worker(generation)
         del self._generations[generation.id]
         self._migration.stop_waiting(generation)
         if generation.permit is not None:
             generation.permit.release()
-            generation.permit = None  # it knows the generation, which would wait for the garbage collector
+            generation.permit = None  # a reference cycle would wait for the garbage collector
         if not self._generations:
             self._emptied.set()
         self.on_capacity()
@@ -277,7 +277,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
 
     @contextmanager
     def _contained(self, generation: Generation) -> Iterator[None]:
-        """An error while this request is handled ends it, and nothing else."""
+        """Let an error end this generation, and nothing else."""
         try:
             yield
         except Exception as error:
@@ -304,7 +304,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 self._migration.lost(generation, reason, word)
 
     def replace(self, replaced: bool) -> None:
-        """Take note whether another model has this name now, and no worker is left here."""
+        """Note whether another model has this name now, and no worker is left here."""
         self._migration.replaced = replaced
         for generation in [waiting for waiting in self._generations.values() if waiting.link is None]:
             with self._contained(generation):
@@ -313,7 +313,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
     # for the HTTP edge
 
     def pause(self, trace: RequestTrace) -> None:
-        """Leave the workers to other requests until `resume`, but for generations that would have to be replayed."""
+        """Leave the workers to other requests until `resume`; generations that would have to be replayed go on."""
         for generation in self.generations_of(trace):
             if generation.link is not None and generation.permit is not None and not generation.replays:
                 self._leave_worker(generation)
@@ -327,16 +327,16 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 generation.permit.request()
 
     def generations_of(self, trace: RequestTrace) -> list[Generation]:
-        """Those of one HTTP request."""
+        """The generations of one HTTP request."""
         return [generation for generation in self._generations.values() if generation.trace is trace]
 
     @property
     def running(self) -> int:
-        """Generations that a worker has."""
+        """How many generations are at workers."""
         return sum(generation.link is not None for generation in self._generations.values())
 
     async def idle(self) -> None:
-        """Until nothing is in flight."""
+        """Wait until no generation is left."""
         while self._generations:
             self._emptied.clear()
             await self._emptied.wait()

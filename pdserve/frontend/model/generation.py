@@ -1,4 +1,4 @@
-"""One sequence that is being generated: an engine-core request of AsyncLLM and where it stands."""
+"""One sequence that is being generated: an engine-core request of AsyncLLM and its state."""
 
 import time
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ class Generation:
     deadline: float
     """monotonic seconds"""
     permit: SequencePermit | None = None
-    """None: it needs none"""
+    """None: it begins without admission"""
     size: float = 0.0
     """tokens of KV that it will probably need"""
     tokens: list[int] = field(default_factory=list)
-    """generated so far, at whichever workers"""
+    """generated so far, by all workers together"""
     first_token: float = 0.0
     last_token: float = 0.0
     """monotonic seconds; 0 before the first token"""
@@ -33,17 +33,17 @@ class Generation:
     attempt: int = 0
     """how often it was sent to a worker"""
     attempt_id: str = ""
-    """under which the worker knows it: never used before, since a worker may still know an earlier one"""
+    """its id at the worker: new for each attempt, since a worker may still know an earlier one"""
     link: Link | None = None
     """to the worker that has it"""
     sent: float = 0.0
-    """monotonic seconds, to that worker"""
+    """monotonic seconds"""
     span: TracedSpan | None = None
     """None: it is not traced"""
     placed: Placed | None = None
-    """what the worker, which has taken it up, said last"""
+    """the worker's last word on its prefill; None until the worker takes it up"""
     noted: Placed | None = None
-    """of that, what its outputs so far are noted to come of"""
+    """the last `placed` that was written into the trace, with the first output after it"""
 
     # what became of earlier attempts: the rules are those of `migration`
 
@@ -52,12 +52,12 @@ class Generation:
     replay_left: int = 0
     """how many of its tokens the worker has still to generate again, in a replay"""
     losses: int = 0
-    """how often a worker that had taken it up lost it"""
+    """how often a worker lost it after taking it up"""
     lost_by: set[str] = field(default_factory=set)
     """instance ids of the workers that lost it"""
     last_loss: str = ""
     engines_died: int = 0
-    """in a row, each while it computed the next token, as their workers reported"""
+    """how many engines in a row died while they computed its next token, as their workers reported"""
 
     @property
     def id(self) -> str:
@@ -66,7 +66,7 @@ class Generation:
 
     @property
     def prompt_key(self) -> str:
-        """The several outputs of n > 1 have one."""
+        """The outputs of n > 1 share one."""
         key: str = self.request.external_req_id or self.request.request_id
         return key
 
@@ -82,14 +82,14 @@ class Generation:
 
     @property
     def timing(self) -> tuple[int, float, float]:
-        """Of what had one attempt: tokens, seconds from sending it to the first of them, and from there to the last."""
+        """Tokens, seconds from sending it to the first token, seconds from there to the last; for a single attempt."""
         return len(self.tokens), self.first_token - self.sent, self.last_token - self.first_token
 
     def is_complete(self, max_model_len: int) -> bool:
         return len(self.tokens) >= min(self.max_tokens, max_model_len - len(self.prompt))
 
     def begin_span(self, instance: str) -> None:
-        """Of an attempt that is about to be made at this worker."""
+        """Begin the span of an attempt at this worker, if the request is traced."""
         if self.trace is not None and self.trace.span is not None:
             self.span = self.trace.span.begin("attempt", time.monotonic(), {"pdserve.instance": instance})
 
@@ -101,7 +101,7 @@ class Generation:
         span.end(time.monotonic(), {"pdserve.prefill": self.placed.prefill if self.placed else ""}, error)
 
     def attach(self, link: Link, attempt_id: str) -> None:
-        """Begin a new attempt at the link's worker."""
+        """Begin an attempt at the link's worker."""
         self.attempt += 1
         self.attempt_id = attempt_id
         self.link = link
@@ -115,7 +115,7 @@ class Generation:
         link.touch()
 
     def detach(self, error: str = "") -> Link | None:
-        """End the attempt: its late outputs find no generation. Returns the link that it was on."""
+        """End the attempt, so that its late outputs find no generation. Returns its link."""
         link, self.link = self.link, None
         hops = self.hops.left(self.last_token) if link is not None else []
         if self.span is not None:
@@ -127,7 +127,7 @@ class Generation:
         return link
 
     def add_tokens(self, tokens: list[int]) -> float | None:
-        """Count these tokens; returns the seconds between two of them, None where the first is among them."""
+        """Count these tokens; returns the seconds between two of them, None if the first is among them."""
         if not tokens:
             return None
         now = time.monotonic()
@@ -135,7 +135,7 @@ class Generation:
         if not self.first_token:
             self.first_token = now
             if self.link is not None:
-                self.link.touch()  # it is not starting any more
+                self.link.touch()  # it is no longer starting
         self.last_token = now
         self.engines_died = 0
         self.tokens += tokens
@@ -145,7 +145,7 @@ class Generation:
 
 
 def unsupported(request: EngineCoreRequest) -> str | None:
-    """Why it cannot be generated here; None where it can."""
+    """Why the request cannot be served; None if it can."""
     if request.mm_features or request.prompt_embeds is not None:
         return "only text prompts are served: images, audio, video and prompt embeddings are not"
     if request.sampling_params is None:

@@ -1,4 +1,4 @@
-"""Grammars that would end the process that compiles them, found before vLLM looks at them. Pure."""
+"""Find grammars that would end the process that compiles them, before vLLM compiles them. Pure."""
 
 import json
 import re
@@ -7,15 +7,15 @@ from contextlib import suppress
 from typing import Any
 
 LOWEST = -9.2e18
-"""llguidance, which vLLM asks where xgrammar refuses a schema, ends the process (a recursion without end) for an
-integer range whose upper bound is next to the smallest of 64 bits; it clips what lies beyond"""
+"""llguidance, which vLLM uses if xgrammar refuses a schema, ends the process (an endless recursion) at an integer range
+whose upper bound is next to the smallest of 64 bits; it clips bounds beyond"""
 _UPPER = ("maximum", "exclusiveMaximum")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NEGATIVE = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 def problem(params: Any) -> tuple[str, str] | None:
-    """The field of these sampling parameters that must not be computed, and why; None where all may."""
+    """The field of these sampling parameters that must be refused, and why; None if there is none."""
     asked = params.structured_outputs
     if asked and (why := schema_problem(asked.json, asked.structural_tag) or lark_problem(asked.grammar)):
         return "structured_outputs", why
@@ -25,8 +25,7 @@ def problem(params: Any) -> tuple[str, str] | None:
 
 
 def schema_problem(*schemas: object) -> str:
-    """What is wrong with these JSON schemas (or structural tags, as objects or as their text), in words; empty where
-    nothing is."""
+    """Why these JSON schemas (or structural tags, as objects or as text) must be refused; empty if they need not."""
     for schema in schemas:
         for name, value in _bounds(_read(schema)):
             if value < LOWEST:
@@ -35,8 +34,8 @@ def schema_problem(*schemas: object) -> str:
 
 
 def lark_problem(grammar: object) -> str:
-    """The same for a grammar in Lark's form, which may hold schemas (`%json`): a client may write everything in these
-    with escapes but numbers."""
+    """The same for a grammar in Lark's form, which may hold schemas (`%json`). Only their numbers are looked at: a
+    client may write everything else with escapes."""
     numbers = _NEGATIVE.findall(grammar) if isinstance(grammar, str) else ()
     if any(float(number) < LOWEST for number in numbers):
         return f"a grammar's numbers must not be below {LOWEST:g}"
@@ -51,7 +50,7 @@ def _read(schema: object) -> object:
 
 
 def _bounds(schema: object) -> Iterator[tuple[str, int | float]]:
-    """All upper bounds in it; without recursion, since a client may nest it arbitrarily deep."""
+    """All upper bounds in a schema; without recursion, since a client may nest it arbitrarily deep."""
     rest = [schema]
     while rest:
         part = rest.pop()

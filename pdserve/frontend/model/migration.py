@@ -1,4 +1,4 @@
-"""What becomes of a generation whose decode worker is lost, gives it up, or is not there.
+"""What becomes of a generation whose decode worker is lost or gives it up, or that finds no worker.
 
 First the rules, which are pure, then their application. docs/migration.md explains them.
 """
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 4
-"""workers that may lose a request after they took it up, for any reasons"""
+"""workers that may lose a request after taking it up, for any reason"""
 MAX_ENGINES = 2
 """engines that may die in a row while they compute a request's next token. After the first death each of the requests
 that were in that engine is tried again beside no other unproven request (`decode/quarantine.py`): the second one tells
 which of them kills."""
 PAUSE = 0.5
-"""seconds before a worker that failed a request gets it again, where there is no other"""
+"""seconds before a worker that failed a request gets it again, if there is no other"""
 
 LOSSES = ("gone", "engine-died", "failed", "gave-up", "unreadable")
 """why a worker lost a request, in the metric (docs/metrics.md)"""
@@ -51,7 +51,7 @@ _SEED_SPACE = 1 << 63
 
 
 def repeatable(request: EngineCoreRequest) -> EngineCoreRequest:
-    """The request such that, where it has to be replayed, the same tokens come again: sampling gets a seed."""
+    """The request, with a seed if it samples and may have to be replayed, so that the same tokens come again."""
     params = request.sampling_params
     if params.seed is not None or params.temperature == 0 or not looks_back(params):
         return request
@@ -59,8 +59,7 @@ def repeatable(request: EngineCoreRequest) -> EngineCoreRequest:
 
 
 def next_attempt(generation: Generation) -> Submit:
-    """Prompt + tokens so far, or the prompt alone where it has to be replayed, under an id never used before. Raises
-    Unencodable."""
+    """Prompt + tokens so far, or the prompt alone for a replay, under a new id. Raises Unencodable."""
     attempt_id = f"{generation.id}#{generation.attempt + 1}-{_BOOT}{next(_serial):x}"
     return Submit(
         attempt_id,
@@ -74,8 +73,8 @@ def next_attempt(generation: Generation) -> Submit:
 
 
 def body(request: EngineCoreRequest, attempt_id: str, tokens: list[int]) -> list[bytes]:
-    """The request as it travels: without its prompt, under the attempt's id, continuing after `tokens` or, where
-    it looks back at them, from its start."""
+    """Encode the request as the worker gets it: without its prompt, under the attempt's id, going on after `tokens` or,
+    for sampling that looks back at them, from its start. Raises Unencodable."""
     params = request.sampling_params
     changes: dict[str, object] = {"extra_args": _without_transfers(params.extra_args)}
     if tokens:  # the prompt's logprobs came with the first of them
@@ -105,7 +104,7 @@ def _without_transfers(extra: dict[str, object] | None) -> dict[str, object] | N
 
 
 def too_many_losses(generation: Generation) -> RequestFailure | None:
-    """Why a generation that was lost is not tried again; None where it is."""
+    """Why a lost generation is not tried again; None if it is."""
     died, losses = generation.engines_died, generation.losses
     if died >= MAX_ENGINES:
         why = f"{died} engines in a row died while they computed this request's next token"
@@ -120,8 +119,8 @@ def too_many_losses(generation: Generation) -> RequestFailure | None:
 
 
 class Migration:
-    """Takes over a model's generations from the core when they have no worker any more, or none yet, until they are
-    placed at another worker, finished or failed."""
+    """Takes over a model's generations that have lost their worker or found none, until they are placed at another
+    worker, finished or failed."""
 
     def __init__(self, core: "RemoteCore", model: str, max_model_len: int) -> None:
         self.replaced = False
@@ -131,12 +130,12 @@ class Migration:
         self._moved = {word: MIGRATIONS.labels(model, word) for word in LOSSES}  # from 0 on
         self._max_model_len = max_model_len
         self._waiting: dict[Generation, list[asyncio.TimerHandle]] = {}
-        """for a worker, until their deadline"""
+        """generations that wait for a worker, until their deadline"""
 
     # the worker is lost
 
     def failed(self, generation: Generation, failed: Failed) -> None:
-        """Its worker reported that it will not finish it."""
+        """Handle a worker's report that it will not finish the generation."""
         assert generation.link is not None
         generation.engines_died = max(generation.engines_died, failed.engines_died)
         if failed.retry:
@@ -150,11 +149,10 @@ class Migration:
         self._core.fail(generation, RequestFailure(status, failed.message))
 
     def lost(self, generation: Generation, reason: str, word: str) -> None:
-        """Its worker will not finish it: finish it here where it is complete, fail it, or go on at another worker.
-        `word`: of `LOSSES`."""
+        """Finish a lost generation here if it is complete, fail it, or go on at another worker. `word`: of `LOSSES`."""
         link = generation.detach(reason)
         if link is None:
-            return  # it ended together with a sibling (n > 1)
+            return  # it has ended together with a sibling (n > 1)
         generation.lost_by.add(link.instance)
         generation.losses += generation.placed is not None
         generation.last_loss = reason
@@ -172,8 +170,8 @@ class Migration:
             self._core.place(generation, only_others=True)
 
     def replay(self, generation: Generation, output: EngineCoreOutput) -> bool:
-        """Compare the output with the tokens that the client already has and take them out of it; whether anything is
-        left. Fails the generation where the worker says something else."""
+        """Compare the output with the tokens that the client already has, and take these out of it; whether anything is
+        left. Fail the generation if the worker generates other tokens."""
         again = min(generation.replay_left, len(output.new_token_ids))
         start = len(generation.tokens) - generation.replay_left
         same = output.new_token_ids[:again] == generation.tokens[start : start + again]
@@ -188,7 +186,7 @@ class Migration:
     # no worker is there
 
     def wait(self, generation: Generation, *, retry: bool) -> None:
-        """Until a worker comes, or the deadline. With `retry`, a worker that just lost it may do better in a moment."""
+        """Wait for a worker until the deadline. With `retry`, try the workers that lost it again after `PAUSE`."""
         loop, timers = asyncio.get_running_loop(), self._waiting.setdefault(generation, [])
         if not timers:
             left = max(0.0, generation.deadline - time.monotonic())
@@ -199,7 +197,7 @@ class Migration:
         self.give_back(generation)
 
     def place_waiting(self) -> None:
-        """A worker has come."""
+        """Place the waiting generations: a worker has come."""
         for generation in list(self._waiting):
             if generation in self._waiting:  # it may have ended together with a sibling (n > 1)
                 self._core.place(generation)
@@ -212,9 +210,9 @@ class Migration:
         self._core.fail(generation, RequestFailure.no_worker(self._model, generation.last_loss))
 
     def give_back(self, generation: Generation) -> None:
-        """Where the model is replaced, end a request that is better begun anew at the other model, with its siblings
-        (n, several prompts). A request at which an engine died is not tried there: those workers would count its
-        victims from 0 again. A request that has tokens waits: another worker of what it began with may still come."""
+        """If the model is replaced, end a request that has no token and no worker, with its siblings (n, several
+        prompts), so that the other model serves it. A request at which an engine died is not tried there: those workers
+        would count its victims from 0 again. A request that has tokens waits for another worker of its own model."""
         trace = generation.trace
         if not self.replaced or trace is None or trace.first_token:
             return

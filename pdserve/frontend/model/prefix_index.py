@@ -1,4 +1,4 @@
-"""Which decode workers have which prefixes cached, as they tell it (`messages.PrefixesChanged`)."""
+"""Which decode workers have which prefixes cached, as they report it (`messages.PrefixesChanged`)."""
 
 from collections.abc import Collection, Sequence
 
@@ -7,17 +7,17 @@ from pdserve.prefixes import names, root
 
 
 class PrefixIndex:
-    """By names only (`prefixes.py`), never by tokens. It may be wrong for as long as a report takes, and it knows
-    nothing of what a worker did not tell: a request that is sent by it to the wrong worker is only slower."""
+    """Holds names of prefixes (`prefixes.py`), no tokens. It is as old as the last reports: a request that it sends to
+    the wrong worker is only slower."""
 
     def __init__(self) -> None:
         self._holders: dict[tuple[int, int], dict[bytes, tuple[str, ...]]] = {}
-        """by block size and stride (equal workers have equal ones), by name: the workers that have it"""
+        """by block size and stride (equal workers have equal ones), by name: the workers that have that prefix"""
         self._told: dict[str, tuple[tuple[int, int], set[bytes]]] = {}
-        """by worker: its block size and stride, and the names that it has told"""
+        """by worker: its block size and stride, and the names that it reported"""
 
     def __len__(self) -> int:
-        """Names of all workers together."""
+        """The names of all workers, counted for each."""
         return sum(len(told) for _, told in self._told.values())
 
     def told(self, worker: str) -> Collection[bytes]:
@@ -36,7 +36,7 @@ class PrefixIndex:
         self._remove(worker, change.removed)
 
     def forget(self, worker: str) -> None:
-        """It is gone, and what it had cached."""
+        """Remove a worker that is gone."""
         if worker in self._told:
             self._remove(worker, list(self._told[worker][1]))
             del self._told[worker]
@@ -56,8 +56,8 @@ class PrefixIndex:
             self._holders.pop(shape, None)
 
     def cached(self, prompt: Sequence[int], salt: str | None) -> dict[str, int]:
-        """By worker: how many leading tokens of the prompt it has; the others have none. Walks the prompt as far as any
-        worker has it."""
+        """By worker: how many leading tokens of the prompt it has; workers without any are left out. Walks the prompt
+        only as far as any worker has it."""
         found: dict[str, int] = {}
         for (block_size, stride), holders in self._holders.items():
             levels: list[tuple[str, ...]] = []
@@ -67,7 +67,7 @@ class PrefixIndex:
                         break
                     levels.append(holders[name])
             here = 0
-            # a worker that has a block has those before it: only where there are more workers are new ones among them
+            # a worker that has a block has those before it: new workers appear only where their number grows
             for depth in range(len(levels), 0, -1):
                 if len(levels[depth - 1]) > here:
                     here = len(levels[depth - 1])

@@ -49,7 +49,7 @@ class Processor:
 @asynccontextmanager
 async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[Processor]:
     """Serve the card while entered. Entering takes a second or two, most of it in a thread. Raises ConfigError or
-    Unavailable with the reason why this host cannot serve the card."""
+    Unavailable if this host cannot serve the card."""
     if card.vllm_version != VERSION:
         theirs = card.vllm_version or "an unknown version"
         raise ConfigError(
@@ -69,9 +69,8 @@ async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[P
         core.process = OutputHandler(engine).process
         stack.push_async_callback(core.workers.close)
         stack.callback(engine.shutdown)
-        stack.callback(
-            core.shutdown
-        )  # called first: no request must go on at another worker when one is left
+        # first of all: no request must go on at another worker while the workers are left
+        stack.callback(core.shutdown)
         try:
             app, core.plain_paths = await make_app(engine, args, card.supported_tasks, context.stored)
         except ValueError as error:
@@ -83,9 +82,8 @@ async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[P
 
 
 async def model_folder(card: ModelCard, blobs: BlobStore, state_dir: Path) -> str:
-    """A folder with config, tokenizer and chat template as the worker has loaded them, or the hub id. Raises
-    Unavailable where there is neither. What lies at that path on this host may be another model by now, or by chance:
-    then it is the archive that counts."""
+    """A folder with config, tokenizer and chat template as the worker loaded them, or the hub id. Raises Unavailable
+    if there is neither. The same path on this host may hold another model: then the worker's archive is used."""
     if not card.model.startswith("/") or await asyncio.to_thread(_is_in_place, card):
         return card.model
     if not card.blob:
@@ -102,9 +100,9 @@ def _is_in_place(card: ModelCard) -> bool:
     return folder.is_dir() and (not card.blob or archive_name(pack_model(folder)) == card.blob)
 
 
-# What only an engine reads, or what the edge does instead; everything else (tokenizer, templates, parsers,
-# limits, defaults of sampling) is passed on. Most engine arguments would do no harm here, but these start
-# things or check for hardware.
+# Arguments that only an engine reads, or for which the edge does the work; all others (tokenizer, templates, parsers,
+# limits, defaults of sampling) are passed on. Most engine arguments would do no harm here, but some start processes or
+# check for hardware.
 _NOT_HERE = re.compile(
     r"kv-.*|ec-.*|.*-parallel.*|data-parallel-.*|pipeline-.*|tensor-.*|gpu-.*|num-gpu-.*|cpu-.*|swap-.*|enforce-eager"
     r"|block-size|max-num-.*|.*prefix-caching.*|.*chunked-prefill|scheduling-policy|async-scheduling|stream-interval"
@@ -117,8 +115,8 @@ _NOT_HERE = re.compile(
 
 
 def frontend_argv(card: ModelCard, model: str) -> list[str]:
-    """The command line of vLLM's API server, as the frontend runs it, without an engine. `model` is where this host
-    has the model: a folder, or a hub id."""
+    """The command line of vLLM's API server for a frontend, without an engine. `model`: a folder of this host, or a hub
+    id."""
     kept = {name: value for name, value in card.engine_args.items() if not _NOT_HERE.fullmatch(name)}
     ours: dict[str, object] = {
         "model": model,
@@ -126,7 +124,7 @@ def frontend_argv(card: ModelCard, model: str) -> list[str]:
         "max-model-len": card.max_model_len,
         "allowed-origins": [],
     }
-    # a long text that is tokenized leaves a thread for the prompts of others
+    # two: while one thread tokenizes a long text, the other is left for the prompts of others
     return to_argv({"renderer-num-workers": 2, **kept, **ours})
 
 
@@ -134,14 +132,14 @@ def frontend_argv(card: ModelCard, model: str) -> list[str]:
 
 
 class ModelMetrics(Collector):
-    """vLLM's own per-request metrics of every model in this process, collected from a registry per model as one.
-    Gauges are left out: they describe an engine, and there is none here."""
+    """vLLM's own metrics of requests, merged from a registry for each model of this process. Gauges are left out: they
+    describe an engine, and there is none here."""
 
     def __init__(self) -> None:
         self._registries: list[CollectorRegistry] = []
 
     def describe(self) -> list[Metric]:
-        return []  # names are not claimed: they are the same for each model
+        return []  # claim no names: they are the same for each model
 
     def collect(self) -> Iterator[Metric]:
         merged: dict[str, Metric] = {}
@@ -155,7 +153,7 @@ class ModelMetrics(Collector):
 
     @contextmanager
     def model(self) -> Iterator[CollectorRegistry]:
-        """A registry that is shown for as long as the model is served."""
+        """A registry that is collected while entered."""
         registry = CollectorRegistry()
         self._registries.append(registry)
         try:

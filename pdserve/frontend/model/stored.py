@@ -1,10 +1,10 @@
-"""Stored responses (/v1/responses), as vLLM's app of this frontend has them.
+"""Stored responses (/v1/responses), as vLLM's app of this frontend reads and writes them.
 
-vLLM keeps them in four dicts, for ever and for all clients. Here `ModelResponses` stands in for these dicts and for the
-lock beside them. What vLLM writes is kept in the frontend only as long as the request that makes it, background work
-included; when vLLM leaves its lock, what has changed goes into the store (`queue/responses.py`), where every frontend
-finds it. What it reads was loaded from there before the request came to vLLM, and only what belongs to the client's own
-API key. `tests/frontend/model/test_vllm_api.py` holds what is expected of vLLM.
+vLLM keeps them in four dicts, for ever and for all clients. Here `ModelResponses` stands in for these dicts and for
+their lock. A response that vLLM writes stays in the frontend only as long as the request that makes it, background work
+included; when vLLM leaves its lock, changed responses go into the store (`queue/responses.py`), where every frontend
+finds them. A response that vLLM reads was loaded from there before vLLM got the request, and belongs to the client's
+own API key. `tests/frontend/model/test_vllm_api.py` checks what this expects of vLLM.
 """
 
 import asyncio
@@ -31,16 +31,14 @@ logger = logging.getLogger(__name__)
 
 UNFINISHED = ("queued", "in_progress")
 LARGE = 64 << 10
-"""bytes that are compressed in a thread"""
+"""bytes above which a response is compressed in a thread"""
 END_WITHIN = 5.0
-"""seconds for background work to end when it was cancelled"""
-
-
+"""seconds for cancelled background work to end"""
 STOPPED = "the frontend was stopped"
 
 
 class ResponseCodec(Protocol):
-    """vLLM's objects as bytes, and back: `vllm_api` has it."""
+    """vLLM's objects as bytes, and back; implemented by `vllm_responses`, which imports vLLM."""
 
     def dump(self, response: Any) -> bytes: ...
     def load(self, data: bytes) -> Any: ...
@@ -51,23 +49,23 @@ class ResponseCodec(Protocol):
 
 @dataclass(eq=False)
 class RunningResponse:
-    """One that a request of this frontend is making, or that was loaded for one."""
+    """A response that a request of this frontend is making, or that was loaded for a request."""
 
     owner: str
     id: str
     model: str
     response: Any = None
-    """vLLM's; None until there is one"""
+    """vLLM's object; None until vLLM has made it"""
     messages: Any = None
     events: tuple[deque[Any], asyncio.Event] | None = None
-    """where it is streamed in the background; the event is set when there is another one"""
+    """of a background stream; the asyncio event is set when there is another one"""
     task: asyncio.Task[Any] | None = None
     """the background work"""
     saved: str = ""
-    """its status when it was stored last"""
+    """its status when it was last stored"""
 
     def fail(self, why: str) -> None:
-        """Unless it is over."""
+        """Mark the response as failed, unless it is over."""
         if self.response is not None and self.response.status in UNFINISHED:
             self.response.status = "failed"
             self.response.error = {"code": "server_error", "message": why}
@@ -75,14 +73,14 @@ class RunningResponse:
 
 @dataclass
 class RequestResponses:
-    """What one HTTP request has to do with stored responses."""
+    """The stored responses that one HTTP request names, reads and makes."""
 
     owner: str
     named_id: str = ""
     named: StoredResponse | None = None
-    """the one that the request names, where it was loaded"""
+    """the response that the request names, as loaded from the store"""
     loaded: RunningResponse | None = None
-    """the same, once vLLM has asked for it, or another that was being made here"""
+    """the same, once vLLM has asked for it; or the named response, if this frontend is making it"""
     made: list[RunningResponse] = field(default_factory=list)
 
     def making(self, response_id: str) -> RunningResponse | None:
@@ -93,30 +91,30 @@ _current: ContextVar[RequestResponses] = ContextVar("pdserve_responses")
 
 
 def begin(owner: str) -> None:
-    """A request of this client is that of this task, and of all tasks that it makes from now on. The task may have had
-    another one: the requests of a connection inherit from each other."""
+    """Begin a request of this client in this task and the tasks that it makes. Replaces the connection's last
+    request."""
     _current.set(RequestResponses(owner))
 
 
 class StoredResponses(Lifetime):
-    """Of one frontend and all of its models."""
+    """The responses of one frontend and all of its models."""
 
     def __init__(self, store: ResponseStore, frontend: str) -> None:
         self.store = store
         self.frontend = frontend
-        """its instance id"""
+        """instance id"""
         self._running: dict[tuple[str, str], RunningResponse] = {}
         """by owner and id"""
         self._codecs: dict[str, ResponseCodec] = {}
         self._away = False
-        """the log has it"""
+        """whether the store's outage was logged"""
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
         async with self.store:
             try:
                 yield
-            finally:  # what a drain has cut short
+            finally:  # a drain has cut these short
                 for running in list(self._running.values()):
                     if running.task is not None:
                         running.fail(STOPPED)
@@ -128,8 +126,8 @@ class StoredResponses(Lifetime):
     # one request
 
     async def name(self, response_id: str) -> StoredResponse | RunningResponse | None:
-        """What the request is about: being made here, or from the store. It stays there for this request, whatever
-        becomes of it meanwhile. Raises QueueUnavailable."""
+        """Find the response that the request names, among those being made here or in the store, and keep it for this
+        request. Raises QueueUnavailable."""
         request = _current.get()
         request.named_id, request.named = response_id, None
         request.loaded = self._running.get((request.owner, response_id))
@@ -144,7 +142,7 @@ class StoredResponses(Lifetime):
         return request.named
 
     async def replace(self, record: StoredResponse) -> None:
-        """What `name` has loaded. Raises QueueUnavailable."""
+        """Replace the response that `name` has loaded. Raises QueueUnavailable."""
         request = _current.get()
         request.named = record
         data = zlib.compress(msgspec.msgpack.encode(record), 1)
@@ -152,8 +150,8 @@ class StoredResponses(Lifetime):
 
     @asynccontextmanager
     async def lasting(self, trace: RequestTrace, grace: float) -> AsyncIterator[None]:
-        """Around a model's answer. Leaving waits for the request's background work, until `grace` seconds after its
-        deadline, and lets go of what it has made; but not where the task is cancelled, by a drain: see `_lifetime`."""
+        """Enter around a model's answer. Leaving waits for the request's background work, until `grace` seconds after
+        its deadline, and forgets the responses that it made; not if a drain cancels the task (see `_lifetime`)."""
         request, task = _current.get(), asyncio.current_task()
         try:
             yield
@@ -199,7 +197,7 @@ class StoredResponses(Lifetime):
                 await self._save(running)
 
     async def _save(self, running: RunningResponse, *, last: bool = False) -> None:
-        """Raises nothing: the client has its answer whatever becomes of the store."""
+        """Raises nothing: the client gets its answer whatever becomes of the store."""
         if running.response is None:
             return
         unfinished = not last and (running.events is not None or running.response.status in UNFINISHED)
@@ -245,13 +243,13 @@ class StoredResponses(Lifetime):
         return ModelResponses(self, model, codec)
 
     def keep(self, running: RunningResponse) -> None:
-        """Until `finish`."""
+        """Keep a response that is being made until its request ends."""
         self._running[running.owner, running.id] = running
 
 
 class ModelResponses:
-    """In place of the dicts of one model's app, and of its lock. Nothing is awaited while the lock is held, so it does
-    not lock: leaving it is the moment to store what was changed under it."""
+    """Stands in for the dicts of one model's app, and for their lock. vLLM awaits nothing while it holds the lock, so
+    this does not lock: leaving it stores the responses that were changed under it."""
 
     def __init__(self, stored: StoredResponses, model: str, codec: ResponseCodec) -> None:
         self._stored = stored
@@ -271,7 +269,7 @@ class ModelResponses:
         await self._stored.save_changed(touched)
 
     def find(self, response_id: str) -> RunningResponse | None:
-        """Of the client whose request this task belongs to."""
+        """A response of the client whose request this task belongs to."""
         request = _current.get()
         found = request.making(response_id) or self._stored.running(request.owner, response_id)
         if found is None and request.named_id == response_id:
@@ -283,8 +281,8 @@ class ModelResponses:
         return found
 
     def make(self, response_id: str) -> RunningResponse:
-        """The one that this request makes. Clients may choose ids: another request that makes one of the same id has
-        its own, to be held and ended by it; the one made last is found."""
+        """The response of this id that this request makes. Clients may choose ids: each request that makes a response
+        of the same id has its own; others find the one made last."""
         request = _current.get()
         found = request.making(response_id)
         if found is None:
@@ -308,7 +306,7 @@ class ModelResponses:
 
 
 class _Attribute:
-    """One of vLLM's dicts: an attribute of the responses by their ids."""
+    """One of vLLM's dicts: one attribute of the responses, by their ids."""
 
     def __init__(self, responses: ModelResponses, name: str) -> None:
         self._responses = responses
@@ -333,7 +331,7 @@ class _Attribute:
 
 class _Events(_Attribute):
     def __getitem__(self, response_id: str) -> tuple[deque[Any], "_MoreEvents"]:
-        """For a reader, which vLLM would let wait for ever for the end of a response that has failed."""
+        """The events for a reader, which with vLLM's own would wait for ever for the end of a failed response."""
         events, signal = super().__getitem__(response_id)
         running = self._responses.find(response_id)
         assert running is not None
@@ -349,7 +347,7 @@ class _MoreEvents:
         self._signal.clear()
 
     async def wait(self) -> None:
-        """Raises BadRequest where no further event will come."""
+        """Raises BadRequest if no further event will come."""
         task = self._running.task
         if task is None or task.done():
             raise BadRequest(f"the response is {self._running.response.status}: there are no further events")
@@ -362,11 +360,11 @@ class _Tasks(_Attribute):
         return None if task is None else _Work(task)
 
     def pop(self, response_id: str, default: Any = None) -> None:
-        """It is over: `StoredResponses.finish` has still to look at it."""
+        """Keep the task, which is over: `StoredResponses.lasting` still needs it."""
 
 
 class _Work:
-    """Background work for vLLM to cancel: it would log its end with a traceback, as an error."""
+    """Background work for vLLM to cancel: awaiting the task itself, vLLM would log its end as an error."""
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
         self._task = task
@@ -377,7 +375,7 @@ class _Work:
 
 
 class StoredEvent(NamedTuple):
-    """An event as vLLM's app reads it."""
+    """A stored event, as vLLM's app reads it."""
 
     type: str
     json: str

@@ -1,7 +1,7 @@
-"""Everything that the frontend uses of vLLM 0.32, and with `vllm_responses` all that imports it there.
+"""Everything that the frontend uses of vLLM 0.32; only this module and `vllm_responses` import vLLM there.
 
-`tests/frontend/model/test_vllm_api.py` holds what is expected of each name here and says what moved when vLLM
-changes. Importing this module costs 6 to 7 seconds of CPU: do it late, and in a thread.
+`tests/frontend/model/test_vllm_api.py` checks what this expects of vLLM, and names what moved when vLLM changes.
+Importing this module costs 6 to 7 seconds of CPU: do it late, and in a thread.
 """
 
 import asyncio
@@ -62,9 +62,9 @@ logger = logging.getLogger(__name__)
 VERSION: str = vllm.__version__
 
 SHORT_PROMPT = 1000
-"""characters: some 0.2 ms"""
+"""characters, tokenized in some 0.2 ms"""
 RECORD_EVERY = 0.25
-"""seconds between two times at which vLLM's metrics of the steps are counted: many at once cost a third"""
+"""seconds between two updates of vLLM's metrics of the steps: many steps at once cost a third"""
 
 _encoder = MsgpackEncoder()
 _decoder = MsgpackDecoder(EngineCoreOutputs)
@@ -75,7 +75,8 @@ _constructing = threading.Lock()
 
 
 class Unencodable(ValueError):
-    """A request that cannot travel: an integer over 64 bits, text that is no UTF-8. The message names the field."""
+    """A request that cannot be encoded: an integer over 64 bits, text that is not UTF-8. The message names the
+    field."""
 
 
 def encode_request(request: EngineCoreRequest) -> list[bytes]:
@@ -115,7 +116,7 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def decode_outputs(body: Sequence[bytes]) -> EngineCoreOutputs:
-    """Raises any of the decoder's errors for bytes that are no EngineCoreOutputs."""
+    """Raises any of the decoder's errors for bytes that are not EngineCoreOutputs."""
     return _decoder.decode(body)
 
 
@@ -130,8 +131,8 @@ def outputs_now(outputs: list[EngineCoreOutput], sent_at: float) -> EngineCoreOu
 
 
 def count_prefix_hit(stats: PrefillStats, elsewhere: int, block_size: int) -> None:
-    """`cached_tokens` of the usage are prefix hits, at the decode worker or `elsewhere`, at the prefill worker: tokens
-    that were computed for this very request, and came over the network, are none, but were written into a cache."""
+    """Count as `cached_tokens` of the usage the prefix hits at the decode worker, or `elsewhere`: at the prefill
+    worker. Tokens that were computed for this very request and came over the network count as written into a cache."""
     stats.num_cached_tokens = min(max(stats.num_local_cached_tokens, elsewhere), stats.num_prompt_tokens)
     if stats.num_external_cached_tokens and block_size:
         whole = stats.num_prompt_tokens // block_size * block_size
@@ -139,7 +140,7 @@ def count_prefix_hit(stats: PrefillStats, elsewhere: int, block_size: int) -> No
 
 
 def drop_tokens(output: EngineCoreOutput, count: int) -> None:
-    """Take the first `count` tokens and what belongs to them out of it."""
+    """Take the first `count` tokens out of the output, and what belongs to them."""
     kept = len(output.new_token_ids) - count
     output.new_token_ids = output.new_token_ids[count:]
     if output.new_logprobs is not None:
@@ -149,7 +150,7 @@ def drop_tokens(output: EngineCoreOutput, count: int) -> None:
 
 
 def with_params(request: EngineCoreRequest, **changes: Any) -> EngineCoreRequest:
-    """A copy whose sampling parameters are changed; the original, which AsyncLLM keeps, is not touched."""
+    """A copy with changed sampling parameters; the original, which AsyncLLM keeps, stays as it is."""
     request = copy(request)
     request.sampling_params = params = copy(request.sampling_params)
     for name, value in changes.items():
@@ -161,7 +162,7 @@ def with_params(request: EngineCoreRequest, **changes: Any) -> EngineCoreRequest
 
 
 def parse_args(argv: list[str]) -> Namespace:
-    """Parse vLLM's own `serve` arguments. Raises ValueError with the message where argparse would exit."""
+    """Parse vLLM's own `serve` arguments. Raises ValueError with the message with which argparse would exit."""
     parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
     parser.error = _raise_usage
     try:
@@ -177,8 +178,8 @@ def _raise_usage(message: str) -> None:
 
 
 def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegistry) -> AsyncLLM:
-    """An unmodified AsyncLLM whose engine core is `core`; reads tokenizer and config, takes about a second. Its metrics
-    go to `registry`: in the default one each further model would unregister the metrics of the model before. Raises
+    """Make an unmodified AsyncLLM whose engine core is `core`: it reads tokenizer and config, in about a second. Its
+    metrics go to `registry`: in the default one each model would unregister the metrics of the model before. Raises
     ValueError or OSError for a model folder or arguments that vLLM cannot use."""
     try:
         config = _config_without_engine(args)
@@ -200,12 +201,12 @@ def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegi
             unregister_vllm_metrics()
     _refuse_fatal_grammars(engine.input_processor)
     _tokenize_short_prompts_here(engine.renderer)
-    vllm.envs.enable_envs_cache()  # as vLLM's engine does: its metrics ask the environment for each token
+    vllm.envs.enable_envs_cache()  # as vLLM's engine does: its metrics read the environment for each token
     return engine
 
 
 def _refuse_fatal_grammars(inputs: InputProcessor) -> None:
-    """Check where vLLM validates a request's parameters: there all forms in which a schema may come are the same."""
+    """Refuse them where vLLM validates a request's parameters: there a schema has one form, however it was given."""
     validate = inputs._validate_params
 
     def checked(params: object, *rest: Any) -> bool | None:
@@ -222,7 +223,7 @@ def _refuse_fatal_grammars(inputs: InputProcessor) -> None:
 
 
 def _tokenize_short_prompts_here(renderer: BaseRenderer[Any]) -> None:
-    """In the event loop: to hand one to a thread, and to wake up for its answer, costs more."""
+    """Tokenize in the event loop, where a thread and the wake-up for its answer cost more."""
     in_thread = renderer._tokenize_prompt_async
 
     async def tokenize(prompt: Any, params: Any) -> Any:
@@ -234,15 +235,15 @@ def _tokenize_short_prompts_here(renderer: BaseRenderer[Any]) -> None:
 
 
 def _config_without_engine(args: Namespace) -> VllmConfig:
-    """As vLLM's render server configures itself."""
+    """Configure vLLM as its render server does, without an engine."""
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    engine_args._set_default_reasoning_config_args()  # what thinking_token_budget is checked by
+    engine_args._set_default_reasoning_config_args()  # thinking_token_budget is checked by it
     model = engine_args.create_model_config()
-    model.quantization = None  # kernels are the workers' business
+    model.quantization = None  # only workers have kernels
     vllm.envs.VLLM_CPU_KVCACHE_SPACE = 0  # no KV cache here, and no warning about its size
     return VllmConfig(
         model_config=model,
@@ -262,8 +263,8 @@ def _stat_logger(registry: CollectorRegistry) -> type:
 
 
 def fail_request(engine: AsyncLLM, request_id: str, message: str, status: int) -> list[str]:
-    """End a core request, and with it the others of the same HTTP request (n > 1), with this error for the client.
-    Returns the ids of all core requests that are ended thereby; empty where it is already over."""
+    """End a core request, and the others of the same HTTP request (n > 1), with this error for the client. Returns the
+    ids of all core requests that end with it; empty if it is already over."""
     processor = engine.output_processor
     state = processor.request_states.get(request_id)
     if state is None:
@@ -275,7 +276,7 @@ def fail_request(engine: AsyncLLM, request_id: str, message: str, status: int) -
 
 
 class OutputHandler:
-    """What AsyncLLM's own task for outputs does, without the task: two turns of the event loop less for each step."""
+    """Does the work of AsyncLLM's own task for outputs without a task: two turns of the event loop less per step."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
@@ -284,8 +285,8 @@ class OutputHandler:
         self._unrecorded: list[IterationStats] = []
 
     def process(self, outputs: EngineCoreOutputs) -> list[str]:
-        """Hand one engine step's outputs to their requests. Returns the ids of those that are over, for a stop string
-        or an error: the engine does not know it. An error fails the request whose output it is."""
+        """Hand one engine step's outputs to their requests. Returns the ids of the requests that end by a stop string
+        or an error, of which the engine does not know. An error fails only the request whose output it is."""
         stats, left, over = IterationStats(), iter(outputs.outputs), []
         while length_hint(left):
             try:
@@ -299,7 +300,8 @@ class OutputHandler:
         return over
 
     def _fail_last(self, taken: Sequence[EngineCoreOutput]) -> Iterator[str]:
-        """Of the outputs that were taken. The error has lost which of those before have met a stop string."""
+        """Fail the request of the last output that was taken. The error has lost which requests before it have ended by
+        a stop string: return all that are over."""
         fail_request(self._engine, taken[-1].request_id, "internal error in the frontend", 500)
         running = self._processor.request_states
         return (output.request_id for output in taken if output.request_id not in running)
@@ -311,9 +313,9 @@ class OutputHandler:
 
 
 def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream, empty: bool) -> None:
-    """Let `deltas` write the text of this request's outputs whenever it is ready, and vLLM's app get the others: the
-    next of them then has the tokens of what was written, which the app counts. `empty`: the app makes a chunk also of
-    an output without text (half of a character)."""
+    """Let `deltas` write the text of this request's outputs whenever it is ready, and hand vLLM's app the other
+    outputs. The next of these also has the tokens of the written text, since the app counts tokens. `empty`: the app
+    makes a chunk also of an output without text (half of a character)."""
     state = engine.output_processor.request_states[request_id]
     if state.stream_interval > 1:
         return
@@ -338,12 +340,12 @@ def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream, empty:
             written.extend(new_token_ids)
             return None
         if finish_reason is not None:
-            # the state, with its prompt, must not be a cycle that waits for the collector
+            # the state, with its prompt, must not be in a reference cycle that waits for the garbage collector
             vars(state).pop("make_request_output", None)
         new_token_ids = [*written, *new_token_ids]
         written.clear()
         output = make(new_token_ids, pooling_output, finish_reason, stop_reason, *rest, **options)
-        if makes_chunk(output) and not makes_chunk(queue.output):  # else it will be merged into that one
+        if makes_chunk(output) and not makes_chunk(queue.output):  # else it is merged into that one
             deltas.passed()
         return output
 
@@ -356,10 +358,11 @@ def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream, empty:
 async def make_app(
     engine: AsyncLLM, args: Namespace, tasks: Sequence[str], stored: StoredResponses | None = None
 ) -> tuple[ASGIApp, dict[str, bool]]:
-    """vLLM's own app on this engine, without its middleware: the edge does cross-origin rules, metrics and all else,
-    and each layer costs time on every streamed chunk. The app raises BadRequest for what vLLM refuses only when its
-    answer has begun (a stream of /v1/responses). Also returns its routes that `stream_deltas` is for, each with the
-    last argument of that. Raises ValueError for parsers that cannot be used with the model."""
+    """vLLM's own app on this engine, and the routes on which `stream_deltas` may be used, each with its last argument.
+
+    The app has no middleware: the frontend does the work of each layer, which costs time on every streamed chunk. It
+    raises BadRequest if vLLM refuses a request after its answer has begun (a stream of /v1/responses). Raises
+    ValueError for parsers that cannot be used with the model."""
     app = build_app(args, tuple(tasks), engine.model_config)
     app.user_middleware = []
     document = app.openapi
@@ -374,9 +377,9 @@ async def make_app(
 
 
 def _plain_paths(app: FastAPI, args: Namespace) -> dict[str, bool]:
-    """The routes whose ordinary chunks differ in nothing but their text, for requests that are plain
-    (`frontend/deltas.py`), and whether outputs without text have chunks there. On the others a parser looks at each
-    text, or something is added to each chunk. vLLM's older tool parsers look at nothing where no tools are given."""
+    """The routes on which the ordinary chunks of a plain request (`frontend/deltas.py`) differ only in their text, and
+    whether outputs without text have chunks there. On other routes a parser reads each text, or something is added to
+    each chunk. vLLM's older tool parsers read nothing if no tools are given."""
     if args.enable_force_include_usage or args.enable_log_outputs or args.sse_keep_alive_interval:
         return {}
     completions, chats = {"/v1/completions": True}, "/v1/chat/completions"

@@ -1,6 +1,6 @@
-"""What /v1/responses needs of vLLM 0.32: how its app comes to keep responses in `stored`, and its objects as bytes.
+"""What /v1/responses needs of vLLM 0.32: its app keeps responses in `stored`, and its objects become bytes.
 
-`tests/frontend/model/test_vllm_api.py` holds what is expected of vLLM. Import it as late as `vllm_api`.
+`tests/frontend/model/test_vllm_api.py` checks what this expects of vLLM. Import it as late as `vllm_api`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from vllm.renderers.online_renderer import OpenAIMessage
 from pdserve.errors import BadRequest
 from pdserve.frontend.model.stored import StoredResponses
 
-vllm.envs.VLLM_ENABLE_RESPONSES_API_STORE = False  # its own store, which forgets nothing and warns of it
+vllm.envs.VLLM_ENABLE_RESPONSES_API_STORE = False  # it never forgets, and warns of it
 
 
 def store_responses(
@@ -36,12 +36,12 @@ def store_responses(
 
 
 def raising_refusals(app: FastAPI) -> ASGIApp:
-    """vLLM's app, which raises BadRequest for what it refuses only when its answer has begun."""
+    """vLLM's app, raising BadRequest if it refuses a request after its answer has begun."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await app(scope, receive, send)
-        except RuntimeError as error:  # starlette's, since its answer has begun
+        except RuntimeError as error:  # starlette's, since the answer has begun
             if isinstance(error.__cause__, VLLMClientError):
                 raise BadRequest(str(error.__cause__)) from error
             raise
@@ -57,7 +57,7 @@ class ResponseJson:
         return ResponsesResponse.model_validate_json(data)
 
     def dump_messages(self, messages: Sequence[Any]) -> bytes:
-        """Of gpt-oss they are Harmony's."""
+        """gpt-oss has Harmony's messages, all other models dicts."""
         plain = [message.to_dict() if isinstance(message, OpenAIMessage) else message for message in messages]
         harmony = any(isinstance(message, OpenAIMessage) for message in messages)
         return msgspec.json.encode({"harmony": harmony, "messages": jsonable_encoder(plain)})
