@@ -45,9 +45,11 @@ class _ArgumentFile(msgspec.Struct):
 
 _AT_LEAST_ONE = {
     "block-size",
+    "kv-cache-memory-bytes",
     "max-model-len",
     "max-num-batched-tokens",
     "max-num-seqs",
+    "num-gpu-blocks-override",
     "pipeline-parallel-size",
     "prefill-context-parallel-size",
     "tensor-parallel-size",

@@ -232,8 +232,8 @@ def _gpu_kv_space(args: Mapping[str, object], gpu: Gpu | None, taken: int) -> in
 def cpu_kv_bytes(args: Mapping[str, object], env: Mapping[str, str]) -> int:
     """For the KV of each rank on the CPU."""
     space, explicit = env.get(CPU_KV_VARIABLE), args.get("kv-cache-memory-bytes")
-    if space:
-        return (int(space) if space.isdecimal() else CPU_KV_GIB) * GIB
+    if space:  # a value that is no number of GiB is a problem of the plan
+        return ((space.isdecimal() and int(space)) or CPU_KV_GIB) * GIB
     return explicit if isinstance(explicit, int) else CPU_KV_GIB * GIB
 
 

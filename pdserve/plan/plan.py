@@ -192,8 +192,9 @@ def _certificate(security: SecuritySection) -> list[str]:
 
 def _kv_variable(env: Mapping[str, str]) -> Iterator[str]:
     value = env.get(CPU_KV_VARIABLE, "")
-    if value and not value.isdecimal():
-        yield f"Environment variable {CPU_KV_VARIABLE} is {value!r}, but must be whole GiB: correct it."
+    if value and not (value.isdecimal() and int(value)):
+        text = f"is {value!r}, but must be a whole number of GiB, 1 or more: correct it."
+        yield f"Environment variable {CPU_KV_VARIABLE} {text}"
 
 
 def _one_per_role(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:

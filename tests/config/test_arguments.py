@@ -43,6 +43,8 @@ def test_values_that_vllm_takes(name: str, value: object, parsed: object) -> Non
         ("max-num-seqs", "20", "is '20', but must be a whole number."),
         ("max-num-seqs", 1.5, "is 1.5, but must be a whole number."),
         ("max-num-seqs", 0, "is 0, but must be at least 1."),
+        ("kv-cache-memory-bytes", 0, "is 0, but must be at least 1."),
+        ("num-gpu-blocks-override", -1, "is -1, but must be at least 1."),
         ("enforce-eager", 1, "is 1, but must be true or false."),
         ("gpu-memory-utilization", 92, "is 92, but must be a share above 0 and up to 1."),
         (

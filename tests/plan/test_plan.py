@@ -324,11 +324,11 @@ def test_cards_that_are_too_small_and_by_how_much(tmp_path: Path) -> None:
     )
 
 
-def test_a_kv_space_variable_that_is_not_a_number(tmp_path: Path) -> None:
-    found = plan(tmp_path, LOCAL, machine(), env={"VLLM_CPU_KVCACHE_SPACE": "1.5"})
-    assert found.problems == (
-        "Environment variable VLLM_CPU_KVCACHE_SPACE is '1.5', but must be whole GiB: correct it.",
-    )
+@pytest.mark.parametrize("value", ["1.5", "0"])
+def test_a_kv_space_variable_that_is_not_a_number(tmp_path: Path, value: str) -> None:
+    (problem,) = plan(tmp_path, LOCAL, machine(), env={"VLLM_CPU_KVCACHE_SPACE": value}).problems
+    wanted = "must be a whole number of GiB, 1 or more: correct it."
+    assert problem == f"Environment variable VLLM_CPU_KVCACHE_SPACE is '{value}', but {wanted}"
 
 
 def test_a_hub_id_that_is_not_in_the_cache(tmp_path: Path) -> None:
