@@ -1,9 +1,10 @@
-"""The first KV that this decode worker reads from each prefill worker is not a client's.
+"""Warms up the KV transfer from each prefill worker before a client's request needs it.
 
-The first read of a pair shakes hands, connects and allocates, which takes up to seconds. So each prefill worker that
-appears is asked, beside the queue, to prefill a short prompt that it cannot know, whose KV is read and one token
-generated on it. Workers warm up before they announce themselves, both sides as newcomers that only the other side looks
-at, and for a few seconds at most: a worker that hangs keeps no other from serving. See docs/decisions/0008-warm-up.md.
+The first read of a pair shakes hands, connects and allocates, which takes up to seconds. So this decode worker asks
+each prefill worker that appears, beside the queue, to prefill a short random prompt, reads its KV, and generates one
+token. Workers warm up before they announce themselves: both sides register as newcomers, which only the other side
+looks at. They wait a few seconds at most, so that a worker that hangs does not keep others from serving
+(docs/decisions/0008-warm-up.md).
 """
 
 import asyncio
@@ -27,9 +28,9 @@ from pdserve.tasks import forever
 log = logging.getLogger(__name__)
 
 WITHIN = 15.0
-"""seconds that a whole warm-up may take; a read that stalls is given up before"""
+"""seconds that a whole warm-up may take; a stalled read is given up earlier"""
 FIRST_RETRY, LAST_RETRY = 1.0, 60.0
-"""seconds until the next try, doubled with each"""
+"""seconds until the next try, doubled with each, up to the last"""
 
 
 @dataclass(eq=False)
@@ -40,10 +41,11 @@ class WarmUp:
     remote: RemotePrefill
     requests: DecodeRequests
     _tried: set[str] = field(default_factory=set)
+    """prefill workers that were tried at least once"""
     _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """For ever, or until EngineDead: with each prefill worker once, and again where that failed."""
+        """Warm up with each prefill worker that appears, and again if that failed; for ever, or until EngineDead."""
         tasks: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             async for _ in self.view.changes():
@@ -51,12 +53,13 @@ class WarmUp:
                 for gone in tasks.keys() - peers:
                     tasks.pop(gone).cancel()
                     self._tried.discard(gone)
+                self._change.set()
                 for peer in peers - tasks.keys():
                     again = forever(partial(self._with, peer), f"warm-up: {peer}", until_done=True)
                     tasks[peer] = group.create_task(again)
 
     async def tried(self) -> None:
-        """Wait until every prefill worker that is there has been tried at least once."""
+        """Wait until every prefill worker that is registered now has been tried."""
         while not self.workers.to_warm_up() <= self._tried:
             self._change.clear()
             await self._change.wait()

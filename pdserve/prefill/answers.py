@@ -1,8 +1,8 @@
-"""What a prefill worker tells decode workers, until the KV that it tells of is read or rejected.
+"""Sends a prefill worker's answers, and repeats each until its KV is read or rejected.
 
-Answers get lost, with NATS, with a link, with a decode worker that was away. The KV of an answer that no decode worker
-takes up would stay until the end of its lease, and only the decode worker knows that it does not read it: told again,
-it takes the KV or rejects it (docs/decisions/0007-lost-answers.md)."""
+Answers get lost: with NATS, with a link, with a decode worker that was away. The KV of a lost answer would be kept
+until the end of its lease. A decode worker that gets the answer again reads the KV or rejects it
+(docs/decisions/0007-lost-answers.md)."""
 
 import asyncio
 import logging
@@ -16,6 +16,7 @@ import msgspec
 
 from pdserve.errors import QueueUnavailable
 from pdserve.messages import PrefillAnswer, PrefillConfirm, PrefillDone, PrefillFailed
+from pdserve.prefill.running import until
 from pdserve.process.presence import MAX_PAIRS
 from pdserve.queue.base import PrefillQueue
 from pdserve.records import Role
@@ -24,11 +25,11 @@ from pdserve.registry.view import RegistryView
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL = 0.5
-"""seconds between two looks at what was not read"""
+"""seconds between two looks for answers to repeat"""
 TELL_AGAIN = 2.0
-"""seconds after which an answer whose KV was not read is said again; a read takes milliseconds"""
+"""seconds after which an answer whose KV was not read is repeated; a read takes milliseconds"""
 FORGET = 2.0
-"""leases after which KV is taken for freed though the engine never said so"""
+"""leases after which KV counts as freed even if the engine did not report it"""
 
 
 @dataclass
@@ -41,14 +42,13 @@ class _Kept:
 
 
 class AnswerSender:
-    """Knows the answers whose KV this worker still keeps, by the `request_id` of their handles."""
-
     def __init__(self, queue: PrefillQueue) -> None:
         self._queue = queue
         self._kept: dict[str, _Kept] = {}
+        """answers whose KV is kept, by the `request_id` of their handles"""
         self._warm: set[str] = set()
-        """decode workers that have read KV of this worker, or rejected it, or were told that there is none"""
-        self._change = asyncio.Event()
+        """decode workers whose warm-up is over: they read its KV or rejected it, or it failed"""
+        self._changed = asyncio.Event()
 
     async def send(self, decode: str, answer: PrefillAnswer, *, warm_up: bool = False) -> None:
         if isinstance(answer, PrefillDone):
@@ -56,11 +56,11 @@ class AnswerSender:
             answer = aged(answer)
         elif warm_up:
             self._warm.add(decode)
-            self._change.set()
+            self._changed.set()
         await unless_away(self._queue.answer(decode, answer))
 
     async def confirm(self, confirm: PrefillConfirm) -> None:
-        """Say again what a decode worker wants to be sure of."""
+        """Repeat an answer with its age and the token of the question; or answer that the KV is no longer kept."""
         kept = self._kept.get(confirm.held)
         answer: PrefillAnswer = PrefillFailed(confirm.request_id, "expired", "its KV is kept no longer")
         if kept is not None:
@@ -68,7 +68,7 @@ class AnswerSender:
         await unless_away(self._queue.answer(confirm.decode, answer))
 
     async def repeat(self) -> None:
-        """Say again what was not taken up, for ever."""
+        """Repeat answers whose KV was not read, for ever."""
         while True:
             await asyncio.sleep(LOOK_INTERVAL)
             for decode, answer in self.untaken():
@@ -76,7 +76,7 @@ class AnswerSender:
                 await unless_away(self._queue.answer(decode, aged(answer)))
 
     def untaken(self) -> Iterator[tuple[str, PrefillDone]]:
-        """Decode worker and answer, where it is time to say it again; a caller says each that it is given."""
+        """Decode worker and answer of those to repeat now; each counts as repeated."""
         now = time.monotonic()
         for request_id, kept in list(self._kept.items()):
             if now > kept.since + FORGET * kept.answer.handle.lease:
@@ -86,20 +86,19 @@ class AnswerSender:
                 yield kept.decode, kept.answer
 
     def released(self, request_id: str) -> None:
-        """The engine keeps this KV no longer; unknown ids are ignored."""
+        """The engine no longer keeps this KV; unknown ids are ignored."""
         kept = self._kept.pop(request_id, None)
         if kept is not None and kept.warm_up:
             self._warm.add(kept.decode)
-        self._change.set()
+        self._changed.set()
 
     async def empty(self) -> None:
         """Wait until no KV is kept."""
-        await self._until(lambda: not self._kept)
+        await until(lambda: not self._kept, self._changed)
 
     async def warm(self, decode_workers: Callable[[], set[str]]) -> None:
-        """Wait until each of these has read the KV of a warm-up, or tried to in vain
-        (docs/decisions/0008-warm-up.md). Where they are many, only some of them will: half as many as each of them
-        chooses are enough."""
+        """Wait until each of these has ended its warm-up with this worker, read or failed
+        (docs/decisions/0008-warm-up.md). Of many, only some warm up with this worker: half of MAX_PAIRS are enough."""
 
         def enough() -> bool:
             workers = decode_workers()
@@ -107,30 +106,25 @@ class AnswerSender:
                 len(workers) > MAX_PAIRS and len(workers & self._warm) >= MAX_PAIRS / 2
             )
 
-        await self._until(enough)
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            self._change.clear()
-            await self._change.wait()
+        await until(enough, self._changed, LOOK_INTERVAL)  # decode workers come and go
 
 
 def readers(view: RegistryView, model: str, fingerprint: str) -> set[str]:
-    """Decode workers that may read KV of this fingerprint, ready or not yet."""
+    """Ids of the decode workers that may read KV of this fingerprint, ready or not yet."""
     announced = [worker for worker in view.instances(Role.DECODE, model) if not worker.draining]
     workers = announced + view.newcomers(Role.DECODE, model)
     return {worker.id for worker in workers if worker.fingerprint == fingerprint}
 
 
 def aged(answer: PrefillDone, token: str = "") -> PrefillDone:
-    """As it is sent now: its time of computation, which means something on this host only, as an age."""
+    """The answer as it is sent now: with the KV's age, since its time of computation has no meaning on other hosts."""
     age = time.monotonic() - answer.handle.computed_at
     unknown = msgspec.structs.replace(answer.handle, computed_at=-math.inf)
     return msgspec.structs.replace(answer, handle=unknown, age=age, token=token)
 
 
 async def unless_away(message: Awaitable[None]) -> None:
-    """While the queue is away nothing needs to be said: what was not acked is delivered again, and an answer
-    whose KV was not read is said again."""
+    """Send a message, or nothing while the queue is away: requests that were not acked are delivered again, and answers
+    whose KV was not read are repeated."""
     with suppress(QueueUnavailable):
         await message

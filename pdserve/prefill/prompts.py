@@ -1,7 +1,8 @@
-"""The prompts of a prefill worker: pulled when its engine has capacity, answered with where their KV lies.
+"""The path of a prompt through a prefill worker: pulled from the queue when the engine has capacity, prefilled, and
+answered with a handle of its KV.
 
-`_pull`, `_take`, `read_step` and `_finished` are the path of a request. Nothing is acked before it was answered, so
-that what dies with this process is delivered to another worker."""
+Read `_pull`, `_take`, `read_step` and `_finished`, in this order. A request is acked after its answer, so that the
+queue delivers it to another worker if this process dies."""
 
 import asyncio
 import logging
@@ -25,7 +26,7 @@ from pdserve.observe.metrics import QUEUE_WAIT
 from pdserve.observe.tracing import Tracer
 from pdserve.prefill.answers import AnswerSender, readers, unless_away
 from pdserve.prefill.pull import Beside, Pulling
-from pdserve.prefill.running import RunningPrefill, RunningPrefills
+from pdserve.prefill.running import RunningPrefill, RunningPrefills, until
 from pdserve.process.engine_checks import may_have_killed, watch_side_channel
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.registry.view import RegistryView
@@ -34,12 +35,10 @@ from pdserve.tasks import forever
 log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL = 5.0
-"""seconds between two `in_progress` for each running request: well below any sensible ack_wait"""
+"""seconds between two `in_progress` for each running prompt: well below any sensible ack_wait"""
 
 
 class PromptRunner:
-    """The prompts of a worker that prefills: from the queue to the engine, and to the decode workers as answers."""
-
     def __init__(
         self,
         instance: str,
@@ -51,8 +50,8 @@ class PromptRunner:
         beside: Callable[[], Beside] = Beside,
         own: Callable[[str], None] = lambda request_id: None,
     ) -> None:
-        """Of a worker that also decodes: `beside` says what else its engine has to do, and
-        `own` gives back a request that its other half has put into the queue."""
+        """For role `both`: `beside` is the decode half's work in the engine; `own` is called with the id of a request
+        that the decode half of this worker put into the queue."""
         self.id = instance
         self._config = config
         self._engine = engine
@@ -77,28 +76,28 @@ class PromptRunner:
 
     @property
     def tokens(self) -> int:
-        """Of the prompts in the engine."""
+        """Tokens of the prompts in the engine."""
         return self._running.tokens
 
     async def warm(self) -> None:
-        """Wait until all decode workers have read KV of this worker, or tried to in vain."""
+        """Wait until all decode workers have warmed up with this worker, or failed to."""
         model, fingerprint = self._config.served_model_name, self._engine.facts.fingerprint
         await self._answers.warm(lambda: readers(self._view, model, fingerprint) - {self.id})
 
     async def drain(self) -> None:
-        """Running prompts finish, then the decode workers get until the end of the lease to pull the last
-        blocks."""
+        """Wait until the running prompts are done and the decode workers have read their KV, within the drain
+        timeout."""
         log.info("draining: %d prompts to finish", len(self._running))
         try:
             async with asyncio.timeout(self._config.drain_timeout):
-                await self._running.until(lambda: not self._running)
+                await until(lambda: not self._running, self._running.changed)
                 await self._answers.empty()
         except TimeoutError:
             log.warning("leaving %d prompts to another worker", len(self._running))
 
     async def engine_died(self, death: EngineDead) -> None:
-        """What the engine was computing may be what killed it: that goes back to its decode worker, and to no other
-        prefill worker."""
+        """Prompts that the engine was computing may have killed it: return them to their decode workers, not to
+        another prefill worker."""
         for running in self._running:
             request = running.request
             if may_have_killed(len(request.prompt), running.started):
@@ -109,7 +108,7 @@ class PromptRunner:
     # from the queue to the engine
 
     async def _pull(self, announced: asyncio.Event) -> None:
-        """Not before this worker is registered: decode workers believe no other."""
+        """Pull prompts, for ever, once this worker is registered: decode workers ignore answers of any other."""
         await announced.wait()
         while True:
             try:
@@ -134,11 +133,11 @@ class PromptRunner:
             await unless_away(delivery.give_back())
             return
         if time.monotonic() >= delivery.deadline:
-            await unless_away(delivery.ack())
+            await delivery.ack()
             return
         if request.decode == self.id:
             self._own(request.request_id)
-            await unless_away(delivery.ack())
+            await delivery.ack()
             return
         if delivery.redelivered:
             log.info("request %s: delivered again, the worker that had it did not ack it", request.request_id)
@@ -170,7 +169,7 @@ class PromptRunner:
     # from the engine to the decode workers
 
     async def read_step(self, step: Step) -> None:
-        """Other requests of the engine may be in it."""
+        """Answer what the engine has finished. Role `both`: outputs of the decode half may be in the step."""
         self.pulling.measure(step.outputs)
         for kv in step.complete:
             if running := self._running.of_engine(kv.request_id):
@@ -181,7 +180,7 @@ class PromptRunner:
                 await self._finished(output)
         for request_id in step.released:
             self._answers.released(request_id)
-        self._running.changed()
+        self._running.changed.set()
 
     async def _finished(self, output: Output) -> None:
         running = self._running.of_engine(output.request_id)
@@ -190,7 +189,7 @@ class PromptRunner:
             self.pulling.learn(time.monotonic() - running.started)
             await self._answer(running.delivery, self._outcome(running, output))
         elif output.handle is not None and (request := self._running.pop_cancelled(output.request_id)):
-            # the cancellation came too late for the engine: the decode worker will reject its KV
+            # finished before the engine heard of the cancellation: the decode worker will reject the KV
             await self._answers.send(request.decode, PrefillDone(request.request_id, output.handle))
 
     def _outcome(self, running: RunningPrefill, output: Output) -> PrefillAnswer:
@@ -203,8 +202,8 @@ class PromptRunner:
         return PrefillDone(name, output.handle, seconds, running.queued, first=first)
 
     async def _answer(self, delivery: Delivery, answer: PrefillAnswer) -> None:
-        """Answer, then ack: a worker that dies between the two has the prompt computed twice, and the
-        second answer is rejected; the other order could lose it."""
+        """Answer, then ack: if this worker dies between the two, the prompt is computed twice and the second answer
+        rejected. The other order could lose the prompt."""
         request = delivery.request
         if isinstance(answer, PrefillFailed):
             log.warning("request %s not prefilled: %s %s", request.request_id, answer.reason, answer.message)
@@ -227,7 +226,7 @@ class PromptRunner:
             self._running.cancel(running)
         await self._engine.cancel([running.engine_id for running in found])
         for running in found:
-            await unless_away(running.delivery.ack())
+            await running.delivery.ack()
 
     async def _report_progress(self) -> None:
         while True:

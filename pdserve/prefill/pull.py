@@ -1,10 +1,10 @@
 """When a worker takes prompts from the queue.
 
-A worker that only prefills does whenever its engine has capacity. For a worker that also decodes, a prompt that is
-computed beside streams holds up each of them, so that it is best taken by the worker with the fewest. An idle worker
-waits at the queue and takes it at once. A worker with streams looks at what is there, and leaves a prompt that it knows
-of to workers with fewer streams first: the more of its places streams hold, the longer, up to the time that a prompt
-takes. No longer: where all are as busy, waiting saves no stream anything.
+A worker that only prefills takes a prompt whenever its engine has capacity. On a worker of role `both`, a prompt delays
+every running stream, so it should go to the worker with the fewest streams. An idle worker waits at the queue and takes
+a prompt at once. A worker with streams looks at the queue now and then, and leaves a waiting prompt to workers with
+fewer streams for a while: the larger the share of its places that streams hold, the longer, up to the time that a
+prompt takes. If all workers are equally busy, waiting longer saves no stream anything.
 See docs/decisions/0026-any-worker-can-do-either.md.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pdserve.engine.base import Engine, Output
 from pdserve.messages import PrefillLoad
-from pdserve.prefill.running import RunningPrefills
+from pdserve.prefill.running import RunningPrefills, until
 from pdserve.process.learned import PrefillSpeed
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.depth import Puller
@@ -23,22 +23,22 @@ from pdserve.queue.depth import Puller
 PULL_WAIT = 5.0
 """seconds that one pull waits for a request"""
 AHEAD = 2
-"""engine steps' worth of prompt tokens to have in the engine: it never waits for the next request, and what
-is queued stays where another worker can take it"""
+"""engine steps' worth of prompt tokens to have in the engine: then it never waits for the next prompt, and the others
+stay in the queue, where another worker can take them"""
 LOOK = 0.1
-"""seconds after which a worker with streams looks for prompts that it does not know of"""
+"""seconds between two looks of a worker with streams at a queue that seems empty"""
 FOR_STREAMS = 0.5
-"""share of the KV cache. Two workers whose caches are full of KV that the other is to read, and has no space for, would
-wait for the end of a lease."""
+"""share of the KV cache that prompts leave to streams. Otherwise two workers, each full of KV that the other has no
+space to read, would wait for the end of a lease"""
 TICK = 0.02
-"""seconds between two thoughts of the queue while it takes nothing from there"""
+"""seconds between two checks whether to pull"""
 _WEIGHT = 0.2
-"""of the newest prompt in the mean of their seconds"""
+"""of the newest prompt in `prompt_seconds`"""
 
 
 def pause(streams: int, places: int, prompt_seconds: float, waiting: int) -> float:
-    """Seconds that a worker leaves the queue to others, with streams in so many of the places of its engine, where a
-    prompt takes `prompt_seconds`: since it last looked, or since it knows that prompts are `waiting`. Pure."""
+    """Seconds that a worker leaves the queue to others, since its last look or since it knows that prompts are
+    `waiting`. Its streams hold so many of its engine's places; a prompt takes `prompt_seconds`. Pure."""
     if not streams:
         return 0.0
     return min(LOOK, max(TICK, prompt_seconds * streams / places)) if waiting else LOOK
@@ -46,12 +46,12 @@ def pause(streams: int, places: int, prompt_seconds: float, waiting: int) -> flo
 
 @dataclass(frozen=True)
 class Beside:
-    """What an engine has to do beside the prompts from the queue."""
+    """Role `both`: the decode half's work in the engine."""
 
     streams: int = 0
-    """requests that are being decoded, or will be"""
+    """requests in the engine, or about to enter"""
     tokens: int = 0
-    """of those of their prompts that are still to be computed"""
+    """tokens of their prompts still to be computed"""
 
 
 @dataclass(eq=False)
@@ -62,21 +62,21 @@ class Pulling:
     running: RunningPrefills
     beside: Callable[[], Beside]
     draining: bool = False
-    """true: takes nothing new"""
+    """pull nothing any more"""
     looked: float = 0.0
-    """when it last did; monotonic"""
+    """monotonic time of the last look at the queue"""
     prompt_seconds: float = 0.0
-    """of an average prompt in the engine"""
+    """mean time of a prompt in the engine"""
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
     _known: float = 0.0
-    """monotonic: since when prompts are known to be in the queue; 0: none are"""
+    """monotonic time since which prompts are known to be in the queue; 0: none are"""
     _waiting: asyncio.Timeout | None = field(default=None)
-    """there while it waits for a prompt"""
+    """set while it waits for a prompt"""
 
     async def next(self) -> list[Delivery]:
-        """Wait for capacity and time, and look into the queue: of a busy worker only at what is there, else until a
-        prompt comes or something else to do. Raises QueueUnavailable."""
-        await self.running.until(lambda: self._has_capacity() and self._is_time(), TICK)
+        """Wait until the engine has capacity and it is time to look, then pull. With streams, take only what is there;
+        without, wait for a prompt until `stop_waiting`. Raises QueueUnavailable."""
+        await until(lambda: self._has_capacity() and self._is_time(), self.running.changed, TICK)
         wait = PULL_WAIT if self.beside() == Beside() else 0.0
         try:
             async with asyncio.timeout(None) as waiting:
@@ -89,25 +89,25 @@ class Pulling:
 
     @property
     def full(self) -> bool:
-        """The KV cache is left to the streams."""
+        """Whether the rest of the KV cache is left to the streams."""
         return self.beside().streams > 0 and self.engine.usage.kv_usage > 1.0 - FOR_STREAMS
 
     def stop_waiting(self) -> None:
-        """The engine has something to do: the next prompt is better taken elsewhere."""
-        waiting, self._waiting = self._waiting, None  # it may take a while to leave, and is told once
+        """End a wait for a prompt: the engine has other work now, so another worker should take the next prompt."""
+        waiting, self._waiting = self._waiting, None  # once: it may take a while to end
         if waiting is not None:
             waiting.reschedule(0.0)
 
     def has_time(self) -> bool:
-        """Whether a prompt would be all that it has to do."""
+        """Whether the engine is idle and a prompt would be pulled at once."""
         return not (self.draining or self.running) and self.beside() == Beside()
 
     def learn(self, seconds: float) -> None:
-        """A prompt took so long."""
+        """A prompt took so many seconds."""
         self.prompt_seconds += _WEIGHT * (seconds - self.prompt_seconds)
 
     def measure(self, outputs: list[Output]) -> None:
-        """Of an engine step: what it says of the speed."""
+        """Learn the engine's speed from the prompts that a step finished."""
         done = [self.running.of_engine(output.request_id) for output in outputs if output.handle]
         if prompts := [running for running in done if running is not None and not running.request.warm_up]:
             tokens = sum(len(running.request.prompt) for running in prompts)
@@ -124,7 +124,7 @@ class Pulling:
         return now >= max(self.looked, self._known) + wait
 
     def _has_capacity(self) -> bool:
-        """One request at a time: batching prompts gains nothing once a step is full, and other workers may be idle."""
+        """Whether to pull one more prompt: a full step gains nothing from more, and other workers may be idle."""
         facts, usage, beside = self.engine.facts, self.engine.usage.kv_usage, self.beside()
         if self.draining or self.full:
             return False

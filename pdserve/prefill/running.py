@@ -1,4 +1,4 @@
-"""The prompts that a prefill worker has in its engine."""
+"""The prompts in a prefill worker's engine."""
 
 import asyncio
 import itertools
@@ -20,12 +20,12 @@ _REMEMBERED = 1000
 @dataclass(eq=False)
 class RunningPrefill:
     engine_id: str
-    """Fresh for each delivery: an engine must never see one id twice, and a request may be delivered twice.
-    Without the request's own id, which a client may have chosen: NIXL's notifications are text with commas
-    and colons."""
+    """New for each delivery: an engine must never see an id twice, and a request may be delivered twice. It does not
+    contain the request's id, which a client may have chosen: NIXL's notifications are text with commas and colons."""
     delivery: Delivery
+    """the last one: a request may be delivered again while it runs"""
     queued: float
-    """seconds that the request had been in the queue when it was pulled: its delivery may be replaced"""
+    """seconds in the queue at the first delivery"""
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -40,7 +40,8 @@ class RunningPrefills:
         self._by_request: dict[str, RunningPrefill] = {}
         self._cancelled: RecentKeys[PrefillRequest] = RecentKeys(_REMEMBERED)
         self._numbers = itertools.count()
-        self._change = asyncio.Event()
+        self.changed = asyncio.Event()
+        """set when a prompt ended, or the engine did a step"""
 
     def add(self, delivery: Delivery) -> RunningPrefill:
         running = RunningPrefill(f"prefill-{next(self._numbers)}", delivery, delivery.queued)
@@ -51,10 +52,10 @@ class RunningPrefills:
         self.trace(running, "the prefill engine failed this request" if failed else "")
         del self._by_engine[running.engine_id]
         del self._by_request[running.request.request_id]
-        self.changed()
+        self.changed.set()
 
     def trace(self, running: RunningPrefill, error: str) -> None:
-        """Its part of its request's trace, now that it is over."""
+        """Send the worker's span of the request's trace."""
         request = running.request
         if not request.traceparent:
             return
@@ -62,9 +63,9 @@ class RunningPrefills:
             span.end(time.monotonic(), {"pdserve.prompt_tokens": len(request.prompt)}, error)
 
     def cancel(self, running: RunningPrefill) -> None:
-        """Drop it, but keep its request in mind for a while: its prompt may be done already."""
+        """Drop the prompt, but remember its request for a while, in case the engine has finished it already."""
         self.drop(running)
-        # without what may have megabytes
+        # without the fields that may have megabytes
         self._cancelled[running.engine_id] = msgspec.structs.replace(running.request, prompt=[], body=[])
 
     def pop_cancelled(self, engine_id: str) -> PrefillRequest | None:
@@ -80,20 +81,17 @@ class RunningPrefills:
     def tokens(self) -> int:
         return sum(len(running.request.prompt) for running in self)
 
-    def changed(self) -> None:
-        """Something happened on which a condition of `until` may depend."""
-        self._change.set()
-
-    async def until(self, condition: Callable[[], bool], tick: float | None = None) -> None:
-        """Look at it after each change, and every `tick` seconds."""
-        while not condition():
-            self._change.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(tick):
-                    await self._change.wait()
-
     def __iter__(self) -> Iterator[RunningPrefill]:
         return iter(list(self._by_engine.values()))
 
     def __len__(self) -> int:
         return len(self._by_engine)
+
+
+async def until(condition: Callable[[], bool], changed: asyncio.Event, tick: float | None = None) -> None:
+    """Wait until `condition` holds; check it after each change, and every `tick` seconds."""
+    while not condition():
+        changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(tick):
+                await changed.wait()

@@ -1,4 +1,4 @@
-"""The prefill worker: what it does in each part of its life (`process/life.py`), with the prompts of `prompts.py`."""
+"""The prefill worker: what it does in each stage of its life (`process/life.py`); its prompts are in `prompts.py`."""
 
 from collections.abc import Coroutine, Sequence
 from typing import Any

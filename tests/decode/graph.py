@@ -168,17 +168,14 @@ class Graph:
         """A prefill worker that the decode worker knows of when this returns."""
         engine = SimEngine(spec(Role.PREFILL, name, **arguments))
         engine.faults.drop_transfers = drop_transfers
-        worker = PrefillWorker(
-            self.config,
-            Slot(Role.PREFILL, 0),
-            name,
-            engine,
-            MemoryRegistry(self.registry, "t"),
-            MemoryQueue(self.broker),
-        )
+        worker = self.prefill_worker(name, engine)
         life = await self._stack.enter_async_context(living(worker))
         await until(lambda: name in {worker.id for worker in self.decode.view.instances(role=Role.PREFILL)})
         return Prefill(worker, engine, life)
+
+    def prefill_worker(self, name: str, engine: SimEngine) -> PrefillWorker:
+        registry, queue = MemoryRegistry(self.registry, "t"), MemoryQueue(self.broker)
+        return PrefillWorker(self.config, Slot(Role.PREFILL, 0), name, engine, registry, queue)
 
     async def queue(self) -> MemoryQueue:
         """One more process on the queue: a test that acts a prefill worker by hand."""

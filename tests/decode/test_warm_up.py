@@ -12,12 +12,9 @@ from pdserve.decode import prefill_workers, warm_up
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.errors import EngineDead
 from pdserve.messages import PrefillDone, PrefillRequest, PrefillStarted
-from pdserve.plan.slots import Slot
 from pdserve.prefill import answers
-from pdserve.prefill.worker import PrefillWorker
 from pdserve.process import engine_checks, presence
 from pdserve.process.engine_checks import self_test
-from pdserve.queue.memory import MemoryQueue
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry.memory import MemoryRegistry
 from tests.conditions import until
@@ -73,15 +70,7 @@ async def test_a_decode_worker_that_comes_later_is_warm_with_all(slow: None) -> 
     before = warm("ok")
     graph = Graph()
     async with MemoryRegistry(graph.registry, "t") as registry, shared_queue(graph.broker) as queue:
-        engine = SimEngine(spec(Role.PREFILL, "prefill-0"))
-        worker = PrefillWorker(
-            graph.config,
-            Slot(Role.PREFILL, 0),
-            "prefill-0",
-            engine,
-            MemoryRegistry(graph.registry, "t"),
-            MemoryQueue(graph.broker),
-        )
+        worker = graph.prefill_worker("prefill-0", prefill_engine())
         async with living(worker):
             assert worker.ready.is_set()
             async with graph:
@@ -105,14 +94,7 @@ async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(
     ):
         await registry.put("instances/decode/decode-x", encode_record(decode))
         answers = queue.answers("decode-x")
-        worker = PrefillWorker(
-            graph.config,
-            Slot(Role.PREFILL, 0),
-            "prefill-0",
-            SimEngine(spec(Role.PREFILL, "prefill-0")),
-            MemoryRegistry(graph.registry, "t"),
-            MemoryQueue(graph.broker),
-        )
+        worker = graph.prefill_worker("prefill-0", prefill_engine())
         life = asyncio.create_task(worker.run())
         await until(partial(newcomers, registry))
         prompt = LONG[:18]
@@ -161,6 +143,24 @@ async def test_kv_that_cannot_be_read_is_tried_again_and_is_no_failure_of_a_requ
         await until(prefill.engine.all_blocks_free)
         await until(graph.decode_engine.all_blocks_free)
     assert failures == [counted("pdserve_remote_prefill_failures_total", reason=reason) for reason in reasons]
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
+async def test_a_worker_waits_for_no_warm_up_with_one_that_is_gone(slow: None, role: Role) -> None:
+    """It came as a newcomer, hangs, and goes."""
+    graph, other = Graph(), Role.PREFILL if role is Role.DECODE else Role.DECODE
+    key, hung = f"newcomers/{other.value}/x", Instance("x", other, "demo", fingerprint=LOADED)
+    worker = graph.decode if role is Role.DECODE else graph.prefill_worker("prefill-0", prefill_engine())
+    async with MemoryRegistry(graph.registry, "t") as registry:
+        await registry.put(key, encode_record(hung))
+        life = asyncio.create_task(worker.run())
+        await until(lambda: bool(worker.view.newcomers(role, "demo")))
+        await asyncio.sleep(0.1)
+        assert not worker.ready.is_set()
+        await registry.delete(key)
+        await until(worker.ready.is_set, within=4.0)
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
 
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
@@ -228,6 +228,10 @@ async def test_of_many_workers_some_warm_up_with_each_other(monkeypatch: pytest.
             placed = (await frontend.ask(LONG)).placed
             assert placed is not None
             LONG.append(LONG.pop(0))  # another prompt
+
+
+def prefill_engine() -> SimEngine:
+    return SimEngine(spec(Role.PREFILL, "prefill-0"))
 
 
 async def newcomers(registry: MemoryRegistry) -> bool:
