@@ -1,5 +1,5 @@
-"""The prefill workers' answers, as they arrive: in time, late, twice, from a worker that is gone, or with KV that may
-be too old (docs/decisions/0007-lost-answers.md, 0013-time-between-hosts.md)."""
+"""Reads the prefill workers' answers: in time, late, twice, from a worker that is gone, or with KV that may be too old
+(docs/decisions/0007-lost-answers.md, 0013-time-between-hosts.md)."""
 
 import logging
 import time
@@ -58,7 +58,8 @@ class AnswerReader:
             request.resolve(UNREACHABLE)
 
     async def _read_ahead(self, request: DecodeRequest, handle: KvHandle) -> None:
-        """Believed in nothing but where to read: what is read counts only with the answer (`kv/ahead.py`)."""
+        """Read the part of the KV that is computed. What was read is used only if the prefill's answer confirms it
+        (`kv/ahead.py`)."""
         worker, facts = handle.engine_id, self.engine.facts
         if not request.awaits or not self.workers.known(worker) or self.workers.avoided(worker):
             return
@@ -73,13 +74,14 @@ class AnswerReader:
         before, request.ahead = request.ahead, handle
         if before is not None and source(before) != source(handle):
             await self.engine.drop_ahead(before)
-        if request.awaits:  # its wait may have ended meanwhile, and nothing would drop what is read then
+        if request.awaits:  # else nothing would drop what is read now
             await self.engine.read_ahead(handle, request.hit)
 
     async def _done(self, request: DecodeRequest | None, answer: PrefillDone) -> None:
-        """KV that no request takes is rejected, so that its blocks are free at once and not at the end of their
-        lease. Never KV that a live request took, since that may be being read while the answer is said again;
-        and not that of an unknown worker, which says it again until it is known or the lease is over."""
+        """Give the answer to its request, or reject KV that no request takes, so that its blocks are free at once and
+        not at the end of the lease. Never reject KV that a live request took: it may be being read while the answer is
+        repeated. An unknown worker's KV is not rejected either: the worker repeats its answer until it is known or the
+        lease is over."""
         worker = answer.handle.engine_id
         if not self.workers.known(worker):
             log.info("request %s: %s is not a live prefill worker", answer.request_id, worker)
@@ -98,8 +100,8 @@ class AnswerReader:
             await self.engine.reject(answer.handle)
 
     async def _doubts(self, request: DecodeRequest, answer: PrefillDone) -> bool:
-        """Whether the answer may have been on its way for so long that it has to be confirmed first. Where the
-        confirmation is lost, the answer is said again sooner or later, and a confirmation asked for again."""
+        """Whether the answer may have been delayed so long that it has to be confirmed first; asks for that. If the
+        confirmation is lost, the prefill worker repeats its answer, and this asks again."""
         now, handle = time.monotonic(), answer.handle
         assert request.kv_age is not None
         if not request.kv_age.doubtful(answer, now):

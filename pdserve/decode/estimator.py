@@ -1,5 +1,5 @@
-"""What a decode worker has learned of prefills here and elsewhere, and what it knows to be under way:
-the numbers behind `estimate.py`."""
+"""The numbers behind `estimate.py`: measured speeds of prefills here and at the prefill workers, and the prompts under
+way."""
 
 import time
 from collections import Counter
@@ -17,7 +17,7 @@ from pdserve.queue.base import PrefillQueue
 from pdserve.recent import RecentKeys
 
 FIRST_TOKEN_SECONDS = 1 / 5000
-"""for each token of a prompt, until any engine was measured"""
+"""seconds for a token of a prompt, until an engine was measured"""
 FIRST_HANDOVER = 0.02
 """seconds, until a handover was measured"""
 
@@ -29,15 +29,15 @@ class Estimator:
     workers: PrefillWorkers
     clock: Callable[[], float] = time.monotonic
     beside: Callable[[], int] = lambda: 0
-    """tokens of the prompts that this engine has from the queue, being of role `both`"""
+    """role `both`: tokens of the prompts from the queue in this engine"""
     _here: PrefillSpeed = field(default_factory=PrefillSpeed)
     _handover: LearnedMean = field(default_factory=lambda: LearnedMean(FIRST_HANDOVER))
     _answered: RecentKeys[tuple[float, float]] = field(default_factory=lambda: RecentKeys(1000))
-    """of each prefill worker: seconds for a token of the last prompt that it answered, and when; it may have waited for
-    others in the engine, so the worker is at least as fast"""
+    """by prefill worker: seconds for a token of the last prompt that it answered, and when; an upper bound, since that
+    prompt may have waited for others in the engine"""
 
     def of(self, compute: int, prompt: int) -> Estimates | None:
-        """For a prompt that comes now; None without a prefill worker."""
+        """Costs of a prompt that comes now; None without a prefill worker."""
         now, workers = self.clock(), [worker.id for worker in self.workers.available()]
         if not workers:
             return None
@@ -68,7 +68,8 @@ class Estimator:
         return SeenLoad(load, now - at)
 
     def _token_seconds(self, seen: dict[str, SeenLoad], now: float) -> tuple[float, list[float]]:
-        """Here, and of each prefill worker. What was not measured lately may be as good as the other."""
+        """Seconds for a token here, and at each prefill worker. A speed that was not measured lately may have become as
+        good as the other side's."""
         mean = self._here.token_seconds
         there = [load.load.token_seconds or None for load in seen.values()]
         best = min(filter(None, there), default=None)
@@ -80,8 +81,8 @@ class Estimator:
         return here or known, [value or known for value in hoped]
 
     def _queued(self, requests: Collection[DecodeRequest], prompt: int) -> float:
-        """Tokens of this worker's own requests that no prefill worker has pulled, with those that are being published;
-        of other decode workers' only the number is known."""
+        """Tokens that no prefill worker has pulled. Of other decode workers' requests only the number is known: they
+        count as long as this worker's."""
         own = [
             request.awaits_tokens for request in requests if request.awaits_tokens and not request.prefiller
         ]
@@ -89,13 +90,13 @@ class Estimator:
         return sum(own) + others * (sum(own) / len(own) if own else prompt)
 
     def first_token(self, request: DecodeRequest, now: float) -> None:
-        """This engine's first came `now`: learn of the way that its prompt went."""
+        """Learn from a request whose first token of this engine came `now`."""
         if request.computes:
             self._here.done(request.computes, request.since, now)
-        if request.decision is None or request.decision.mode == "local" or request.answer is None:
+        if request.decision is None or request.decision.mode == "local":
             return
-        tokens, done = len(request.submit.prompt), request.answer.result()
+        tokens, done = len(request.submit.prompt), request.outcome
         if isinstance(done, PrefillDone) and tokens >= SHORTEST:
             self._answered[request.prefiller] = done.compute_seconds / tokens, now
-        if not any(other.computes for other in self.requests):  # else it waited for those
+        if not any(other.computes for other in self.requests):  # else the request waited for those
             self._handover.learn(now - request.since, now)

@@ -1,5 +1,5 @@
-"""What a decode worker tells its frontends, and the end of requests that do not come to their last output: cancelled,
-failed, past their deadline, or lost with their frontend or the engine."""
+"""What a decode worker sends to its frontends, and how requests end before their last output: cancelled, failed, past
+their deadline, or lost with their frontend or the engine."""
 
 import asyncio
 import logging
@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 LOAD_INTERVAL = 0.5
 """seconds between two looks at the load; nothing is sent while it stays the same"""
 PREFIX_INTERVAL = 0.25
-"""seconds between two reports of what is cached: a conversation's next prompt comes later than this answer's first
-token"""
+"""seconds between two reports of the prefix cache: a conversation's next prompt comes later than this"""
 
 
 @dataclass(eq=False)
@@ -34,12 +33,12 @@ class Frontends:
     requests: DecodeRequests
     quarantine: Quarantine
     _load_followers: set[str] = field(default_factory=set)
-    """those that are connected, may send requests, and are not older ones"""
+    """connected frontends that asked for the load (`Hello.follow_load`)"""
     _followers: set[str] = field(default_factory=set)
-    """those that route by what is cached here"""
+    """connected frontends that route by this worker's prefix cache"""
 
     async def send(self, frontend: str, message: ToFrontend) -> None:
-        """Warm-ups are of no frontend."""
+        """Send a message, and forget a frontend that is gone. Nothing is sent for a warm-up, which has no frontend."""
         if not frontend:
             return
         try:
@@ -64,7 +63,7 @@ class Frontends:
         return PrefixesChanged(prefixes.block_size, prefixes.stride, stored, gone, whole)
 
     async def report_prefixes(self) -> None:
-        """For ever, and nothing while no frontend follows."""
+        """Report changes of the prefix cache to the frontends that follow it, for ever."""
         while True:
             await asyncio.sleep(PREFIX_INTERVAL)
             stored, gone = self.engine.prefixes.changes()
@@ -73,7 +72,8 @@ class Frontends:
                     await self.send(frontend, self._prefixes(stored, gone))
 
     async def report_load(self, look: Callable[[], Load]) -> None:
-        """For ever: etcd, which tells every process of every change, is no place for what changes with each step."""
+        """Report the load to the frontends, for ever. It does not go through etcd, which would send every change, one
+        with each step, to every process."""
         told = Load()
         while True:
             await asyncio.sleep(LOAD_INTERVAL)
@@ -83,7 +83,7 @@ class Frontends:
                     await self.send(frontend, WorkerLoad(load))
 
     async def forget(self, frontend: str) -> None:
-        """This frontend is gone."""
+        """Cancel the requests of a frontend that is gone."""
         self._load_followers.discard(frontend)
         self._follow(frontend, wanted=False)
         gone = [request for request in self.requests.of(frontend) if not request.cancelled]
@@ -93,7 +93,7 @@ class Frontends:
             await self.cancel(request)
 
     async def cancel(self, request: DecodeRequest) -> None:
-        """While the request is not in the engine yet, `RequestRunner` sees `cancelled` and drops it."""
+        """Cancel a request. If it is not in the engine yet, `RequestRunner` sees `cancelled` and drops it."""
         request.cancelled = True
         self.quarantine.leave(request)
         if request.phase is Phase.RUNNING:
@@ -103,15 +103,14 @@ class Frontends:
             request.resolve(CANCELLED)
 
     async def end(self, request: DecodeRequest, message: str, *, retry: bool) -> None:
-        """Fail a request that is still alive. It may be here for a while: until its turn to be computed, at which it is
-        dropped."""
+        """Fail a request that is not over. If it waits for its turn to be computed, it is dropped only then."""
         if not request.cancelled:
             request.failure = message
             await self.send(request.frontend, Failed(request.id, message, retry))
             await self.cancel(request)
 
     async def fail(self, request: DecodeRequest, message: str, *, retry: bool, invalid: bool = False) -> None:
-        """Fail a request that the engine does not have (any more)."""
+        """Fail a request that the engine does not have, or no longer has."""
         request.failure = "the request is invalid" if invalid else message
         self.requests.drop(request)
         self.quarantine.leave(request)
@@ -119,7 +118,7 @@ class Frontends:
             await self.send(request.frontend, Failed(request.id, message, retry, invalid))
 
     async def watch_deadlines(self) -> None:
-        """For ever."""
+        """Fail requests past their deadline, and give up those that the queue lost; for ever."""
         while True:
             await asyncio.sleep(1.0)
             self.workers.give_up_lost()
@@ -128,8 +127,7 @@ class Frontends:
                     await self.end(request, "the request's deadline passed", retry=False)
 
     async def engine_died(self, death: EngineDead) -> None:
-        """Tell every frontend what it loses, and which requests the engine was computing: the last messages of this
-        worker."""
+        """Fail every request, saying which of them the engine was computing: the worker's last messages."""
         for request in self.requests.clients():
             running = request.phase is Phase.RUNNING
             blamed = running and may_have_killed(len(request.submit.prompt), request.since)

@@ -1,5 +1,5 @@
-"""The way of one request at its decode worker (`watch.HOPS`), put together from what this worker sees and from the
-durations that prefill workers tell."""
+"""The hops of one request at its decode worker (`watch.HOPS`), from what this worker sees and from the durations in
+the prefill workers' messages."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -9,7 +9,7 @@ from pdserve.messages import Hop
 
 @dataclass(eq=False)
 class RequestHops:
-    """Times are monotonic ones of this process."""
+    """Times are monotonic seconds of this process."""
 
     arrived: float
     known: list[Hop] = field(default_factory=list)
@@ -17,12 +17,13 @@ class RequestHops:
     _asked: float = 0.0
     """when a remote prefill was asked for"""
     _why: str = ""
+    """reason of the remote prefill"""
     _pulls: list[tuple[str, float]] = field(default_factory=list)
-    """prefill workers that pulled it, and how long it had been in the queue by then: several where one was lost"""
+    """prefill workers that pulled the prompt, and its seconds in the queue by then; several if one was lost"""
 
     @property
     def here(self) -> list[Hop]:
-        """Without what was computed at prefill workers."""
+        """All but the prefills at prefill workers, which trace those themselves."""
         there = {worker for worker, _ in self._pulls}
         return [hop for hop in self.known if hop.name != "prefill" or hop.instance not in there]
 
@@ -30,7 +31,7 @@ class RequestHops:
         self.known.append(Hop(name, start - self.arrived, max(0.0, end - start), instance, why))
 
     def asked(self, now: float, why: str) -> None:
-        """A remote prefill, for this reason."""
+        """A remote prefill was asked for, for this reason."""
         self._asked, self._why = now, why
 
     def pulled(self, worker: str, queued: float) -> None:
@@ -38,28 +39,29 @@ class RequestHops:
             self._pulls.append((worker, queued))
 
     def answered(self, worker: str, queued: float, computed: float, now: float) -> None:
-        """Where `queued` is not known, it was in the queue for all but the time of its computation."""
+        """The prefill worker answered. If `queued` is not known (0), all but the computation counts as queue."""
         self.pulled(worker, queued or now - self._asked - computed)
         self._remote(min(now, self._asked + self._pulls[-1][1] + computed))
 
     def ended(self, now: float) -> None:
-        """The wait for a remote prefill, without an answer of use."""
+        """The wait for a remote prefill ended without a usable answer."""
         self._remote(now)
 
     def _remote(self, end: float) -> None:
-        """The hops of a remote prefill. What its messages took is between them and what comes next."""
+        """Add the hops of a remote prefill. The time of its messages is a gap between them and the next hop."""
         marks = [min(end, self._asked + max(0.0, queued)) for _, queued in self._pulls] + [end]
         self.add("queue", self._asked, marks[0], why=self._why)
         for (worker, _), (start, until) in zip(self._pulls, pairwise(marks), strict=True):
             self.add("prefill", start, until, worker)
 
     def fell_back(self, now: float, why: str, instance: str = "") -> None:
-        """`why` begins with the reason as the metric has it; `instance`: the prefill worker concerned."""
+        """The remote prefill failed. `why` begins with the label of the failure metric; `instance`: the prefill
+        worker."""
         self.add("fallback", now, now, instance, why)
 
     def read(self, since: float, begun: float | None, now: float, source: str, instance: str) -> float:
-        """Its KV, from `source`, by this worker's engine, which had the request `since`, began its first step when
-        that says so, and has done it now. Returns the seconds that it waited."""
+        """The engine read the KV from `source`: it had the request `since`, began its first step at `begun` (None:
+        unknown) and finished it now. Returns the seconds that the engine waited for the KV."""
         there = min(max(since, begun if begun is not None else now), now)
         self.add("transfer", since, there, source)
         self.add("first-step", there, now, instance)

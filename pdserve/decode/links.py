@@ -1,5 +1,4 @@
-"""What a decode worker tells and counts of KV that comes from prefill workers, or does not: for each request, and for
-its link to each of them."""
+"""Counts and reports KV transfers from prefill workers: successes and failures, by request and by link."""
 
 import time
 from collections import Counter
@@ -28,7 +27,7 @@ class _Link:
     failure: str = ""
     bytes: float = 0.0
     seconds: float = 0.0
-    """of reads, as are the bytes: the older, the less they count; a small one counts little beside a large one"""
+    """seconds of reads and `bytes` of reads: decaying sums, so that the speed follows recent and large reads"""
 
 
 @dataclass(eq=False)
@@ -39,7 +38,7 @@ class KvLinks:
     """by prefill worker"""
 
     def read(self, transfers: Transfers) -> None:
-        """The engine has read this, warm-ups and what it read ahead included."""
+        """The engine has read KV, for requests, warm-ups, or ahead of a prefill's end."""
         KV_TRANSFER_BYTES.labels(self.workers.model).inc(transfers.bytes)
         for read in transfers.reads:
             link = self._of(read.source)
@@ -47,7 +46,7 @@ class KvLinks:
             link.seconds += read.seconds - WEIGHT * link.seconds
 
     def first_step(self, request: DecodeRequest, begun: float | None) -> None:
-        """The engine has done the first for a client's request."""
+        """The engine has done its first step for a client's request."""
         now, here = time.monotonic(), self.workers.instance
         if request.placed.prefill == "local":
             request.hops.add("prefill", request.since, now, here, request.placed.reason)
@@ -59,7 +58,7 @@ class KvLinks:
         link.pull_seconds = seconds + (1 - WEIGHT) * ((link.pull_seconds or seconds) - seconds)
 
     def unread(self, request: DecodeRequest, why: str) -> None:
-        """The engine computes its prompt instead."""
+        """The request's KV could not be read; the engine computes the prompt instead."""
         request.unread = True
         request.hops.add("transfer", request.since, time.monotonic(), request.prefiller)
         self.failed(request, f"transfer: {why}")
@@ -68,7 +67,7 @@ class KvLinks:
             request.since = time.monotonic()
 
     def failed(self, request: DecodeRequest, why: str) -> None:
-        """A remote prefill came to nothing. `why` begins with the reason as the metric has it, and a colon."""
+        """A remote prefill failed. `why` begins with the label of the failure metric and a colon."""
         request.hops.fell_back(time.monotonic(), why, request.prefiller)
         if request.prefiller:
             link = self._of(request.prefiller)
@@ -82,7 +81,7 @@ class KvLinks:
             HANDSHAKE_FAILURES.labels(self.workers.model, worker).inc()
 
     def states(self) -> list[LinkState]:
-        """Of all that are registered."""
+        """One for each registered prefill worker."""
         there = Counter(request.prefiller for request in self.requests.clients() if request.elsewhere)
         return [self._state(worker.id, there[worker.id]) for worker in self.workers.registered()]
 
@@ -101,7 +100,7 @@ class KvLinks:
         )
 
     def forget_gone(self) -> None:
-        """Instance ids are never used again."""
+        """Forget workers that are no longer registered; instance ids are never used again."""
         for worker in self._links.keys() - {peer.id for peer in self.workers.peers()}:
             del self._links[worker]
             HANDSHAKE_FAILURES.remove(self.workers.model, worker)
@@ -109,7 +108,6 @@ class KvLinks:
     def _of(self, worker: str) -> _Link:
         if worker not in self._links:
             self._links[worker] = _Link()
-            HANDSHAKE_FAILURES.labels(
-                self.workers.model, worker
-            )  # from 0 on: else the first one is no increase
+            # the counter must exist at 0: a series that begins at 1 shows no increase
+            HANDSHAKE_FAILURES.labels(self.workers.model, worker)
         return self._links[worker]

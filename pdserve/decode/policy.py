@@ -1,5 +1,4 @@
-"""Local or remote prefill, and how long a remote prefill may take: pure decisions over what the decode worker knows at
-that moment, and the thresholds in force."""
+"""Local or remote prefill, and how long a remote prefill may take: pure decisions."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,9 +11,9 @@ Mode = Literal["local", "remote"]
 FLOOR = 2.0
 """seconds that any remote prefill may take: messages, scheduling, a busy machine"""
 SLACK = 4.0
-"""how many times longer than expected is too long"""
+"""multiple of the expected time after which a prefill is given up"""
 FIRST_GUESS = 500.0
-"""tokens per second, until a prefill was seen; low, so that a slow machine's first request is not done twice"""
+"""tokens per second, until a prefill was measured; low, so that a slow machine's first prompt is not computed twice"""
 _WEIGHT = 0.2
 """of the newest prefill in the means"""
 
@@ -23,7 +22,7 @@ _WEIGHT = 0.2
 class Decision:
     mode: Mode
     reason: str
-    """one word, a metric's label"""
+    """one word, a label of `pdserve_prefill_total`"""
 
 
 def decide(
@@ -39,13 +38,12 @@ def decide(
     fits: bool = True,
     estimates: Estimates | None = None,
 ) -> Decision:
-    """`threshold`: remote where the prompt, less what the prefix cache has of it, is longer than this worker should
-    compute beside its decodes, and the queue is short enough that waiting is likely to pay. `adaptive`: the cheaper of
-    both ways, by `estimates`.
+    """Policy `threshold`: remote if the prompt, less its prefix hit, is longer than this worker should compute beside
+    its decodes, and the queue is short. Policy `adaptive`: the cheaper way, by `estimates`.
 
-    `supported` is false for a request whose prompt needs more than its KV (prompt logprobs, images), and `migrated`
-    true for a request that was lost together with a worker: perhaps by the KV that this had read. `fits` is false for
-    a request that is larger than a message in the queue may be.
+    `supported` is false for a request whose prompt needs more than its KV (prompt logprobs, images). `migrated` is true
+    for a request that was lost with a worker, perhaps because of the KV that the worker had read. `fits` is false for a
+    request that is larger than a message of the queue may be.
     """
     if not settings.remote_prefill:
         return Decision("local", "disabled")
@@ -73,22 +71,22 @@ def decide(
 
 
 def queue_limit(settings: DecodeSection) -> int:
-    """The depth of the queue from which on prompts are prefilled locally; 0: there is none."""
+    """The queue depth from which on prompts are prefilled locally; 0: no such limit."""
     limited = settings.remote_prefill and settings.conditional_disagg and settings.policy != "adaptive"
     return settings.max_prefill_queue_size if limited else 0
 
 
 class PrefillTimeout:
-    """Learns the prefill workers' speed from their answers. The bound grows with the prompt and with what
-    is queued before it, since a fixed bound is too short for a long prompt and too long for a short prompt."""
+    """Learns the prefill workers' speed from their answers. The bound grows with the prompt and with the prompts queued
+    before it: a fixed bound is too short for a long prompt and too long for a short one."""
 
     def __init__(self) -> None:
         self._rate = FIRST_GUESS
         self._tokens = 0.0
-        """of an average request"""
+        """prompt tokens of an average request; 0: none was measured"""
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """A prefill of `tokens` took `seconds` in the prefill engine, batching with others included."""
+        """A prefill of `tokens` took `seconds` in the prefill engine, beside others."""
         if seconds <= 0:
             return
         rate = tokens / seconds
@@ -98,6 +96,6 @@ class PrefillTimeout:
         self._tokens += _WEIGHT * (tokens - self._tokens)
 
     def seconds(self, tokens: int, queue_depth: int, workers: int) -> float:
-        """From the enqueueing to the answer."""
+        """Seconds allowed from publishing the request to its answer."""
         ahead = queue_depth * (self._tokens or tokens) / max(workers, 1)
         return FLOOR + SLACK * (tokens + ahead) / self._rate

@@ -1,9 +1,8 @@
-"""Which requests may be in the engine without having shown that they do it no harm.
+"""Finds the request that kills engines.
 
-Every request that was being computed when an engine died may be what killed it. Such a *suspect* is put into the next
-engine while nothing else there is unproven: when that engine dies too, it was the suspect. Its next token proves a
-request innocent. Requests that nothing is held against go in together, as long as no suspect is before them in the
-queue.
+Every request that was being computed when an engine died may have killed it: it is a *suspect*. A suspect enters the
+next engine only while no other request there is unproven; if that engine dies too, it was the suspect. A request is
+proven by its next token. Requests that are no suspects enter together, unless a suspect waits before them.
 """
 
 import asyncio
@@ -13,15 +12,15 @@ from pdserve.decode.requests import DecodeRequest
 
 
 class Quarantine:
-    """Turns in order of arrival, so that neither kind waits for the other for ever."""
+    """Requests enter in order of arrival, so that no kind waits for the other for ever."""
 
     def __init__(self) -> None:
         self._unproven: set[DecodeRequest] = set()
-        """in the engine, or about to be, without a token so far"""
+        """in the engine, or about to enter, without a token so far"""
         self._queue: deque[tuple[DecodeRequest, asyncio.Future[None]]] = deque()
 
     async def enter(self, request: DecodeRequest) -> None:
-        """Wait until the request may go into the engine, or until it has left."""
+        """Wait until the request may enter the engine, or until `leave`."""
         if not self._queue and self._may_enter(request):
             self._unproven.add(request)
             return
@@ -30,7 +29,7 @@ class Quarantine:
         await turn
 
     def leave(self, request: DecodeRequest) -> None:
-        """The request has its first token, or is wanted no more. May be called at any time, and again."""
+        """The request has its first token, or is over. May be called at any time and repeatedly."""
         if request in self._unproven:
             self._unproven.remove(request)
             self._advance()
@@ -53,5 +52,5 @@ class Quarantine:
 
 
 def _let_go(turn: asyncio.Future[None]) -> None:
-    if not turn.done():  # cancelled with its request's task, where the worker ends
+    if not turn.done():  # a worker that ends cancels the tasks of its requests
         turn.set_result(None)

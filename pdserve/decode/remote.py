@@ -1,7 +1,8 @@
-"""Remote prefill, seen from the decode worker: ask, wait within a bound, and check what came.
+"""Remote prefill, seen from the decode worker: publish the prompt, wait for the answer within a bound, check its KV
+handle.
 
-This is the plain story. Answers that are lost, late or too old are in `answers.py`, prefill workers that go away or
-cannot be read from in `prefill_workers.py`."""
+Answers that are lost, late or too old are in `answers.py`; prefill workers that go away, or whose KV cannot be read, in
+`prefill_workers.py`."""
 
 import asyncio
 import logging
@@ -21,15 +22,15 @@ from pdserve.queue.base import PrefillQueue
 log = logging.getLogger(__name__)
 
 WARM_UP = 5.0
-"""seconds that the prefill of a warm-up may take: that worker may have long prompts before it"""
+"""seconds that the prefill of a warm-up may take: the worker may have long prompts to compute first"""
 TIMEOUT, DOWN, FULL = "timeout", "queue-down", "queue-full"
-"""why a wait came to nothing, as the metric has it; see also `prefill_workers.py`"""
+"""why no answer will come, as labels of the failure metric; more are in `prefill_workers.py`"""
 OVERHEAD = 2048
 """bytes of a PrefillRequest and its headers beside prompt and body"""
 
 
 class NoHandle(Exception):
-    """Remote prefill came to nothing; `reason` is a metric's label."""
+    """The remote prefill failed; `reason` is the label of the failure metric."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(f"{reason}: {text}" if text else reason)
@@ -46,32 +47,32 @@ class RemotePrefill:
     timeout: PrefillTimeout = field(default_factory=PrefillTimeout)
 
     def fits(self, submit: Submit) -> bool:
-        """Whether the queue takes a message that is as large as this request's. A token id takes 5 bytes at most."""
+        """Whether the request's message is small enough for the queue. A token id takes 5 bytes at most."""
         left = self.queue.max_payload - OVERHEAD - sum(map(len, submit.body))
         return 5 * len(submit.prompt) <= left or len(encode(submit.prompt)) <= left
 
     async def prefill(self, request: DecodeRequest, why: str = "") -> PrefillDone | None:
-        """The answer with the KV of the request's prompt, checked; None where it has to be computed here (counted and
-        logged) or the request was cancelled meanwhile."""
+        """Return the prefill worker's answer with a checked KV handle. Return None if the prompt must be computed here
+        (then the failure is counted and logged) or the request was cancelled. `why` is the decision's reason."""
         request.hops.asked(time.monotonic(), why)
-        done = await self._ask_or_say_why(request)
+        done: PrefillDone | None = None
+        try:
+            done = await self._ask(request)
+        except NoHandle as failure:
+            self._note(request, failure)
         if request.ahead is not None and (done is None or source(request.ahead) != source(done.handle)):
             await self.engine.drop_ahead(request.ahead)
         return done
 
-    async def _ask_or_say_why(self, request: DecodeRequest) -> PrefillDone | None:
-        try:
-            return await self._ask(request)
-        except NoHandle as failure:
-            if failure.reason not in (OWN, CANCELLED):
-                self.links.failed(request, str(failure))
-            if request.warms:
-                log.info("warm-up with %s: no KV came: %s", request.warms, failure)
-            elif failure.reason == OWN:
-                log.info("request %s: no other worker had time, prefilling locally", request.id)
-            elif failure.reason != CANCELLED:
-                log.warning("request %s: remote prefill failed: %s; prefilling locally", request.id, failure)
-            return None
+    def _note(self, request: DecodeRequest, failure: NoHandle) -> None:
+        if failure.reason not in (OWN, CANCELLED):
+            self.links.failed(request, str(failure))
+        if request.warms:
+            log.info("warm-up with %s: no KV came: %s", request.warms, failure)
+        elif failure.reason == OWN:
+            log.info("request %s: no other worker had time, prefilling locally", request.id)
+        elif failure.reason != CANCELLED:
+            log.warning("request %s: remote prefill failed: %s; prefilling locally", request.id, failure)
 
     async def _ask(self, request: DecodeRequest) -> PrefillDone:
         request.answer = asyncio.get_running_loop().create_future()
@@ -88,7 +89,7 @@ class RemotePrefill:
             case PrefillDone(handle=handle, compute_seconds=seconds) as done:
                 request.prefiller = handle.engine_id
                 request.hops.answered(handle.engine_id, done.queued, seconds, now)
-                if not request.warms:  # too short to tell how fast a worker is
+                if not request.warms:  # a warm-up's prompt is too short to measure the worker's speed
                     self.timeout.learn(tokens, seconds)
                 await self._check(handle, tokens)
                 return done
@@ -124,7 +125,7 @@ class RemotePrefill:
                 await self.queue.warm_up(request.warms, message)
             else:
                 await self.queue.publish(message)
-        except QueueUnavailable as error:  # but it may have come through, and be answered already
+        except QueueUnavailable as error:  # no effect where the message arrived and was answered already
             request.resolve(FULL if isinstance(error, QueueFull) else DOWN)
 
     async def _check(self, handle: KvHandle, prompt_tokens: int) -> None:
@@ -139,4 +140,4 @@ class RemotePrefill:
         try:
             await self.queue.cancel([request_id])
         except QueueUnavailable:
-            log.info("request %s: could not be taken back from the queue; its deadline will", request_id)
+            log.info("request %s: not withdrawn, the queue is away; it ends at its deadline", request_id)

@@ -1,4 +1,4 @@
-"""The requests of a decode worker, from their arrival to their last output."""
+"""The requests that a decode worker has, from their arrival to their last output."""
 
 import asyncio
 import secrets
@@ -16,37 +16,36 @@ from pdserve.recent import RecentKeys
 
 _REMEMBERED = 50_000
 DOUBT = 1 / 6
-"""share of a lease that is given away rather than asking for confirmation: 5 s"""
+"""share of a lease (5 s of 30) by which KV may count as older than it is before its age is worth a question"""
 ASK_AGAIN = 1.0
-"""seconds after which a confirmation is asked for anew, when the answer is said again"""
+"""seconds after which a repeated answer makes the decode worker ask for a confirmation again"""
 
 Outcome = PrefillDone | PrefillFailed | str
-"""of asking for a remote prefill: what came back, or the reason why nothing will, as the metric has it"""
+"""of a remote prefill: the answer, or the reason why none will come, as a label of the failure metric"""
 
 CANCELLED = "cancelled"
-"""resolves the wait of a request that its client no longer wants"""
+"""outcome when the request was cancelled"""
 OWN = "own"
-"""resolves that of a request which this worker itself, being of role `both`, took back"""
+"""outcome when this worker, of role `both`, took its own request back from the queue"""
 
 
 class Phase(Enum):
     WAITING = "waiting"
-    """decided, published or answered, not yet in the engine"""
+    """not in the engine yet: undecided, queued for prefill, or answered"""
     RUNNING = "running"
     """in the engine"""
 
 
 @dataclass
 class KvAge:
-    """How old the KV of an answer is at most, by this host's own clock and nothing else. Pure: times come from outside.
+    """An upper bound of the age of an answer's KV, by this host's clock alone. Pure: times come from outside.
 
-    KV that is read after its lease may be another prompt's: wrong tokens, and nothing shows it. What the prefill worker
-    says of its age is true when it says so, but an answer may have been on its way for long: in the buffer of a
-    connection that hung, or in that of this process while it hung itself. Two bounds hold whatever happened on the way:
+    KV that is read after its lease may belong to another prompt: wrong tokens, without any error. The prefill worker
+    sends the age with the answer, but the answer may be delayed: in the buffer of a connection that hung, or in this
+    process while it hung itself. Two bounds hold whatever the delay:
 
     - The KV was computed after it was asked for.
-    - An answer that carries the token of a `PrefillConfirm` was said after that was sent: it has been on its way for no
-      longer than that was ago.
+    - An answer with the token of a `PrefillConfirm` was sent after that message: its delay is at most the time since.
     """
 
     asked: float
@@ -55,20 +54,20 @@ class KvAge:
     confirm_asked: float = 0.0
 
     def seconds(self, answer: PrefillDone, now: float) -> float:
-        """Since its KV was computed, at most."""
+        """The KV's greatest possible age."""
         bound = now - self.asked
         if self.token and answer.token == self.token:
             bound = min(bound, now - self.confirm_asked + max(0.0, answer.age))
         return bound
 
     def doubtful(self, answer: PrefillDone, now: float) -> bool:
-        """Whether a confirmation might show that it is younger."""
+        """Whether the KV may be so old that a confirmation is worth its round trip."""
         if self.token:
             return answer.token != self.token
         return self.seconds(answer, now) > DOUBT * answer.handle.lease
 
     def confirm(self, now: float) -> str | None:
-        """The token to ask for a confirmation with; None where that was done just now."""
+        """A new token to ask for a confirmation with; None if the last question is recent."""
         if self.token and now < self.confirm_asked + ASK_AGAIN:
             return None
         self.token, self.confirm_asked = secrets.token_hex(4), now
@@ -81,45 +80,45 @@ class DecodeRequest:
     submit: Submit
     phase: Phase = Phase.WAITING
     cancelled: bool = False
-    """while WAITING: the task that works on it stops at its next step, and answers nothing"""
+    """while WAITING: the request's task stops at its next step and sends nothing"""
     answer: asyncio.Future[Outcome] | None = None
-    """there from when it was sent out for remote prefill"""
+    """of the remote prefill; None until it is asked for"""
     kv_age: KvAge | None = None
-    """of the KV that it waits for; there from when it was sent out"""
+    """of the KV to come; None until it is asked for"""
     awaits_tokens: int = 0
-    """of its prompt, that a prefill worker computes or will compute; 0 again from its answer on"""
+    """prompt tokens that a prefill worker computes or will compute; 0 after its answer"""
     computes: int = 0
-    """tokens of its prompt that this engine computes or will compute; 0 again from the first token on"""
+    """prompt tokens that this engine computes or will compute; 0 after the first token"""
     prefiller: str = ""
-    """instance id of the prefill worker that has it in its hands"""
+    """instance id of the prefill worker that pulled the prompt"""
     losses: int = 0
-    """of the queue, when it was sent out"""
+    """`queue.losses` when the prompt was published"""
     engines_died: int = 0
-    """in a row, each while it computed the next token; above 0 it is a suspect (`decode/quarantine.py`)"""
+    """engines in a row that died while they computed its next token; above 0: a suspect (`decode/quarantine.py`)"""
     hit: int = 0
-    """prompt tokens that were in the engine's prefix cache when it was decided"""
+    """prompt tokens in this engine's prefix cache when the prefill was decided"""
     ahead: KvHandle | None = None
-    """what was read of its KV while that was being computed"""
+    """the part of its KV that was read before the prefill was done"""
     decision: Decision | None = None
-    """how its prompt gets its KV; there when it goes into the engine"""
+    """how the prompt gets its KV; None until it enters the engine"""
     cached: int = 0
-    """prompt tokens that were a prefix hit, here or at the prefill worker"""
+    """prompt tokens in a prefix cache, here or at the prefill worker"""
     proven: bool = False
-    """it has got a token here"""
+    """this engine has done its first step for it"""
     tokens: int = 0
-    """that it has got here"""
+    """output tokens of this engine"""
     since: float = 0.0
-    """monotonic: when the engine got it, or its last token came; while RUNNING"""
+    """while RUNNING: when it entered the engine, or its last token came; monotonic seconds"""
     warms: str = ""
-    """instance id of the prefill worker that it warms up with: it is this worker's own, and of no frontend"""
+    """of a warm-up, which no frontend sent: instance id of the prefill worker"""
     unread: bool = False
     """its KV could not be read from the prefill worker"""
     failure: str = ""
-    """why it failed; without the text of a request"""
+    """why it failed, without text of the request"""
     computed: asyncio.Event = field(default_factory=asyncio.Event)
-    """set when its prompt is computed, or it leaves"""
+    """set when the prompt is computed, or the request is dropped"""
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    """set when it leaves, in whatever way"""
+    """set when the request is dropped"""
     arrived: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -127,13 +126,12 @@ class DecodeRequest:
 
     @property
     def placed(self) -> Placed:
-        """As far as it is known."""
         assert self.decision is not None
         return Placed(self.id, self.decision.mode, self.decision.reason, self.cached, list(self.hops.known))
 
     @property
     def deadline(self) -> float:
-        """Monotonic seconds. That the request was on its way for a while only makes it later."""
+        """In monotonic seconds. The request's delay on the way here is not counted."""
         return self.arrived + self.submit.timeout
 
     @property
@@ -142,37 +140,33 @@ class DecodeRequest:
 
     @property
     def awaits(self) -> bool:
-        """A prefill worker's answer."""
+        """Whether it waits for a prefill worker's answer."""
         return self.answer is not None and not self.answer.done()
 
     def resolve(self, answer: Outcome) -> None:
-        """End the wait for the prefill worker, where there is a wait."""
+        """End the wait for the prefill worker; no effect if there is none."""
         if self.answer is not None and not self.answer.done():
             self.answer.set_result(answer)
 
     @property
     def elsewhere(self) -> bool:
-        """A prefill worker computes its prompt, or has its KV, which is to be read."""
+        """Whether a prefill worker computes the prompt, or still holds its KV."""
         remote = self.decision is not None and self.decision.mode == "remote"
         return not self.proven and (self.awaits or remote)
 
     @property
-    def came_back(self) -> bool:
-        """From the queue to this worker itself."""
-        return self.answer is not None and self.answer.done() and self.answer.result() == OWN
+    def outcome(self) -> Outcome | None:
+        """Of the remote prefill; None if it was not asked for, or is under way."""
+        return self.answer.result() if self.answer is not None and self.answer.done() else None
 
     def took(self, kv: KvHandle) -> bool:
-        """Whether this is the KV that it was given: it may be on its way into the engine."""
-        if self.answer is None or not self.answer.done():
-            return False
-        answer = self.answer.result()
-        if not isinstance(answer, PrefillDone):
-            return False
-        return source(answer.handle) == source(kv)
+        """Whether `kv` is what the request waited for: the engine may be about to read it."""
+        done = self.outcome
+        return isinstance(done, PrefillDone) and source(done.handle) == source(kv)
 
 
 class DecodeRequests:
-    """Ids are never used twice: a second request of a recent id is refused even when the first is done."""
+    """A second request of a recent id is refused, even if the first is done: engines must not see an id twice."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -182,7 +176,7 @@ class DecodeRequests:
         self._empty.set()
 
     def add(self, frontend: str, submit: Submit, warms: str = "") -> DecodeRequest | None:
-        """None where the id was used before."""
+        """None if the id was used before."""
         if submit.request_id in self._recent:
             return None
         self._recent[submit.request_id] = None
@@ -206,7 +200,7 @@ class DecodeRequests:
             self._empty.set()
 
     def _trace(self, request: DecodeRequest) -> None:
-        """This worker's part of its trace, now that it is over here."""
+        """Send the worker's span of the request's trace."""
         submit, decision = request.submit, request.decision
         if (span := self._tracer.part("generate", request.arrived, submit.traceparent)) is None:
             return
@@ -225,7 +219,7 @@ class DecodeRequests:
         return [request for request in self._live.values() if request.frontend == frontend]
 
     def clients(self) -> list[DecodeRequest]:
-        """Without this worker's own warm-ups."""
+        """Those of frontends: all but warm-ups."""
         return [request for request in self._live.values() if not request.warms]
 
     def __iter__(self) -> Iterator[DecodeRequest]:
@@ -240,11 +234,11 @@ class DecodeRequests:
 
     @property
     def tokens(self) -> int:
-        """Of all prompts and outputs so far."""
+        """Prompt and output tokens of all requests."""
         return sum(len(request.submit.prompt) + request.tokens for request in self._live.values())
 
     def occupying(self) -> list[DecodeRequest]:
-        """Those in the engine, and those whose prompts it will compute."""
+        """Requests in the engine, and those whose prompts it will compute."""
         return [
             request for request in self._live.values() if request.phase is Phase.RUNNING or request.computes
         ]

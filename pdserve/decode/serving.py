@@ -1,7 +1,7 @@
-"""The requests of a decode worker on their way: from a frontend to the engine, and back as tokens, one message for each
-engine step and frontend.
+"""The path of a request through a decode worker: from the frontend, by local or remote prefill, into the engine, and
+back as tokens, in one message for each engine step and frontend.
 
-This is the plain story. Requests that are cancelled, fail or lose their frontend or engine are in `frontends.py`."""
+Requests that are cancelled, fail, or lose their frontend or engine are in `frontends.py`."""
 
 import logging
 import time
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class RequestRunner:
-    """Every request that enters leaves by its last output, a `Failed`, or a cancellation, and in each case
-    nothing of it stays in the queue or in an engine."""
+    """Every request ends with its last output, a `Failed`, or a cancellation. In each case nothing of it stays in the
+    queue or in an engine."""
 
     engine: Engine
     frontends: Frontends
@@ -47,11 +47,11 @@ class RequestRunner:
     estimator: Estimator
     turns: PromptTurns
     start: Callable[[Coroutine[Any, Any, None]], object]
-    """runs a task of the worker, which ends with it and whose failure ends it"""
+    """start a task that ends with the worker and whose failure ends the worker"""
     has_time: Callable[[], bool] = lambda: False
-    """of a worker that also prefills: whether it would take a prompt from the queue at once"""
+    """role `both`: whether this worker would pull a prompt from the queue at once"""
     busy: Callable[[], None] = lambda: None
-    """told when a request goes into the engine"""
+    """called when a request enters the engine"""
 
     # from a frontend to the engine
 
@@ -75,7 +75,7 @@ class RequestRunner:
             await self.frontends.fail(request, "internal error in the decode worker", retry=True)
 
     async def _place(self, request: DecodeRequest) -> None:
-        if request.cancelled:  # before this task had its first turn
+        if request.cancelled:  # before this task first ran
             self.requests.drop(request)
             return
         if time.monotonic() >= request.deadline:
@@ -87,7 +87,7 @@ class RequestRunner:
         done = await self.remote.prefill(request, decision.reason) if decision.mode == "remote" else None
         handle = done.handle if done is not None else None
         if decision.mode == "remote" and handle is None:
-            decision = Decision("local", OWN if request.came_back else "fallback")
+            decision = Decision("local", OWN if request.outcome == OWN else "fallback")
         request.awaits_tokens = 0
         if not request.cancelled:
             await self.quarantine.enter(request)
@@ -117,8 +117,8 @@ class RequestRunner:
             self.requests.drop(request)
 
     async def _send_first(self, request: DecodeRequest, packed: list[bytes]) -> Output | None:
-        """The token that the prefill worker sampled, which does not wait for the KV. It stays true whatever becomes of
-        that: the request goes on after it."""
+        """Send the token that the prefill worker sampled, without waiting for the KV. Even if the KV is lost, the token
+        stays, and the request continues after it."""
         if not packed or request.cancelled:
             return None
         first = self.engine.first_output(request.id, request.submit.prompt, request.submit.body, packed)
@@ -148,7 +148,7 @@ class RequestRunner:
         )
         if decision.mode == "remote" and self.has_time():
             decision = Decision("local", OWN)
-        remote = decision.mode == "remote"  # counts from now on, for the requests that are decided next
+        remote = decision.mode == "remote"  # the next requests' estimates count this one from here on
         request.awaits_tokens, request.computes = (prompt, 0) if remote else (0, prompt - hit)
         log.info(
             "request %s: prefill %s (%s), prompt %d, hit %d, queue %d, workers %d; %s",
@@ -164,7 +164,7 @@ class RequestRunner:
         return decision
 
     async def _compute(self, request: DecodeRequest, after: Sequence[int]) -> None:
-        """Its prompt is computed here, when it is its turn."""
+        """Generate without remote KV, when it is the prompt's turn to be computed."""
         since = time.monotonic()
         async with self.turns.turn(request.computes) as waited:
             if waited:
@@ -174,8 +174,8 @@ class RequestRunner:
                 await request.computed.wait()
 
     async def _generate(self, request: DecodeRequest, handle: KvHandle | None, after: Sequence[int]) -> None:
-        """RUNNING before the engine is asked: a cancel that comes during the call reaches the engine after
-        it."""
+        """Hand the request to the engine. It is RUNNING before the call, so that a cancellation during the call reaches
+        the engine after it."""
         request.phase, request.since = Phase.RUNNING, time.monotonic()
         self.busy()
         submit = request.submit
@@ -184,7 +184,7 @@ class RequestRunner:
         except ProtocolError as error:
             if handle is None:
                 raise
-            # the lease of its KV ran out since it was looked at: a frontend may take a second to be told
+            # the KV's lease ran out since it was checked: sending to a slow frontend may take a second
             log.warning("request %s: its KV is refused (%s), prefilling locally", request.id, error)
             await self.engine.reject(handle)
             self.links.failed(request, f"expired: {error}")
@@ -198,7 +198,8 @@ class RequestRunner:
     # from the engine to the frontends
 
     async def read_step(self, step: Step) -> None:
-        """Other requests of the engine may be in it."""
+        """Send the outputs of an engine step to their frontends. Outputs of warm-ups, and of the prefill half of role
+        `both`, may be among them."""
         if step.transfers is not None:
             self.links.read(step.transfers)
         self.links.unreachable(step.unreachable)
@@ -213,7 +214,7 @@ class RequestRunner:
         for output in outputs:
             request = self.requests.get(output.request_id)
             if request is None:
-                continue  # cancelled, or no request of a frontend
+                continue  # cancelled, or a prefill of role `both`
             if output.failed:
                 text = output.refused or "the engine failed this request"
                 await self.frontends.fail(
@@ -239,8 +240,8 @@ class RequestRunner:
                 self.links.unread(request, why)
 
     async def _prove(self, request: DecodeRequest, first: Output | None = None) -> None:
-        """Its engine has done its first step, or has nothing to do. Count and tell how its prompt got its KV: only now
-        it is certain."""
+        """The engine has done the request's first step, or will not have to. Count and report how the prompt got its
+        KV, which is certain only now."""
         request.proven, request.engines_died, request.computes = True, 0, 0
         request.computed.set()
         self.quarantine.leave(request)

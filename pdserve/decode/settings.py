@@ -11,11 +11,10 @@ log = logging.getLogger(__name__)
 MAX_THRESHOLD = 2**31 - 1
 """tokens or requests"""
 _LIVE = ("policy", *THRESHOLDS)
-"""the keys that `pdserve set` can change"""
 
 
 def problem(key: str, text: str) -> str:
-    """What the live setting takes, where this is no value of it; else empty."""
+    """What the setting takes, if `text` is not a valid value of it; else empty."""
     if key == "policy":
         return "" if text in PREFILL_POLICIES else f"one of {', '.join(PREFILL_POLICIES)}"
     if text.isdecimal() and len(text) <= len(str(MAX_THRESHOLD)) and int(text) <= MAX_THRESHOLD:
@@ -29,16 +28,16 @@ def thresholds(settings: DecodeSection) -> str:
 
 
 class LiveSettings:
-    """The YAML's settings, unless the registry has newer ones. As in a file, a threshold alone means the policy
-    `threshold`."""
+    """The YAML's settings, overridden by those of the registry. As in a file, a threshold without a policy means the
+    policy `threshold`."""
 
     def __init__(self, config: DecodeSection) -> None:
         self._configured = self.current = config
         self._seen: dict[str, str] = {}
 
     def read(self, values: Mapping[str, str]) -> None:
-        """Take over what `pdserve set` wrote. A key that is gone falls back to the YAML; a value that is none is logged
-        once and changes nothing."""
+        """Apply what `pdserve set` wrote. A deleted key falls back to the YAML's; an invalid value is logged once and
+        ignored."""
         relevant = {key: values[key] for key in _LIVE if key in values}
         if relevant == self._seen:
             return

@@ -1,4 +1,4 @@
-"""The decode worker: what it is made of, and what it does in each part of its life (`process/life.py`)."""
+"""The decode worker: its parts, and what it does in each stage of its life (`process/life.py`)."""
 
 import asyncio
 import logging
@@ -126,7 +126,7 @@ class DecodeWorker(EngineWorker):
     def links(self) -> list[LinkState]:
         return self._links.states() if self.settings.current.remote_prefill else []
 
-    # what the engine, frontends and the registry tell it
+    # from the engine, the frontends and the registry
 
     async def _read_step(self, step: Step) -> None:
         await self._runner.read_step(step)

@@ -26,8 +26,8 @@ def found(
 
 def test_what_is_computed_here_waits_for_prompts_before_it_and_delays_streams() -> None:
     costs = found(compute=400, streams=3, ahead=600, there=[(0, FAST)])
-    parts = (costs.wait_here, costs.compute_here, costs.stall, costs.streams)
-    assert parts == pytest.approx((0.03, 0.02, 0.02, 3))
+    parts = (costs.wait_here, costs.compute_here, costs.streams)
+    assert parts == pytest.approx((0.03, 0.02, 3))
     assert not costs.idle
 
 

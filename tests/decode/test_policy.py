@@ -60,7 +60,7 @@ ADAPTIVE = DecodeSection(remote_prefill=True, policy="adaptive")
 
 def costs(wait_here: float, streams: int, wait_there: float, handover: float = 0.02) -> Estimates:
     """Of a prompt that takes 50 ms wherever it is computed."""
-    return Estimates(wait_here, 0.05, 0.05, streams, wait_there, 0.05, handover)
+    return Estimates(wait_here, 0.05, streams, wait_there, 0.05, handover)
 
 
 @pytest.mark.parametrize(

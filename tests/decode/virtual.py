@@ -45,7 +45,7 @@ class VirtualRequest:
     proven: bool = False
     since: float = 0.0
     pulled: float = 0.0
-    answer: Any = None
+    outcome: Any = None
     times: list[float] = field(default_factory=list)
 
     @property
@@ -172,7 +172,7 @@ class VirtualPrefill(VirtualEngine):
         self.requests.remove(request)
         self._speed.done(request.prompt, request.pulled, self.graph.now)
         done = PrefillDone("", None, self.graph.now - request.pulled)  # type: ignore[arg-type]
-        request.answer = SimpleNamespace(result=lambda: done)
+        request.outcome = done
         request.computed = request.prompt - 1  # as vLLM: the decode engine computes the last token
         request.decode.answered(request)
         self.pull()
