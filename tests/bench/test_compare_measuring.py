@@ -6,21 +6,19 @@ from pathlib import Path
 import pytest
 from pdserve_bench.client import Exchange
 from pdserve_bench.compare.candidates import Candidate, Launch
-from pdserve_bench.compare.launches import RunningLaunches
 from pdserve_bench.compare.measuring import Entrant, Measuring, best_of, common_rate, noise
-from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import Probe
 from pdserve_bench.goodput.search import GoodputSearch
 from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import LoadRun
 from pdserve_bench.sections import Shape
 from pdserve_bench.slo import Slo, Tally
-from pdserve_bench.systems.system import Elsewhere
+from pdserve_bench.systems.system import PlainVllm, Stage
 
 
 def entrant(name: str, aggregated: bool, **probes: int) -> Entrant:
     """`r2=18`: 18 of 20 requests kept the SLO at 2 requests/s."""
-    launch = Launch(name, Elsewhere(name, Endpoint("", "")), True, 0.0)
+    launch = Launch(name, PlainVllm(name, Path(), name), True, 0.0)
     found = Entrant(Candidate(name, aggregated, Shape(0, 1), launch), GoodputSearch())
     for key, kept in probes.items():
         probe(found, float(key[1:]), kept)
@@ -102,7 +100,7 @@ class KnownCapacities(Measuring):
 async def test_the_best_of_each_kind_is_found_whatever_the_other_carries(
     tmp_path: Path, start: float
 ) -> None:
-    measuring = KnownCapacities(RunningLaunches(tmp_path, print), Schedule(), Slo(), 0.9, 1)
+    measuring = KnownCapacities(Stage(tmp_path, print), Schedule(), Slo(), 0.9, 1)
     first = [entrant("3", True), entrant("33", False)]
     await measuring.screen(first, start, 1.0, time.monotonic() + 60)
     found = [*first, entrant("9", True)]

@@ -1,6 +1,5 @@
 """`pdserve bench systems` as a user runs it, on simulated engines."""
 
-import asyncio
 import json
 import os
 import signal
@@ -17,7 +16,6 @@ import pytest
 from pdserve_bench.simulated import simulated, write
 
 from pdserve.cli import main
-from tests.bench.answers import OpenAi, tiny_server
 from tests.serving import processes_below
 
 SPEED = {"step-seconds": 0.01, "prefill-rate": 10_000}
@@ -83,13 +81,11 @@ def running(folder: Path, *options: str) -> Iterator[Benchmark]:
         run.process.wait(120)
 
 
-async def test_a_whole_run(tmp_path: Path) -> None:
-    """With a server that runs already, beside those that are started."""
-    async with tiny_server(OpenAi(ttft=0.01, gap=0.01)) as other:
-        with running(tmp_path, "--clients", "2", "--also", f"other={other.url}/v1") as run:
-            assert await asyncio.to_thread(run.process.wait, 240) == 0, run.log + run.out
+def test_a_whole_run(tmp_path: Path) -> None:
+    with running(tmp_path, "--clients", "2") as run:
+        assert run.process.wait(240) == 0, run.log + run.out
     report, data = run.report, run.report["data"]
-    names = ["aggregated", "pdserve local", "pdserve remote", "pdserve", "other"]
+    names = ["aggregated", "pdserve local", "pdserve remote", "pdserve"]
     assert report["complete"]
     assert [each["name"] for each in data["contestants"]] == names
     assert "2 simulated workers" in data["baseline"]["hardware"]
@@ -100,23 +96,15 @@ async def test_a_whole_run(tmp_path: Path) -> None:
     assert sum(turn["outcomes"]["finished"] for turn in turns) > 20
     assert (data["outcomes"]["failed"], data["outcomes"]["unfinished"]) == (0, 0)
     remote = {turn["system"]: turn["figures"].get("remote prefills") for turn in turns}
-    assert remote == {
-        "aggregated": 0.0, "pdserve local": 0.0, "pdserve remote": 1.0, "pdserve": 1.0, "other": None
-    }  # fmt: skip
+    assert remote == {"aggregated": 0.0, "pdserve local": 0.0, "pdserve remote": 1.0, "pdserve": 1.0}
     processes = {"supervisor", "guardian", "nats-server", "etcd", "decode", "frontend"}
     for turn in turns:
         assert turn["figures"]["output tokens/s"] > 10
-        if turn["system"] == "other":
-            assert turn["cpu"] is None
-            continue
         assert turn["cpu"].keys() == processes | ({"prefill"} if turn["system"] != "aggregated" else set())
         assert all(turn["cpu"][name] > 0 for name in ("decode", "frontend"))
         assert turn["figures"]["TTFT p50"] > 200 / SPEED["prefill-rate"]
-    other_answers = data["answers"].pop("other")
-    assert (other_answers["alone"], other_answers["alone_equal"]) == (6, 0)
     for same in data["answers"].values():
         assert same == {"alone": 6, "alone_equal": 6, "together": 6, "together_equal": 6, "failed": 0}
-    assert any("other answered 6 of 6 prompts otherwise" in note for note in report["notes"])
     assert {"c=2", "Ratios to aggregated"} <= {table["title"].split(":")[0] for table in report["tables"]}
     assert "pdserve against aggregated. c=2: " in run.out
     assert "noise" in run.out
@@ -138,14 +126,9 @@ def test_a_run_that_is_broken_off_while_a_graph_starts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--loads", "closed,open"], "--loads closed,open: choose of closed, multi-round, goodput."),
         (["--clients", "1,x"], "--clients 1,x: give whole numbers"),
         (["--batch", "0"], "--batch 0: give whole numbers"),
         (["--prompt-tokens", "5000"], "--prompt-tokens 5000: with the answer over max-model-len 4096"),
-        (["--also", "other=nonsense"], "--also other=nonsense: write it as NAME=URL"),
-        (["--also", "http://127.0.0.1:1"], "write it as NAME=URL"),
-        (["--also", "pdserve=http://127.0.0.1:1"], "--also pdserve: there is one of that name already."),
-        (["--ttft", "soon"], "--ttft: 'soon' is no time"),
         (["--json", "/nowhere/systems.json"], "there is no folder /nowhere"),
         (["-f", "/nowhere.yaml"], "/nowhere.yaml"),
     ],

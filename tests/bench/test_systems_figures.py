@@ -111,9 +111,6 @@ def test_cpu_seconds_for_1000_tokens() -> None:
         {"decode": 3.0, "etcd": 0.1, "all": 3.1, "load generator": 0.2}
     )
     assert list(cpu_by_process(found))[-2:] == ["all", "load generator"]
-    assert cpu_by_process([Measurement(turn, {}, {}, None, tokens=100, generator=0.1)]) == {
-        "load generator": 1.0
-    }
 
 
 def answered(
@@ -165,11 +162,11 @@ def test_each_request_is_counted_once() -> None:
     assert count_outcomes(EXCHANGES) == {"finished": 5, "failed": 1, "unfinished": 1}
 
 
-def test_answers_are_compared_by_tokens_where_there_are_tokens() -> None:
+def test_answers_are_compared_token_for_token() -> None:
     def said(text: str, *tokens: int, error: str = "") -> Exchange:
         return Exchange(text=text, tokens=list(tokens), error=error)
 
-    alone = [said("ab", 1, 2), said("ab", 1, 3), said("ab"), said("", error="reset")]
+    alone = [said("ab", 1, 2), said("ab", 1, 3), said("ab", 1, 2), said("", error="reset")]
     together = [said("ab", 1, 2), said("z", 9)]
     expected = [said("ab", 1, 2)] * 5 + [said("", error="reset")]
     found = judge(alone, together, expected)

@@ -33,7 +33,6 @@ from pdserve_bench.compare.candidates import (
     own_settings,
     weights_gib,
 )
-from pdserve_bench.compare.launches import RunningLaunches
 from pdserve_bench.compare.measuring import Entrant, Measuring, best_of, common_rate, noise, unstarted
 from pdserve_bench.compare.recommend import CandidateResult, Criteria, Recommendation, recommend
 from pdserve_bench.endpoint import Endpoint
@@ -42,6 +41,7 @@ from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import Scalable
 from pdserve_bench.sections import read_sections
 from pdserve_bench.slo import Slo
+from pdserve_bench.systems.system import Stage
 
 _START = {
     HardwareKind.CPU: (30.0, 50.0),
@@ -194,7 +194,7 @@ class Comparison:
                 "The engines of the file are simulated: nothing else was simulated beside them."
             )
         with tempfile.TemporaryDirectory(prefix="pdserve-compare-") as folder:
-            async with RunningLaunches(Path(folder), schedule.say) as stage:
+            async with Stage(Path(folder), lambda _: None) as stage:
                 measuring = self._measuring(stage, schedule, deadline)
                 if options.measure or self.here.kind is HardwareKind.SIM:
                     reserved = (_SIMULATED + _CALIBRATED) * whole if imagine else _STOP
@@ -205,12 +205,12 @@ class Comparison:
                 elif imagine:
                     await self._learn_speed(measuring, calibrated)
             if imagine and self.speed:
-                async with RunningLaunches(Path(folder), schedule.say) as stage:
+                async with Stage(Path(folder), lambda _: None) as stage:
                     measuring = self._measuring(stage, schedule, deadline, measuring.users)
                     await self._simulate(measuring, deadline - _STOP)
 
     def _measuring(
-        self, stage: RunningLaunches, schedule: Schedule, deadline: float, users: Scalable | None = None
+        self, stage: Stage, schedule: Schedule, deadline: float, users: Scalable | None = None
     ) -> Measuring:
         options = self.options
         return Measuring(
@@ -268,7 +268,7 @@ class Comparison:
         waiting = _launches(entrants)
         while waiting:
             kept = {launch.key for launch in _launches(_best(self.entrants))}
-            await measuring.stage.stop([key for key in measuring.stage.running if key not in kept])
+            await measuring.stage.stop(*(key for key in measuring.stage.up if key not in kept))
             room = _MEMORY * psutil.virtual_memory().available / GIB
             now = [waiting.pop(0)]
             while waiting and sum(each.memory_gib for each in now) + waiting[0].memory_gib <= room:
@@ -296,12 +296,12 @@ class Comparison:
         expected = max(plain if launch.key.startswith("vllm") else graph for launch in launches)
         told = ", ".join(launch.key for launch in launches)
         with measuring.phase(f"starting {told}", expected + 0.5 * expected * (len(launches) - 1)):
-            problems = await measuring.stage.start(launches)
+            problems = await measuring.start(launches)
         unstarted(entrants, problems)
         if len(problems) == len(launches) and not any(each.probes for each in self.entrants):
             raise Unavailable("Nothing came up: " + "; ".join(problems.values()))
         if measuring.users is None:
-            running = measuring.stage.running[next(key for key in measuring.stage.running)]
+            running = next(iter(measuring.stage.up.values()))
             measuring.users = await self.asked.make(running.endpoint)
         warm = min(3.0, max(1.0, 60 * self.options.minutes / 150))
         seen: dict[str, tuple[float, float]] = {}
@@ -323,7 +323,7 @@ class Comparison:
         """Raises no error: a finalist that fails has a problem."""
         finalists = self.finalists
         kept = {launch.key for launch in _launches(finalists)}
-        await measuring.stage.stop([key for key in measuring.stage.running if key not in kept])
+        await measuring.stage.stop(*(key for key in measuring.stage.up if key not in kept))
         if not finalists:
             return
         searches = [(each, each.search) for each in finalists]
@@ -355,7 +355,7 @@ class Comparison:
                     entrant.problem = "no time was left for it: give --minutes more"
                 continue
             end = time.monotonic() + left
-            await measuring.stage.stop(list(measuring.stage.running))
+            await measuring.stage.stop(*measuring.stage.up)
             await self._start_up(measuring, [launch], some)
             end = max(end, time.monotonic() + 0.3 * left)
             if len(some) > 1:
@@ -385,24 +385,24 @@ class Comparison:
                 for each in self.entrants
                 if not each.candidate.aggregated
                 and each.candidate.shape.decode == 1
-                and each.candidate.launch.key in stage.running
+                and each.candidate.launch.key in stage.up
             ),
             None,
         )
         remote = launch is not None
         try:
             if launch is None:
-                await stage.stop(list(stage.running))
+                await stage.stop(*stage.up)
                 launch = self.maker.single(batch)
                 with measuring.phase("starting one engine, to learn its speed", _START[self.here.kind][1]):
-                    problems = await stage.start([launch])
+                    problems = await measuring.start([launch])
                 if problems:
                     raise Unavailable(problems[launch.key])
                 if measuring.users is None:
-                    measuring.users = await self.asked.make(stage.running[launch.key].endpoint)
+                    measuring.users = await self.asked.make(stage.up[launch.key].endpoint)
             measuring.announce_rest(seconds)
             self.speed = await learn_speed(
-                stage.running[launch.key],
+                stage.up[launch.key],
                 measuring.schedule,
                 self._limits(),
                 remote=remote,

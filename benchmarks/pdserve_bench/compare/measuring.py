@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from pdserve.errors import Unavailable
+from pdserve.errors import ConfigError, Unavailable
 from pdserve_bench.client import Outcome
-from pdserve_bench.compare.candidates import Candidate
-from pdserve_bench.compare.launches import RunningLaunches
+from pdserve_bench.compare.candidates import Candidate, Launch
 from pdserve_bench.compare.recommend import AtLoad, CandidateResult
 from pdserve_bench.goodput.measure import Canary, GoodputOptions, Probe, probe, warm_up
 from pdserve_bench.goodput.search import GoodputSearch
@@ -18,6 +17,7 @@ from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import Scalable
 from pdserve_bench.samples import percentile
 from pdserve_bench.slo import Slo, Tally
+from pdserve_bench.systems.system import Stage
 
 _SCREENED = 12
 """requests of a probe that only sorts out; a low rate is probed for longer"""
@@ -128,7 +128,8 @@ def common_rate(entrants: Sequence[Entrant]) -> float | None:
 
 @dataclass
 class Measuring:
-    stage: RunningLaunches
+    stage: Stage
+    """what runs, by the keys of the launches"""
     schedule: Schedule
     slo: Slo
     share: float
@@ -151,10 +152,27 @@ class Measuring:
         self.schedule.cancel(_REST)
         self.schedule.announce(_REST, max(0.0, self.deadline - time.monotonic() - seconds))
 
+    async def start(self, launches: Iterable[Launch]) -> dict[str, str]:
+        """All that do not run yet, at the same time. Returns why those did not come up that did not, by key."""
+
+        async def start(launch: Launch) -> None:
+            try:
+                await self.stage.start(launch.key, launch.system)
+            except (ConfigError, Unavailable, OSError) as error:
+                self.schedule.say(f"{launch.key}: {error}")
+                problems[launch.key] = _brief(str(error))
+
+        problems: dict[str, str] = {}
+        async with asyncio.TaskGroup() as group:
+            for launch in launches:
+                if launch.key not in self.stage.up:
+                    group.create_task(start(launch))
+        return problems
+
     async def warm_up(self, entrant: Entrant, seconds: float) -> tuple[float, float] | None:
         """Some requests that do not count, of its own launch. Returns the shortest TTFT and the shortest time of a
         whole request, None where there was none; notes where it does not answer."""
-        running = self.stage.running[entrant.candidate.launch.key]
+        running = self.stage.up[entrant.candidate.launch.key]
         assert self.users is not None
         try:
             run = await warm_up(running.endpoint, self.users, _WARM_RATE, seconds, self._seed())
@@ -246,7 +264,7 @@ class Measuring:
     ) -> Probe:
         assert self.users is not None
         key = entrant.candidate.launch.key
-        running, meter = self.stage.running[key], self.stage.meters[key]
+        running = self.stage.up[key]
         settings = dict(entrant.candidate.settings)
         if settings != self._applied.get(key, {}):
             await running.apply(settings)
@@ -255,6 +273,7 @@ class Measuring:
         made = Probe(rate, seconds, self._seed())
         control = " (control)" if search is not None and search is not entrant.search else ""
         with self.phase(f"{entrant.name}{control}: {rate:.3g} req/s", seconds):
+            meter = running.cpu_meter()
             before = meter.read()
             await probe(running.endpoint, self.users, made, GoodputOptions(slo=self.slo, share=self.share))
             if not control:
@@ -277,6 +296,12 @@ def noise(search: GoodputSearch, control: GoodputSearch) -> float | None:
     if not ours or not theirs or not low or not high or high / low > _NARROW:
         return None
     return abs(ours - theirs) / max(ours, theirs)
+
+
+def _brief(text: str) -> str:
+    """Its first and last line, without the log between them, which was said."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys([lines[0], lines[-1]]))[:300] if lines else "no reason was told"
 
 
 def unstarted(entrants: Iterable[Entrant], problems: Mapping[str, str]) -> None:

@@ -4,8 +4,6 @@ import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,29 +14,23 @@ from pdserve.config.load import load
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import Plan, make_plan
-from pdserve_bench.endpoint import Endpoint, base_url, find_endpoint, key_headers
-from pdserve_bench.goodput.measure import GoodputOptions
 from pdserve_bench.launch import derive
-from pdserve_bench.options import Gap, Json, Plot, Ttft, numbers
+from pdserve_bench.options import Json, Plot, numbers
 from pdserve_bench.progress import Schedule, told
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import INTERRUPTED, run_until_stopped
-from pdserve_bench.slo import Slo, read_slo
 from pdserve_bench.systems.aggregated import batches, candidates, gpus_of
 from pdserve_bench.systems.alternation import alternate
 from pdserve_bench.systems.contest import GRAPH, Contest, Contestant, Record, graph_contestants
-from pdserve_bench.systems.loads import ClosedLoad, GoodputLoad, MultiRoundLoad, SystemLoad
+from pdserve_bench.systems.loads import ClosedLoad
 from pdserve_bench.systems.render import make_report
-from pdserve_bench.systems.system import START_SECONDS, Elsewhere, GraphSystem, Stage, System
+from pdserve_bench.systems.system import GraphSystem, Stage, System
 
 DEFAULT = "configs/local.yaml"
-LOADS = ("closed", "multi-round", "goodput")
 _WARM_UP = {"cpu": 1.5, "gpu": 1.5, "sim": 0.5}
 """seconds of load before each window: longer than real workers of the system before spin after their last message"""
-_PROBE, _CONVERSATIONS = 3.0, 5.0
-"""times the seconds of a turn: those of a probe of goodput, and of a turn of conversations, at least ten"""
-_MOST_PROBES = 24
-"""of goodput in a turn, by their time"""
+_START_SECONDS = {"cpu": 30.0, "gpu": 90.0, "sim": 12.0}
+"""that a start takes, about"""
 
 
 def systems(
@@ -46,7 +38,6 @@ def systems(
         Path | None,
         typer.Option("-f", "--file", metavar="FILE", help=f"the graph (default: {DEFAULT}, the demo model)"),
     ] = None,
-    loads: Annotated[str, typer.Option(metavar="NAMES", help="of closed, multi-round, goodput")] = "closed",
     clients: Annotated[
         str, typer.Option(metavar="N,N", help="of the closed loops: a load each (default: 1,8,32)")
     ] = "",
@@ -75,20 +66,6 @@ def systems(
     dtype: Annotated[
         str, typer.Option(metavar="TYPE", help="of all engines: float32 makes answers comparable exactly")
     ] = "",
-    also: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=URL", help="a server that runs already, measured as well; may be repeated"
-        ),
-    ] = None,
-    api_key: Annotated[
-        str,
-        typer.Option(
-            metavar="KEY", envvar="OPENAI_API_KEY", help="of the --also servers", show_default=False
-        ),
-    ] = "",
-    ttft: Ttft = "500ms",
-    gap: Gap = "60ms",
     seed: Annotated[int, typer.Option(metavar="N", help="of the prompts")] = 1,
     json: Json = None,
     plot: Plot = None,
@@ -105,9 +82,7 @@ def systems(
       pdserve bench systems                                 the demo model, some 9 minutes
       pdserve bench systems --quick --plot systems          some 5 minutes, and a page with charts
       pdserve bench systems -f mine.yaml --batch 512,2048,8192 --rounds 5 --json systems.json
-      pdserve bench systems --loads multi-round,goodput --rounds 1 --ttft 500ms --gap 60ms    some 15 minutes
       pdserve bench systems --dtype float32 --clients 1     are the answers the same, token for token?
-      pdserve bench systems --also dynamo=http://127.0.0.1:8100/v1
     """
     check_outputs(json, plot)
     plan = _plan(file or _default_file())
@@ -116,56 +91,35 @@ def systems(
     most = int(str(plan.config.decode.engine_args.get("max-model-len", 1 << 30)))
     if prompt_tokens + output_tokens > most:
         raise ConfigError([f"--prompt-tokens {prompt_tokens}: with the answer over max-model-len {most}."])
-    others = _also(also or [])
-    made_loads, screening = _loads(
-        _names(loads),
-        numbers("--clients", clients) or ([1, 8] if quick else [1, 8, 32]),
-        (prompt_tokens, output_tokens),
-        seconds,
-        read_slo(ttft, gap),
-        seed,
-        _WARM_UP[kind],
-    )
+    counts = sorted(numbers("--clients", clients) or ([1, 8] if quick else [1, 8, 32]))
+    loads = [ClosedLoad(count, prompt_tokens, output_tokens, _WARM_UP[kind], seconds) for count in counts]
     alternating = in_turn or kind == "gpu"
     tried = [] if no_screening else batches(plan, numbers("--batch", batch))
     tried = tried[len(tried) // 2 :][:1] if quick and not batch else tried
     contestants, notes = graph_contestants(plan.config)
     baseline = "aggregated" if kind == "sim" else "aggregated vLLM"
-    contestants = [
-        Contestant(baseline, baseline, "the baseline"),
-        *contestants,
-        *(Contestant(name, name, f"runs already, at {url}") for name, url in others),
-    ]
-    names = [each.name for each in contestants]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError([f"--also {', '.join(twice)}: there is one of that name already."])
+    contestants.insert(0, Contestant(baseline, baseline, "the baseline"))
     turns = alternate(
-        names,
-        [each.name for each in made_loads],
+        [each.name for each in contestants],
+        [each.name for each in loads],
         rounds or (2 if quick or alternating else 3),
         grouped=alternating,
     )
     ways = candidates(plan, tried, dtype)
-    record = Record(contestants, made_loads, turns, ways, tried, alternating, notes=notes)
+    record = Record(contestants, loads, turns, ways, tried, alternating, notes=notes)
+    screening = list(dict.fromkeys((loads[0], loads[-1])))
     logging.basicConfig(level=logging.ERROR)
     folder = Path(tempfile.mkdtemp(prefix="pdserve-systems-"))
-    started: dict[str, System] = {name: Elsewhere(name, Endpoint(url, "")) for name, url in others}
-    started[GRAPH] = GraphSystem(GRAPH, derive(plan.config.path, 1, 8000, 5600, dtype))
+    graph: dict[str, System] = {GRAPH: GraphSystem(GRAPH, derive(plan.config.path, 1, 8000, 5600, dtype))}
     problem: PdserveError | None = None
     complete = False
     with Schedule() as schedule:
-        stage = Stage(started, folder, schedule, in_turn=alternating, start_seconds=START_SECONDS[kind])
-        contest = Contest(plan, record, stage, schedule, screening, seed)
+        stage = Stage(folder, schedule.update)
+        contest = Contest(plan, record, stage, schedule, graph, screening, seed, _START_SECONDS[kind])
         contest.announce()
         schedule.say(f"{plan.config.path}: about {told(schedule.seconds_left)}; logs in {folder}")
-
-        async def work() -> None:
-            for name, url in others:
-                stage.systems[name] = Elsewhere(name, await find_endpoint(url, headers=key_headers(api_key)))
-            await contest.run()
-
         try:
-            complete = run_until_stopped(work)
+            complete = run_until_stopped(contest.run)
         except PdserveError as error:
             problem = error
     return _finish(record, plan, folder, complete, problem, json, plot)
@@ -197,32 +151,6 @@ def _finish(
     return INTERRUPTED if not complete else int(failed > 0)
 
 
-def _loads(
-    names: Sequence[str],
-    clients: Sequence[int],
-    tokens: tuple[int, int],
-    seconds: float,
-    slo: Slo,
-    seed: int,
-    warm_up: float,
-) -> tuple[list[SystemLoad], list[SystemLoad]]:
-    """And those under which the baseline's settings are tried: what it is measured by, goodput (roughly), or the fewest
-    and the most clients: an engine with as many threads as cores may be the best with many, and break down with one."""
-    probe = _PROBE * seconds
-    options = GoodputOptions(slo=slo, seconds=probe, precision=0.15, budget=_MOST_PROBES * probe, seed=seed)
-    made: list[SystemLoad] = []
-    closed = [ClosedLoad(count, *tokens, warm_up, seconds) for count in sorted(clients)]
-    screening: list[SystemLoad] = [*dict.fromkeys((closed[0], closed[-1]))]
-    if "closed" in names:
-        made += closed
-    if "multi-round" in names:
-        made.append(MultiRoundLoad(max(10.0, _CONVERSATIONS * seconds), warm_up, seed))
-    if "goodput" in names:
-        made.append(GoodputLoad(options, *tokens))
-        screening = [GoodputLoad(replace(options, seconds=probe / 2, precision=0.3), *tokens)]
-    return made, screening
-
-
 def _default_file() -> Path:
     """That of the repository which this runs from, or of the folder."""
     for folder in (Path(pdserve.__file__).parent.parent, Path.cwd()):
@@ -239,24 +167,3 @@ def _plan(file: Path) -> Plan:
     if plan.problems:
         raise ConfigError(list(plan.problems))
     return plan
-
-
-def _names(loads: str) -> list[str]:
-    names = [name.strip() for name in loads.split(",") if name.strip()]
-    if not names or set(names) - set(LOADS):
-        raise ConfigError([f"--loads {loads}: choose of {', '.join(LOADS)}."])
-    return names
-
-
-def _also(texts: Sequence[str]) -> list[tuple[str, str]]:
-    found = []
-    for text in texts:
-        name, equals, url = text.partition("=")
-        problem = f"--also {text}: write it as NAME=URL, as in dynamo=http://127.0.0.1:8100/v1."
-        if not equals or not name:
-            raise ConfigError([problem])
-        try:
-            found.append((name, base_url(url)))
-        except ConfigError:
-            raise ConfigError([problem]) from None
-    return found

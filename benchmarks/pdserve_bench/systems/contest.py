@@ -7,8 +7,10 @@ known at any moment, so that it can be shown when the contest is broken off.
 import asyncio
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from pdserve.config.schema import Config, DecodeConfig
 from pdserve.decode.policy import decide
@@ -20,24 +22,10 @@ from pdserve_bench.endpoint import Prompts, learn_prompts
 from pdserve_bench.progress import Schedule
 from pdserve_bench.systems.aggregated import Baseline
 from pdserve_bench.systems.alternation import Turn
+from pdserve_bench.systems.cpu import CpuMeter
 from pdserve_bench.systems.identity import Reference, Sameness
-from pdserve_bench.systems.loads import (
-    CPU,
-    GOODPUT,
-    TOKENS,
-    LoadTurn,
-    Measurement,
-    SystemLoad,
-    Window,
-    count_outcomes,
-)
-from pdserve_bench.systems.system import (
-    ALL_LOCAL,
-    ALL_REMOTE,
-    RunningSystem,
-    Stage,
-    start_phase,
-)
+from pdserve_bench.systems.loads import CPU, TOKENS, ClosedLoad, Measurement, Window, count_outcomes, measured
+from pdserve_bench.systems.system import ALL_LOCAL, ALL_REMOTE, RunningSystem, Stage, System
 
 GRAPH = "pdserve"
 LOCAL, REMOTE_ONLY = f"{GRAPH} local", f"{GRAPH} remote"
@@ -86,9 +74,8 @@ class Screened:
 
     @property
     def score(self) -> float:
-        """More is better: goodput or tokens/s, the geometric mean over the loads."""
-        figures = [each.figures for each in self.measurements]
-        values = [each.get(GOODPUT, each.get(TOKENS, 0.0)) for each in figures]
+        """More is better: tokens/s, the geometric mean over the loads."""
+        values = [each.figures.get(TOKENS, 0.0) for each in self.measurements]
         return statistics.geometric_mean(values) if values and all(values) else 0.0
 
 
@@ -97,7 +84,7 @@ class Record:
     """What was found so far. The first contestant is the baseline."""
 
     contestants: Sequence[Contestant]
-    loads: Sequence[SystemLoad]
+    loads: Sequence[ClosedLoad]
     plan: Sequence[Turn]
     candidates: Sequence[Baseline]
     """ways to run the baseline, which are screened where there are several"""
@@ -108,7 +95,7 @@ class Record:
     """as it takes part"""
     screened: list[Screened] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
-    """in order; the last may be broken off: `complete` is false then"""
+    """in order; the last may be broken off"""
     same: dict[str, Sameness] = field(default_factory=dict)
     """answers of each contestant, compared with the baseline's"""
     compared: list[Exchange] = field(default_factory=list)
@@ -135,24 +122,28 @@ class Contest:
     record: Record
     stage: Stage
     schedule: Schedule
-    screening: Sequence[SystemLoad]
+    systems: dict[str, System]
+    """by name; the baseline is added when it is chosen"""
+    screening: Sequence[ClosedLoad]
     """under which the baseline's settings are tried"""
     seed: int
+    start_seconds: float
+    """that a start takes, about"""
     _prompts: Prompts | None = None
     _reference: Reference | None = None
     _settings: dict[RunningSystem, Mapping[str, str]] = field(default_factory=dict)
     """those in force"""
+    _starts: Counter[str] = field(default_factory=Counter)
 
     def announce(self) -> None:
         """All that is to come."""
         for number in range(self._screenings):
             for load in self.screening:
                 self.schedule.announce(self._screening_phase(number, load), load.seconds)
-        for name, starts in self._starts().items():
+        for name, starts in self._expected_starts().items():
             starts += self._screenings if name == self._baseline_name else 0
             for count in range(1, starts + 1):
-                seconds = self.stage.start_seconds * self.stage.ours(name)
-                self.schedule.announce(start_phase(name, count), seconds)
+                self.schedule.announce(_start_phase(name, count), self.start_seconds)
         for contestant in self.record.contestants:
             self.schedule.announce(_comparing(contestant), _COMPARE_SECONDS)
         for turn in self.record.plan:
@@ -162,11 +153,21 @@ class Contest:
         """Raises ConfigError and Unavailable. Cancelled, `record` has what there is."""
         async with self.stage:
             await self._choose_baseline()
-            if not self.stage.in_turn:
+            if not self.record.in_turn:
                 for name in dict.fromkeys(contestant.system for contestant in self.record.contestants):
-                    await self.stage.get(name)
+                    await self._running(name)
             for turn in self.record.plan:
                 await self._take(turn)
+
+    async def _running(self, name: str) -> RunningSystem:
+        """Start the system where it does not run, in turn instead of the one that does."""
+        if name in self.stage.up:
+            return self.stage.up[name]
+        if self.record.in_turn:
+            await self.stage.stop(*self.stage.up)
+        self._starts[name] += 1
+        with self.schedule.phase(_start_phase(name, self._starts[name]), self.start_seconds):
+            return await self.stage.start(name, self.systems[name])
 
     # the baseline's best settings
 
@@ -191,9 +192,8 @@ class Contest:
             if record.screened[-1].baseline != record.baseline:
                 await self.stage.stop(name)
             else:  # it goes on running
-                self.schedule.cancel(start_phase(name, self._screenings + self._starts()[name]))
-        if name not in self.stage.up:
-            self.stage.systems[name] = record.baseline.system(name)
+                self.schedule.cancel(_start_phase(name, self._screenings + self._expected_starts()[name]))
+        self.systems[name] = record.baseline.system(name)
 
     def _best(self) -> Baseline:
         return max(self.record.screened, key=lambda each: each.score).baseline
@@ -201,50 +201,49 @@ class Contest:
     async def _screen(self, baseline: Baseline) -> None:
         name, number = self._baseline_name, len(self.record.screened)
         await self.stage.stop(name)
-        self.stage.systems[name] = baseline.system(name)
-        await self.stage.get(name)
+        self.systems[name] = baseline.system(name)
+        await self._running(name)
         self.schedule.say(f"screening {baseline.told}")
         self.record.screened.append(screened := Screened(baseline))
         for load in self.screening:
-            found = Measurement(Turn(number, name, load.name), {}, {}, complete=False)
-            screened.measurements.append(found)
-            await self._measure(found, name, load, self._screening_phase(number, load))
+            turn = Turn(number, name, load.name)
+            await self._measure(screened.measurements, turn, name, load, self._screening_phase(number, load))
 
-    def _screening_phase(self, number: int, load: SystemLoad) -> str:
+    def _screening_phase(self, number: int, load: ClosedLoad) -> str:
         return f"screening {number + 1}/{self._screenings}, {load.name}"
 
     # turns
 
     async def _take(self, turn: Turn) -> None:
         contestant = next(each for each in self.record.contestants if each.name == turn.system)
-        running = await self.stage.get(contestant.system)
+        running = await self._running(contestant.system)
         prompts = await self._learned()
         if contestant.settings is not None and self._settings.get(running) != contestant.settings:
             assert self.plan.config.decode is not None
             await put_in_force(running, contestant.settings, self.plan.config.decode, prompts)
             self._settings[running] = contestant.settings
         await self._compare_answers(contestant, running, prompts)
-        found = Measurement(turn, {}, {}, complete=False)
-        self.record.measurements.append(found)
-        await self._measure(found, contestant.system, self._load(turn), self._phase(turn))
+        load = self._load(turn)
+        await self._measure(self.record.measurements, turn, contestant.system, load, self._phase(turn))
 
-    async def _measure(self, found: Measurement, system: str, load: SystemLoad, phase: str) -> None:
-        window = Window(*self.stage.meters(system))
-        endpoint = self.stage.up[system].endpoint
-        turn = LoadTurn(endpoint, await self._learned(), window, self.schedule, phase)
+    async def _measure(
+        self, found: list[Measurement], turn: Turn, system: str, load: ClosedLoad, phase: str
+    ) -> None:
+        """Adds the measurement also where it is broken off."""
+        running, prompts = self.stage.up[system], await self._learned()
+        others = CpuMeter.of(*(each.cpu_meter() for name, each in self.stage.up.items() if name != system))
+        window, sent, complete = Window(running.cpu_meter(), others), list[Exchange](), False
         try:
-            await load.measure(turn)
-            turn.fill(found, load.steady)
-            found.complete = True
+            with self.schedule.phase(phase, load.seconds):
+                await load.run(running.endpoint, prompts, window, sent)
+            complete = True
         finally:
-            exchanges = turn.run.exchanges
-            found.outcomes = count_outcomes(exchanges)
-            found.errors = list(dict.fromkeys(each.error for each in exchanges if each.error))
-        self.schedule.say(f"{phase}: {_line(found)}")
+            found.append(measured(turn, window, sent, complete))
+        self.schedule.say(f"{phase}: {_line(found[-1])}")
 
     async def _learned(self) -> Prompts:
         if self._prompts is None:
-            baseline = await self.stage.get(self._baseline_name)
+            baseline = await self._running(self._baseline_name)
             self._prompts = await learn_prompts(baseline.endpoint, self.seed)
         return self._prompts
 
@@ -261,9 +260,7 @@ class Contest:
                 self._reference = Reference.of(prompts, self.record.compared)
                 await self._reference.learn(running.endpoint)
             else:
-                token_ids = self.stage.ours(contestant.system)
-                same = await self._reference.compare(running.endpoint, token_ids)
-                self.record.same[contestant.name] = same
+                self.record.same[contestant.name] = await self._reference.compare(running.endpoint)
 
     # names
 
@@ -271,7 +268,7 @@ class Contest:
     def _baseline_name(self) -> str:
         return self.record.contestants[0].name
 
-    def _load(self, turn: Turn) -> SystemLoad:
+    def _load(self, turn: Turn) -> ClosedLoad:
         return next(load for load in self.record.loads if load.name == turn.load)
 
     def _phase(self, turn: Turn) -> str:
@@ -279,14 +276,17 @@ class Contest:
         again = " again" if turn.control else ""
         return f"round {turn.round + 1}/{rounds}, {turn.load}: {turn.system}{again}"
 
-    def _starts(self) -> dict[str, int]:
+    def _expected_starts(self) -> dict[str, int]:
         """How often each system will be started for the alternation."""
         systems = {each.name: each.system for each in self.record.contestants}
         order = [systems[turn.system] for turn in self.record.plan]
-        if not self.stage.in_turn:
+        if not self.record.in_turn:
             return dict.fromkeys(order, 1)
-        changes = [name for name, before in zip(order, [None, *order], strict=False) if name != before]
-        return {name: changes.count(name) for name in dict.fromkeys(order)}
+        return Counter(name for name, _ in groupby(order))
+
+
+def _start_phase(name: str, count: int) -> str:
+    return f"starting {name}" + (f" (start {count})" if count > 1 else "")
 
 
 async def put_in_force(
@@ -324,8 +324,7 @@ def _comparing(contestant: Contestant) -> str:
 def _line(measurement: Measurement) -> str:
     """What is told of a measurement at once."""
     figures = measurement.figures
-    told = [f"goodput {figures[GOODPUT]:.2f} req/s"] if GOODPUT in figures else []
-    told += [f"{figures[TOKENS]:.0f} tokens/s"] if TOKENS in figures else []
+    told = [f"{figures[TOKENS]:.0f} tokens/s"] if TOKENS in figures else []
     told += [f"TTFT {1000 * figures['TTFT p50']:.0f} ms"] if "TTFT p50" in figures else []
     if measurement.cpu_per_token:
         told.append(f"{sum(measurement.cpu_per_token.values()):.2f} {CPU}")

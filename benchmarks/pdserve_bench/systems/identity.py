@@ -38,19 +38,16 @@ class Reference:
         return cls([prompts.of(_PROMPT_TOKENS) for _ in range(2 * _EACH)], exchanges)
 
     async def learn(self, endpoint: Endpoint) -> None:
-        self.answers = await self._ask(endpoint, self.prompts, 1, True)
+        self.answers = await self._ask(endpoint, self.prompts, 1)
 
-    async def compare(self, endpoint: Endpoint, token_ids: bool) -> Sameness:
-        """Without `token_ids`, which other servers may refuse to tell, by the texts."""
-        alone = await self._ask(endpoint, self.prompts[:_EACH], 1, token_ids)
-        together = await self._ask(endpoint, self.prompts[_EACH:], _EACH, token_ids)
+    async def compare(self, endpoint: Endpoint) -> Sameness:
+        alone = await self._ask(endpoint, self.prompts[:_EACH], 1)
+        together = await self._ask(endpoint, self.prompts[_EACH:], _EACH)
         return judge(alone, together, self.answers)
 
-    async def _ask(
-        self, endpoint: Endpoint, prompts: Sequence[str], clients: int, token_ids: bool
-    ) -> list[Exchange]:
-        more = {"return_token_ids": True} if token_ids else {}
-        asked = [Exchange(endpoint.body(prompt, _OUTPUT_TOKENS) | more) for prompt in prompts]
+    async def _ask(self, endpoint: Endpoint, prompts: Sequence[str], clients: int) -> list[Exchange]:
+        bodies = [{**endpoint.body(prompt, _OUTPUT_TOKENS), "return_token_ids": True} for prompt in prompts]
+        asked = [Exchange(body) for body in bodies]
         self.exchanges += asked
         await side_by_side(asked, lambda exchange: endpoint.ask(exchange, _TIMEOUT), clients)
         return asked
@@ -60,8 +57,7 @@ def judge(alone: Sequence[Exchange], together: Sequence[Exchange], expected: Seq
     """`expected` are the answers to the prompts of both."""
     found = Sameness()
     for number, (ours, theirs) in enumerate(zip([*alone, *together], expected, strict=True)):
-        by_tokens = bool(ours.tokens and theirs.tokens)
-        equal = ours.tokens == theirs.tokens if by_tokens else ours.text == theirs.text
+        equal = (ours.tokens, ours.text) == (theirs.tokens, theirs.text)
         if ours.error or theirs.error:
             found.failed += 1
         elif number < len(alone):

@@ -1,28 +1,22 @@
-"""The loads under which systems are compared, and what is measured in a turn under one of them: figures of a window of
-that load, and the CPU seconds that were spent in it."""
+"""The load under which systems are compared, and what is measured in a turn under it: figures of a window of that load,
+and the CPU seconds that were spent in it."""
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
 
 from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint, Prompts
-from pdserve_bench.goodput.measure import FoundGoodput, GoodputOptions, expected_seconds, find_goodput
-from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.load import ClosedLoop
-from pdserve_bench.multi_round.workload import MultiRound
-from pdserve_bench.progress import Schedule
-from pdserve_bench.runs import LoadRun
 from pdserve_bench.samples import percentile
 from pdserve_bench.systems.alternation import Turn
 from pdserve_bench.systems.cpu import CpuMeter, CpuReading
 
-GOODPUT = "goodput, requests/s"
 TOKENS = "output tokens/s"
 REQUESTS = "requests/s"
 CPU = "CPU s per 1,000 tokens"
@@ -42,10 +36,10 @@ class Measurement:
     """times in seconds, rates per second, shares"""
     outcomes: dict[str, int]
     """of all requests of the turn, those of the warm-up included"""
-    cpu: CpuReading | None = None
-    """of the system, in the window; None where its processes are not known"""
+    cpu: CpuReading = field(default_factory=CpuReading)
+    """of the system, in the window"""
     tokens: float = 0.0
-    """that came in the window; 0 where CPU seconds are not to be set against them"""
+    """that came in the window"""
     generator: float = 0.0
     """CPU seconds of the load generator, in the window"""
     idle: float = 0.0
@@ -56,14 +50,13 @@ class Measurement:
     """seconds, of finished requests that began in the window"""
     errors: list[str] = field(default_factory=list)
     """each once, of failed requests"""
-    notes: list[str] = field(default_factory=list)
     complete: bool = True
     """false: broken off"""
 
     @property
     def cpu_per_token(self) -> dict[str, float]:
         """Seconds per 1,000 output tokens, by what the process is."""
-        if self.cpu is None or not self.tokens:
+        if not self.tokens:
             return {}
         return {name: 1000 * seconds / self.tokens for name, seconds in self.cpu.seconds.items()}
 
@@ -101,142 +94,66 @@ class Window:
         return measured.read(), others.read(), time.process_time(), float(busy)
 
 
-@dataclass
-class LoadTurn:
-    """What a load is given for a turn."""
-
-    endpoint: Endpoint
-    prompts: Prompts
-    window: Window
-    """to be opened once the load is steady, and closed"""
-    schedule: Schedule
-    phase: str
-    """announced with the load's seconds, and gone through by the load"""
-    run: LoadRun = field(default_factory=LoadRun)
-    """gets all requests when they begin, also those of the warm-up"""
-    found: dict[str, float] = field(default_factory=dict)
-    """figures that only this load knows"""
-    notes: list[str] = field(default_factory=list)
-
-    def fill(self, measurement: Measurement, steady: bool) -> None:
-        """With what was seen in the window, which is closed."""
-        window, exchanges = self.window, self.run.exchanges
-        seconds = window.ended - window.began
-        measurement.figures |= self.found
-        measurement.notes = self.notes
-        measurement.cpu = window.measured if window.measured.seconds else None
-        measurement.generator = window.generator
-        measurement.idle = window.others.total / seconds
-        measurement.strangers = window.strangers / seconds if measurement.cpu else 0.0
-        if steady:
-            measurement.figures |= window_figures(exchanges, window.began, window.ended)
-            measurement.tokens = tokens_between(exchanges, window.began, window.ended)
-            measurement.ttfts = ttfts_of(finished_of(exchanges, window.began, window.ended))
-
-
-class SystemLoad(ABC):
-    name: str
-    """short: it stands in tables"""
-    told: str
-    seconds: float
-    """that a turn takes, about"""
-    steady = True
-    """each system is asked the same, so that times, tokens and CPU seconds in the window can be compared"""
-
-    @abstractmethod
-    async def measure(self, turn: LoadTurn) -> None:
-        """Warm up, open the window, close it, and wait for the last answers. Raises Unavailable. All requests are in
-        `turn` also where this is cancelled."""
-
-
-class ClosedLoad(SystemLoad):
+@dataclass(frozen=True)
+class ClosedLoad:
     """So many clients, each of which asks again when it has its answer; every prompt is new."""
 
-    def __init__(
-        self, clients: int, prompt_tokens: int, output_tokens: int, warm_up: float, window: float
-    ) -> None:
-        self.name = f"c={clients}"
-        self.told = (
-            f"{clients} client{'s' * (clients > 1)} in a closed loop, new prompts of {prompt_tokens} tokens, "
-            f"{output_tokens} tokens out"
+    clients: int
+    prompt_tokens: int
+    output_tokens: int
+    warm_up: float
+    """seconds before the window, at least"""
+    window: float
+    """seconds"""
+
+    @property
+    def name(self) -> str:
+        return f"c={self.clients}"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.clients} client{'s' * (self.clients > 1)} in a closed loop, new prompts of {self.prompt_tokens} "
+            f"tokens, {self.output_tokens} tokens out"
         )
-        self.seconds = warm_up + window + 0.5 + clients / 16  # what the last answers take on two cores
-        self.clients, self._warm_up, self._window = clients, warm_up, window
-        self._tokens = prompt_tokens, output_tokens
 
-    async def measure(self, turn: LoadTurn) -> None:
-        async def send(exchange: Exchange) -> None:
-            await turn.endpoint.ask(exchange, _TIMEOUT)
+    @property
+    def seconds(self) -> float:
+        """Of a turn, about, with what the last answers take on two cores."""
+        return self.warm_up + self.window + 0.5 + self.clients / 16
 
-        with turn.schedule.phase(turn.phase, self.seconds):
-            async with ClosedLoop(self._requests(turn), send, self.clients) as loop:
-                await asyncio.sleep(self._warm_up)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout((_LONGER - 1) * self._warm_up):
-                        await loop.until(lambda _: True, self.clients)
-                turn.window.open()
-                await asyncio.sleep(self._window)
-                turn.window.close()
+    async def run(self, endpoint: Endpoint, prompts: Prompts, window: Window, sent: list[Exchange]) -> None:
+        """Warm up, open the window, close it, and wait for the last answers. `sent` gets each request when it begins,
+        also those of the warm-up."""
 
-    def _requests(self, turn: LoadTurn) -> Iterator[Exchange]:
-        prompt_tokens, output_tokens = self._tokens
-        while True:
-            exchange = Exchange(turn.endpoint.body(turn.prompts.of(prompt_tokens), output_tokens))
-            turn.run.exchanges.append(exchange)
-            yield exchange
+        def requests() -> Iterator[Exchange]:
+            while True:
+                sent.append(Exchange(endpoint.body(prompts.of(self.prompt_tokens), self.output_tokens)))
+                yield sent[-1]
 
-
-class MultiRoundLoad(SystemLoad):
-    """Users that come back with a longer chat: what prefix caches are for. Other texts in each turn."""
-
-    name = "multi-round"
-
-    def __init__(self, seconds: float, warm_up: float, seed: int) -> None:
-        self._window, self._warm_up, self._seed = seconds, warm_up, seed
-        example = MultiRound(seconds=seconds)
-        self.told = (
-            f"multi-round QA for {seconds:g} s: {example.num_users:g} users, {example.num_rounds} rounds, "
-            f"{example.rate:g} questions/s, {example.shared_system_prompt} + {example.user_history_prompt} words, "
-            f"{example.answer_len} tokens out"
-        )
-        self.seconds = warm_up + seconds + 2.0
-
-    async def measure(self, turn: LoadTurn) -> None:
-        """The window is the time in which questions are asked; other systems have become idle before."""
-        self._seed += 1
-        workload = MultiRound(seconds=self._window, seed=self._seed)
-        with turn.schedule.phase(turn.phase, self.seconds):
-            await asyncio.sleep(self._warm_up)
-            async with asyncio.TaskGroup() as group:
-                turn.window.open()
-                group.create_task(workload.run(turn.endpoint, turn.run))
-                await asyncio.sleep(self._window)
-                turn.window.close()
+        send = partial(endpoint.ask, timeout=_TIMEOUT)
+        async with ClosedLoop(requests(), send, self.clients) as loop:
+            await asyncio.sleep(self.warm_up)
+            with suppress(TimeoutError):
+                async with asyncio.timeout((_LONGER - 1) * self.warm_up):
+                    await loop.until(lambda _: True, self.clients)
+            window.open()
+            await asyncio.sleep(self.window)
+            window.close()
 
 
-class GoodputLoad(SystemLoad):
-    """The highest rate of single requests, arriving at random, at which 90 % keep the SLO. Its search asks each system
-    at other rates."""
-
-    name = "goodput"
-    steady = False
-
-    def __init__(self, options: GoodputOptions, prompt_tokens: int, output_tokens: int) -> None:
-        self._options, self._tokens = options, (prompt_tokens, output_tokens)
-        self.told = f"the highest rate at which {100 * options.share:g} % keep {options.slo}"
-        self.seconds = expected_seconds(options)
-
-    async def measure(self, turn: LoadTurn) -> None:
-        found = FoundGoodput(self._options)
-        users = PoissonRequests(turn.prompts, *self._tokens)
-        turn.window.open()
-        try:
-            await find_goodput(turn.endpoint, users, found, turn.schedule, turn.phase)
-        finally:
-            turn.window.close()
-            turn.run.exchanges += [each for probe in found.probes for each in probe.run.exchanges]
-        turn.found[GOODPUT] = found.search.estimate or 0.0
-        turn.notes += found.notes
+def measured(turn: Turn, window: Window, sent: Sequence[Exchange], complete: bool) -> Measurement:
+    """What was seen in a turn; of one that was broken off only the outcomes."""
+    found = Measurement(turn, {}, count_outcomes(sent), complete=complete)
+    found.errors = list(dict.fromkeys(each.error for each in sent if each.error))
+    if complete:
+        began, ended = window.began, window.ended
+        found.cpu, found.generator = window.measured, window.generator
+        found.idle = window.others.total / (ended - began)
+        found.strangers = window.strangers / (ended - began)
+        found.figures = window_figures(sent, began, ended)
+        found.tokens = tokens_between(sent, began, ended)
+        found.ttfts = ttfts_of(finished_of(sent, began, ended))
+    return found
 
 
 def window_figures(exchanges: Sequence[Exchange], began: float, ended: float) -> dict[str, float]:

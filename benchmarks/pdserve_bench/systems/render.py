@@ -9,16 +9,7 @@ from pdserve.plan.plan import Plan
 from pdserve_bench.report import Cell, Chart, Column, Report, Rows, Series
 from pdserve_bench.systems.contest import GRAPH, Record
 from pdserve_bench.systems.figures import ALL, LOAD_GENERATOR, Compared, Figures, cpu_by_process
-from pdserve_bench.systems.loads import (
-    ANSWER,
-    CPU,
-    GOODPUT,
-    REMOTE,
-    REQUESTS,
-    TOKENS,
-    Measurement,
-    SystemLoad,
-)
+from pdserve_bench.systems.loads import ANSWER, CPU, REMOTE, REQUESTS, TOKENS, ClosedLoad, Measurement
 
 NOISY_NEIGHBOURS = 0.1
 """share of each core of the machine from which on other programs are warned of"""
@@ -53,7 +44,6 @@ class Figure:
 
 
 FIGURES = (
-    Figure(GOODPUT, "goodput", ".2f", "req/s", more_is_better=True, charted=True),
     Figure(TOKENS, "tokens/s", ".0f", more_is_better=True, charted=True),
     Figure(REQUESTS, "req/s", ".2f"),
     Figure("TTFT p50", "TTFT p50", ".0f", "ms", 1000, False, charted=True),
@@ -64,7 +54,7 @@ FIGURES = (
     Figure(CPU, "CPU s per 1k tokens", ".2f", more_is_better=False, charted=True),
     Figure(REMOTE, "remote", ".0f", "%", 100),
 )
-_SCREENED = [figure for figure in FIGURES if figure.name in ("TTFT p50", "longest gap p99")]
+_SCREENED = [figure for figure in FIGURES if figure.name in (TOKENS, "TTFT p50", "longest gap p99")]
 _RATED = [figure for figure in FIGURES if figure.more_is_better is not None]
 
 
@@ -133,22 +123,22 @@ def _tables(record: Record, figures: Figures) -> Iterator[Rows]:
 
 def _screening(record: Record, baseline: str) -> Rows:
     loads = list(dict.fromkeys(found.turn.load for found in record.screening))
-    by = next(each for each in FIGURES if any(each.name in found.figures for found in record.screening))
-    figures = [by] if by.name == GOODPUT else [by, *_SCREENED]
-    columns = [replace(each.column, name=f"{load}: {each.column.name}") for load in loads for each in figures]
+    columns = [
+        replace(each.column, name=f"{load}: {each.column.name}") for load in loads for each in _SCREENED
+    ]
     rows: list[list[Cell]] = []
     for tried in record.screened:
         of = {found.turn.load: found.figures for found in tried.measurements}
-        cells = [_scaled(of.get(load, {}).get(each.name), each) for load in loads for each in figures]
+        cells = [_scaled(of.get(load, {}).get(each.name), each) for load in loads for each in _SCREENED]
         rows.append([tried.baseline.told, *cells])
     mean = " (geometric mean)" if len(loads) > 1 else ""
-    note = f"The best by {by.title}{mean} takes part. A short run each: small differences are noise."
+    note = f"The best by tokens/s{mean} takes part. A short run each: small differences are noise."
     best = next((at for at, each in enumerate(record.screened) if each.baseline == record.baseline), None)
     title = f"Settings of {baseline}, tried first"
     return Rows(title, [Column("settings"), *columns], rows, note, best if len(rows) > 1 else None)
 
 
-def _of_load(load: SystemLoad, names: Sequence[str], record: Record, figures: Figures) -> Rows:
+def _of_load(load: ClosedLoad, names: Sequence[str], record: Record, figures: Figures) -> Rows:
     compared = {
         name: {each: figures.compare(name, load.name, each.name) for each in FIGURES} for name in names
     }
@@ -164,14 +154,14 @@ def _of_load(load: SystemLoad, names: Sequence[str], record: Record, figures: Fi
         rows = [[*row, failed[name]] for name, row in zip(names, rows, strict=True)]
     rounds = len(figures.rounds[load.name])
     note = f"Medians of {rounds} round{'s' * (rounds != 1)}."
-    return Rows(f"{load.name}: {load.told}", columns, rows, note)
+    return Rows(f"{load.name}: {load}", columns, rows, note)
 
 
 def _scaled(value: float | None, figure: Figure) -> float | None:
     return None if value is None else value * figure.scale
 
 
-def _ratios(loads: Sequence[SystemLoad], names: Sequence[str], figures: Figures) -> Rows:
+def _ratios(loads: Sequence[ClosedLoad], names: Sequence[str], figures: Figures) -> Rows:
     columns = [Column("load"), Column("figure"), *(Column(name) for name in names[1:]), Column("noise")]
     rows: list[list[Cell]] = []
     for load in loads:
@@ -200,7 +190,7 @@ def _span(ratios: Sequence[float]) -> str:
     return "-".join(dict.fromkeys(f"{end:.2f}" for end in (min(ratios), max(ratios)))) if ratios else ""
 
 
-def _cpu_rows(loads: Sequence[SystemLoad], names: Sequence[str], figures: Figures) -> Iterator[list[Cell]]:
+def _cpu_rows(loads: Sequence[ClosedLoad], names: Sequence[str], figures: Figures) -> Iterator[list[Cell]]:
     for name in names:
         spent = [cpu_by_process(figures.measured(name, load.name)) for load in loads]
         for process in dict.fromkeys(process for each in spent for process in each):
@@ -277,7 +267,6 @@ def _what(record: Record) -> Iterator[str]:
         yield f"{contestant.name}: {contestant.told}."
     if not record.in_turn:
         yield "They ran side by side: each was measured beside the idle others."
-    yield from dict.fromkeys(note for each in record.measurements for note in each.notes)
     yield from record.notes
 
 
@@ -331,7 +320,7 @@ def _data(record: Record, figures: Figures) -> dict[str, object]:
         "baseline": record.baseline
         and {"settings": record.baseline.told, "hardware": record.baseline.hardware},
         "contestants": [asdict(each) for each in record.contestants],
-        "loads": {load.name: load.told for load in record.loads},
+        "loads": {load.name: str(load) for load in record.loads},
         "planned_turns": len(record.plan),
         "complete_rounds": figures.rounds,
         "screening": [
@@ -351,6 +340,6 @@ def _data(record: Record, figures: Figures) -> dict[str, object]:
 def _turn(measurement: Measurement) -> dict[str, object]:
     found = asdict(measurement)
     found |= found.pop("turn")
-    found["cpu"] = measurement.cpu and dict(measurement.cpu.seconds)
+    found["cpu"] = dict(measurement.cpu.seconds)
     found["cpu_per_1000_tokens"] = measurement.cpu_per_token
     return found

@@ -1,6 +1,7 @@
-"""A system under test: plain vLLM, a graph, or a server that runs already; and the stage, on which they run."""
+"""A system under test: plain vLLM or a graph; and the stage, on which systems run."""
 
 import asyncio
+import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -15,7 +16,6 @@ from pdserve.registry import connect, keys
 from pdserve.tasks import Lifetime
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.launch import VLLM, family, plain_vllm, started
-from pdserve_bench.progress import Schedule
 from pdserve_bench.simulated import write
 from pdserve_bench.systems.cpu import CpuMeter
 
@@ -117,93 +117,42 @@ class _RunningGraph(RunningSystem):
         return [instance for instance in instances if instance.role.does(role)]
 
 
-@dataclass(frozen=True)
-class Elsewhere(System):
-    """A server that runs already."""
-
-    name: str
-    endpoint: Endpoint
-
-    @asynccontextmanager
-    async def start(self, folder: Path, say: Say) -> AsyncIterator[RunningSystem]:
-        yield RunningSystem(self.endpoint)
-
-
 ALL_LOCAL = {"max-local-prefill-length": str(2**31 - 1)}
 """live settings: no prompt is prefilled remotely"""
 ALL_REMOTE = {"max-local-prefill-length": "0", "max-prefill-queue-size": str(2**31 - 1)}
 """live settings: every prompt is, which has tokens outside of the prefix cache"""
 
 
-START_SECONDS = {"cpu": 30.0, "gpu": 90.0, "sim": 12.0}
-"""that a start takes, about"""
-
-
 class Stage(Lifetime):
-    """Which systems run at the moment. Starts them when they are asked for, and stops all of them on leaving, the last
-    one first. `in_turn`: never two of those that it starts itself at a time."""
+    """The systems that run at the moment, by name. Leaving it stops all of them."""
 
-    def __init__(
-        self,
-        systems: Mapping[str, System],
-        folder: Path,
-        schedule: Schedule,
-        *,
-        in_turn: bool,
-        start_seconds: float,
-    ) -> None:
-        self.systems = dict(systems)
-        """by name; may be changed for those that do not run"""
-        self.in_turn, self.start_seconds = in_turn, start_seconds
-        self._folder, self._schedule = folder, schedule
-        self._up: dict[str, tuple[AsyncExitStack, RunningSystem]] = {}
-        self._starts: dict[str, int] = {}
+    def __init__(self, folder: Path, say: Say) -> None:
+        """Each start gets a new folder in `folder`, which exists."""
+        self.up: dict[str, RunningSystem] = {}
+        self._folder, self._say = folder, say
+        self._stacks: dict[str, AsyncExitStack] = {}
+        self._starts = 0
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
         try:
             yield
         finally:
-            for name in reversed(list(self._up)):
-                await self.stop(name)
+            await self.stop(*reversed(self.up))
 
-    @property
-    def up(self) -> Mapping[str, RunningSystem]:
-        return {name: running for name, (_, running) in self._up.items()}
-
-    def ours(self, name: str) -> bool:
-        """It is started here."""
-        return not isinstance(self.systems.get(name), Elsewhere)
-
-    async def get(self, name: str) -> RunningSystem:
-        """It runs then. Raises ConfigError and Unavailable where it does not come up."""
-        if name in self._up:
-            return self._up[name][1]
-        if self.in_turn and self.ours(name):
-            for other in filter(self.ours, list(self._up)):
-                await self.stop(other)
-        count = self._starts[name] = self._starts.get(name, 0) + 1
-        folder = self._folder / f"{name.replace(' ', '-').replace('/', '-')}-{count}"
+    async def start(self, name: str, system: System) -> RunningSystem:
+        """Raises ConfigError and Unavailable where it does not come up."""
+        self._starts += 1
+        folder = self._folder / re.sub(r"\W+", "-", f"{name} {self._starts}")
         await asyncio.to_thread(folder.mkdir)
         async with AsyncExitStack() as stack:
-            with self._schedule.phase(start_phase(name, count), self.start_seconds * self.ours(name)):
-                system = self.systems[name].start(folder, self._schedule.update)
-                running = await stack.enter_async_context(system)
-            self._up[name] = (stack.pop_all(), running)
+            running = await stack.enter_async_context(system.start(folder, self._say))
+            self.up[name], self._stacks[name] = running, stack.pop_all()
         return running
 
-    async def stop(self, name: str) -> None:
-        """Fine where it does not run."""
-        if name in self._up:
-            stack, _ = self._up.pop(name)
-            await stack.aclose()
-
-    def meters(self, name: str) -> tuple[CpuMeter, CpuMeter]:
-        """Of the processes of this system, and of those of all others that run."""
-        others = [running.cpu_meter() for other, running in self.up.items() if other != name]
-        return self.up[name].cpu_meter(), CpuMeter.of(*others)
-
-
-def start_phase(name: str, count: int) -> str:
-    """What is shown while a system starts, for the first time, the second time and so on."""
-    return f"starting {name}" + (f" (start {count})" if count > 1 else "")
+    async def stop(self, *names: str) -> None:
+        """At the same time; nothing happens to those that do not run."""
+        stacks = [self._stacks.pop(name) for name in names if self.up.pop(name, None)]
+        ends = await asyncio.gather(*(stack.aclose() for stack in stacks), return_exceptions=True)
+        for error in filter(None, ends):
+            raise error
