@@ -23,7 +23,7 @@ from pdserve_bench.hops.frontend_load import (
     ramp_seconds,
     tokens_needed,
 )
-from pdserve_bench.hops.section import HopOptions, HopSection, Pair, alternate, cases, compared
+from pdserve_bench.hops.section import HopOptions, HopSection, alternate, cases, compared, table
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Cell, Chart, Column, Rows
 from pdserve_bench.samples import percentile
@@ -229,15 +229,9 @@ def _comparison(
     cost: Callable[[FrontendTurn], float],
     note: str = "",
 ) -> Rows:
-    columns = [
-        Column(load_name, ","),
-        Column("pdserve, us", ".0f"),
-        Column("±, %", ".0f"),
-        Column("vLLM's app, us", ".0f"),
-        Column("ratio", ".2f"),
-    ]
-    rows = [[load, *Pair.of(turns, load, NAMES, cost).cells()] for load in cases(turns)]
-    return Rows(title, columns, rows, note)
+    return table(
+        title, turns, NAMES, {Column(load_name, ","): int}, (Column("pdserve, us", ".0f"), cost), note=note
+    )
 
 
 def _processes(turns: Sequence[FrontendTurn]) -> Rows:

@@ -21,7 +21,7 @@ from pdserve.queue.base import PrefillQueue
 from pdserve.queue.jetstream.client import short_connection
 from pdserve.supervisor.embedded import EmbeddedNats
 from pdserve.tasks import Lifetime, Owner
-from pdserve_bench.hops.section import HopOptions, HopSection, Pair, alternate, cases, compared
+from pdserve_bench.hops.section import HopOptions, HopSection, Pair, alternate, cases, compared, table
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Chart, Column, Rows
 from pdserve_bench.samples import percentile
@@ -235,27 +235,22 @@ class PlainWay(RequestWay):
 
 def _section(turns: Sequence[QueueTurn]) -> HopSection:
     prompt, depth = case = cases(turns)[0]
-    answered, server = _pair(turns, case, _answered).cells(), _pair(turns, case, _server_cpu).cells()
+    answered, server = (Pair.of(turns, case, NAMES, figure).cells()[0] for figure in (_answered, _server_cpu))
+    chart = Chart(
+        "Queue: from publishing to the answer",
+        "bars",
+        "",
+        "median, ms",
+        compared(turns, NAMES, _answered, lambda case: f"{case[0]:,} tokens, {case[1]} in flight"),
+        better="lower",
+    )
     return HopSection(
         tables=[_times(turns), _cpu(turns)],
-        charts=[
-            Chart(
-                "Queue: from publishing to the answer",
-                "bars",
-                "",
-                "median, ms",
-                compared(turns, NAMES, _answered, lambda case: f"{case[0]:,} tokens, {case[1]} in flight"),
-                better="lower",
-            )
-        ],
+        charts=[chart],
         data={"turns": [asdict(turn) for turn in turns]},
-        lead=f"Queue: a request of {prompt:,} tokens is answered {answered[0]:.1f} ms after it was published ({depth} "
-        f"in flight) and costs nats-server {server[0]:.0f} us of CPU.",
+        lead=f"Queue: a request of {prompt:,} tokens is answered {answered:.1f} ms after it was published ({depth} in "
+        f"flight) and costs nats-server {server:.0f} us of CPU.",
     )
-
-
-def _pair(turns: Sequence[QueueTurn], case: tuple[int, int], figure: Callable[[QueueTurn], float]) -> Pair:
-    return Pair.of(turns, case, NAMES, figure)
 
 
 def _answered(turn: QueueTurn) -> float:
@@ -268,53 +263,30 @@ def _server_cpu(turn: QueueTurn) -> float:
     return 1e6 * turn.server_cpu / turn.requests
 
 
-_CASE = [Column("prompt, tokens", ","), Column("in flight", ",")]
-
-
 def _times(turns: Sequence[QueueTurn]) -> Rows:
-    columns = [
-        *_CASE,
-        Column("answered p50, ms", ".2f"),
-        Column("±, %", ".0f"),
-        Column("plain p50, ms", ".2f"),
-        Column("ratio of p50", ".2f"),
-        Column("p99, ms", ".1f"),
-        Column("plain p99, ms", ".1f"),
-        Column("stored p50, ms", ".2f"),
-        Column("requests/s", ",.0f"),
-    ]
-    rows = []
-    for case in cases(turns):
-        late = _pair(turns, case, lambda turn: 1000 * turn.p99).cells()
-        stored = _pair(turns, case, lambda turn: 1000 * turn.stored_p50).cells()
-        rate = _pair(turns, case, lambda turn: turn.requests / turn.seconds).cells()
-        answered = _pair(turns, case, _answered).cells()
-        rows.append([*case, *answered, late[0], late[2], stored[0], rate[0]])
-    note = (
+    return table(
+        "Queue: a prefill request through JetStream, and its answer",
+        turns,
+        NAMES,
+        _CASE,
+        (Column("answered p50, ms", ".2f"), _answered),
+        {
+            Column("p99, ms", ".1f"): lambda turn: 1000 * turn.p99,
+            Column("stored p50, ms", ".2f"): lambda turn: 1000 * turn.stored_p50,
+            Column("requests/s", ",.0f"): lambda turn: turn.requests / turn.seconds,
+        },
         "From publishing a prefill request to its answer, by a prefill worker that computes nothing. It takes one "
-        "request at a time, so those in flight wait for each other. Plain: a NATS request, which waits for none."
+        "request at a time, so those in flight wait for each other; a NATS request waits for none.",
     )
-    return Rows("Queue: a prefill request through JetStream, and its answer", columns, rows, note)
 
 
 def _cpu(turns: Sequence[QueueTurn]) -> Rows:
-    columns = [
-        *_CASE,
-        Column("nats-server, us", ".0f"),
-        Column("±, %", ".0f"),
-        Column("plain, us", ".0f"),
-        Column("ratio", ".2f"),
-        Column("both workers, us", ".0f"),
-        Column("workers' ±, %", ".0f"),
-        Column("plain, us", ".0f"),
-        Column("workers' ratio", ".2f"),
-    ]
-    rows = [
-        [
-            *case,
-            *_pair(turns, case, _server_cpu).cells(),
-            *_pair(turns, case, lambda turn: 1e6 * turn.clients_cpu / turn.requests).cells(),
-        ]
-        for case in cases(turns)
-    ]
-    return Rows("Queue: CPU for each request, its ack included", columns, rows)
+    title = "Queue: CPU for each request, its ack included"
+    workers = {Column("both workers, us", ".0f"): lambda turn: 1e6 * turn.clients_cpu / turn.requests}
+    return table(title, turns, NAMES, _CASE, (Column("nats-server, us", ".0f"), _server_cpu), workers)
+
+
+_CASE: dict[Column, Callable[[tuple[int, int]], int]] = {
+    Column("prompt, tokens", ","): lambda case: case[0],
+    Column("in flight", ","): lambda case: case[1],
+}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from pdserve_bench.progress import Schedule
-from pdserve_bench.report import Chart, Rows, Series
+from pdserve_bench.report import Chart, Column, Rows, Series
 from pdserve_bench.samples import median_ratio
 
 
@@ -50,6 +50,9 @@ class MeasuredHop(Protocol):
         so that a run that is broken off shows it; the last is the whole. Goes through its phases with
         `schedule.phase`. Raises ConfigError and Unavailable where it cannot be measured here. Cancelled, it stops what
         it has started."""
+
+
+SPREAD = Column("±, %", ".0f")
 
 
 def alternate(ours: str, baseline: str, round_number: int) -> tuple[str, str]:
@@ -103,6 +106,26 @@ class Pair:
         rounds = min(len(self.ours), len(self.baseline))
         ratio = median_ratio(self.ours[:rounds], self.baseline[:rounds]) if all(self.baseline) else None
         return [statistics.median(self.ours), spread(self.ours), statistics.median(self.baseline), ratio]
+
+
+def table(
+    title: str,
+    turns: Sequence[T],
+    names: tuple[str, str],
+    case_columns: Mapping[Column, Callable[[Any], Any]],
+    compared: tuple[Column, Callable[[T], float]],
+    ours: Mapping[Column, Callable[[T], float]] | None = None,
+    note: str = "",
+) -> Rows:
+    """A row for each case: what `case_columns` make of it, a figure of ours and of the baseline, and more of ours."""
+    (column, figure), ours = compared, ours or {}
+    columns = [column, SPREAD, Column(names[1], column.spec), Column("ratio", ".2f")]
+    rows = []
+    for case in cases(turns):
+        more = [Pair.of(turns, case, names, of).cells()[0] for of in ours.values()]
+        pair = Pair.of(turns, case, names, figure)
+        rows.append([*(of(case) for of in case_columns.values()), *pair.cells(), *more])
+    return Rows(title, [*case_columns, *columns, *ours], rows, note)
 
 
 def compared(

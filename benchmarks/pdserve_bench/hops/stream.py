@@ -2,14 +2,14 @@
 outputs of one engine step, with TLS. Against a bare TCP connection in the same two processes that carries the same
 bytes in the clear."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pdserve.credentials import create
 from pdserve_bench.hops.ends import End, end
-from pdserve_bench.hops.section import HopOptions, HopSection, Pair, alternate, cases, compared
+from pdserve_bench.hops.section import HopOptions, HopSection, Pair, alternate, cases, compared, table
 from pdserve_bench.hops.stream_ends import (
     BURST,
     SIZES,
@@ -114,27 +114,23 @@ async def _ends(folder: Path) -> AsyncIterator[_Ends]:
 def _section(turns: Sequence[StreamTurn]) -> HopSection:
     answered, sent = ([turn for turn in turns if (turn.burst > 1) == one_way] for one_way in (False, True))
     size = cases(turns)[-1]
-    trip, cpu = _pair(answered, size, _median_time).cells(), _pair(sent, size, _cpu).cells()
+    trip = Pair.of(answered, size, NAMES, _median_time).cells()
+    cpu = Pair.of(sent, size, NAMES, _cpu).cells()
+    chart = Chart(
+        "Stream: CPU of both sides for each message",
+        "bars",
+        "requests in the message",
+        "microseconds",
+        compared(sent, NAMES, _cpu, str),
+        better="lower",
+    )
     return HopSection(
         tables=[_round_trips(answered), _one_way(sent)],
-        charts=[
-            Chart(
-                "Stream: CPU of both sides for each message",
-                "bars",
-                "requests in the message",
-                "microseconds",
-                compared(sent, NAMES, _cpu, str),
-                better="lower",
-            )
-        ],
+        charts=[chart],
         data={"turns": [asdict(turn) for turn in turns]},
         lead=f"Stream: the outputs of {size} requests come {trip[0]:.0f} us after they were asked for ({trip[3]:.2f} "
         f"times bare TCP) and cost both sides {cpu[0]:.0f} us of CPU.",
     )
-
-
-def _pair(turns: Sequence[StreamTurn], size: int, figure: Callable[[StreamTurn], float]) -> Pair:
-    return Pair.of(turns, size, NAMES, figure)
 
 
 def _median_time(turn: StreamTurn) -> float:
@@ -148,43 +144,27 @@ def _cpu(turn: StreamTurn) -> float:
 
 
 def _round_trips(turns: Sequence[StreamTurn]) -> Rows:
-    columns = [
-        Column("requests", ","),
-        Column("bytes", ","),
-        Column("round trip p50, us", ".0f"),
-        Column("±, %", ".0f"),
-        Column("bare p50, us", ".0f"),
-        Column("ratio", ".2f"),
-        Column("p99, us", ".0f"),
-        Column("bare p99, us", ".0f"),
-    ]
-    rows = []
-    for size in cases(turns):
-        late = _pair(turns, size, lambda turn: 1e6 * turn.p99).cells()
-        rows.append([size, frame_bytes(size), *_pair(turns, size, _median_time).cells(), late[0], late[2]])
-    note = "A small message to the worker, answered by the outputs of a step of so many requests."
-    return Rows("Stream: round trip between frontend and decode worker", columns, rows, note)
+    return table(
+        "Stream: round trip between frontend and decode worker",
+        turns,
+        NAMES,
+        {Column("requests", ","): int, Column("bytes", ","): frame_bytes},
+        (Column("round trip p50, us", ".0f"), _median_time),
+        {Column("p99, us", ".0f"): lambda turn: 1e6 * turn.p99},
+        "A small message to the worker, answered by the outputs of a step of so many requests.",
+    )
 
 
 def _one_way(turns: Sequence[StreamTurn]) -> Rows:
-    columns = [
-        Column("requests", ","),
-        Column("messages/s", ",.0f"),
-        Column("±, %", ".0f"),
-        Column("bare, messages/s", ",.0f"),
-        Column("ratio", ".2f"),
-        Column("frontend CPU, us", ".1f"),
-        Column("bare frontend, us", ".1f"),
-        Column("worker CPU, us", ".1f"),
-        Column("bare worker, us", ".1f"),
-        Column("CPU ratio", ".2f"),
-    ]
-    rows = []
-    for size in cases(turns):
-        rate = _pair(turns, size, lambda turn: turn.messages / turn.seconds).cells()
-        frontend = _pair(turns, size, lambda turn: 1e6 * turn.frontend_cpu / turn.messages).cells()
-        worker = _pair(turns, size, lambda turn: 1e6 * turn.worker_cpu / turn.messages).cells()
-        ratio = _pair(turns, size, _cpu).cells()[3]
-        rows.append([size, *rate, frontend[0], frontend[2], worker[0], worker[2], ratio])
-    note = f"As fast as they go, {BURST} at a time, each in a turn of the event loop of its own; CPU for each message."
-    return Rows("Stream: messages from the decode worker to the frontend", columns, rows, note)
+    return table(
+        "Stream: messages from the decode worker to the frontend",
+        turns,
+        NAMES,
+        {Column("requests", ","): int},
+        (Column("CPU of both sides, us", ".1f"), _cpu),
+        {
+            Column("frontend, us", ".1f"): lambda turn: 1e6 * turn.frontend_cpu / turn.messages,
+            Column("messages/s", ",.0f"): lambda turn: turn.messages / turn.seconds,
+        },
+        f"As fast as they go, {BURST} at a time, each in a turn of the event loop of its own; CPU for each message.",
+    )
