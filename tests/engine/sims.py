@@ -1,15 +1,12 @@
 """Simulated engines for tests: small, quick, and asked through the contract only."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 import msgspec
 
 from pdserve.config.host import VLLM_VERSION
 from pdserve.engine.base import Output
 from pdserve.engine.fingerprint import fingerprint
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.engine.sim.wire import CoreOutputs, CoreRequest, Sampling
+from pdserve.engine.sim.wire import CoreOutputs, Sampling, write_request
 from pdserve.engine.spec import EngineSpec
 from pdserve.records import Role
 
@@ -19,14 +16,11 @@ FAST = {"prefill-rate": 1e6, "step-seconds": 0.001, "bandwidth": 1e12, "transfer
 
 
 def body(max_tokens: int = 4, prompt_logprobs: int | None = None) -> list[bytes]:
-    return [msgspec.msgpack.encode(CoreRequest("", None, None, Sampling(max_tokens, prompt_logprobs)))]
-
-
-decode_outputs_frame = msgspec.msgpack.Decoder(CoreOutputs).decode
+    return write_request(Sampling(max_tokens, prompt_logprobs))
 
 
 def decode_outputs(frames: list[bytes]) -> CoreOutputs:
-    return decode_outputs_frame(frames[0])
+    return msgspec.msgpack.decode(frames[0], type=CoreOutputs)
 
 
 def spec(role: Role, name: str, **arguments: object) -> EngineSpec:
@@ -41,10 +35,8 @@ def spec(role: Role, name: str, **arguments: object) -> EngineSpec:
     )
 
 
-@asynccontextmanager
-async def sim(role: Role, name: str, **arguments: object) -> AsyncIterator[SimEngine]:
-    async with SimEngine(spec(role, name, **arguments)) as engine:
-        yield engine
+def sim(role: Role, name: str, **arguments: object) -> SimEngine:
+    return SimEngine(spec(role, name, **arguments))
 
 
 async def collect(engine: SimEngine, request_id: str) -> list[Output]:
