@@ -1,7 +1,7 @@
-"""The engine seam: what a decode or prefill worker needs of an inference engine.
+"""The engine contract: what a decode or prefill worker needs of an inference engine.
 
-`vllm` is the real engine, `sim` a simulated engine with the same contract. Which implementation a worker uses is the
-`engine` key of its YAML section."""
+`vllm` is the real engine, `sim` a simulated engine with the same contract. The `engine` key of a worker's YAML section
+chooses between them."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from pdserve.tasks import Lifetime
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What a started engine says of itself."""
+    """What is known of an engine once it has started."""
 
     kv_blocks: int
     block_size: int
@@ -28,11 +28,11 @@ class EngineFacts:
     vllm_version: str
     supported_tasks: list[str]
     fingerprint: str = ""
-    """of what it loaded (`engine/fingerprint.py`); KV of another fingerprint means nothing to it"""
+    """of the loaded model (`engine/fingerprint.py`); the engine cannot use KV of another fingerprint"""
     weight_bytes: int = 0
-    """of the rank with the most; 0 here and below: not known"""
+    """of the rank with the most; 0 here and below means unknown"""
     consumed_bytes: int = 0
-    """on a GPU: weights, and the runtime's own memory"""
+    """on a GPU: weights and the memory of the runtime"""
     peak_bytes: int = 0
     """on a GPU: reserved for activations and CUDA graphs"""
 
@@ -51,12 +51,12 @@ class EngineUsage:
 
 @dataclass(frozen=True)
 class Read:
-    """KV that came from another engine: of a request, or a piece of it that was read ahead."""
+    """A finished KV transfer from another engine: all of a request's KV, or a piece that was read ahead."""
 
     source: str
-    """the `engine_id` of its handle"""
+    """the `engine_id` of the KV handle"""
     seconds: float
-    """without the handshake"""
+    """of the transfer, without the handshake"""
     bytes: int
 
 
@@ -78,56 +78,56 @@ class Output:
 
     request_id: str
     tokens: list[int]
-    """of a `prefill`: its request's first token, where that may be sampled without the tokens after it; else none"""
+    """of a `prefill`: the request's first token if it may be sampled apart from the tokens after it; else empty"""
     finished: bool
     handle: KvHandle | None = None
-    """on the finishing output of a `prefill`: where its KV lies"""
+    """where the KV lies; on the finishing output of a `prefill`"""
     failed: bool = False
-    """ended by an error inside the engine; no more outputs come"""
+    """an error inside the engine ended the request; no more outputs come"""
     refused: str = ""
-    """with `failed`: why no engine will run it, where the request itself is at fault"""
+    """with `failed`: why every engine would fail the request; empty if the request is not at fault"""
     recomputed: bool = False
-    """on the first output of a request with `kv`: its KV could not be read, and the prompt was computed here"""
+    """on the first output of a request with `kv`: its KV could not be read, so the prompt was computed here"""
     begun: float | None = None
-    """on the first output of a request, in monotonic seconds: when the engine began to compute for it, its KV being
-    there; None: not known"""
+    """on the first output of a request: monotonic time at which the engine, having the KV, began to compute; None:
+    unknown"""
     raw: Any = None
     """the engine's own output, for `pack`"""
 
 
 @dataclass
 class Step:
-    """The outputs of an engine step, in order for each request."""
+    """The outputs of an engine step; those of one request are in order."""
 
     outputs: list[Output]
     transfers: Transfers | None = None
     unread: dict[str, str] = field(default_factory=dict)
-    """requests whose KV could not be read from the prefill engine and is computed here, and why; each is named once,
-    before its first output"""
+    """request id -> why its KV could not be read from the prefill engine and is computed here; each request is named
+    once, before its first output"""
     released: list[str] = field(default_factory=list)
-    """prefills whose KV is kept no longer (read, rejected, or past its lease), by the `request_id` of their handles;
-    each is named once, after its finishing output"""
+    """`request_id` of the handles whose KV is kept no longer (read, rejected, or past its lease); each is named once,
+    after its finishing output"""
     unreachable: list[str] = field(default_factory=list)
-    """engines that do not answer when asked how to read their KV, by the `engine_id` of their handles"""
+    """`engine_id` of the handles whose prefill engine does not answer on its side channel"""
     complete: list[KvHandle] = field(default_factory=list)
-    """prefills that are under way: what can be read of them, in whole blocks from the prompt's beginning. Their blocks
-    are kept as long as the prefill goes on; only its last handle tells that it did"""
+    """running prefills: what can be read of them already, in whole blocks from the start of the prompt. The blocks are
+    kept as long as the prefill runs; only the handle of its finishing output proves that it ran to the end"""
 
 
 class Engine(Lifetime):
     """An inference engine in processes of its own, or simulated in this process. Entering starts it and returns when it
     can serve; leaving stops all of its processes.
 
-    Every request ends with exactly one finishing Output, unless it was cancelled: then either no Output comes, or, for
-    a prefill that was done before the engine heard of the cancellation, the one with its handle.
-    Any method raises EngineDead when the engine is gone; it does not come back, and the worker must exit.
-    A request id is used once in an engine's life; a second use raises ProtocolError and harms nothing.
+    Every request ends with exactly one finishing Output unless it is cancelled. Then no Output comes, except for a
+    prefill that was done before the engine saw the cancellation: its Output has the handle.
+    Any method raises EngineDead if the engine is gone; it does not come back, and the worker must exit.
+    A request id is used once in an engine's life; a second use raises ProtocolError and has no other effect.
     """
 
     facts: EngineFacts
-    """set on entering"""
+    """set when the engine is entered"""
     prefixes: CachedPrefixes
-    """what is in its prefix cache, a moment late; empty before entering"""
+    """names of the blocks in the prefix cache, a moment late; empty before the engine is entered"""
 
     @abstractmethod
     async def generate(
@@ -138,43 +138,46 @@ class Engine(Lifetime):
         kv: KvHandle | None,
         after: Sequence[int] = (),
     ) -> None:
-        """Start generating. With `kv`, pull the prompt's KV from there first; where that fails the engine recomputes
-        it, and the caller sees no difference. With `after`, go on after these tokens, which were sampled elsewhere and
-        are in no Output of this engine. Raises ProtocolError for a handle that does not fit (other block size, too few
-        blocks, past its lease less a margin): the request was then not started."""
+        """Start generating. With `kv`, first read the prompt's KV from there; if that fails, the engine recomputes it,
+        and the tokens are the same. With `after`, continue after these tokens, which were sampled elsewhere and are in
+        no Output of this engine. Raises ProtocolError, without starting the request, for a handle that does not fit
+        (other block size, too few blocks, lease nearly over)."""
 
     @abstractmethod
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
-        """Run the prompt for one token and keep its KV blocks for the lease; the finishing output has the handle."""
+        """Run the prompt for one token and keep its KV blocks until the lease ends; the finishing output has the
+        handle."""
 
     @abstractmethod
     def first_output(
         self, request_id: str, prompt: list[int], body: list[bytes], packed: list[bytes]
     ) -> Output | None:
-        """The output of the prefill engine, as it packed it, as if this engine had sampled the token: finished where
-        the request ends with it. To be packed at once, since its times are those of this engine's last step. None where
-        this engine might have sampled another token, or `packed` cannot be read."""
+        """Turn the prefill engine's packed output into one of this engine, finished if the request ends with its token.
+        Pack it at once: its times are relative to this engine's last step. None if this engine might have sampled
+        another token, or if `packed` cannot be read."""
 
     @abstractmethod
     async def reject(self, kv: KvHandle) -> None:
-        """Tell the prefill engine that holds `kv` that it will not be pulled, so that it frees the blocks now. Does not
-        wait for that, and does not fail where that engine is gone."""
+        """Tell the prefill engine that `kv` will not be read, so that it frees the blocks now. Does not wait for that,
+        and does not fail if that engine is gone."""
 
+    @abstractmethod
     async def read_ahead(self, kv: KvHandle, skip: int) -> None:
-        """Read the KV of a prompt that is being computed, as far as `kv` goes, except the first `skip` tokens. A hint:
-        what comes of it shows in that `generate` with the finished prefill's handle, or `reject`, ends it."""
+        """Start to read the KV of a prompt whose prefill is still running, as far as `kv` goes, except the first `skip`
+        tokens. A hint: `generate` with the handle of the finished prefill uses what was read, `reject` frees it."""
 
+    @abstractmethod
     async def drop_ahead(self, kv: KvHandle) -> None:
-        """No `generate` will come for what was read ahead of this prefill."""
+        """Free what was read ahead of this prefill: no `generate` will come for it."""
 
     @abstractmethod
     async def release(self, kv: KvHandle) -> None:
-        """Free the KV of a prefill of this engine, which no other engine will read. A step names it as released, like
-        every other; an unknown handle is ignored."""
+        """Free the KV of a prefill of this engine that no other engine will read. A step then names it as released. An
+        unknown handle is ignored."""
 
     @abstractmethod
     async def cancel(self, request_ids: list[str]) -> None:
-        """Stop these requests and free their blocks; unknown and finished ids are ignored."""
+        """Stop these requests and free their blocks. Ids of unknown or finished requests are ignored."""
 
     @abstractmethod
     async def step(self) -> Step:
@@ -182,18 +185,18 @@ class Engine(Lifetime):
 
     @abstractmethod
     def pack(self, outputs: list[Output]) -> list[bytes]:
-        """Encode these outputs of one step for one frontend, as vLLM's EngineCoreOutputs."""
+        """Encode outputs of one step for one frontend, as vLLM's EngineCoreOutputs."""
 
     @abstractmethod
     def plain_body(self, max_tokens: int) -> list[bytes]:
-        """The body of a request of this process's own: greedy, for exactly so many tokens."""
+        """The body of a request that this process makes itself: greedy, for exactly `max_tokens` tokens."""
 
     @abstractmethod
     def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int | None:
         """How many leading tokens of the prompt have their KV in this engine's prefix cache. An estimate: it may be
-        stale, and 0 is always allowed. None where no other engine may prefill this request's prompt, because the KV of
-        the token ids is not all that it needs of its prompt (prompt logprobs, images, embeddings): such a request is
-        generated with `kv=None`. Raises ProtocolError for a body that cannot be read."""
+        stale, and 0 is always allowed. None if no other engine may prefill the prompt, because the request needs more
+        of it than the KV of its token ids (prompt logprobs, images, embeddings): such a request is generated with
+        `kv=None`. Raises ProtocolError for a body that cannot be read."""
 
     @property
     @abstractmethod
@@ -201,19 +204,19 @@ class Engine(Lifetime):
 
     @abstractmethod
     async def all_blocks_free(self) -> bool:
-        """True when no request holds a KV block (a leak probe; it empties the prefix cache)."""
+        """Whether no request holds a KV block. A check for leaks: it empties the prefix cache."""
 
     @abstractmethod
     async def probe(self) -> None:
-        """Return when the engine has answered a question that costs it nothing, which it does between two steps; an
-        engine that hangs never does."""
+        """Return when the engine has answered a trivial question, which it does between two steps. An engine that hangs
+        never answers."""
 
     @abstractmethod
     async def reach(self) -> None:
-        """Ask this engine for KV as another engine would; for prefill engines. Raises TimeoutError without an answer
-        within a few seconds."""
+        """Ask this prefill engine for KV as a decode engine would. Raises TimeoutError if no answer comes within a few
+        seconds."""
 
     @abstractmethod
     def cpu_seconds(self) -> float:
-        """CPU time that this engine's processes have used so far. During a long step they do not answer, but use CPU
-        time."""
+        """CPU time that the engine's processes have used so far. It tells a long step, in which they do not answer
+        either, from a hang."""

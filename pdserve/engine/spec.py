@@ -1,4 +1,4 @@
-"""What an engine is started with, and the choice of its implementation."""
+"""What an engine is started with, and which implementation is used."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ ENGINES = {
     "vllm": "pdserve.engine.vllm.engine:VllmEngine",
     "sim": "pdserve.engine.sim.engine:SimEngine",
 }
-"""by the `engine` key of a worker's section; import strings, so that only the one in use is loaded"""
+"""by the `engine` key of a worker's section; import strings, so that only the chosen module is loaded"""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
     role: Role
-    """decode pulls KV blocks, prefill hands them out"""
+    """a decode engine reads KV blocks, a prefill engine hands them out"""
     instance: str
     """the worker's instance id, unique for each boot; KV handles carry it"""
     model: str
@@ -27,11 +27,11 @@ class EngineSpec:
     engine_args: Mapping[str, object] = field(default_factory=dict)
     """vLLM's own arguments in kebab-case"""
     disaggregated: bool = True
-    """false: a decode engine that never pulls, without a KV connector"""
+    """false: a decode engine that never reads KV, without a KV connector"""
     host: str = "127.0.0.1"
-    """where the other engines reach this one"""
+    """address at which other engines reach this engine"""
     credentials: Credentials | None = None
-    """by which other engines know this one"""
+    """that prove to other engines that this engine is of the graph"""
     kv_port: int = 0
     """first port of the KV side channel; the engine takes one for each TP rank"""
 
