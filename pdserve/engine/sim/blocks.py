@@ -8,12 +8,13 @@ from pdserve.prefixes import NAME, CachedPrefixes, names, root
 class BlockPool:
     """Blocks that no request holds keep their content until they are needed again, least recently freed first.
 
-    A full block's content is its prefix's name under the engine's weights: equal contents mean equal KV."""
+    The content of a full block is a number made of the name of its prefix and the engine's weights: equal contents
+    mean equal KV."""
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.weights = 0
-        """which weights the engine has loaded: other weights make other KV; of as many bits as a name"""
+        """a number for the loaded weights, of as many bits as a name: other weights make other contents"""
         self.prefixes = CachedPrefixes()
         self.prefixes.resize(blocks, block_size)
         self.total = blocks
@@ -30,13 +31,14 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def whole(self, prompt: list[int], cache_salt: str | None = None) -> list[int]:
-        """What `contents` should say of the blocks of this prompt, full blocks only."""
+        """The contents that the full blocks of this prompt have once they are computed."""
         found = names(prompt, self.block_size, root(cache_salt))
         return [int.from_bytes(name) ^ self.weights for name in found]
 
     def take(self, prompt: int, whole: list[int], tokens: int) -> tuple[list[int], int] | None:
-        """Blocks for `tokens` tokens, beginning with the cached prefix of a prompt of so many tokens, and how many
-        blocks that prefix has: as in vLLM the last token never counts as cached. None where too few are free."""
+        """Take blocks for `tokens` tokens. The first of them hold the cached prefix of the prompt, which has `prompt`
+        tokens and the contents `whole`; return their number, too. As in vLLM the last token never counts as cached.
+        None if too few blocks are free."""
         hit: list[int] = []
         for content in whole[: (prompt - 1) // self.block_size]:
             if content not in self._cached:
@@ -60,7 +62,7 @@ class BlockPool:
         return block
 
     def fill(self, blocks: list[int], whole: list[int], tokens: int) -> None:
-        """The KV of so many tokens is in these blocks now; other requests can find the full ones."""
+        """The KV of the first `tokens` tokens is in these blocks now; other requests can find the full ones."""
         for depth, (block, content) in enumerate(
             zip(blocks, whole[: tokens // self.block_size], strict=False), 1
         ):
@@ -73,7 +75,7 @@ class BlockPool:
         return (content ^ self.weights).to_bytes(NAME)
 
     def contents(self, blocks: list[int]) -> list[int]:
-        """What lies in these blocks now, of any request; 0 for a block that is not full."""
+        """What lies in these blocks now, whichever request it is of; 0 for a block that is not full."""
         return [self._content.get(block, 0) for block in blocks]
 
     def give(self, blocks: list[int]) -> None:
@@ -84,7 +86,7 @@ class BlockPool:
                 self._free[block] = None
 
     def forget(self) -> bool:
-        """Empty the prefix cache; False, and nothing done, while a block is held."""
+        """Empty the prefix cache, unless a block is held; return whether it was emptied."""
         if self._refs:
             return False
         self._content.clear()

@@ -1,8 +1,7 @@
 """The simulated engine: continuous batching over a real block pool, with sleeps where the GPU would work.
 
-It is simpler than vLLM where vLLM's way would show nothing more: a request reserves the blocks of all its tokens when
-it is admitted, so that none is ever preempted, and it always runs to max_tokens. Stop tokens and logprobs are
-ignored."""
+It is simpler than vLLM in two ways: a request reserves the blocks of all its tokens when it is admitted, so that none
+is ever preempted, and it always runs to max_tokens. Stop tokens and logprobs are ignored."""
 
 import asyncio
 import time
@@ -28,8 +27,8 @@ from pdserve.tasks import Owner
 
 _REMEMBERED = 100_000
 _LATE = 0.005
-"""seconds by which a step may end late and the next one still begins when it should have: timers are that coarse, and
-the simulation's own work is no part of a step"""
+"""seconds that a late step may take from the next step: timers are coarse, and the simulation's own work is no part of
+a step"""
 
 
 class SimEngine(Engine):
@@ -45,15 +44,15 @@ class SimEngine(Engine):
         self._running: list[SimRequest] = []
         self._tasks = Owner()
         self._ahead: dict[tuple[str, str], int] = {}
-        """blocks that were read of prefills that are under way"""
+        """by `handles.source`: how many blocks were read of prefills that are still running"""
         self._held: dict[str, tuple[list[int], asyncio.TimerHandle]] = {}
         self._seen: RecentKeys[None] = RecentKeys(_REMEMBERED)
         self._work = asyncio.Event()
         self._stepping = asyncio.Lock()
         self._computed, self._step = 0.0, (0.0, 0.0)
-        """seconds spent computing, and the current step: when it began, and how long it takes"""
+        """seconds of the steps that ended; begin and length of the current step"""
         self._due = 0.0
-        """when the last step was to end; 0 before the first and after a pause"""
+        """when the last step was to end; 0 before the first step and after a pause"""
         self._steps: asyncio.Queue[Step] = asyncio.Queue()
 
     @asynccontextmanager
@@ -98,9 +97,8 @@ class SimEngine(Engine):
         if kv is not None:
             check_handle(kv, len(prompt), self._model.block_size, self.facts.fingerprint)
         asked = wire.read_request(body)
-        sampling = asked.sampling_params
         max_tokens = asked.max_tokens(self._model.max_model_len - len(prompt)) - len(after)
-        if self.faults.no_grammars and sampling is not None and sampling.structured_outputs is not None:
+        if self.faults.no_grammars and asked.sampling.structured_outputs is not None:
             self._refuse_reuse(request_id)
             self._steps.put_nowait(Step([wire.refused(request_id)]))
             return
@@ -110,8 +108,8 @@ class SimEngine(Engine):
 
     async def prefill(self, request_id: str, prompt: list[int], body: list[bytes]) -> None:
         asked = wire.read_request(body)
-        sampling, whole = asked.sampling_params, self._pool.whole(prompt, asked.cache_salt)
-        plain = sampling is not None and sampling.structured_outputs is not None
+        whole = self._pool.whole(prompt, asked.cache_salt)
+        plain = asked.sampling.structured_outputs is not None
         self._add(SimRequest(request_id, prompt, 1, whole, keep=True, plain=plain))
 
     def first_output(
@@ -157,8 +155,7 @@ class SimEngine(Engine):
 
     def prefix_hit(self, prompt: list[int], body: list[bytes]) -> int | None:
         request = wire.read_request(body)
-        sampling = request.sampling_params
-        if request.mm_features or (sampling is not None and sampling.prompt_logprobs is not None):
+        if request.mm_features or request.sampling.prompt_logprobs is not None:
             return None
         return self.prefixes.hit(prompt, request.cache_salt)
 
@@ -186,7 +183,7 @@ class SimEngine(Engine):
         return self._computed + min(time.monotonic() - began, takes)
 
     def die(self) -> None:
-        """Fault: as if the engine's processes had been killed; a waiting `step` raises."""
+        """Behave as if the engine's processes had been killed; a waiting `step` raises."""
         self.faults.dead = True
         self._steps.put_nowait(Step([]))
 
@@ -212,8 +209,8 @@ class SimEngine(Engine):
         self._work.set()
 
     def _admit(self) -> None:
-        """First come, first served, and as in vLLM only while the next step has tokens left: a prompt that waits finds
-        the prefix that those before it compute."""
+        """Admit waiting requests in order of arrival. As in vLLM, only while the next step has tokens left: a prompt
+        that waits can then use the prefixes that the prompts before it compute."""
         left = self._model.max_batched_tokens
         left -= sum(max(1, len(request.prompt) - request.computed) for request in self._running)
         while (
@@ -286,9 +283,8 @@ class SimEngine(Engine):
             await self.faults.going.wait()
 
     def _share(self) -> list[tuple[SimRequest, int]]:
-        """How many tokens each request computes in the next step: decodes first, then prompts in chunks as they came,
-        within the budget. vLLM keeps to the order of arrival alone, in which decodes are first but for some that came
-        while an earlier prompt was in its last chunks."""
+        """How many tokens each request computes in the next step, within the budget: first the requests that decode,
+        then prompts in chunks, by arrival. (vLLM goes by arrival alone, which is nearly the same order.)"""
         budget = self._model.max_batched_tokens
         chunk = (len(self._running) + len(self._waiting) > 1 and self._model.prompt_chunk) or budget
         share: list[tuple[SimRequest, int]] = []
@@ -376,7 +372,7 @@ class SimEngine(Engine):
         self._work.set()
 
     def _receive(self, request: SimRequest, kv: KvHandle, first: int, contents: list[int]) -> None:
-        """The last token is computed here in any case, as in vLLM."""
+        """As in vLLM, the last token of the prompt is computed here."""
         before, request.computed = request.computed, len(request.prompt) - 1
         request.pulled = request.computed - before
         expected = request.whole[first : kv.num_tokens // self._model.block_size]

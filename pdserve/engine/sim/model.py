@@ -13,8 +13,8 @@ _CONTEXT = 8
 
 @dataclass(frozen=True)
 class SimModel:
-    """Read from vLLM's own arguments; the speeds from `additional-config: {sim: {…}}`, which vLLM ignores. What is 0 by
-    default costs nothing; `benchmarks/pdserve_bench/compare/calibrate.py` finds the values of a real engine."""
+    """Sizes come from vLLM's own arguments, speeds from `additional-config: {sim: {…}}`, which vLLM ignores. By default
+    what is 0 costs nothing; `benchmarks/pdserve_bench/compare/calibrate.py` finds the values of a real engine."""
 
     kv_blocks: int = 2048
     block_size: int = 16
@@ -22,39 +22,39 @@ class SimModel:
     max_num_seqs: int = 64
     max_batched_tokens: int = 2048
     prompt_chunk: int = 0
-    """tokens of a prompt in a step with other requests; 0: as many as fit"""
+    """tokens of one prompt in a step that it shares with other requests; 0: as many as fit"""
     prefill_rate: float = 20_000.0
-    """prompt tokens per second, without what their attention costs"""
+    """prompt tokens per second, without attention"""
     attention_seconds: float = 0.0
-    """for each million of pairs of a prompt token and a token before it: what makes long prompts slower per token"""
+    """for each million pairs of a prompt token and an earlier token: makes long prompts slower per token"""
     step_seconds: float = 0.005
-    """any step, whatever is in it"""
+    """fixed part of each step"""
     sequence_seconds: float = 0.0
     """for each sequence in a step"""
     context_seconds: float = 0.0
-    """for each 1,000 tokens of context that the decoding sequences of a step have together"""
+    """for each 1,000 tokens of context of all decoding sequences in a step"""
     bytes_per_token: int = 4096
     """of KV"""
     bandwidth: float = 1e9
     """bytes per second between two engines"""
     transfer_seconds: float = 0.0
-    """for each transfer between two engines, of any size"""
+    """fixed part of each transfer between two engines"""
     transfer_timeout: float = 3.0
     """as the real connector's: `DEFAULT_FLOOR` in `pdserve/kv/connector.py`"""
     lease: float = 30.0
     """seconds that a prefill engine keeps blocks for the decode engine"""
     fatal_token: int = 0
-    """fault: a prompt with this token id kills the engine that computes it, decode or prefill; 0: no token does"""
+    """a prompt with this token id kills the engine that computes it; 0: no token does"""
     load_seconds: float = 0.0
-    """until it is ready, spent in a thread that cannot be stopped, as vLLM's imports are"""
+    """until the engine is ready, spent in a thread that cannot be stopped, like vLLM's imports"""
     first_token: int = 300
     tokens: int = 700
     """the token ids it generates: `tokens` of them from `first_token`; in the demo tokenizer these are whole words"""
 
     def step_time(self, decoding: int, context: int, chunks: Iterable[tuple[int, int]] = ()) -> float:
-        """Seconds of a step in which so many sequences get their next token, with `context` tokens before it all
-        together, and parts of prompts are computed: (tokens computed before, tokens of this chunk) each. It is linear
-        in the speeds, so that a fit finds them."""
+        """Seconds of a step in which `decoding` sequences with `context` tokens in all get their next token, and these
+        chunks of prompts are computed: (tokens computed before, tokens of the chunk). Linear in the speeds, so that
+        they can be fitted."""
         seconds = self.step_seconds + decoding * self.sequence_seconds + context / 1000 * self.context_seconds
         for before, tokens in chunks:
             pairs = tokens * (before + tokens / 2) / 1e6
@@ -62,32 +62,32 @@ class SimModel:
         return seconds
 
     def next_token(self, context: list[int], salt: int = 0) -> int:
-        """A pure function of the last tokens and their number, so that a request that moves to another worker goes on
-        with the same tokens. A `salt` other than 0 stands for wrong KV."""
+        """A pure function of the number of tokens and the last of them, so that a request continues with the same
+        tokens on another worker. A `salt` other than 0 stands for wrong KV."""
         tail = context[-_CONTEXT:]
         seed = struct.pack(f"<{len(tail) + 2}q", len(context), salt, *tail)
         return self.first_token + zlib.crc32(seed) % self.tokens
 
 
 class Faults:
-    """Switched on and off from outside while the engine runs."""
+    """Faults that tests switch on and off while the engine runs."""
 
     def __init__(self) -> None:
         self.going = asyncio.Event()
-        """cleared, the engine hangs: no step ends, no request for KV is answered"""
+        """while it is cleared the engine hangs: no step ends, no request for KV is answered"""
         self.going.set()
         self.dead = False
-        """every method raises EngineDead; see SimEngine.die"""
+        """every method raises EngineDead; set by `SimEngine.die`"""
         self.slow = 1.0
         """factor on the time of each step"""
         self.drop_transfers = False
-        """a prefill engine takes requests for KV and never answers, as when the network drops packets"""
+        """the prefill engine accepts requests for KV and never answers, as if the network dropped packets"""
         self.no_grammars = False
         """no structured output can be compiled"""
         self.fatal_pulls = False
-        """KV that is read from another engine kills this one, as a missing permission for AMX did"""
+        """a read of KV kills the decode engine, as a missing permission for AMX did"""
         self.deaf = False
-        """a prefill engine's side channel is broken: it hangs up on every request"""
+        """the prefill engine's side channel closes every connection without an answer"""
 
     def silent(self) -> bool:
         return self.dead or self.drop_transfers or not self.going.is_set()

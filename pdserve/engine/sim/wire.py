@@ -1,8 +1,8 @@
-"""A request of the simulated engine, and the parts of vLLM's engine messages that the engine reads and writes for it,
-without importing vLLM.
+"""A request of the simulated engine, and the parts of vLLM's engine messages that the engine reads and writes, without
+importing vLLM.
 
-vLLM encodes these structs as arrays, so the order of the fields is the contract and a shorter array means defaults for
-the rest. `tests/engine/test_sim_wire.py` decodes them with vLLM's own decoder and compares field by field."""
+vLLM encodes these structs as arrays: the order of the fields is the contract, and a shorter array means defaults for
+the rest. `tests/engine/test_sim_wire.py` compares them with vLLM's own."""
 
 import time
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from pdserve.engine.base import Output
 from pdserve.errors import ProtocolError
 from pdserve.messages import KvHandle
 
-STOP, LENGTH, ABORT, ERROR = 0, 1, 2, 3
-"""vLLM's FinishReason"""
+LENGTH, ERROR = 1, 3
+"""values of vLLM's FinishReason"""
 
 
 class Sampling(Struct, frozen=True):
-    """What the simulation uses of SamplingParams; like vLLM's, it travels as a map without the defaults."""
+    """The used part of SamplingParams; like vLLM's, it is encoded as a map without the defaults."""
 
     max_tokens: int | None = 16
     prompt_logprobs: int | None = None
@@ -36,9 +36,13 @@ class CoreRequest(Struct, array_like=True, frozen=True):
     lora_request: msgspec.Raw | None = None
     cache_salt: str | None = None
 
+    @property
+    def sampling(self) -> Sampling:
+        return self.sampling_params or Sampling(max_tokens=None)
+
     def max_tokens(self, fit: int) -> int:
-        """Of the `fit` that have room."""
-        asked = None if self.sampling_params is None else self.sampling_params.max_tokens
+        """How many tokens to generate, if `fit` have room."""
+        asked = self.sampling.max_tokens
         return fit if asked is None else min(asked, fit)
 
 
@@ -79,8 +83,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def read_request(body: list[bytes]) -> CoreRequest:
-    """The first frame holds everything that is read here; tensors would lie in the others. An empty body, as tests
-    send, is a request with every default. Raises ProtocolError."""
+    """Read the first frame; the others have only tensors. An empty body, as tests send it, is a request with all
+    defaults. Raises ProtocolError."""
     try:
         return _request.decode(body[0]) if body else CoreRequest("", None, None, Sampling())
     except msgspec.MsgspecError as error:
@@ -92,7 +96,7 @@ def write_request(sampling: Sampling) -> list[bytes]:
 
 
 def read_output(packed: list[bytes], request_id: str, last: bool) -> CoreOutput | None:
-    """The one that there should be, as this request's, and as its last."""
+    """The only output in `packed`, as one of this request, whose `last` it may be; None if it cannot be read."""
     try:
         (output,) = _outputs.decode(packed[0]).outputs
     except (msgspec.MsgspecError, ValueError, IndexError):
@@ -114,33 +118,33 @@ def refused(request_id: str) -> Output:
 class SimRequest:
     request_id: str
     prompt: list[int]
-    """with the tokens that were sampled elsewhere"""
+    """including tokens that were sampled elsewhere"""
     max_tokens: int
     whole: list[int]
-    """what the full blocks of its prompt will hold"""
+    """contents of the full blocks of the prompt, once they are computed"""
     cache_salt: str | None = None
     kv: KvHandle | None = None
-    """pull the prompt's KV from there"""
+    """where to read the prompt's KV"""
     keep: bool = False
-    """a prefill: its blocks stay for the lease"""
+    """a prefill: its blocks are kept until the lease ends"""
     plain: bool = False
-    """a prefill whose token is not its request's"""
+    """a prefill whose token is not the first token of the request"""
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
-    """prompt tokens whose KV is here"""
+    """prompt tokens whose KV is in this engine"""
     cached: int = 0
     told: int = 0
-    """blocks of it that were named as complete"""
+    """of a prefill: blocks that were named as complete"""
     pulled: int = 0
     begun: float | None = None
-    """monotonic: when its KV had been pulled, or could not be"""
+    """monotonic time at which its KV was read, or could not be"""
     tokens: list[int] = field(default_factory=list)
     unread: bool = False
-    """its KV could not be pulled"""
+    """the KV could not be read"""
     salt: int = 0
-    """not 0: the KV that it pulled was that of another prompt"""
+    """not 0 if the KV that was read is of another prompt"""
     gone: bool = False
-    """cancelled: the running step has no output for it"""
+    """cancelled: the current step has no output for it"""
 
     @property
     def prefilling(self) -> bool:
@@ -151,7 +155,7 @@ class SimRequest:
         return len(self.tokens) >= self.max_tokens
 
     def output(self, handle: KvHandle | None) -> Output:
-        """For the newest token."""
+        """The output for the newest token."""
         raw = CoreOutput(
             self.request_id,
             self.tokens[-1:],
