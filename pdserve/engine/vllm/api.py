@@ -1,8 +1,8 @@
-"""Everything that our own process uses of vLLM's engine, in one list. What runs inside vLLM's worker processes imports
-vLLM itself (`worker.py`, `pdserve/kv/connector.py`).
+"""All that our own processes use of vLLM's engine. Code that runs inside vLLM's processes imports vLLM itself
+(`worker.py`, `pdserve/kv/connector.py`).
 
-Importing this takes seconds: import it late. `tests/engine/test_vllm_api.py` compares what is used here
-with the installed vLLM, and says what moved after an upgrade."""
+Importing this module takes seconds: import it late. `tests/engine/test_vllm_api.py` compares what is used here with
+the installed vLLM, and says what changed after an upgrade."""
 
 import os
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ VERSION: str = __version__
 
 
 def engine_config(argv: Sequence[str]) -> VllmConfig:
-    """vLLM's configuration from its own command-line arguments; looks at the model's folder and the hardware."""
+    """vLLM's configuration from its command-line arguments. Reads the model's folder and looks at the hardware."""
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     return AsyncEngineArgs.from_cli_args(parser.parse_args(list(argv))).create_engine_config()
 
@@ -47,17 +47,17 @@ def on_cpu() -> bool:
 
 
 def compute_in_core(config: VllmConfig) -> None:
-    """On the CPU: have an engine of one rank run the model in its core process, as vLLM does on GPUs. Otherwise each
-    step goes to a second process and back, and both spin while they wait (decision 0024). vLLM starts that process to
-    set its OpenMP threads, which a plan has done already; where vLLM is to bind threads, it is left to it."""
+    """Run the model of a CPU engine with one rank in the core process, as vLLM does on GPUs. Otherwise each step goes
+    to a second process and back, and both spin while they wait (decision 0024). vLLM starts that process to set its
+    OpenMP threads, which the plan has already done. Change nothing if vLLM is asked to bind the threads."""
     parallel = config.parallel_config
     if parallel.world_size == 1 and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
         parallel.distributed_executor_backend = "uni"
 
 
 def start_core(config: VllmConfig) -> AsyncMPClient:
-    """Start the engine's processes and wait until the model is loaded: blocks for a minute. Call it in a thread without
-    an event loop; the client is then used from the loop that first awaits it."""
+    """Start the engine's processes and wait until the model is loaded, which takes a minute. Call it in a thread
+    without an event loop; the client then belongs to the loop that first awaits it."""
     return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), True)
 
 
@@ -67,7 +67,7 @@ _encoder = MsgpackEncoder()
 
 
 def decode_request(body: list[bytes]) -> EngineCoreRequest:
-    """Raises what msgspec raises for a body that is no request."""
+    """Raises errors of msgspec if the body is no request."""
     request: EngineCoreRequest = _request_decoder.decode(body)
     return request
 
@@ -77,12 +77,12 @@ def encode_request(request: EngineCoreRequest) -> list[bytes]:
 
 
 def encode_outputs(outputs: list[EngineCoreOutput], timestamp: float) -> list[bytes]:
-    """Without scheduler statistics: those of a KV connector crash a frontend that has none."""
+    """Leave out scheduler statistics: those of a KV connector crash a frontend that has no connector."""
     step = EngineCoreOutputs(outputs=outputs, scheduler_stats=None, timestamp=timestamp)
     return [bytes(frame) for frame in _encoder.encode(step)]
 
 
 def decode_outputs(body: list[bytes]) -> EngineCoreOutputs:
-    """Raises what the decoder raises for a body that is no outputs."""
+    """Raises errors of many kinds if the body has no outputs."""
     outputs: EngineCoreOutputs = _output_decoder.decode(body)
     return outputs

@@ -1,4 +1,4 @@
-"""What is in the engine's prefix cache, kept up by its KV events, so that a prefix hit is known without a question to
+"""A mirror of the engine's prefix cache, kept up to date by its KV events, so that a prefix hit is known without asking
 the engine."""
 
 import logging
@@ -20,15 +20,15 @@ _decode = msgspec.msgpack.Decoder(api.KVEventBatch).decode
 
 
 class CacheMirror(Lifetime):
-    """Enter it before the engine starts, and `follow` when it has, before its first request. It is wrong for the moment
-    that an event takes; a lost event makes it wrong until the block is stored or removed again."""
+    """Enter it before the engine starts; call `follow` when the engine has started, before its first request. It is
+    late by the time that an event takes. A lost event makes it wrong until the block is stored or removed again."""
 
     def __init__(self) -> None:
         self.prefixes = CachedPrefixes()
         self._blocks: dict[Any, tuple[bytes, int]] = {}
-        """by vLLM's hash: a block's name, and the how manieth of its prompt it is"""
+        """vLLM's hash of a block -> its name, and its number in the prompt, from 1"""
         self.endpoint = api.get_open_zmq_ipc_path()
-        """where the engine is to publish its events: in a folder that only this user can enter"""
+        """where the engine publishes its events: a socket file that only this user can reach"""
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
@@ -70,8 +70,8 @@ class CacheMirror(Lifetime):
                 self.clear()
 
     def _store(self, event: api.BlockStored) -> None:
-        """Only full blocks that a text prompt can hit: not those of adapters, images or embeddings, nor of a second
-        kind of cache. The one extra key that text has is its salt, at the first block."""
+        """Note full blocks that a text prompt can hit; not blocks of adapters, images or embeddings, nor of a second
+        cache group. The only extra key that text has is its salt, at the first block."""
         size, before = self.prefixes.block_size, event.parent_block_hash
         (keys, *others), depth = event.extra_keys or [None], 0
         salt = keys[0] if keys else None

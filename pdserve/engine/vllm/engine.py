@@ -1,5 +1,4 @@
-"""The real engine: vLLM's EngineCore, and its workers where there are several or a GPU, in processes of their own,
-driven through its own core client."""
+"""The real engine: vLLM's EngineCore and its workers, in processes of their own, driven by vLLM's core client."""
 
 import asyncio
 import logging
@@ -26,9 +25,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REACH_WITHIN = 5.0
-"""seconds, as a decode engine waits"""
+"""seconds; a decode engine waits as long"""
 SILENCE = 0.5
-"""seconds without a report after which an engine without requests holds no block"""
+"""seconds without a report after which an engine without requests is taken to hold no block"""
 
 
 class VllmEngine(Engine):
@@ -41,7 +40,7 @@ class VllmEngine(Engine):
         self._usage = EngineUsage()
         self._reported = 0.0
         self._unread: dict[str, str] = {}
-        """requests whose KV could not be read, and why, since the last step"""
+        """request id -> why its KV could not be read; since the last step"""
         self._timestamp = 0.0
         self._own_token = not requests.SAMPLING_ARGUMENTS & spec.engine_args.keys()
 
@@ -105,7 +104,8 @@ class VllmEngine(Engine):
     def first_output(
         self, request_id: str, prompt: list[int], body: list[bytes], packed: list[bytes]
     ) -> Output | None:
-        """Its request ended there with one token: it ends here where that token ends it, or is its last."""
+        """In the prefill engine every request ends with one token; here only if it stops at that token or may have no
+        more."""
         raw = requests.first_output(packed, self._timestamp) if self._own_token else None
         if raw is None:
             return None
@@ -137,8 +137,8 @@ class VllmEngine(Engine):
             await self._call(self._core.abort_requests_async([request.engine_id for request in running]))
 
     async def step(self) -> Step:
-        """The engine also reports while it only waits for a transfer, a thousand times a second: those reports are
-        dropped here."""
+        """Reports without outputs or transfers are skipped: while the engine waits for a transfer, it sends a thousand
+        a second."""
         while True:
             outputs = await self._call(self._core.get_output_async())
             moved = await self._take_stats(outputs.scheduler_stats)
@@ -167,8 +167,8 @@ class VllmEngine(Engine):
 
     @property
     def usage(self) -> EngineUsage:
-        """The engine's last report comes before it frees the last blocks; but it goes on reporting as long as a block
-        is held, so that silence means that none is."""
+        """The last report comes before the engine frees the last blocks. But it reports as long as a block is held, so
+        that silence means that none is."""
         if not len(self._requests) and time.monotonic() > self._reported + SILENCE:
             return EngineUsage()
         return self._usage
@@ -176,11 +176,11 @@ class VllmEngine(Engine):
     async def all_blocks_free(self) -> bool:
         free = bool(await self._call(self._core.reset_prefix_cache_async()))
         if free:
-            self._cache.clear()  # the engine's own event comes with its next step only
+            self._cache.clear()  # the engine's event comes with its next step only
         return free
 
     async def probe(self) -> None:
-        """The core process answers this by itself."""
+        """The core process answers this question itself."""
         await self._call(self._core.get_supported_tasks_async())
 
     async def reach(self) -> None:
@@ -191,14 +191,13 @@ class VllmEngine(Engine):
         return self._process.cpu_seconds()
 
     async def instruction_sets(self) -> list[str]:
-        """Of the CPU, as each of the engine's workers uses them."""
+        """The CPU's instruction sets that each worker of the engine uses."""
         return list(await self._call(self._core.collective_rpc_async("pdserve_instruction_sets")))
 
     # inside
 
     @property
     def processes(self) -> set[psutil.Process]:
-        """All of this engine's."""
         return self._process.processes
 
     @property
@@ -219,7 +218,7 @@ class VllmEngine(Engine):
             raise
 
     def _check_length(self, prompt_tokens: int) -> None:
-        """vLLM's frontend checks this; a request that comes past it kills the engine."""
+        """vLLM checks this in its frontend only; a longer prompt would kill the engine."""
         if prompt_tokens >= self.facts.max_model_len:
             raise ProtocolError(
                 f"a prompt of {prompt_tokens} tokens, of at most {self.facts.max_model_len - 1}"
@@ -248,13 +247,13 @@ class VllmEngine(Engine):
         return output
 
     def _computed_here(self, stats: api.PrefillStats | None) -> bool:
-        """A prompt whose KV was read computes no more than its last block."""
+        """Whether the prompt was computed here though its KV was to be read: otherwise at most its last block is."""
         computed = 0 if stats is None or stats.num_external_cached_tokens else stats.num_computed_tokens
         return bool(computed > self.facts.block_size)
 
     def _take_late(self, raw: api.EngineCoreOutput) -> Output | None:
-        """Of a cancelled request. A prefill that was done before vLLM heard of the cancellation keeps its KV for the
-        lease."""
+        """The output of a cancelled request. A prefill that was done before vLLM saw the cancellation keeps its KV
+        until the lease ends."""
         params = raw.kv_transfer_params
         if not params:
             return None
@@ -262,14 +261,14 @@ class VllmEngine(Engine):
         return Output(raw.request_id, [], finished=True, handle=handle)
 
     def _handle(self, params: dict[str, Any], prompt_tokens: int) -> KvHandle | None:
-        """The lease began when the engine finished the prompt, which may be a while ago where this process hung."""
+        """The lease began when the engine finished the prompt: long ago if this process hung."""
         return requests.handle_of(params, prompt_tokens, self.facts, LEASE, self._timestamp)
 
     def _partial(self, params: dict[str, Any]) -> KvHandle | None:
         return self._handle(params, len(params["remote_block_ids"][0]) * self.facts.block_size)
 
     async def _take_stats(self, stats: api.SchedulerStats | None) -> Mapping[str, Any]:
-        """Take the usage; return what the KV connectors of all ranks report, mostly nothing."""
+        """Note the usage; return what the KV connectors of all ranks report, which is mostly nothing."""
         if stats is None:
             return {}
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
@@ -285,8 +284,8 @@ class VllmEngine(Engine):
         return moved or {}
 
     async def _restart(self, engine_id: str) -> None:
-        """Compute the prompt here, in other blocks, since its KV does not come. The old blocks stay with the aborted
-        request until the read has ended, because the read cannot be stopped from writing into them."""
+        """The KV does not come: compute the prompt here, in other blocks. The old blocks stay with the aborted request
+        until the read has ended, because nothing can stop it from writing into them."""
         request = self._requests.by_engine_id(engine_id)
         if request is None:
             return
@@ -304,19 +303,19 @@ class VllmEngine(Engine):
 
 
 def _scheduled(raw: api.EngineCoreOutput) -> float | None:
-    """For the first time, by the clock of this host: vLLM does not before the KV of a request has been read."""
+    """When the request was first scheduled, by this host's monotonic clock. vLLM waits for its KV before."""
     times = [event.timestamp for event in raw.events or () if event.type is api.EngineCoreEventType.SCHEDULED]
     return times[0] if times else None
 
 
 def _is_whole(params: Mapping[str, Any] | None, prompt: list[int]) -> bool:
-    """Whether the prefill engine computed all of the prompt: where the decode engine computes its end by itself (Mamba,
-    some kinds of speculative decoding) the token is another's."""
+    """Whether the prefill engine computed the whole prompt. For some models and kinds of speculative decoding the
+    decode engine computes the end (Mamba, for one), and the token is of another place in the prompt."""
     return params is not None and params.get("remote_num_tokens") == len(prompt)
 
 
 def _transfers(moved: Mapping[str, Any]) -> Transfers:
-    """Several ranks read for one request, at the same time."""
+    """One Read for each request, of which several ranks read parts at the same time."""
     reads: dict[str, Read] = {}
     for request, source, seconds, size in moved.get(READS, ()):
         before = reads.get(request, Read(source, 0.0, 0))

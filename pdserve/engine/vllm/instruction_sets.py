@@ -1,8 +1,8 @@
-"""Which of the CPU's instruction sets an engine computes with, and the permission that one of them needs.
+"""Which of the CPU's instruction sets an engine computes with, and the permission that AMX needs.
 
-Linux kills a process with SIGILL that touches AMX tiles without having asked for them. vLLM 0.32 never asks, though its
-attention on the CPU uses tiles for bfloat16; oneDNN does so by the way, at the first prefill, which on a decode worker
-may come after the first decode step. The permission belongs to the process: forked children inherit it, others do not.
+Linux kills a process with SIGILL that touches AMX tiles without permission. vLLM 0.32 never asks for it, though its
+attention on the CPU uses tiles for bfloat16. oneDNN asks at the first prefill, which on a decode worker may come after
+the first decode step. The permission belongs to the process; only forked children inherit it.
 """
 
 from typing import Any
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 FORBIDDEN = "AMX tiles forbidden by Linux"
-"""what no engine in bfloat16 survives on such a CPU"""
+"""an engine in bfloat16 dies on such a CPU"""
 _SHOWN = ("avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8", "amx_fp16")
-"""beyond the generation: what makes a difference of several times to a model's matrices"""
+"""extensions that make a model's matrices several times faster"""
 
 
 def request_amx() -> bool:
-    """Ask Linux for AMX tiles, for this process and the children that it forks; do nothing on a CPU without them. True
-    where they may be used."""
+    """Ask Linux for AMX tiles, for this process and the children that it forks. Return whether they may be used; false
+    on a CPU without them."""
     return bool(torch.cpu._init_amx())
 
 

@@ -1,4 +1,4 @@
-"""A vLLM engine's processes: how they are configured, started and brought to an end."""
+"""The processes of a vLLM engine: how they are configured, started and ended."""
 
 import asyncio
 import gc
@@ -24,19 +24,18 @@ from pdserve.records import Role
 log = logging.getLogger(__name__)
 
 LEASE = 30
-"""seconds that the prefill side keeps blocks for the decode side"""
+"""seconds for which a prefill engine keeps KV blocks for a decode engine"""
 WORKER_EXTENSION = "pdserve.engine.vllm.worker.WorkerExtension"
-"""by name: only the processes of vLLM's workers import the module, which does its work when it is imported"""
+"""a name, not the class: only vLLM's worker processes may import the module, which acts on import"""
 SHUTDOWN_TIMEOUT = 2.0
-"""seconds that the processes have to end before they are killed: they have nothing left to do then, but vLLM's worker
-rarely ends by itself"""
+"""seconds until the processes are killed: they have nothing left to do then, but vLLM's worker rarely ends by itself"""
 
 
 class VllmProcess:
-    """Start only one at a time in a process of ours: part of vLLM's configuration is the environment."""
+    """Start only one at a time in this process: part of vLLM's configuration is in the environment."""
 
     config: api.VllmConfig
-    """as the engine settled on it; set by `start`"""
+    """with the values that the engine chose; set by `start`"""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.core: api.AsyncMPClient | None = None
@@ -44,13 +43,15 @@ class VllmProcess:
         """ZeroMQ address at which other engines ask for KV"""
         self.channel_key = CurveKey.of(spec.credentials)
         self.processes: set[psutil.Process] = set()
-        """all of them, in all generations"""
+        """children of this process, and their children"""
         self._spec = spec
         self._abandoned = False
 
     async def start(self, events_endpoint: str) -> None:
-        """vLLM's start takes a minute in a thread that cannot be stopped: where this is cancelled, kill each process
-        that vLLM has started, so that the start fails. Raises ConfigError, and EngineDead where vLLM gives up."""
+        """Raises ConfigError, and EngineDead if vLLM does not start.
+
+        vLLM's start takes a minute in a thread that cannot be stopped. On cancellation, kill every process that vLLM
+        has started, so that the start fails."""
         before = _descendants()
         start = asyncio.ensure_future(asyncio.to_thread(self._start, events_endpoint))
         try:
@@ -66,7 +67,7 @@ class VllmProcess:
             self.processes = _descendants() - before
 
     async def stop(self) -> None:
-        """End the engine's processes, however far the start came and whatever state the engine is in."""
+        """End the engine's processes, whatever state the start and the engine are in."""
         if self.core is not None:
             await asyncio.to_thread(self.core.shutdown, SHUTDOWN_TIMEOUT)
             self.core.resources.ctx.destroy(linger=0)  # vLLM leaves it to the garbage collector
@@ -107,7 +108,7 @@ class VllmProcess:
             raise EngineDead(f"vLLM did not start, its log says why: {error}") from error
 
     def _set_environment(self) -> None:
-        """vLLM reads it here and in its processes."""
+        """Set what vLLM reads here and in its processes."""
         port = self._spec.kv_port or free_port(self._spec.host)
         if holder := port_holder(self._spec.host, port):  # vLLM would not say so but hang for ever
             raise ConfigError(
@@ -149,9 +150,9 @@ class VllmProcess:
 
 
 def _fork_from_here() -> None:
-    """Have vLLM fork its processes, which are then there at once with everything imported, as it does on GPUs. On the
-    CPU it asks for spawning instead, for the sake of OpenMP threads that would not survive a fork; this process has
-    none. Measured: 31 s instead of 66 s to the first token, and 165 MiB less for each process.
+    """Have vLLM fork its processes, with everything imported, as it does on GPUs. On the CPU it would spawn them,
+    because OpenMP threads do not survive a fork; this process has none. Measured: 31 s instead of 66 s to the first
+    token, and 165 MiB less for each process.
 
     The children must not write their signals into the pipe that wakes this process's event loop.
     """
@@ -162,8 +163,8 @@ def _fork_from_here() -> None:
 @contextmanager
 def _deaf_children() -> Iterator[None]:
     """Ctrl-C, and the end of a terminal, go to every process of the foreground group. vLLM's processes would end at
-    once, with all requests in them; this process lets the requests finish and then ends the others. What this thread
-    blocks stays blocked in its children, and theirs."""
+    once with all their requests; this process lets the requests finish and then ends them. Signals that this thread
+    blocks stay blocked in its children, and in theirs."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         resource_tracker.ensure_running()  # deaf to SIGINT by itself, but its start would unblock that here
@@ -178,8 +179,8 @@ def _descendants() -> set[psutil.Process]:
 
 
 def _kill(processes: set[psutil.Process]) -> None:
-    """Kill what is left of them. psutil compares start times: a pid that was given to another process is not killed.
-    A process that is dead but was never waited for, because its parent died before it, counts as gone."""
+    """Kill those that are left. psutil compares start times, so that a pid that now belongs to another process is not
+    killed. A zombie, whose parent never waited for it, counts as gone."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()

@@ -1,5 +1,5 @@
-"""The requests of a vLLM engine: which run in it, and what it is given and gives back for request bodies and KV
-handles."""
+"""The requests of a vLLM engine: which of them run, and how request bodies and KV handles are translated to vLLM's
+messages and back."""
 
 import logging
 import secrets
@@ -41,31 +41,31 @@ SAMPLING_ARGUMENTS = {
     "watermark",
     "watermark-config",
 }
-"""of an engine: with any of them it may sample, or say of a token, what another engine does not"""
+"""engine arguments with which an engine may sample other tokens than another engine, or other logprobs of them"""
 
 
 @dataclass(eq=False)
 class RunningRequest:
     request_id: str
-    """as the worker knows it"""
+    """the worker's id"""
     prompt: list[int]
     body: list[bytes]
     after: Sequence[int] = ()
     """tokens sampled elsewhere"""
     prefill: bool = False
     samples: bool = False
-    """a prefill whose token is its request's first"""
+    """a prefill whose token is the first token of the request"""
     pulls: bool = False
-    """its prompt's KV comes from another engine"""
+    """the KV of its prompt is read from another engine"""
     engine_id: str = ""
-    """as the engine knows it now: a restarted request gets a new id"""
+    """the engine's id; a restarted request gets a new one"""
     restarts: int = 0
     began: bool = False
-    """it has a token"""
+    """it has its first token"""
 
 
 class RunningRequests:
-    """Which of the engine's own request ids stands for which request."""
+    """The requests in the engine, by the engine's id and by the worker's."""
 
     def __init__(self) -> None:
         self._by_engine_id: dict[str, RunningRequest] = {}
@@ -73,8 +73,8 @@ class RunningRequests:
         self._used: RecentKeys[None] = RecentKeys(_REMEMBERED)
 
     def add(self, request: RunningRequest) -> None:
-        """Raises ProtocolError for an id that was used before: vLLM dies of an id that it still has. The memory of
-        finished requests is long but not endless."""
+        """Raises ProtocolError for an id that was used before: vLLM dies of an id that it still has. Only the newest
+        ids are remembered."""
         if request.request_id in self._used:
             raise ProtocolError(f"request {request.request_id} was given to this engine before")
         self._used[request.request_id] = None
@@ -82,7 +82,7 @@ class RunningRequests:
         self._by_engine_id[request.engine_id] = self._by_request_id[request.request_id] = request
 
     def restart(self, request: RunningRequest) -> None:
-        """Give it a new id inside the engine; the old id stands for no request any more."""
+        """Give the request a new id inside the engine, and forget the old id."""
         del self._by_engine_id[request.engine_id]
         request.restarts += 1
         request.engine_id = f"{request.request_id}#{request.restarts}"
@@ -102,7 +102,7 @@ class RunningRequests:
         return len(self._by_engine_id)
 
 
-# our requests and KV handles as vLLM has them, and back
+# request bodies and KV handles to vLLM's messages, and back
 
 
 def read_body(body: list[bytes]) -> api.EngineCoreRequest:
@@ -117,8 +117,8 @@ def read_body(body: list[bytes]) -> api.EngineCoreRequest:
 
 
 def remote_ok(request: api.EngineCoreRequest) -> bool:
-    """Whether another engine may prefill it. The prompt must be token ids and nothing else, and must not be skipped:
-    prompt logprobs come from computing it, and vLLM then ignores any KV that it was given."""
+    """Whether another engine may prefill the request. Its prompt must be token ids alone, and need not be computed
+    here: prompt logprobs come from computing it, and vLLM then ignores given KV."""
     sampling = request.sampling_params
     return (
         not request.mm_features
@@ -129,8 +129,8 @@ def remote_ok(request: api.EngineCoreRequest) -> bool:
 
 
 def refusal(body: list[bytes], rejected: Sequence[int]) -> str:
-    """Why vLLM ended this request with an error before its first token, or with tokens that the grammar rejects, where
-    the request is at fault; else empty. vLLM's frontend parses a grammar and does not compile it; its engine writes the
+    """Why vLLM ended this request with an error before its first token, or with tokens `rejected` by the grammar; empty
+    if the request is not at fault. vLLM's frontend parses a grammar without compiling it, and the engine writes the
     reason to its log only. A grammar without finite text ({"$ref": "#"}) rejects every token."""
     asked = read_body(body).sampling_params.structured_outputs
     if asked is None:
@@ -160,15 +160,15 @@ def to_generate(
 def to_prefill(
     request_id: str, prompt: list[int], body: list[bytes], *, own_token: bool
 ) -> tuple[api.EngineCoreRequest, bool]:
-    """For one token, and whether that is the request's own: where `own_token` allows it, and what is asked of the
-    tokens. Otherwise it is greedy, with nothing that could delay or end it: the KV of a prompt does not depend on
-    sampling. What it does depend on (LoRA, cache salt) stays."""
+    """A request for one token, and whether that is the first token of the client's request: if `own_token` is true and
+    the sampling parameters allow it. If not, the token is sampled greedily, with nothing that could delay or end the
+    request: the KV of a prompt does not depend on sampling. What it depends on (LoRA, cache salt) stays."""
     request = _own(request_id, prompt, body)
     if not remote_ok(request):
         raise ProtocolError("this prompt cannot be prefilled for another engine")
     sampling = request.sampling_params
     own_token = own_token and first_elsewhere(sampling)
-    if own_token:  # vLLM drops a request without a word where it has to have more tokens than it may
+    if own_token:  # vLLM silently drops a request with min_tokens above max_tokens
         sampling.max_tokens, sampling.min_tokens = 1, min(1, sampling.min_tokens)
     else:
         request.sampling_params = api.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
@@ -178,13 +178,13 @@ def to_prefill(
 
 
 def first_output(packed: list[bytes], shown: float) -> api.EngineCoreOutput | None:
-    """The one output, of one token, that a prefill engine packed, its events at `shown` less their age; None where it
-    cannot be read."""
+    """The only output that a prefill engine packed, with one token; its events keep their age, counted back from
+    `shown`. None if it cannot be read."""
     try:
         step = api.decode_outputs(packed)
         (raw,) = step.outputs
         (_,) = raw.new_token_ids
-    except Exception:  # of many kinds: tensors may be in it
+    except Exception:  # of many kinds: there may be tensors in it
         log.warning("a first token that cannot be read", exc_info=True)
         return None
     for event in raw.events or ():
@@ -198,12 +198,12 @@ def plain_body(max_tokens: int) -> list[bytes]:
 
 
 def to_reject(kv: KvHandle) -> api.EngineCoreRequest:
-    """A request that is aborted before it starts; the connector then tells the prefill engine."""
+    """A request that is aborted before it starts, whereupon the connector notifies the prefill engine."""
     return _for_connector("reject", pull_params(kv))
 
 
 def to_read_ahead(kv: KvHandle, skip: int) -> api.EngineCoreRequest:
-    """A request that is aborted before it starts, and tells the connector."""
+    """A request that is aborted before it starts, whereupon the connector reads ahead; `skip` as of `kv.AHEAD`."""
     return _for_connector("ahead", pull_params(kv) | {"do_remote_prefill": False, AHEAD: skip})
 
 
@@ -256,7 +256,7 @@ def pull_params(kv: KvHandle) -> dict[str, Any]:
 def handle_of(
     params: dict[str, Any], prompt_tokens: int, facts: EngineFacts, lease: float, computed_at: float
 ) -> KvHandle | None:
-    """The handle in a finished prefill's parameters; None where they have none. `computed_at` is monotonic."""
+    """The handle in the parameters of a prefill; None if they have none. `computed_at` is monotonic."""
     try:
         return KvHandle(
             engine_id=params["remote_engine_id"],
@@ -277,8 +277,8 @@ def handle_of(
 
 
 def _own(request_id: str, prompt: list[int], body: list[bytes]) -> api.EngineCoreRequest:
-    """The body's request with our id and its prompt. Transfer parameters that came with it are dropped: they would let
-    a client read the KV of other clients, or kill the engine."""
+    """The request in `body` with our id and prompt. Transfer parameters in it are dropped: with them a client could
+    read the KV of other clients, or kill the engine."""
     request = read_body(body)
     if not prompt:
         raise ProtocolError("an empty prompt")
