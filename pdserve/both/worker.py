@@ -1,8 +1,8 @@
 """A worker that decodes and prefills: a decode worker that also takes prompts from the queue when it has time
 (docs/decisions/0026-any-worker-can-do-either.md).
 
-Both parts are those of the dedicated workers, on one engine, with one id, lease and drain. Each gets every step of the
-engine and knows its own requests in it: the ids of the two kinds differ."""
+Both parts are those of the dedicated workers, on one engine, with one id, lease and drain. Each part gets every step of
+the engine and picks its own requests: the ids of the two kinds differ."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ from pdserve.prefill.pull import LOOK, Beside
 from pdserve.registry import keys
 
 UNTAKEN = 3 * LOOK
-"""seconds within which any worker that has space takes a prompt from the queue, where none is before it"""
+"""seconds within which a worker with free capacity takes the next prompt from the queue"""
 
 
 class BothWorker(DecodeWorker):
@@ -48,13 +48,13 @@ class BothWorker(DecodeWorker):
         return Beside(len(requests), sum(request.computes for request in requests))
 
     def _take_back(self, request_id: str) -> None:
-        """A request of this worker came back to it from the queue: no other worker had time for it."""
+        """The queue gave a request of this worker back to it: prefill it here. No other worker had time."""
         if request := self.requests.get(request_id):
             request.resolve(OWN)
 
     async def _take_back_untaken(self) -> None:
-        """For ever. A worker that drains or whose KV cache is full of streams takes nothing from the queue, its own
-        prompts neither, and all others may be full."""
+        """For ever: prefill own prompts here that no worker takes. A worker that drains, or whose KV cache is full of
+        streams, takes nothing from the queue, not even its own prompts; and all others may be full."""
         pulling = self._prompts.pulling
         while True:
             await asyncio.sleep(LOOK)

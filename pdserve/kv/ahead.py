@@ -1,10 +1,10 @@
-"""KV that a decode engine reads while its prompt is still being computed elsewhere: which blocks of its own hold it.
+"""KV that a decode engine reads while its prompt is still being computed elsewhere: which of its blocks hold it.
 
-A prefill engine names the blocks that are complete after each of its steps. They are read into free blocks of this
-engine's pool, which belong to no request and stand in no prefix cache. Nothing is believed until the prefill is done:
-its handle must name the same prefill, never preempted, and the same blocks, with all reads over before the end of its
-lease. Then these blocks enter the prefix cache as the prompt's own, and the request finds them there. In any other case
-they go back to the pool as they are, but not before all reads into them have ended: a read cannot be stopped
+A prefill engine names the blocks that are complete after each of its steps. They are read into free blocks of the
+decode engine's pool, which belong to no request and are in no prefix cache. They are used only when the prefill is
+done: its handle must name the same prefill, never preempted, and the same blocks, and all reads must have ended before
+its lease does. Then the blocks enter the prefix cache, where the request finds them. In all other cases they go back to
+the pool unused, but not before all reads into them have ended: a read cannot be stopped
 (docs/decisions/0004-stalled-reads.md, 0028-read-ahead.md).
 
 Pure: the pool and times come from outside."""
@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Source = tuple[str, str]
-"""ids of the prefill engine, and of the prefill in it"""
+"""id of the prefill engine, and id of the prefill in it"""
 PIECE = 8 << 20
-"""bytes that are worth a read of their own: it costs the decode engine some milliseconds"""
+"""bytes from which on a read of its own is worth its cost, some milliseconds of the decode engine"""
 KEEP = 0.25
-"""share of the pool that must stay free: reading ahead takes no room that requests need"""
+"""share of the pool that must stay free for requests"""
 FORGET = 30.0
-"""seconds after the last piece at which no handle is expected any more"""
+"""seconds after the last piece at which its blocks are freed: no handle is expected any more"""
 
 
 class Pool(Protocol):
-    """Of vLLM's BlockPool."""
+    """The used part of vLLM's BlockPool."""
 
     num_gpu_blocks: int
 
@@ -35,7 +35,7 @@ class Pool(Protocol):
 @dataclass
 class Piece:
     name: str
-    """PREFIX and a number: stands for a request in the connector's worker"""
+    """PREFIX and a number; the connector's worker takes it for the id of a request"""
     local: list[int]
     remote: list[int]
 
@@ -43,12 +43,12 @@ class Piece:
 @dataclass
 class _Ahead:
     first: int
-    """index in the prompt of the first block that is read"""
+    """index in the prompt of the first block to read"""
     good: bool = True
     remote: list[int] = field(default_factory=list)
     blocks: list[Any] = field(default_factory=list)
     reads: dict[str, int] = field(default_factory=dict)
-    """pieces that are under way: ranks that have not ended theirs"""
+    """piece under way -> number of ranks that have not ended their reads of it"""
     until: float = 0.0
 
 
@@ -62,7 +62,8 @@ class ReadAhead:
         self._number = 0
 
     def more(self, source: Source, skip: int, complete: list[int], pool: Pool, now: float) -> Piece | None:
-        """The prefill has so many blocks complete, of which this engine has the first `skip` in its prefix cache."""
+        """What to read now that the prefill has these blocks complete, of which the prefix cache has the first
+        `skip`."""
         ahead = self._known.setdefault(source, _Ahead(skip))
         begun = ahead.first + len(ahead.remote)
         if complete[ahead.first : begun] != ahead.remote:  # it was preempted, and has other blocks
@@ -81,7 +82,7 @@ class ReadAhead:
         return piece
 
     def ended(self, piece: str, ranks: int, pool: Pool) -> None:
-        """So many more ranks have ended their reads of it, well or badly."""
+        """So many more ranks have ended their reads of the piece, well or badly."""
         for ahead in [*self._known.values(), *self._dropped]:
             if piece in ahead.reads:
                 ahead.reads[piece] -= ranks
@@ -90,19 +91,19 @@ class ReadAhead:
         self._free(pool)
 
     def spoil(self, piece: str) -> None:
-        """Its read failed, or is overdue."""
+        """A read of the piece failed, or is overdue."""
         for ahead in self._known.values():
             if piece in ahead.reads:
                 ahead.good = False
 
     def pending(self, source: Source) -> bool:
-        """Whether reads are under way that may yet be of use."""
+        """Whether it is worth waiting for reads that are under way."""
         ahead = self._known.get(source)
         return ahead is not None and ahead.good and bool(ahead.reads)
 
     def take(self, source: Source, blocks: list[int], pool: Pool) -> tuple[int, list[Any]] | None:
-        """What was read of the prompt whose KV lies in `blocks` there: index of the first block, and this engine's
-        blocks, which are the caller's then. None where nothing can be used."""
+        """Hand over what was read of the prompt whose KV lies in `blocks` of the prefill engine: index of the first
+        block, and this engine's blocks, which the caller has to free. None if nothing can be used."""
         ahead = self._known.get(source)
         if ahead is None or not ahead.good or ahead.reads:
             self.drop(source, pool)
@@ -124,14 +125,14 @@ class ReadAhead:
             self.drop(source, pool)
 
     def make_room(self, blocks: float, pool: Pool) -> None:
-        """A request needs so many, and goes first."""
+        """Drop all if a request needs more blocks than are free."""
         if self._known and blocks > pool.get_num_free_blocks():
             for source in list(self._known):
                 self.drop(source, pool)
 
     @property
     def clearing(self) -> bool:
-        """Whether reads are under way whose blocks go back to the pool then."""
+        """Whether dropped blocks wait for the end of their reads."""
         return bool(self._dropped)
 
     def __contains__(self, source: Source) -> bool:

@@ -1,4 +1,4 @@
-"""The scheduler's side of reading KV ahead, while its prompt is being computed (`ahead.py`), in both engines."""
+"""Reading KV ahead (`ahead.py`): the scheduler's side, in prefill and decode engines."""
 
 import time
 from collections import Counter
@@ -12,20 +12,20 @@ from pdserve.kv import AHEAD, PREEMPTED
 from pdserve.kv.ahead import KEEP, PIECE, ReadAhead, Source
 
 ADOPTED = "pdserve_adopted"
-"""key in a request's transfer parameters: tokens that were transferred, though it finds them in the prefix cache"""
+"""key in a request's transfer parameters: number of tokens in the prefix cache that were read ahead"""
 
 
 class AheadReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Of the pieces read ahead (`kv/ahead.py`), from the workers to the scheduler."""
+    """What the workers tell the scheduler of pieces read ahead."""
 
     def __init__(self) -> None:
         self.ended: Counter[str] = Counter()
-        """pieces, and how many ranks have ended their reads of them"""
+        """piece -> number of ranks that have ended their reads of it"""
         self.bad: set[str] = set()
-        """failed or overdue on any rank; requests that are no pieces have no meaning here"""
+        """pieces that failed or are overdue on any rank; ids of requests among them are ignored"""
 
     def move(self, results: Any) -> None:
-        """In a worker: take out of its transfers those of pieces, of which vLLM's scheduler knows nothing."""
+        """In a worker: take the pieces out of the results, since vLLM's scheduler does not know them."""
         pieces = {name for name in results.finished_recving if name.startswith(ReadAhead.PREFIX)}
         self.ended.update(pieces)
         self.bad |= pieces & results.failed_recving
@@ -33,7 +33,7 @@ class AheadReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         results.failed_recving -= pieces
 
     def take(self) -> "AheadReport | None":
-        """In a worker: what was not told yet."""
+        """In a worker: what has not been told yet; None for nothing."""
         if not self.ended and not self.bad:
             return None
         told = AheadReport()
@@ -47,7 +47,7 @@ class AheadReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
-    """Of a prefill engine: names the blocks that are complete. Of a decode engine: has them read."""
+    """In a prefill engine: names the blocks that are complete. In a decode engine: has them read."""
 
     pool: Any
     blocks: Any
@@ -62,13 +62,13 @@ class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         sizes = (tensor.size for tensor in kv_cache_config.kv_cache_tensors)
         self._block_bytes = self.transfer_tp_size * sum(sizes) // kv_cache_config.num_blocks
         self._prefills: dict[str, tuple[Any, int]] = {}
-        """handed out; and how many of its blocks were named"""
+        """prefills for other engines, and the number of their blocks that were named"""
         self._pieces: list[tuple[Any, dict[str, Any]]] = []
 
     def bind(self, kv_cache_manager: Any) -> None:
         self.blocks, self.pool = kv_cache_manager, kv_cache_manager.block_pool
 
-    # a prefill
+    # in a prefill engine
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -94,7 +94,7 @@ class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         return meta
 
     def _complete(self, scheduled: dict[str, int]) -> Iterator[dict[str, Any]]:
-        """Where the KV lies that will be complete with this step, of prompts that will not."""
+        """Handles of the KV that this step completes, of prompts that it does not complete."""
         for name in scheduled.keys() & self._prefills.keys():
             request, named = self._prefills[name]
             computed = request.num_computed_tokens + scheduled[name]
@@ -124,7 +124,7 @@ class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             handle[PREEMPTED] = request.num_preemptions
         return kept, handle
 
-    # a decode engine
+    # in a decode engine
 
     def _read_ahead(self, params: dict[str, Any]) -> None:
         source, skip, blocks = _source(params), params[AHEAD], params["remote_block_ids"][0]
@@ -153,11 +153,11 @@ class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         return found
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine has to go on stepping though no request is left: it learns in a step that a read ended."""
+        """Whether to go on stepping without requests: only in a step does the engine learn that a read ended."""
         return self._ahead.clearing or bool(super().has_pending_push_work())
 
     def _adopt(self, request: Any, params: dict[str, Any]) -> None:
-        """Put what was read ahead into the prefix cache, where it is surely this prompt's."""
+        """Put what was read ahead into the prefix cache if it surely is the KV of this prompt."""
         found = self._ahead.take(_source(params), params["remote_block_ids"][0], self.pool)
         if found is None:
             return

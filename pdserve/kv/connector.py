@@ -1,36 +1,32 @@
 """vLLM's NIXL connector (pull mode), with a quiet agent and a watch for reads that never end.
 
-**Quiet.** The agent's progress thread sleeps (`nixl.py`), and the worker's main thread keeps its CPU
-affinity: on CPU hosts vLLM's NIXL worker pins it, and with it all model execution, to the last core of the
-machine, which every engine on that machine then shares.
+**Quiet.** The agent's progress thread sleeps (`nixl.py`), and the worker's main thread keeps its CPU affinity: on CPU
+hosts vLLM's NIXL worker pins it, and with it the model, to the last core of the machine, which all engines would share.
 
-**Stalls.** A read over a link that goes silent (packets dropped, no reset) stays in progress for as long as
-TCP retries, a quarter of an hour, and its request with it. vLLM has no timeout, and none could be added by
-failing the read: a read cannot be aborted. Measured with NIXL 1.5.1 over TCP
-(`tests/kv/test_late_write.py`): after `release_xfer_handle` returned without error and the remote agent
-was removed, hundreds of megabytes still landed in the released memory once the peer woke up. Had the blocks
-been given to another request meanwhile, its KV would be overwritten.
+**Stalls.** A read over a link that goes silent (packets dropped, no reset) stays in progress for as long as TCP
+retries, a quarter of an hour, and its request with it. vLLM has no timeout, and failing the read is no way out: a read
+cannot be aborted. Measured with NIXL 1.5.1 over TCP (`tests/kv/test_late_write.py`): after `release_xfer_handle`
+returned without error and the remote agent was removed, hundreds of megabytes still landed in the released memory once
+the peer woke up. They would overwrite the KV of the request that has these blocks by then.
 
-So a stalled read is not failed. It is *reported*, with the connector's statistics; the engine
-(`VllmEngine`) then aborts its request and starts it again without remote KV in other blocks. vLLM keeps the
-blocks of an aborted request until its read has really ended: they are the quarantine. Peers with a stalled
-read get no new ones until it has ended.
+So a stalled read is not failed. It is *reported*, with the connector's statistics; `VllmEngine` then aborts its request
+and starts it again in other blocks, without remote KV. vLLM keeps the blocks of an aborted request until its read has
+really ended: that is the quarantine. An engine from which a read is stalled is asked for no more until that has ended.
 
-**Broken connections.** UCX gives an endpoint up whose peer was silent for some seconds, and from then on every
-read from there and every notification to there fails, also when the peer is long back; vLLM makes a new
-connection only where NIXL itself dropped the peer's metadata, which it does not do then. Here every failure
-of the transport makes a new connection.
+**Broken connections.** UCX gives up an endpoint whose peer was silent for some seconds. From then on every read and
+notification fails, also when the peer is back; vLLM connects anew only if NIXL dropped the peer's metadata, which it
+does not do in this case. Here every failure of the transport makes a new connection.
 
-**Leases.** The handle was checked when the request came; then it waited for blocks, and this process may have
-hung. A read does not begin when the lease is nearly over, and the result of a read during which this process hung
-is not used when it ends after that. Both prompts are recomputed.
+**Leases.** The handle was checked when the request came. Then the request may have waited for blocks, and this process
+may have hung. So a read does not begin when the lease is nearly over; and if this process hung during a read which ends
+after that, the result is not used. In both cases the prompt is recomputed.
 
 **Reading ahead.** A prefill engine names the blocks that are complete after each step, and a decode engine reads them
 while the rest is computed (`ahead_scheduler.py`).
 
-**Handshakes.** Each attempt at a peer that does not answer takes 5 s. After a failed attempt, reads from there fail at
-once for a while, and the engine is told, so that the decode worker sends no prefill there. The listener at the
-other end is `side_channel.py`."""
+**Handshakes.** Each attempt with a peer that does not answer takes 5 s. After a failed attempt, reads from there fail
+at once for a while, and the decode worker is told, so that it sends no prefill there. The listener at the other end is
+`side_channel.py`."""
 
 import time
 from threading import Event
@@ -79,7 +75,7 @@ class PdserveConnector(NixlPullConnector):  # type: ignore[misc]
                 self.connector_worker = ConnectorWorker(vllm_config, self.engine_id, kv_cache_config)
 
     def release(self, request_id: str) -> None:
-        """In a worker: no engine will read the blocks of this prefill."""
+        """In a worker: free the blocks of this prefill, which no engine will read."""
         self.connector_worker.unwanted.add(request_id)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -97,7 +93,7 @@ class ConnectorScheduler(AheadScheduler):
     """With our listener for handshakes, and for requests that have tokens after the prompt that was prefilled."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """vLLM counts all tokens that the request came with, and reads for so many the blocks that it was told."""
+        """vLLM counts the tokens after the prompt, too, for which the prefill engine has no KV."""
         count, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if count is not None:
             count = max(0, count - (request.kv_transfer_params or {}).get(AFTER, 0))
@@ -111,7 +107,7 @@ class ConnectorScheduler(AheadScheduler):
 
 
 class TransferStats(NixlKVConnectorStats):  # type: ignore[misc]
-    """vLLM's statistics, and what pdserve reports beside them (`kv/__init__.py`)."""
+    """vLLM's statistics, and those of pdserve (keys in `kv/__init__.py`)."""
 
     def reset(self) -> None:
         super().reset()
@@ -132,10 +128,10 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self._stalls = StallWatch(extra(FLOOR_KEY, DEFAULT_FLOOR), extra(RATE_KEY, DEFAULT_RATE))
         self._hangs = HangWatch(LEASE_MARGIN)
         self._no_handshake_before: dict[str, float] = {}
-        """by engine; monotonic"""
+        """by engine id; monotonic time"""
         self._reads = ReadTimes()
         self.unwanted: set[str] = set()
-        """prefills whose blocks no other engine will read; they may not be kept yet, but are from the next step on"""
+        """prefills whose blocks no engine will read; those of the last step are kept from the next step on"""
         self._scheduler_clock = RemoteClock()
         self.ahead = AheadReport()
 
@@ -200,9 +196,9 @@ class ConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         return done, failed
 
     def _lease_over(self, meta: Any) -> bool:
-        """Or nearly so. vLLM itself reads `blocks_expiry_time` only where KV goes in both directions, by another clock.
-        Here it is in the monotonic time of the scheduler's host (Linux has one clock for `monotonic` and
-        `perf_counter`), which need not be this process's host."""
+        """Whether the lease is over, or nearly. vLLM itself uses `blocks_expiry_time` only for KV that goes in both
+        directions, by another clock. Here it is monotonic time of the scheduler's host (`monotonic` and `perf_counter`
+        are one clock on Linux), which need not be this process's host."""
         safe_until = meta.remote.blocks_expiry_time if meta is not None and meta.remote is not None else None
         return safe_until is not None and time.perf_counter() > self._scheduler_clock.to_local(safe_until)
 

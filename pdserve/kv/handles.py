@@ -1,5 +1,5 @@
-"""What must hold before an engine may read the KV that a handle names: vLLM itself dies or answers nonsense where it
-does not hold."""
+"""What must hold before an engine may read the KV that a handle names. vLLM does not check it: it dies, or answers
+nonsense."""
 
 import time
 
@@ -7,17 +7,17 @@ from pdserve.errors import ProtocolError
 from pdserve.messages import KvHandle
 
 LEASE_MARGIN = 5.0
-"""seconds before the end of its lease at which a handle counts as expired: the way to the pull, and the pull itself"""
+"""seconds before the end of the lease at which a handle counts as expired: time to begin the read, and to end it"""
 
 
 def prefix_hit(handle: KvHandle) -> int:
-    """Prompt tokens whose KV the prefill engine had in its prefix cache, as vLLM's own handle says."""
+    """Prompt tokens whose KV the prefill engine had in its prefix cache, as vLLM's handle says."""
     hit = handle.extra.get("remote_prefill_cached_tokens")
     return hit if isinstance(hit, int) else 0
 
 
 def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int, fingerprint: str) -> None:
-    """Raises ProtocolError with the reason. One KV cache group only: hybrid models do not come here."""
+    """Raises ProtocolError with the reason. For models with one KV cache group: hybrid models are not supported."""
     if handle.block_size != block_size:
         raise ProtocolError(f"KV blocks of {handle.block_size} tokens do not fit blocks of {block_size}")
     if handle.fingerprint != fingerprint:
@@ -40,7 +40,7 @@ def check_handle(handle: KvHandle, prompt_tokens: int, block_size: int, fingerpr
 
 
 def source(handle: KvHandle) -> tuple[str, str]:
-    """Which prefill it is of, for ever."""
+    """Identifies the prefill, now and after its end."""
     return handle.engine_id, handle.request_id
 
 
@@ -49,5 +49,5 @@ def expired(handle: KvHandle) -> bool:
 
 
 def safe_until(handle: KvHandle) -> float:
-    """Monotonic seconds until which a read of its blocks may begin."""
+    """Monotonic time until which a read of the blocks may begin."""
     return handle.computed_at + handle.lease - LEASE_MARGIN

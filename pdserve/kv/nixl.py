@@ -1,7 +1,7 @@
-"""NIXL for vLLM: found under any name that it is installed by, and with agents that do not burn a core.
+"""NIXL for vLLM: found under any name of its wheels, and with agents that do not burn a core.
 
-vLLM imports `nixl`, a wheel without content that depends on the CUDA-specific wheels; pdserve installs one of
-those directly. They work on host memory without any CUDA."""
+vLLM imports `nixl`, an empty wheel that depends on the CUDA-specific wheels; pdserve installs one of those directly.
+They work on host memory without CUDA."""
 
 import importlib
 import importlib.util
@@ -32,10 +32,9 @@ def provide_nixl() -> None:
 def quiet_agents(pause: int = PAUSE_MICROSECONDS) -> Iterator[None]:
     """NIXL agents created inside this block have a progress thread that sleeps between two polls.
 
-    The C++ agent takes that pause (`pthrDelay`) from its configuration, but NIXL's Python API (1.5) writes
-    0 into each that it makes: the thread polls without end, and an idle agent burns most of a core. With a
-    millisecond it takes 2%, at the same bandwidth. Only the name by which the API module finds its bindings
-    is replaced, and only for that long; the configuration is corrected on its way to the agent."""
+    The C++ agent takes that pause (`pthrDelay`) from its configuration, in which NIXL's Python API (1.5) always writes
+    0: the thread polls without end, and an idle agent burns most of a core. With a millisecond it takes 2 %, at the
+    same bandwidth. Inside the block, the API module finds bindings that correct the configuration on its way."""
     api: Any = importlib.import_module("nixl._api")
     real = api.nixlBind
 

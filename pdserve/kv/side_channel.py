@@ -1,13 +1,13 @@
-"""Both ends of NIXL's side channel, where a decode engine asks a prefill engine how to reach its memory.
+"""Both ends of NIXL's side channel, on which a decode engine asks a prefill engine how to reach its memory.
 
-vLLM's own listener ends its thread at the first message that it cannot read, a port scan for instance: no new decode
-engine can then pull KV from that prefill engine, and each attempt waits for 5 s. This one speaks the same protocol and
-drops such messages. And a prefill worker asks its own now and then (`ask`), since nothing else shows whether it can
+vLLM's listener ends its thread at the first message that it cannot read, such as a port scan: no new decode engine can
+then read KV from that prefill engine, and each attempt waits for 5 s. This listener speaks the same protocol and drops
+such messages. And a prefill worker asks its own listener now and then (`ask`), since nothing else shows whether it can
 be reached: health and queue do not depend on it.
 
-Its answer is all that it takes to read and to write all KV of that engine. ZeroMQ does not speak TLS: where the graph
-has credentials, both ends use its own CURVE, with one pair of keys that only processes of the graph can make. The
-server answers no peer that does not know its public key, which is never sent: what knows it is of the graph.
+With the answer a peer can read and write all KV of the engine. ZeroMQ does not speak TLS: if the graph has credentials,
+both ends use ZeroMQ's CURVE instead, with one pair of keys that only processes of the graph can derive. The server
+answers no peer that does not know its public key, and that key is never sent.
 """
 
 import time
@@ -27,13 +27,13 @@ from pdserve.credentials import Credentials
 from pdserve.kv import CREDENTIALS
 
 GET_META = b"get_meta_msg"
-"""vLLM's name of the request (`tests/kv/test_side_channel.py` compares)"""
+"""vLLM's name of the request"""
 _POLL_MS = 1000
-"""between two looks at `stop`"""
+"""milliseconds between two looks at `stop`"""
 _RESTART_DELAY = 0.5
 """seconds"""
 _MAX_MESSAGE = 4 << 10
-"""bytes; a request has some 20"""
+"""bytes; a request has about 20"""
 _request = msgspec.msgpack.Decoder(tuple[bytes, int, int])
 
 
@@ -44,7 +44,7 @@ class CurveKey:
 
     @classmethod
     def of(cls, credentials: Credentials | None) -> "CurveKey | None":
-        """None, for a channel in the clear, without credentials."""
+        """None without credentials: the channel is then not encrypted."""
         if credentials is None:
             return None
         secret = z85.encode(credentials.secret("KV side channel"))
@@ -52,7 +52,7 @@ class CurveKey:
 
     @classmethod
     def configured(cls, vllm_config: Any) -> "CurveKey | None":
-        """By the connector's extra configuration, in vLLM's processes."""
+        """In vLLM's processes: the key by the connector's extra configuration."""
         folder = vllm_config.kv_transfer_config.get_from_extra_config(CREDENTIALS, None)
         return cls.of(Credentials(Path(folder)) if folder else None)
 
@@ -65,7 +65,7 @@ def listen(
     log: Logger,
     key: CurveKey | None = None,
 ) -> None:
-    """Answer until `stop`, whatever arrives. `answers` are by pipeline and tensor-parallel rank."""
+    """Answer until `stop`, whatever arrives. `answers`: by pipeline-parallel and tensor-parallel rank."""
     while not stop.is_set():
         try:
             with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
@@ -113,7 +113,7 @@ Dial = Callable[[int, str], AbstractContextManager["zmq.Socket[bytes]"]]
 
 
 def dialer(key: CurveKey | None) -> Dial:
-    """What opens a requesting socket: in place of vLLM's `zmq_ctx`, and called as that is."""
+    """A function that opens a requesting socket, called in place of vLLM's `zmq_ctx`."""
 
     @contextmanager
     def dial(kind: int, path: str) -> "Iterator[zmq.Socket[bytes]]":
@@ -130,7 +130,7 @@ def dialer(key: CurveKey | None) -> Dial:
 
 
 def ask(path: str, within: float, key: CurveKey | None = None) -> None:
-    """Ask as a decode engine would; blocks. Raises TimeoutError without an answer."""
+    """Ask as a decode engine would, and block. Raises TimeoutError without an answer."""
     with dialer(key)(zmq.REQ, path) as socket:
         socket.setsockopt(zmq.RCVTIMEO, int(within * 1000))
         socket.send(msgspec.msgpack.encode((GET_META, 0, 0)))

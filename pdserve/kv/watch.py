@@ -1,5 +1,5 @@
-"""How long KV reads take, which take longer than they should, which were under way while this process hung, and until
-when reads may begin."""
+"""Watches of KV reads: how long they take, which are overdue, and which were under way while this process hung; and the
+clock by which their leases end."""
 
 import math
 import time
@@ -14,8 +14,8 @@ class _Read:
 
 
 class StallWatch:
-    """A read is due `floor` seconds after it began, plus the time that all bytes then under way take at `rate` bytes
-    per second: reads share the line, so that a read among many takes longer than a read alone."""
+    """A read is due `floor` seconds after it began, plus the time that all bytes under way at that moment take at
+    `rate` bytes per second: concurrent reads share the line."""
 
     def __init__(self, floor: float, rate: float) -> None:
         self._floor = floor
@@ -35,7 +35,7 @@ class StallWatch:
 
 
 class HangWatch:
-    """Between two updates that are more than `longest` seconds apart this process hung, for all it knows."""
+    """Assume that this process hung between two updates that are more than `longest` seconds apart."""
 
     def __init__(self, longest: float) -> None:
         self._longest = longest
@@ -43,7 +43,7 @@ class HangWatch:
         self._unwatched: set[str] = set()
 
     def update(self, reads: Iterable[str], now: float) -> set[str]:
-        """Take the reads that are under way or ended since the last update. Return those of them that were under way
+        """Take the reads that are under way, or have ended since the last update. Return those that were under way
         during a hang."""
         reads = set(reads)
         self._unwatched &= reads
@@ -54,17 +54,17 @@ class HangWatch:
 
 
 class ReadTimes:
-    """How long each read takes, and what it brings."""
+    """The duration and size of each read."""
 
     def __init__(self) -> None:
         self._begun: dict[str, tuple[str, float, int]] = {}
 
     def begin(self, request: str, source: str, size: int) -> None:
-        """The request's KV, of so many bytes, is read from engine `source`."""
+        """A read of `size` bytes from engine `source` begins."""
         self._begun[request] = source, time.monotonic(), size
 
     def end(self, ended: Set[str], failed: Set[str]) -> list[list[str | float]]:
-        """As the connector reports them (`READS`): without those that failed, and those of nothing."""
+        """What the connector reports of the ended reads (`READS`), without failed and empty reads."""
         found = {request: self._begun.pop(request) for request in ended & self._begun.keys()}
         return [
             [request, source, time.monotonic() - began, size]
@@ -74,16 +74,16 @@ class ReadTimes:
 
 
 class RemoteClock:
-    """The monotonic clock of the process from which messages come. On another host it runs as quickly but shows another
-    time: the quickest message so far tells by how much, and a message that was held back is known by it."""
+    """The monotonic clock of the process that sends messages to this process. On another host it has another offset,
+    which is learned from the quickest message so far: late messages do not change it."""
 
     def __init__(self) -> None:
         self._ahead = math.inf
 
     def message(self, sent: float, now: float) -> None:
-        """Take a message that came now and was sent when that clock showed `sent`."""
+        """A message came at `now` that was sent when the other clock showed `sent`."""
         self._ahead = min(self._ahead, now - sent)
 
     def to_local(self, there: float) -> float:
-        """What this host's clock shows when that clock shows `there`; before any message: the endless past."""
+        """This host's time when the other clock shows `there`; before any message: minus infinity."""
         return -math.inf if math.isinf(self._ahead) else there + self._ahead
