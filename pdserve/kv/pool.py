@@ -1,9 +1,9 @@
 """The two ends of a KV transfer without an engine, to measure with (`pdserve doctor`, `pdserve bench hops`).
 
-Each end is a process with a pool of host memory that is laid out and registered as vLLM does it with its KV cache (a
-region for each layer, in it the blocks), and with a NIXL agent that is configured as an engine's. A read takes blocks
-out of the other's pool as vLLM's connector does: a descriptor for each layer and block, chosen out of lists that were
-prepared when the two connected, and a notification for the other end."""
+Each end is a process with a NIXL agent configured like an engine's, and a pool of host memory, laid out and registered
+like vLLM's KV cache: a region for each layer, with its blocks. A read is like one of vLLM's connector: a descriptor for
+each layer and block, out of lists that were prepared when the two ends connected, and a notification for the other
+end."""
 
 import importlib
 import mmap
@@ -21,19 +21,18 @@ from pdserve.kv.nixl import provide_nixl, quiet_agents
 UCX_THREADS = 4
 """what vLLM's connector asks for by default (`num_threads`)"""
 LOOK_EVERY = 0.0002
-"""seconds between two looks at a read that is not done. An engine looks once between two steps. Looking without any
-pause takes a lock from the threads that copy, and halves their speed."""
+"""seconds between two looks at a read that is not done. An engine looks once between two steps. Looking without a pause
+takes a lock from the threads that copy, and halves their speed."""
 
 
 class PoolShape(msgspec.Struct, frozen=True):
     layers: int
     blocks: int
     block_bytes: int
-    """of one block in one layer"""
+    """bytes of a block in one layer"""
 
     @property
     def bytes_per_block(self) -> int:
-        """in all layers"""
         return self.layers * self.block_bytes
 
 
@@ -41,9 +40,9 @@ class PoolOffer(msgspec.Struct, frozen=True):
     """What another process needs to read a pool."""
 
     agent: bytes
-    """NIXL's metadata of the agent"""
+    """NIXL's metadata of its agent"""
     addresses: list[int]
-    """of the layers"""
+    """of each layer"""
     shape: PoolShape
 
 
@@ -63,23 +62,18 @@ class KvPool:
         self._addresses = [int(layer.ctypes.data) for layer in self.memory]
         regions = [(address, shape.blocks * shape.block_bytes, 0, "") for address in self._addresses]
         self.agent.register_memory(self.agent.get_reg_descs(regions, "DRAM"))
-        self._prepared = self._prepare("NIXL_INIT_AGENT", self._addresses, shape)
+        self.prepared = self._prepare("NIXL_INIT_AGENT", self._addresses, shape)
 
     def offer(self) -> PoolOffer:
         return PoolOffer(self.agent.get_agent_metadata(), self._addresses, self.shape)
 
     def connect(self, offer: PoolOffer) -> "RemotePool":
-        """Offer of a pool with as many layers, and blocks of the same size. UCX itself connects with the first read."""
+        """To a pool with as many layers, and blocks of the same size. UCX itself connects with the first read."""
         peer = self.agent.add_remote_agent(offer.agent)
-        return RemotePool(self, offer.shape, self._prepare(peer, offer.addresses, offer.shape), peer)
-
-    def begin_read(self, local: NDArray[np.int32], there: Any, remote: NDArray[np.int32]) -> "KvRead":
-        """Of these descriptors. May copy all of it before it returns."""
-        handle = self.agent.make_prepped_xfer("READ", self._prepared, local, there, remote, notif_msg=b"read")
-        return KvRead(self.agent, handle, self.agent.transfer(handle))
+        return RemotePool(self, offer.shape, self._prepare(peer, offer.addresses, offer.shape))
 
     def forget_notifications(self) -> None:
-        """They are kept until they are asked for."""
+        """NIXL keeps them until they are asked for."""
         self.agent.get_new_notifs()
 
     def _prepare(self, agent: str, addresses: Sequence[int], shape: PoolShape) -> Any:
@@ -92,14 +86,15 @@ class KvPool:
 class RemotePool:
     """Another process's pool, as it is read from this one."""
 
-    def __init__(self, pool: KvPool, shape: PoolShape, prepared: Any, peer: str) -> None:
+    def __init__(self, pool: KvPool, shape: PoolShape, prepared: Any) -> None:
         self._pool, self._shape, self._prepared = pool, shape, prepared
-        self.peer = peer
 
     def read(self, local: NDArray[np.int32], remote: NDArray[np.int32]) -> "KvRead":
-        """Begin to copy the `remote` blocks, in all layers, into the `local` ones."""
+        """Begin to copy the `remote` blocks, in all layers, into the `local` ones; this may copy all of it already."""
         here, there = descriptors(self._pool.shape, local), descriptors(self._shape, remote)
-        return self._pool.begin_read(here, self._prepared, there)
+        agent, ours = self._pool.agent, self._pool.prepared
+        handle = agent.make_prepped_xfer("READ", ours, here, self._prepared, there, notif_msg=b"read")
+        return KvRead(agent, handle, agent.transfer(handle))
 
 
 class KvRead:
@@ -108,7 +103,7 @@ class KvRead:
 
     @property
     def backend(self) -> str:
-        """NIXL's, of a read that has not been seen to be done."""
+        """Name of NIXL's backend; only before `done` has returned true."""
         return str(self._agent.query_xfer_backend(self._handle))
 
     def done(self) -> bool:
@@ -123,7 +118,7 @@ class KvRead:
         return self._state == "DONE"
 
     def wait(self, look_every: float = LOOK_EVERY, timeout: float = 60.0) -> None:
-        """Seconds, all of them. Raises TransferFailed."""
+        """Block until the read is done; times in seconds. Raises TransferFailed."""
         deadline = time.monotonic() + timeout
         while not self.done():
             if time.monotonic() > deadline:
@@ -133,14 +128,13 @@ class KvRead:
 
 
 def descriptors(shape: PoolShape, blocks: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Of these blocks in every layer, layer by layer."""
+    """Descriptors of these blocks in all layers, layer by layer."""
     layers = np.arange(shape.layers, dtype=np.int32)[:, None] * np.int32(shape.blocks)
     return (layers + blocks.astype(np.int32)[None, :]).ravel()
 
 
 def host_memory(shape: PoolShape) -> NDArray[np.uint8]:
-    """Bytes by layer, block and byte, all of them zero and in memory, in pages as PyTorch gets them (NumPy would ask
-    for huge ones)."""
+    """Zeroed memory by layer, block and byte, in pages of PyTorch's size (NumPy would ask for huge pages)."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     area = mmap.mmap(-1, shape.bytes_per_block * shape.blocks, flags=private)
     memory = np.frombuffer(area, np.uint8).reshape(shape.layers, shape.blocks, shape.block_bytes)

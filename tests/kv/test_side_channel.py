@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -132,7 +133,7 @@ def test_vllms_connector_listens_and_asks_with_it(tmp_path: Path) -> None:
     graph = create(tmp_path / "graph")
     extra = {CREDENTIALS: str(graph.folder)}
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(get_from_extra_config=extra.get))
-    scheduler = SimpleNamespace(vllm_config=config)
+    scheduler: Any = SimpleNamespace(vllm_config=config)
 
     def listen(ready: threading.Event, stop: threading.Event, port: int) -> None:
         ConnectorScheduler._nixl_handshake_listener(scheduler, ANSWERS, ready, stop, "127.0.0.1", port)
