@@ -3,7 +3,9 @@ over HTTP on its own pages. The rules of `messages.py` hold for these records, t
 None of them has text of a request.
 """
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -42,6 +44,8 @@ MAX_TOLD = 100
 """receipts, the newest, that a frontend tells at once: more would hold up its streams"""
 MAX_ASTRAY = 30
 """of requests that went astray and are older than those, the newest, that it tells as well"""
+LOOK = 1.0
+"""seconds between two looks at the connections to NATS and etcd"""
 
 
 class Receipt(Struct, frozen=True):
@@ -133,6 +137,17 @@ class Tick(Struct, frozen=True):
     itl: list[int] = []
 
 
+class Outage(Struct, frozen=True):
+    """NATS or etcd does not answer the process."""
+
+    server: str
+    """`NATS` or `etcd`"""
+    address: str
+    """without a user's name and password"""
+    seconds: float
+    """since the connection was lost"""
+
+
 class Watched(Struct, frozen=True):
     """A process at one moment."""
 
@@ -142,3 +157,35 @@ class Watched(Struct, frozen=True):
     """of a frontend: the newest last, which has just ended"""
     receipts: list[Receipt] = []
     """of a frontend: the newest first, `MAX_TOLD` and `MAX_ASTRAY`"""
+    outages: list[Outage] = []
+
+
+class Connections:
+    """How long a process has been without its connections to NATS and etcd."""
+
+    def __init__(self) -> None:
+        self._servers: list[tuple[str, str, Callable[[], bool]]] = []
+        self._lost: dict[str, float] = {}
+        """by server: monotonic time of the first look that found it lost"""
+
+    def add(self, server: str, url: str, connected: Callable[[], bool]) -> None:
+        self._servers.append((server, url.rpartition("://")[2].rpartition("@")[2], connected))
+
+    def outages(self) -> list[Outage]:
+        now = time.monotonic()
+        for server, _, connected in self._servers:
+            if connected():
+                self._lost.pop(server, None)
+            else:
+                self._lost.setdefault(server, now)
+        return [
+            Outage(server, address, now - self._lost[server])
+            for server, address, _ in self._servers
+            if server in self._lost
+        ]
+
+    async def follow(self) -> None:
+        """Look for ever, so that an outage is timed although nothing asks for it."""
+        while True:
+            self.outages()
+            await asyncio.sleep(LOOK)

@@ -13,6 +13,7 @@ from pdserve_bench.launch import plain_vllm
 
 from pdserve.demo import MODEL_DIR
 from pdserve.ports import free_port
+from tests.collector import collecting
 from tests.e2e.graph import Graph, serving
 
 GRAPH = """
@@ -52,9 +53,13 @@ class Reference:
 
 @contextmanager
 def one_graph(folder: Path) -> Iterator[Graph]:
+    """It sends traces to `Graph.collector`."""
     yaml = GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1", 2), decode=1, prefill=1)
-    with serving(yaml, folder) as graph:
-        yield graph
+    with collecting() as collector:
+        env = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "100"}
+        with serving(yaml, folder, env) as graph:
+            graph.collector = collector
+            yield graph
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pdserve.messages import Hop, Load
 from pdserve.observe.graph_state import GraphState, graph_state
 from pdserve.observe.problems import Node, Problem, nodes, problems
 from pdserve.records import Instance, Role, SlotState
-from pdserve.watch import LinkState, Receipt, Tick, Watched
+from pdserve.watch import LinkState, Outage, Receipt, Tick, Watched
 
 NOW = 1_700_000_000.0
 FRONTEND = Instance("frontend-0-f0", Role.FRONTEND, host="h")
@@ -30,6 +30,7 @@ def state(
     ticks: list[Tick] | None = None,
     silent: tuple[str, ...] = (),
     instances: list[Instance] = ALL,
+    outages: dict[str, list[Outage]] | None = None,
 ) -> GraphState:
     watched = {
         each.id: Watched(
@@ -41,6 +42,8 @@ def state(
         for each in instances
         if each.id not in silent
     }
+    for name, lost in (outages or {}).items():
+        watched[name] = replace(watched.get(name, Watched()), outages=lost)
     by_name = {slot.name: slot for slot in SLOTS if slot.name != "none"}
     by_name |= {slot.name: slot for slot in slots or []}
     return graph_state(instances, list(by_name.values()), {}, {}, watched)
@@ -184,6 +187,28 @@ WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
         (
             state(links={FRONTEND.id: [LinkState("decode-0-d0", "requests", round_trip=0.4)]}),
             ["warn: frontend-0 waits 400 ms for an answer of decode-0"],
+        ),
+        (
+            state(
+                outages={
+                    "decode-0-d0": [Outage("NATS", "10.0.0.5:4222", 11.6)],
+                    "prefill-1-p1": [Outage("NATS", "10.0.0.5:4222", 12.3)],
+                }
+            ),
+            [
+                "bad: NATS at 10.0.0.5:4222 does not answer decode-0, prefill-1: prompts are computed at decode "
+                "workers until it is back (12 s)"
+            ],
+        ),
+        (
+            state(
+                outages={each.id: [Outage("etcd", "", 3.0)] for each in ALL[:3]}
+                | {"this command": [Outage("etcd", "", 1.0)]}
+            ),
+            [
+                "bad: etcd does not answer 4 processes: the processes are those of before, and new ones are not seen "
+                "until it is back (3 s)"
+            ],
         ),
         (
             state(receipts=[receipt(9.0, Hop("fallback", 1.0, why="kv-timeout"))] * 2),

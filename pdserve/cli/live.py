@@ -18,25 +18,30 @@ from pdserve.cli.find import GraphAddress
 from pdserve.cli.top import screen
 from pdserve.observe.graph_state import GraphState, graph_state
 from pdserve.observe.pages import read_watched
-from pdserve.observe.tables import duration
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
+from pdserve.watch import Connections, Watched
 
 AGAIN = 1.0
 """seconds from one look at all processes to the next, at least"""
 
 
-async def read_state(view: RegistryView) -> GraphState:
+async def read_state(view: RegistryView, own: Connections | None = None) -> GraphState:
+    """`own`: the connections of this command."""
     instances = view.instances()
     watched = await read_watched(instances)
+    if own:
+        watched["this command"] = Watched(outages=own.outages())
     return graph_state(instances, view.slots(), view.cards(), view.settings(), watched)
 
 
-async def states(view: RegistryView) -> AsyncIterator[GraphState]:
+async def states(registry: Registry, view: RegistryView, etcd: str) -> AsyncIterator[GraphState]:
     """For ever; never two looks at once."""
+    own = Connections()
+    own.add("etcd", etcd, lambda: registry.connected)
     while True:
         began = time.monotonic()
-        yield await read_state(view)
+        yield await read_state(view, own)
         await asyncio.sleep(began + AGAIN - time.monotonic())
 
 
@@ -44,7 +49,7 @@ async def live(registry: Registry, view: RegistryView, graph: GraphAddress) -> N
     """Until `q` or SIGTERM; the terminal is as before then, also where it is cancelled."""
     # warnings would be written over the screen, which says itself what they are about
     logging.getLogger().addHandler(logging.NullHandler())
-    loop, shown = asyncio.get_running_loop(), _Screen(registry, graph)
+    loop, shown = asyncio.get_running_loop(), _Screen(graph)
     try:
         async with asyncio.timeout(None) as until:
 
@@ -55,35 +60,27 @@ async def live(registry: Registry, view: RegistryView, graph: GraphAddress) -> N
             loop.add_signal_handler(signal.SIGTERM, end)
             loop.add_signal_handler(signal.SIGWINCH, shown.draw)
             with shown.console.screen(), _keys(lambda pressed: end() if pressed in ("q", "Q", "") else None):
-                async for state in states(view):
+                async for state in states(registry, view, graph.etcd):
                     shown.show(state)
     except TimeoutError:
         return
 
 
 class _Screen:
-    def __init__(self, registry: Registry, graph: GraphAddress) -> None:
+    def __init__(self, graph: GraphAddress) -> None:
         self.console = Console(highlight=False)
-        self._registry, self._graph = registry, graph
+        where = f"etcd {graph.etcd}, namespace {graph.namespace}"
+        self._title = " · ".join(filter(None, (graph.url, where)))
         self._state: GraphState | None = None
-        self._connected_at = time.monotonic()
 
     def show(self, state: GraphState) -> None:
         self._state = state
-        if self._registry.connected:
-            self._connected_at = time.monotonic()
         self.draw()
 
     def draw(self) -> None:
-        """Again where the terminal has another size."""
-        if self._state is None:
-            return
-        etcd, note = self._graph.etcd, ""
-        if not self._registry.connected:
-            away = duration(time.monotonic() - self._connected_at)
-            note = f"etcd at {etcd} has not answered for {away}: the processes are those of before"
-        title = " · ".join(filter(None, (self._graph.url, f"etcd {etcd}, namespace {self._graph.namespace}")))
-        self.console.update_screen(screen(self._state, title, *self.console.size, clock.unix(), note))
+        """Draw the last state, also after a resize."""
+        if self._state is not None:
+            self.console.update_screen(screen(self._state, self._title, *self.console.size, clock.unix()))
 
 
 @contextmanager

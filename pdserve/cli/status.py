@@ -2,15 +2,13 @@
 
 import asyncio
 import json
-import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
-import psutil
 import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -20,9 +18,10 @@ from pdserve import clock
 from pdserve.cli.find import GraphAddress, find_graph, view_of
 from pdserve.cli.live import live, read_state, states
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
-from pdserve.messages import Load
-from pdserve.observe.graph_state import GraphState, detours
-from pdserve.observe.tables import duration, show, table
+from pdserve.cli.top import problem_line, state_style
+from pdserve.observe.graph_state import GraphState
+from pdserve.observe.problems import Node, duration, nodes, problems
+from pdserve.observe.tables import show, table
 from pdserve.records import Instance
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
@@ -42,9 +41,9 @@ def status(
         bool, typer.Option("--watch", help="a live screen; in a pipe, and with --json, each change")
     ] = False,
 ) -> int:
-    """Show the processes of a running graph: one row for each living lease in etcd, with its address, its load and KV
-    usage as the process itself tells them (`?` where it does not answer), the models, the prefill queue and the live
-    settings. Exit code 1 where nothing runs.
+    """Show the processes of a running graph: those that are registered in etcd, with their load and KV usage as they
+    tell them (`?` where one does not answer), and those that should be there; what is wrong, the models, the prefill
+    queue and the live settings. Exit code 1 where nothing runs.
 
     With --watch, a screen that is renewed each second: what is wrong, latencies and rates of the last minutes, all
     processes, the links between them, and the requests that did not go the way that was meant for them (pdserve trace
@@ -66,7 +65,7 @@ async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
             await live(registry, view, graph)
             return 0
         if watch:
-            await _tell_changes(registry, view, graph, as_json)
+            await _print_changes(registry, view, graph, as_json)
         state = await read_state(view)
         if as_json:
             print(json.dumps(as_dict(state, graph), indent=2))
@@ -78,24 +77,18 @@ async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
     return 0
 
 
-async def _tell_changes(registry: Registry, view: RegistryView, graph: GraphAddress, as_json: bool) -> None:
+async def _print_changes(registry: Registry, view: RegistryView, graph: GraphAddress, as_json: bool) -> None:
     """Until cancelled; with JSON, one line for each change."""
-    told: Any = None
-    connected = True
-    async for state in states(view):
-        if registry.connected != connected:
-            connected = registry.connected
-            said = "answers again" if connected else "does not answer: the processes are those of before"
-            print(f"pdserve: etcd at {graph.etcd} {said}.", file=sys.stderr)
-        if lasting(now := as_dict(state, graph)) != told:
-            told = lasting(now)
-            if as_json:
-                print(json.dumps(now), flush=True)
-            else:
-                show(
-                    Group(time.strftime("%H:%M:%S", time.localtime(clock.unix())), render(state, graph), ""),
-                    140,
-                )
+    printed: Any = None
+    async for state in states(registry, view, graph.etcd):
+        if lasting(now := as_dict(state, graph)) == printed:
+            continue
+        printed = lasting(now)
+        if as_json:
+            print(json.dumps(now), flush=True)
+        else:
+            at = time.strftime("%H:%M:%S", time.localtime(clock.unix()))
+            show(Group(at, render(state, graph), ""), 140)
 
 
 def lasting(told: Any) -> Any:
@@ -125,47 +118,34 @@ def as_dict(state: GraphState, graph: GraphAddress) -> dict[str, Any]:
 
 
 def render(state: GraphState, graph: GraphAddress) -> RenderableType:
-    instances = [each.instance for each in state.instances]
-    loads = {each.instance.id: each.load for each in state.instances if each.load}
+    found = nodes(state, clock.unix())
     summary = Table.grid(padding=(0, 2))
     for name, cards in state.cards.items():
         summary.add_row(
             "model", f"{name}, {len(cards)} decode worker{'s' * (len(cards) != 1)}, {cards[0][1].model}"
         )
-    for slot in state.slots:
-        if not slot.ready:
-            said = f": {slot.cause}" if slot.cause else ""
-            summary.add_row(Text("degraded", "red"), Text(f"{slot.name} on {slot.host}: {slot}{said}"))
-        elif slot.restarts:
-            again = f"{slot.restarts} time{'s' * (slot.restarts != 1)}"
-            summary.add_row("restarts", Text(f"{slot.name} on {slot.host}: {again}, last end: {slot.end}"))
-    for each in state.instances:
-        for link in each.links:
-            if not link.up:
-                why = f": {link.failure}" if link.failure else ""
-                summary.add_row(Text("link", "red"), Text(f"{each.instance.id} to {link.to} is down{why}"))
+    for node in found:
+        if node.restarts and node.up:
+            times = f"{node.restarts} time{'s' * (node.restarts != 1)}"
+            summary.add_row("restarts", Text(f"{node.name}: {times}, last end: {node.why}"))
     summary.add_row("queue", f"{state.queue_depth} prefill requests waiting")
-    for age, hop, receipt in detours(state.receipts)[:1]:
-        summary.add_row(
-            hop.name, Text(f"{duration(age)} ago, {hop.instance}: {hop.why} ({receipt.request_id})")
-        )
     for name, value in sorted(state.settings.items()):
         summary.add_row("setting", f"{name} = {value}")
     if graph.url:
         summary.add_row("URL", f"{graph.url}/v1")
     summary.add_row("etcd", f"{graph.etcd}, namespace {graph.namespace}")
-    return Group(_instances(instances, loads), summary)
+    return Group(_processes(found), *map(problem_line, problems(state, found)), summary)
 
 
-def _instances(instances: Sequence[Instance], loads: Mapping[str, Load]) -> Table:
-    shown = table("instance", "model", "where", "GPUs", "up", *_NUMBERS, "address", numbers=_NUMBERS)
-    mixed = _mixed(instances)
-    for instance in instances:
-        shown.add_row(*_row(instance, loads.get(instance.id), mixed))
+def _processes(found: Sequence[Node]) -> Table:
+    shown = table("process", "state", "model", "where", "GPUs", *_NUMBERS, "address", numbers=_NUMBERS)
+    mixed = _mixed(node.instance for node in found if node.instance)
+    for node in found:
+        shown.add_row(*_row(node, mixed))
     return shown
 
 
-def _mixed(instances: Sequence[Instance]) -> set[str]:
+def _mixed(instances: Iterable[Instance]) -> set[str]:
     """The fingerprints of models whose workers have loaded different files."""
     loaded: defaultdict[str, set[str]] = defaultdict(set)
     for instance in instances:
@@ -174,30 +154,19 @@ def _mixed(instances: Sequence[Instance]) -> set[str]:
     return {fingerprint for prints in loaded.values() if len(prints) > 1 for fingerprint in prints}
 
 
-def _row(instance: Instance, load: Load | None, mixed: Container[str]) -> tuple[str | Text, ...]:
+def _row(node: Node, mixed: Container[str]) -> tuple[str | Text, ...]:
+    since = f" {duration(node.seconds)}" if node.seconds is not None else ""
+    state = Text(node.state + since, state_style(node))
+    instance, load = node.instance, node.load
+    if instance is None:
+        return node.name, state
     name = Text(instance.id)
-    if instance.draining:
-        name.append(" draining", "yellow")
     if instance.fingerprint in mixed:
         name.append(f"\n{instance.fingerprint}", "yellow")
-    if instance.clock_skew is not None and abs(instance.clock_skew) > clock.LARGE_SKEW:
-        name.append(f"\nclock {instance.clock_skew:+.1f} s", "yellow")
     gpus = kv_used = kv_tokens = ""
     if instance.kv_blocks:
         gpus = ",".join(map(str, instance.gpus)) or "CPU"
         kv_used, kv_tokens = f"{load.kv_usage:.0%}" if load else "?", f"{instance.kv_tokens:,}"
     where = f"{instance.host or '?'}:{instance.pid}"
     counts = (str(load.running), str(load.waiting)) if load else ("?", "?")
-    return name, instance.model, where, gpus, _up(instance), *counts, kv_used, kv_tokens, instance.address
-
-
-def _up(instance: Instance) -> str:
-    """How long its process has been running, where that is on this machine."""
-    here = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
-    if instance.host not in here | {"localhost", socket.gethostname()}:
-        return ""
-    try:
-        seconds = clock.unix() - psutil.Process(instance.pid).create_time()
-    except psutil.Error:
-        return ""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return name, state, instance.model, where, gpus, *counts, kv_used, kv_tokens, instance.address

@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.observe.graph_state import GraphState, Moment, detours, slot_name
-from pdserve.observe.problems import Node, Problem, nodes, problems
-from pdserve.observe.tables import duration
+from pdserve.observe.problems import DRAINING, READY, STARTING, Node, Problem, duration, nodes, problems
 from pdserve.records import Role
 from pdserve.watch import MAX_TICKS, TICK, LinkState, Receipt
 
@@ -65,14 +64,10 @@ class ListPart:
         return made
 
 
-def screen(
-    state: GraphState, title: str, width: int, height: int, now: float, note: str = ""
-) -> RenderableType:
-    """`now`: Unix seconds, for people. `note`: what the watcher itself lacks. Pure."""
+def screen(state: GraphState, title: str, width: int, height: int, now: float) -> RenderableType:
+    """`now`: Unix seconds. Pure."""
     found = nodes(state, now)
     wrong = problems(state, found)
-    if note:
-        wrong = [Problem("bad", note), *wrong]
     top = [_title(title, wrong, width), *_problems(wrong, max(1, height // 6))]
     charts = [*_charts(state.moments, width), _queue(state, found, width)]
     foot = _foot(state)
@@ -141,12 +136,24 @@ def _title(title: str, wrong: Sequence[Problem], width: int) -> Text:
 def _problems(wrong: Sequence[Problem], most: int) -> list[Text]:
     lines = []
     for problem in wrong[: most if len(wrong) <= most else most - 1]:
-        sign, style = _LEVELS[problem.level]
-        since = f" ({duration(problem.seconds)})" if problem.seconds is not None else ""
-        lines.append(Text(f"{sign} {problem.text}{since}", style, overflow="ellipsis", no_wrap=True))
+        line = problem_line(problem)
+        line.no_wrap, line.overflow = True, "ellipsis"
+        lines.append(line)
     if len(wrong) > most:
         lines.append(Text(f"and {len(wrong) - len(lines)} more", "dim"))
     return lines
+
+
+def problem_line(problem: Problem) -> Text:
+    sign, style = _LEVELS[problem.level]
+    since = f" ({duration(problem.seconds)})" if problem.seconds is not None else ""
+    return Text(f"{sign} {problem.text}{since}", style)
+
+
+def state_style(node: Node) -> str:
+    if node.state == READY:
+        return ""
+    return "yellow" if node.state in (DRAINING, STARTING) else "bold red"
 
 
 def _charts(moments: Sequence[Moment], width: int) -> list[Text]:
@@ -215,14 +222,7 @@ def _processes(found: Sequence[Node], width: int) -> ListPart:
     columns = ("process", "state", ">for", ">run", ">wait", "KV", "*")
     rows = []
     for node in found:
-        style = (
-            ""
-            if node.state == "ready"
-            else "yellow"
-            if node.state in ("draining", "starting")
-            else "bold red"
-        )
-        load, about = node.load, _about(node)
+        style, load, about = state_style(node), node.load, _about(node)
         kv = Text()
         if load and node.role is not Role.FRONTEND:
             kv = Text.assemble(bar(load.kv_usage, 20 if wide else 8), f"{load.kv_usage:>5.0%}")

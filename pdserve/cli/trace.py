@@ -19,7 +19,8 @@ from pdserve.cli.top import requests
 from pdserve.config.tree import or_nearest
 from pdserve.messages import Hop
 from pdserve.observe.pages import read_receipt, read_watched
-from pdserve.observe.tables import duration, show
+from pdserve.observe.problems import duration
+from pdserve.observe.tables import show
 from pdserve.records import Instance, Role
 from pdserve.watch import KEPT_FOR, MOST_KEPT, Receipt, newest
 

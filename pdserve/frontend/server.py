@@ -78,6 +78,7 @@ class Frontend(Service):
         connection = await stack.enter_async_context(
             registry.connect(config.etcd, config.namespace, credentials, patient=True)
         )
+        self.connections.add("etcd", config.etcd, lambda: connection.connected)
         view = await stack.enter_async_context(RegistryView(connection))
         stored = await self._stored_responses(frontend, config.nats, credentials, stack)
         context = self._model_context(frontend, config.nats, credentials, stored)
@@ -132,7 +133,13 @@ class Frontend(Service):
 
     def watched(self) -> Watched:
         receipts = self._app.receipts
-        return Watched(self._models.report(), self._models.links(), list(receipts.ticks), receipts.told())
+        return Watched(
+            self._models.report(),
+            self._models.links(),
+            list(receipts.ticks),
+            receipts.told(),
+            self.connections.outages(),
+        )
 
     def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
         return self._app.receipts.newest(limit, key, request_id)

@@ -19,6 +19,7 @@ from pdserve.watch import (
     MAX_TOLD,
     TICK,
     LinkState,
+    Outage,
     Receipt,
     Tick,
     Watched,
@@ -64,6 +65,8 @@ class GraphState(Struct, frozen=True):
     """the oldest first"""
     receipts: list[Receipt]
     """the newest first: `MAX_TOLD`, and `MAX_ASTRAY` of those before them that went astray"""
+    outages: dict[str, list[Outage]]
+    """by the id of the instance that tells them, or by the name of another process that looks at the graph"""
 
 
 def graph_state(
@@ -87,6 +90,7 @@ def graph_state(
         settings=dict(settings),
         moments=moments([told.ticks for told in watched.values()]),
         receipts=receipts[:MAX_TOLD] + astray[:MAX_ASTRAY],
+        outages={name: told.outages for name, told in watched.items() if told.outages},
     )
 
 

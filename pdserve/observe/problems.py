@@ -31,6 +31,11 @@ MOST = 12
 FULL = 0.97
 """share of the KV blocks in use"""
 
+_WITHOUT = {
+    "NATS": "prompts are computed at decode workers until it is back",
+    "etcd": "the processes are those of before, and new ones are not seen until it is back",
+}
+
 READY, DRAINING, SILENT, STARTING = "ready", "draining", "does not answer", "starting"
 
 
@@ -91,6 +96,7 @@ def nodes(state: GraphState, now: float) -> list[Node]:
 def problems(state: GraphState, found: Sequence[Node]) -> list[Problem]:
     """The worst first; empty where all is well. `found`: the state's `nodes`."""
     told = [
+        *_outages(state, found),
         *_processes(found, _migrated(state.receipts)),
         *_queue(state, found),
         *_requests(state, found),
@@ -115,6 +121,20 @@ def _node(slot: SlotState, now: float) -> Node:
 def _silent(node: Node) -> Node:
     """Its supervisor tells how long it is ready and how one before it ended: not why this one says nothing."""
     return replace(node, state=SILENT, why="", seconds=None)
+
+
+def _outages(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
+    names = {node.instance.id: node.name for node in found if node.instance}
+    lost: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for watcher, outages in state.outages.items():
+        for outage in outages:
+            lost[outage.server, outage.address][names.get(watcher, watcher)] = outage.seconds
+    for (server, address), seconds in lost.items():
+        at = f" at {address}" if address else ""
+        whom = ", ".join(seconds) if len(seconds) <= 3 else f"{len(seconds)} processes"
+        about = ["queue"] if server == "NATS" else []
+        text = f"{server}{at} does not answer {whom}: {_WITHOUT[server]}"
+        yield Problem("bad", text, about, max(seconds.values()))
 
 
 def _processes(found: Sequence[Node], migrated: Mapping[str, list[str]]) -> Iterator[Problem]:
@@ -199,14 +219,14 @@ def _links(found: Sequence[Node]) -> Iterator[Problem]:
         elif not link.up:
             yield Problem("bad", f"{source} cannot reach {target}{why}", [source, target])
         elif link.round_trip is not None and link.round_trip > SLOW_ROUND_TRIP:
-            text = f"{source} waits {_duration(link.round_trip)} for an answer of {target}"
+            text = f"{source} waits {duration(link.round_trip)} for an answer of {target}"
             yield Problem("warn", text, [source, target])
     read = [each for each in links if each[2].kind == "kv" and each[2].pulls and each[2].bytes_per_second]
     for source, target, link in read:
         if (factor := _slower(link, [other for _, _, other in read if other is not link])) >= SLOWER:
             text = f"KV from {target} to {source} is {factor:.0f} times slower than over the other links"
         elif len(read) == 1 and (link.pull_seconds or 0.0) > SLOW_PULL:
-            text = f"KV from {target} to {source} takes {_duration(link.pull_seconds or 0.0)} for a request"
+            text = f"KV from {target} to {source} takes {duration(link.pull_seconds or 0.0)} for a request"
         else:
             continue
         text += f" ({(link.bytes_per_second or 0.0) / 1e6:,.3g} MB/s)"
@@ -246,5 +266,12 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+def duration(seconds: float) -> str:
+    """In the unit that fits it, with two or three digits."""
+    if seconds < 0.01:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -20,14 +20,3 @@ def table(*columns: str, numbers: Container[str] = (), **style: Any) -> Table:
 def show(what: RenderableType, pipe_width: int = 110) -> None:
     """On stdout; in a pipe, wide enough for tables."""
     Console(highlight=False, width=None if sys.stdout.isatty() else pipe_width).print(what)
-
-
-def duration(seconds: float) -> str:
-    """In the unit that fits it, with two or three digits."""
-    if seconds < 0.01:
-        return f"{seconds * 1000:.1f} ms"
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -24,7 +24,7 @@ from pdserve.observe.tracing import make_tracer
 from pdserve.plan.slots import Slot
 from pdserve.process.signals import STOPPERS, SUPERVISOR_DIED
 from pdserve.tasks import process_owner, unending
-from pdserve.watch import Receipt, Watched
+from pdserve.watch import Connections, Receipt, Watched
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class Service(ABC):
         self.tasks: asyncio.TaskGroup
         """work beside that of `permanent`; there from `permanent` to the end of `drain`"""
         self.tracer = make_tracer(config.otlp_endpoint, f"pdserve-{slot.role.value}", instance_id)
+        self.connections = Connections()
         self._config = config
         self._slot = slot
         self._metrics_url = metrics_url
@@ -78,7 +79,7 @@ class Service(ABC):
     async def _serve(self) -> None:
         permanent = [
             self.tasks.create_task(unending(work, getattr(work, "__qualname__", "a task")))
-            for work in self.permanent()
+            for work in (self.connections.follow(), *self.permanent())
         ]
         await self.warm_up()
         self.ready.set()

@@ -49,6 +49,8 @@ class EngineWorker(Service):
         self._queue = queue
         self._stream = stream
         self._blobs = blobs
+        self.connections.add("NATS", config.nats or "", lambda: queue.connected)
+        self.connections.add("etcd", config.etcd or "", lambda: registry.connected)
         self._assemble(engine)
 
     @classmethod
@@ -108,7 +110,7 @@ class EngineWorker(Service):
         return []
 
     def watched(self) -> Watched:
-        return Watched(self.load(), self.links())
+        return Watched(self.load(), self.links(), outages=self.connections.outages())
 
     async def announce(self) -> None:
         await self._presence.announce()

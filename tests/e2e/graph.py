@@ -1,7 +1,7 @@
 """A whole pdserve graph as a user starts it: `pdserve serve -f FILE` in a process of its own, real engines."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +10,16 @@ import httpx
 
 from pdserve.config.load import load
 from pdserve.frontend.pages import KEPT
+from tests.collector import Collector
 from tests.serving import Serve, running
 
 _START_SECONDS = 420.0
 
 
 class Graph(Serve):
+    collector: Collector
+    """of the session's graph: what takes its traces"""
+
     def __init__(self, folder: Path, yaml: str) -> None:
         super().__init__(folder, yaml)
         frontend = load(self.file, self.env).frontend
@@ -49,8 +53,9 @@ class Metrics:
 
 
 @contextmanager
-def serving(yaml: str, folder: Path) -> Iterator[Graph]:
+def serving(yaml: str, folder: Path, env: Mapping[str, str] | None = None) -> Iterator[Graph]:
     """Start a graph from `yaml`, wait until it answers, and stop it as Ctrl-C would; its exit code must be 0."""
     graph = Graph(folder, yaml)
+    graph.env |= env or {}
     with running(graph, _START_SECONDS):
         yield graph

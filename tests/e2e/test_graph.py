@@ -1,6 +1,8 @@
 """What a user of a running graph sees beside the tokens."""
 
 import json
+from contextlib import suppress
+from uuid import uuid4
 
 import httpx
 import msgspec
@@ -10,6 +12,7 @@ from openai import OpenAI
 from pdserve.watch import Receipt
 from tests.e2e.graph import Graph
 from tests.listeners import listeners
+from tests.serving import until
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -55,7 +58,9 @@ def test_openai_client_streams(graph: Graph) -> None:
 def test_transfer_is_counted(graph: Graph) -> None:
     before = graph.metrics()
     body = {**chat("What is the code of the black door?"), "cache_salt": "transfer"}
-    answer = httpx.post(f"{graph.url}/v1/chat/completions", json=body, timeout=120)
+    trace_id = uuid4().hex
+    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+    answer = httpx.post(f"{graph.url}/v1/chat/completions", json=body, headers=headers, timeout=120)
     prompt_tokens = answer.json()["usage"]["prompt_tokens"]
     after = graph.metrics()
     moved = after("pdserve_kv_transfer_bytes_total") - before("pdserve_kv_transfer_bytes_total")
@@ -75,6 +80,23 @@ def test_transfer_is_counted(graph: Graph) -> None:
     in_turn = [hop.seconds for hop in receipt.hops if hop.name != "decode"]
     assert sum(in_turn) <= receipt.seconds + 0.001
     assert there["decode"].start + there["decode"].seconds <= receipt.seconds + 0.001
+    assert receipt.trace_id == trace_id
+    check_trace(graph, receipt)
+
+
+def check_trace(graph: Graph, receipt: Receipt) -> None:
+    """Each hop of the receipt is one span, with the same start and duration."""
+    names = sorted(["POST /v1/chat/completions", "attempt", "generate", *(hop.name for hop in receipt.hops)])
+    with suppress(AssertionError):
+        until(lambda: sorted(span.name for span in graph.collector.of(receipt.trace_id)) == names, graph, 10)
+    spans = {span.name: span for span in graph.collector.of(receipt.trace_id)}
+    assert sorted(span.name for span in graph.collector.of(receipt.trace_id)) == names
+    root = spans["POST /v1/chat/completions"]
+    assert (root.end - root.start) / 1e9 == pytest.approx(receipt.seconds, abs=0.02)
+    for hop in receipt.hops:
+        span = spans[hop.name]
+        assert (span.end - span.start) / 1e9 == pytest.approx(hop.seconds, abs=0.02), hop
+        assert (span.start - root.start) / 1e9 == pytest.approx(hop.start, abs=0.05), hop
 
 
 @pytest.mark.parametrize(

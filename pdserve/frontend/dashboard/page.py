@@ -144,6 +144,10 @@ def _public(state: GraphState, key: str) -> GraphState:
         state,
         receipts=[receipt for receipt in state.receipts if receipt.key == key],
         slots=[replace(slot, cause="") for slot in state.slots],
+        outages={
+            name: [replace(outage, address="") for outage in outages]
+            for name, outages in state.outages.items()
+        },
     )
 
 
