@@ -1,6 +1,6 @@
-"""What each process tells of itself to whatever watches the graph (the dashboard, `pdserve status`, `pdserve trace`),
-over HTTP on its own pages. The rules of `messages.py` hold for these records, too: no times, only ages and durations.
-None of them has text of a request.
+"""What each process reports about itself, over HTTP on its own pages, to what watches the graph: the dashboard,
+`pdserve status`, `pdserve trace`. As in `messages.py`, records carry ages and durations, never times of day. None of
+them contains text of a request.
 """
 
 import asyncio
@@ -23,122 +23,121 @@ HOPS = {
     "fallback": "remote prefill came to nothing, and the decode worker computes the prompt; takes no time itself",
     "migration": "a decode worker lost the request, which goes on at another one; takes no time itself",
 }
-"""The parts of a request's way: in receipts, in the `server-timing` header, and as spans of a trace."""
+"""the parts of a request's life: in receipts, in the `server-timing` header, and as spans of a trace"""
 
 DETOURS = ("fallback", "migration")
-"""those that take no time: for them the request did not go the way that was meant for it"""
+"""hops without a duration, which say that something failed and the request took another way"""
 
 BUCKETS = (
     *(0.001, 0.0015, 0.0025, 0.004, 0.006, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.15, 0.25, 0.4, 0.6),
     *(1.0, 1.5, 2.5, 4.0, 6.0, 10.0, 15.0, 25.0, 40.0, 60.0, 120.0, 300.0),
 )
-"""seconds: upper bounds of the histograms of latencies"""
+"""upper bounds of the latency histograms, in seconds"""
 
 TICK = 2.0
-"""seconds that a `Tick` is about"""
+"""seconds that a `Tick` covers"""
 MAX_TICKS = 150
-"""that a frontend keeps: 5 minutes"""
+"""ticks that a frontend keeps: 5 minutes"""
 MOST_KEPT, KEPT_FOR = 1000, 900.0
-"""receipts of requests that are over that a frontend keeps, and the seconds for which it does"""
+"""how many receipts of finished requests a frontend keeps, and for how many seconds"""
 MAX_TOLD = 100
-"""receipts, the newest, that a frontend tells at once: more would hold up its streams"""
+"""the newest receipts that a frontend reports at once: encoding more would delay its streams"""
 MAX_ASTRAY = 30
-"""of requests that went astray and are older than those, the newest, that it tells as well"""
+"""older receipts with a detour, the newest, that it reports in addition"""
 LOOK = 1.0
 """seconds between two looks at the connections to NATS and etcd"""
 
 
 class Receipt(Struct, frozen=True):
-    """Where one HTTP request went, why, and what took how long; of a running one, so far."""
+    """Where one HTTP request went, why, and what took how long. Of a running request: until now."""
 
     request_id: str
     frontend: str
     """instance id"""
     path: str
     age: float
-    """seconds since it came, when this was told"""
+    """seconds since the request arrived"""
     seconds: float = 0.0
-    """from its coming to its end, or until now"""
+    """from its arrival to its end, or until now"""
     running: bool = False
     model: str = ""
     key: str = ""
-    """name of the API key that it came with"""
+    """name of the request's API key"""
     status: int = 0
-    """of the HTTP answer; 0: none has begun; 499: the client left before one"""
+    """of the HTTP answer; 0: not begun; 499: the client left before it began"""
     error: str = ""
     prefill: str = ""
     """`local`, `remote`, or `local,remote` where parts of it (n > 1, several prompts) differed"""
     reason: str = ""
-    """why so: the decode worker's word (docs/metrics.md)"""
+    """the decode worker's reason for that (docs/metrics.md)"""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """of the prompt, that were in a prefix cache"""
+    """prompt tokens that were in a prefix cache"""
     output_tokens: int = 0
     ttft: float | None = None
     """seconds"""
     retries: int = 0
-    """how often it went on at another decode worker"""
+    """migrations to another decode worker"""
     instances: list[str] = []
-    """decode workers that worked on it, in order"""
+    """decode workers that had it, in order"""
     hops: list[Hop] = []
-    """in the order of their starts, which are seconds from its coming; of several sequences (n > 1), of the first"""
+    """in the order of their starts, which are seconds from its arrival; with several sequences (n > 1), of the first"""
     trace_id: str = ""
-    """of its trace, where it is traced"""
+    """empty where it is not traced"""
 
     @property
     def astray(self) -> bool:
-        """It did not go the way that was meant for it."""
+        """It has a detour: a fallback or a migration."""
         return any(hop.name in DETOURS for hop in self.hops)
 
 
 def newest(limit: int, *told: Sequence[Receipt]) -> list[Receipt]:
-    """Of several processes, the newest first."""
+    """Merge the receipts of several processes, the newest first."""
     return sorted((receipt for some in told for receipt in some), key=lambda receipt: receipt.age)[:limit]
 
 
 class LinkState(Struct, frozen=True):
-    """A connection of the process that tells it to another one: of a frontend to a decode worker (`requests`), or of a
-    decode worker to a prefill worker that it reads KV from (`kv`)."""
+    """A connection of the reporting process: a frontend's to a decode worker (kind `requests`), or a decode worker's to
+    a prefill worker that it reads KV from (`kv`)."""
 
     to: str
     """instance id"""
     kind: str
     up: bool = True
-    """false: it cannot be reached, or is avoided"""
+    """false: the other end cannot be reached, or is avoided"""
     requests: int = 0
-    """of this process that are at the other end now"""
+    """requests of this process that are at the other end now"""
     round_trip: float | None = None
-    """seconds, the last that was measured"""
+    """seconds, as last measured"""
     pulls: int = 0
-    """kv: requests whose KV was read over it, since it is there"""
+    """kv: requests whose KV was read over it"""
     pull_seconds: float | None = None
-    """kv: of one request, a mean in which the newest counts most"""
+    """kv: for one request, a moving average"""
     bytes_per_second: float | None = None
-    """kv: the same of what moved in that time"""
+    """kv: moving average"""
     failures: int = 0
-    """since it is there"""
     failure: str = ""
-    """why, the last time"""
+    """reason of the last one"""
 
 
 class Tick(Struct, frozen=True):
     """What a frontend served in one `TICK`."""
 
     requests: int = 0
-    """that ended"""
+    """ended ones"""
     failed: int = 0
-    """of them, with a status of 500 or more, or an error of such a status in their stream"""
+    """ended with a status of 500 or more, or with such an error in the stream"""
     refused: int = 0
-    """of them, with 429"""
+    """ended with 429"""
     tokens: int = 0
-    """that were sent"""
+    """sent to clients"""
     ttft: list[int] = []
-    """how many fell into each bucket of `BUCKETS`, and beyond the last; empty: none"""
+    """observations in each bucket of `BUCKETS`, and beyond the last; empty: none at all"""
     itl: list[int] = []
 
 
 class Outage(Struct, frozen=True):
-    """NATS or etcd does not answer the process."""
+    """NATS or etcd does not answer the reporting process."""
 
     server: str
     """`NATS` or `etcd`"""
@@ -154,7 +153,7 @@ class Watched(Struct, frozen=True):
     load: Load = Load()
     links: list[LinkState] = []
     ticks: list[Tick] = []
-    """of a frontend: the newest last, which has just ended"""
+    """of a frontend: the newest last"""
     receipts: list[Receipt] = []
     """of a frontend: the newest first, `MAX_TOLD` and `MAX_ASTRAY`"""
     outages: list[Outage] = []

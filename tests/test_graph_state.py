@@ -8,7 +8,6 @@ from pdserve.observe.graph_state import (
     GraphState,
     detours,
     graph_state,
-    in_order,
     moments,
     quantile,
     short_names,
@@ -86,8 +85,8 @@ def test_processes_that_do_not_answer_are_there_without_a_load() -> None:
 
 def test_the_order_of_instances() -> None:
     ids = ["prefill-0-a", "both-0-a", "decode-10-a", "decode-2-b", "frontend-1-f", "frontend-0-0", "decode"]
-    found = in_order(Instance(name, Role(name.partition("-")[0])) for name in ids)
-    assert [instance.id for instance in found] == [
+    found = state({}, *(Instance(name, Role(name.partition("-")[0])) for name in ids))
+    assert [each.instance.id for each in found.instances] == [
         *("frontend-0-0", "frontend-1-f", "decode", "decode-2-b", "decode-10-a", "both-0-a", "prefill-0-a")
     ]
 

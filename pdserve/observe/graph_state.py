@@ -1,5 +1,5 @@
-"""What the graph is doing now and did in the last minutes, put together from the registry and from what each process
-tells of itself: the same for the dashboard, `pdserve status` and `pdserve trace`."""
+"""What the graph is doing now and did in the last minutes, made of the registry's records and of what each process
+reports: the same for the dashboard and `pdserve status`."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -31,15 +31,15 @@ _ORDER = {"frontend": 0, "decode": 1, "both": 2, "prefill": 3}
 class InstanceState(Struct, frozen=True):
     instance: Instance
     load: Load | None
-    """None: it did not answer"""
+    """None: the process did not answer"""
     links: list[LinkState]
 
 
 class Moment(Struct, frozen=True):
-    """What all frontends served in one tick: rates in 1/s, latencies in seconds, None where there were none."""
+    """What all frontends served in one tick: rates in 1/s; latencies in seconds, None without observations."""
 
     age: float
-    """seconds since its end, about: frontends do not tick together"""
+    """seconds since its end, approximately: frontends do not tick together"""
     requests: float
     failed: float
     refused: float
@@ -52,21 +52,21 @@ class Moment(Struct, frozen=True):
 
 class GraphState(Struct, frozen=True):
     queue_depth: int
-    """prefill requests not yet pulled: all workers see the same queue, at slightly different times"""
+    """prefill requests not yet pulled: the largest that a worker reports"""
     queue_limit: int
-    """at which decode workers prefill locally; 0: by estimates, without a limit"""
+    """depth from which decode workers prefill locally; 0: they decide by estimates"""
     instances: list[InstanceState]
     """frontends first, prefill workers last"""
     slots: list[SlotState]
     cards: dict[str, list[tuple[str, ModelCard]]]
-    """by model: (id of the decode worker, its card)"""
+    """by model: (id of a decode worker, its card)"""
     settings: dict[str, str]
     moments: list[Moment]
     """the oldest first"""
     receipts: list[Receipt]
-    """the newest first: `MAX_TOLD`, and `MAX_ASTRAY` of those before them that went astray"""
+    """the newest first: `MAX_TOLD`, then up to `MAX_ASTRAY` older ones with a detour"""
     outages: dict[str, list[Outage]]
-    """by the id of the instance that tells them, or by the name of another process that looks at the graph"""
+    """by the id of the instance that reports them, or the name of another process that looks at the graph"""
 
 
 def graph_state(
@@ -76,15 +76,16 @@ def graph_state(
     settings: Mapping[str, str],
     watched: Mapping[str, Watched],
 ) -> GraphState:
-    """`watched`: by instance id; a process that did not answer is not in it. Pure."""
+    """`watched`: by instance id, without the processes that did not answer. Pure."""
     loads = [told.load for told in watched.values()]
+    ordered = sorted(instances, key=lambda instance: place(instance.role, instance.id))
     receipts = [receipt for told in watched.values() for receipt in told.receipts]
     receipts.sort(key=lambda receipt: receipt.age)
     astray = [receipt for receipt in receipts[MAX_TOLD:] if receipt.astray]
     return GraphState(
         queue_depth=max((load.queue_depth for load in loads), default=0),
         queue_limit=max((load.queue_limit for load in loads), default=0),
-        instances=[_instance(instance, watched.get(instance.id)) for instance in in_order(instances)],
+        instances=[_instance(each, watched.get(each.id)) for each in ordered],
         slots=list(slots),
         cards=dict(cards),
         settings=dict(settings),
@@ -94,25 +95,20 @@ def graph_state(
     )
 
 
-def in_order(instances: Iterable[Instance]) -> list[Instance]:
-    return sorted(instances, key=lambda instance: place(instance.role, instance.id))
-
-
 def slot_name(instance_id: str) -> str:
     """`decode-0` of `decode-0-eb3bab7a`."""
     return instance_id.rpartition("-")[0] or instance_id
 
 
 def short_names(ids: Iterable[str]) -> dict[str, str]:
-    """Their slots' names, where only one of them would be called so. Pure."""
+    """By instance id: the name of its slot, or the id itself where several have the same name. Pure."""
     short = {name: slot_name(name) for name in ids}
-    often = Counter(short.values())
-    return {name: name if often[called] > 1 else called for name, called in short.items()}
+    count = Counter(short.values())
+    return {name: name if count[slot] > 1 else slot for name, slot in short.items()}
 
 
 def detours(receipts: Iterable[Receipt]) -> list[tuple[float, Hop, Receipt]]:
-    """Requests that did not go the way that was meant for them: migrations and fallbacks, each with its age in seconds,
-    the newest first. Pure."""
+    """Migrations and fallbacks, each with its age in seconds, the newest first. Pure."""
     found = [
         (max(0.0, receipt.age - hop.start), hop, receipt)
         for receipt in receipts
@@ -123,7 +119,7 @@ def detours(receipts: Iterable[Receipt]) -> list[tuple[float, Hop, Receipt]]:
 
 
 def moments(series: Iterable[Sequence[Tick]]) -> list[Moment]:
-    """Of several frontends, whose newest ticks are taken for simultaneous. Pure."""
+    """Add up the ticks of several frontends, taking their newest ones for simultaneous. Pure."""
     kept = [ticks for ticks in series if ticks]
     longest = max(map(len, kept), default=0)
     return [
@@ -133,8 +129,8 @@ def moments(series: Iterable[Sequence[Tick]]) -> list[Moment]:
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
-    """Seconds that `share` of the observations took at most, linear inside a bucket of `BUCKETS`; of the last, which
-    has no upper bound, its lower one. As Prometheus' `histogram_quantile`. Pure."""
+    """Seconds within which `share` of the observations lie, as Prometheus' `histogram_quantile` has it: linear inside a
+    bucket; in the last one, which has no upper bound, its lower bound. Pure."""
     below = list(accumulate(counts))
     if not below or not below[-1]:
         return None
@@ -160,15 +156,15 @@ def _moment(ticks: Sequence[Tick], age: float) -> Moment:
 
 @lru_cache(8 * MAX_TICKS)
 def _quantiles(counts: tuple[tuple[int, ...], ...]) -> tuple[float | None, float | None]:
-    """p50 and p95 of all of them, without those of another version of pdserve, which has other buckets. The ticks of
-    before are looked at each second."""
+    """p50 and p95 of all together, without frontends of another version of pdserve, which have other buckets. Cached:
+    each look at the graph asks again for the ticks of the last minutes."""
     known = [each for each in counts if len(each) == len(BUCKETS) + 1]
     total = list(map(sum, zip(*known, strict=True)))
     return quantile(total, 0.5), quantile(total, 0.95)
 
 
 def place(role: Role, name: str) -> tuple[int, list[tuple[int, str]]]:
-    """`decode-2` is before `decode-10`. Pure."""
+    """A sort key by role, then number: `decode-2` before `decode-10`. Pure."""
     parts = name.split("-")
     return _ORDER[role.value], [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
 
