@@ -1,5 +1,5 @@
-"""The metrics that monitoring relies on, all in one place (DESIGN §7), in seconds and bytes as Prometheus wants, and
-several processes' pages of them merged into one."""
+"""All metrics (docs/metrics.md), in seconds and bytes as Prometheus wants, and how several processes' pages of them are
+merged into one."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -106,7 +106,7 @@ TASKS = Gauge(
 
 
 class SlotMetrics(Collector):
-    """The state of the processes that supervisors keep alive, as the registry has it."""
+    """The state of the processes that supervisors keep alive, from the registry."""
 
     def __init__(self, slots: Iterable[SlotState]) -> None:
         self._slots = slots
@@ -125,17 +125,17 @@ class SlotMetrics(Collector):
 
 
 class MergedPage:
-    """One page of several processes' pages. Families of the same name come together; each sample gets a label
-    `instance`, or, where it has one that means something else (the router's decisions), `source`. Works on the text:
-    parsing a page takes twenty times as long, which the streams of a frontend would feel."""
+    """Merge several processes' pages into one. Families of the same name come together; each sample gets a label
+    `instance`, or `source` where its own `instance` means something else (the router's decisions). Works on the text:
+    parsing a page takes twenty times as long, which would delay the streams of a frontend."""
 
     def __init__(self) -> None:
         self._families: dict[str, list[str]] = {}
-        """by name: the two lines about it, and its samples"""
+        """by name: the lines HELP and TYPE, then the samples"""
 
     def add(self, instance: str, page: str) -> None:
-        """Lines that are no samples are left out, and so is a family that has another type than in the pages before:
-        for one of either Prometheus would refuse the whole page."""
+        """Leave out lines that are no samples, and a family whose type differs from that in an earlier page: Prometheus
+        would refuse the whole page for either."""
         for family in f"\n{page}".split("\n# HELP ")[1:]:
             about, kind, *samples = family.split("\n")
             lines = self._families.setdefault(about.partition(" ")[0], [f"# HELP {about}", kind])

@@ -1,6 +1,6 @@
-"""Spans to an OpenTelemetry collector, by OTLP/HTTP, with OpenTelemetry's own SDK and its environment variables.
+"""Send spans to an OpenTelemetry collector, by OTLP over HTTP, with OpenTelemetry's SDK and its environment variables.
 
-The SDK's batches are sent by a thread. What a collector does not take is lost, and costs the requests nothing.
+The SDK sends batches in a thread. Spans that the collector does not take are lost, and cost the requests nothing.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from pdserve.ports import is_loopback
 log = logging.getLogger(__name__)
 
 END_WITHIN = 1.0
-"""seconds for what is left when the process ends"""
+"""seconds to send the last spans when the process ends"""
 AGAIN = 600.0
 """seconds after which a loss is logged again"""
 MAX_ERROR = 300
@@ -54,7 +54,7 @@ class OtlpTracer(Tracer):
     on = True
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
-        """`service` is for where the environment names none."""
+        """`service`: its name where the environment gives none."""
         self._endpoint = endpoint
         named = OTELResourceDetector().detect().attributes
         self._resource = Resource.create({"service.name": service, **named, "service.instance.id": instance})
@@ -73,8 +73,8 @@ class OtlpTracer(Tracer):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """The SDK would wait for 30 s, and a request to the collector can be ended by nothing: its thread is left
-        behind."""
+        """Leave the SDK's thread behind after `END_WITHIN`: it would wait for 30 s, and nothing can end its request to
+        the collector."""
         self._tracer = None
         loop, over = asyncio.get_running_loop(), asyncio.Event()
 
@@ -92,7 +92,7 @@ class OtlpTracer(Tracer):
     def request(
         self, name: str, started: float, headers: Mapping[str, Sequence[str]], attributes: Attributes
     ) -> TracedSpan | None:
-        if len(headers["traceparent"]) > 1:  # it is not known which is true
+        if len(headers["traceparent"]) > 1:  # which one is right is unknown
             headers = {}
         parent = get_current_span(_PROPAGATOR.extract(headers))
         return self._begin(name, started, parent, SpanKind.SERVER, attributes)
@@ -125,7 +125,7 @@ class _Span(TracedSpan):
         self._tracer = tracer
         self._span = span
         self._ahead = ahead
-        """seconds that the time of day is ahead of the monotonic one"""
+        """time of day minus monotonic time, in seconds"""
 
     def begin(self, name: str, start: float, attributes: Attributes = NONE) -> "_Span":
         span = self._tracer.start_span(
@@ -148,7 +148,7 @@ class _Span(TracedSpan):
 
 
 class _Exporter(OTLPSpanExporter):
-    """Says once that spans are lost."""
+    """Logs that spans are lost, once in `AGAIN` seconds."""
 
     def __init__(self, endpoint: str) -> None:
         session = None
@@ -182,7 +182,7 @@ def _said(attributes: Attributes) -> dict[str, str | int | float]:
 
 
 class _Losses(logging.Filter):
-    """In place of the SDK's lines, one for each batch and attempt."""
+    """Replaces the SDK's log lines, one for each batch and attempt."""
 
     def __init__(self, exporter: _Exporter) -> None:
         super().__init__()
@@ -198,8 +198,8 @@ class _Losses(logging.Filter):
 
 
 def _take_over_logging(exporter: _Exporter) -> None:
-    """What the SDK has to say of its environment variables, it said when it was made. Later it would repeat what
-    clients write into headers."""
+    """Silence the SDK, which would log what clients write into headers. What is wrong with its environment variables it
+    has said when it was made."""
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     for name in (_EXPORTER, _PROCESSOR):
         logger = logging.getLogger(name)

@@ -1,6 +1,6 @@
-"""The HTTP pages of each process beside its work, its metrics and what it tells of itself, and how those of many are
-read. Anything that reaches `Graph.host` may read them: they change nothing, and have no text of a request. On loopback
-that does not include web pages whose names lead here (DNS rebinding)."""
+"""The HTTP pages of each process, its metrics and what it reports about itself, and how those of many are read.
+Anything that reaches `Graph.host` may read them: they change nothing, and contain no text of a request. On loopback,
+web pages whose names lead here (DNS rebinding) are refused."""
 
 import asyncio
 import os
@@ -29,15 +29,15 @@ from pdserve.watch import MAX_TOLD, Receipt, Watched, newest
 
 METRICS, WATCH, RECEIPTS = "/metrics", "/watch", "/receipts"
 TOLD_WITHIN = 1.0
-"""seconds that a process's event loop gets to answer"""
+"""seconds that a process's event loop has to answer"""
 READ_WITHIN = 2.0
-"""seconds for the answer of one process"""
+"""seconds that a process has to answer"""
 AT_ONCE = 128
-"""processes that are asked at the same time"""
+"""processes asked at the same time"""
 MAX_OPEN = 32
-"""connections to the pages of a process, each with a thread; beyond, the oldest is closed"""
+"""connections to a process's pages, each with a thread; one more closes the oldest"""
 SILENT_FOR = 5.0
-"""seconds after which a client that sends or takes nothing is given up"""
+"""seconds after which a client that sends or reads nothing is disconnected"""
 
 T = TypeVar("T")
 
@@ -48,16 +48,16 @@ _decode_receipts = reader(msgspec.json.Decoder(list[Receipt]).decode)
 class ProcessPages:
     def __init__(self, url: str) -> None:
         self.metrics = url + METRICS
-        """URL of the metrics; the other pages are beside them"""
+        """URL of the metrics; the other pages have the same host and port"""
         self.watched: Callable[[], Watched] = Watched
         self.receipts: Callable[[int, str | None, str], list[Receipt]] = lambda limit, key, request_id: []
-        """as `Service.receipts`; both are called in the event loop"""
+        """`Service.watched` and `Service.receipts`, which are called in the event loop"""
 
 
 @contextmanager
 def serve_pages(host: str) -> Iterator[ProcessPages]:
-    """Serve this process's pages on a free port, from a thread. Call it in the process's event loop, whose tasks are
-    counted."""
+    """Serve this process's pages on a free port, from a thread. Call it in the process's event loop, whose tasks the
+    metrics count."""
     loop = asyncio.get_running_loop()
     TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
     server = _PagesServer(host)
@@ -65,7 +65,7 @@ def serve_pages(host: str) -> Iterator[ProcessPages]:
     os.register_at_fork(after_in_child=server.socket.close)
     at = f"[{host}]" if ":" in host else host
     pages, metrics = ProcessPages(f"http://{at}:{server.server_port}"), make_wsgi_app()
-    asking = threading.Lock()  # one question at a time: between two of them the event loop does its work
+    asking = threading.Lock()  # one question at a time, so that the event loop works between two
 
     def answer(environ: dict[str, Any], start_response: Any) -> Any:
         path: str = environ["PATH_INFO"]
@@ -136,7 +136,7 @@ class _PagesServer(ThreadingMixIn, WSGIServer):
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, question: Callable[[], T]) -> T:
-    """Raises what the question raises, and TimeoutError."""
+    """Call `question` in the event loop. Raises what it raises, and TimeoutError."""
     told: Future[T] = Future()
 
     def tell() -> None:
@@ -152,7 +152,7 @@ def _in_loop(loop: asyncio.AbstractEventLoop, question: Callable[[], T]) -> T:
 async def read_watched(
     instances: Iterable[Instance], client: httpx.AsyncClient | None = None
 ) -> dict[str, Watched]:
-    """By instance id; a process that does not answer is left out. For one look no client is needed."""
+    """By instance id, without the processes that do not answer. Give a client to keep connections between calls."""
     return await _read_all(instances, WATCH, _decode_watched, client)
 
 
@@ -161,14 +161,14 @@ async def read_loads(instances: Iterable[Instance]) -> dict[str, Load]:
 
 
 async def read_receipt(instances: Iterable[Instance], request_id: str) -> Receipt | None:
-    """The newest of this id, of whichever of these have answered such a request."""
+    """The newest receipt of this id at any of these processes."""
     return next(iter(await read_receipts(instances, 1, request_id=request_id)), None)
 
 
 async def read_receipts(
     instances: Iterable[Instance], limit: int, key: str | None = None, request_id: str = ""
 ) -> list[Receipt]:
-    """The newest first; with `key`, those of the API key of this name, with `request_id`, those of this id."""
+    """The newest first; with `key`, those of the API key of this name; with `request_id`, those of this id."""
     asked = {"limit": limit, "id": request_id} | ({} if key is None else {"key": key})
     found = await _read_all(instances, f"{RECEIPTS}?{urlencode(asked)}", _decode_receipts)
     return newest(limit, *found.values())

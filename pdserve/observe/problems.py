@@ -1,6 +1,6 @@
-"""What is wrong in a graph now, in words, so that an operator need not know where to look: `problems`. And `nodes`, the
-processes that are there or should be, each in one state. Both are pure, and the same for the dashboard and
-`pdserve status --watch`: `found = nodes(state, clock.unix())`, then `problems(state, found)`."""
+"""What is wrong in a graph now, a sentence each: `problems`. And the processes that are there or should be, each in one
+state: `nodes`. Both are pure, and the same for the dashboard and `pdserve status`:
+`found = nodes(state, clock.unix())`, then `problems(state, found)`."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,18 +16,18 @@ from pdserve.records import Instance, Role, SlotState
 from pdserve.watch import LinkState, Receipt
 
 LATELY = 30.0
-"""seconds for which what happened to a request, or the end of a process that is back, is still told"""
+"""seconds for which a request's detour, or the end of a process that is back, is a problem"""
 NOW = 5
-"""ticks over which refused and failed requests are counted"""
+"""ticks over which the rates of refused and failed requests are taken"""
 SLOWER = 4.0
-"""times that KV moves slower over a link than over the median of the others, to be called slow; half as often suffices
-for its seconds per request, which alone could come from longer prompts"""
+"""A link is slow where its bytes per second are so many times below the median of the other links, and its seconds per
+request half as many times above: the latter alone could come from longer prompts."""
 SLOW_PULL = 1.0
-"""seconds for the KV of one request that are called slow where there is no other link to compare with"""
+"""seconds for the KV of one request that are slow where there is no other link to compare with"""
 SLOW_ROUND_TRIP = 0.25
 """seconds"""
 MOST = 12
-"""problems that are told one by one"""
+"""problems in a list"""
 FULL = 0.97
 """share of the KV blocks in use"""
 
@@ -40,17 +40,17 @@ READY, DRAINING, SILENT, STARTING = "ready", "draining", "does not answer", "sta
 
 
 class Node(Struct, frozen=True):
-    """A process that is there, or that its supervisor wants to be there."""
+    """A process that is registered, or that its supervisor keeps alive."""
 
     name: str
-    """of its slot, `decode-0`; the whole instance id where several have that name"""
+    """its slot's, `decode-0`; the instance id where several have the same"""
     role: Role
     state: str
     """`ready`, `draining`, `does not answer`, or, of a slot, `starting`, `waiting to restart`, `stopped`"""
     why: str = ""
-    """how it ended, where it is not there"""
+    """how it ended last, and the last thing it said"""
     seconds: float | None = None
-    """for how long it has been ready, or has not, as its supervisor knows"""
+    """since it became ready, or ceased to be; None where no supervisor knows"""
     restarts: int = 0
     instance: Instance | None = None
     load: Load | None = None
@@ -63,17 +63,17 @@ class Node(Struct, frozen=True):
 
 class Problem(Struct, frozen=True):
     level: str
-    """`bad`: requests fail, wait or go detours for it; `warn`: could become so, or just was; `info`"""
+    """`bad`: requests fail, wait or take detours; `warn`: they soon could, or just did; `info`"""
     text: str
-    """a sentence without its full stop"""
+    """a sentence without a full stop"""
     about: list[str] = []
     """names of nodes; of a link, both"""
     seconds: float | None = None
-    """for how long, where that is known"""
+    """for how long; None where that is not known"""
 
 
 def nodes(state: GraphState, now: float) -> list[Node]:
-    """In the order of `GraphState.instances`, where a process keeps its place when it goes and comes back. `now`: Unix
+    """In the order of `GraphState.instances`; a process keeps its place when it goes and comes back. `now`: Unix
     seconds, for people."""
     slots = {(slot.host, slot.name): slot for slot in state.slots}
     names = short_names(each.instance.id for each in state.instances)
@@ -119,7 +119,7 @@ def _node(slot: SlotState, now: float) -> Node:
 
 
 def _silent(node: Node) -> Node:
-    """Its supervisor tells how long it is ready and how one before it ended: not why this one says nothing."""
+    """What its supervisor knows, how long it is ready and how the process before it ended, does not explain silence."""
     return replace(node, state=SILENT, why="", seconds=None)
 
 
@@ -234,7 +234,7 @@ def _links(found: Sequence[Node]) -> Iterator[Problem]:
 
 
 def _slower(link: LinkState, others: Sequence[LinkState]) -> float:
-    """How many times, by bytes per second; 0 where it is not, or where that comes from smaller KV."""
+    """How many times slower it is by bytes per second; 0 where the seconds per request do not show it, too."""
     if not others or not link.bytes_per_second:
         return 0.0
     factor = median(other.bytes_per_second or 0.0 for other in others) / link.bytes_per_second
@@ -243,7 +243,7 @@ def _slower(link: LinkState, others: Sequence[LinkState]) -> float:
 
 
 def _migrated(receipts: Sequence[Receipt]) -> dict[str, list[str]]:
-    """Why requests went on elsewhere lately, by the slot that lost them."""
+    """By slot: the reasons why it lost requests lately, which other workers continue."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for age, hop, _ in detours(receipts):
         if hop.name == "migration" and age < LATELY:
@@ -267,7 +267,7 @@ def _count(number: int, what: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that fits it, with two or three digits."""
+    """In a unit that leaves two or three digits."""
     if seconds < 0.01:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 1:

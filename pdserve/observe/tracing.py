@@ -1,9 +1,8 @@
-"""OpenTelemetry traces: what a process tells of its part of a request ([docs/traces.md] has every span).
+"""OpenTelemetry traces: the spans of this process's part of a request (docs/traces.md lists them all).
 
-Spans are made of what receipts are made of, the hops of a request, and mostly when it is over: their times are told.
-What has parts in other processes (a request, and each of its attempts at a decode worker) is begun when it begins,
-since those parts name its id; `Submit` and `PrefillRequest` carry it. Without a collector nothing of OpenTelemetry is
-imported.
+Like receipts, spans are made of the request's hops, most of them when it is over and with given times. A span with
+children in other processes (a request, and each of its attempts at a decode worker) is begun when it begins, since the
+children need its id, which `Submit` and `PrefillRequest` carry. Without a collector OpenTelemetry is not imported.
 """
 
 from abc import ABC, abstractmethod
@@ -15,30 +14,30 @@ from pdserve.messages import Hop
 from pdserve.watch import DETOURS
 
 Attributes = Mapping[str, str | int | float]
-"""empty texts are left out"""
+"""empty strings are left out"""
 NONE: Attributes = {}
 
 
 class TracedSpan(ABC):
-    """A span that has begun. All times are monotonic seconds; whole trees are told by one reading of the clock."""
+    """A begun span. Times are monotonic seconds; a span and its children share one reading of the time of day."""
 
     trace_id: str
     traceparent: str
-    """W3C trace context, for parts of it in other processes"""
+    """W3C trace context, for its children in other processes"""
 
     @abstractmethod
     def begin(self, name: str, start: float, attributes: Attributes = NONE) -> "TracedSpan":
-        """A part of it."""
+        """Begin a child span."""
 
     @abstractmethod
     def event(self, name: str, at: float, attributes: Attributes = NONE) -> None: ...
 
     @abstractmethod
     def end(self, at: float, attributes: Attributes = NONE, error: str = "") -> None:
-        """Once; `error` is why it failed."""
+        """End it, once; `error` says why it failed."""
 
     def add_hops(self, hops: Iterable[Hop], zero: float) -> None:
-        """As its parts, or as events where they take no time themselves; `zero` is what their starts count from."""
+        """Add hops as child spans, detours as events; `zero` is the time that their starts count from."""
         for hop in hops:
             start, said = zero + hop.start, {"pdserve.instance": hop.instance, "pdserve.why": hop.why}
             if hop.name in DETOURS:
@@ -48,8 +47,8 @@ class TracedSpan(ABC):
 
 
 class Tracer:
-    """Of one process; this class itself traces nothing. To enter it begins to send what is traced, in a thread: not
-    before the process has its forks."""
+    """One process's; this class itself traces nothing. Entering it starts the thread that sends spans: do so after the
+    process has forked."""
 
     on = False
 
@@ -62,19 +61,19 @@ class Tracer:
     def request(
         self, name: str, started: float, headers: Mapping[str, Sequence[str]], attributes: Attributes
     ) -> TracedSpan | None:
-        """The span of an HTTP request, whose `traceparent` and `tracestate` are in `headers`, each as often as it came;
-        None where it is not sampled."""
+        """Begin the span of an HTTP request. `headers` has all its values of `traceparent` and `tracestate`. None where
+        the request is not sampled."""
         return None
 
     def part(
         self, name: str, started: float, traceparent: str, attributes: Attributes = NONE
     ) -> TracedSpan | None:
-        """A span below that of another process; None where `traceparent` names none."""
+        """Begin a child of another process's span; None where `traceparent` names none."""
         return None
 
 
 def make_tracer(endpoint: str | None, service: str, instance: str) -> Tracer:
-    """`endpoint`: URL that spans are sent to, by OTLP/HTTP."""
+    """`endpoint`: URL of the collector, for OTLP over HTTP."""
     if endpoint is None:
         return Tracer()
     tracer: Tracer = import_module("pdserve.observe.otlp").OtlpTracer(endpoint, service, instance)
