@@ -1,14 +1,14 @@
-"""API keys: which there are, what they are called, and what each may use.
+"""API keys with their names and limits.
 
-They come from the file that `Security.api-keys` names and from PDSERVE_API_KEYS (keys with commas between, or `@FILE`);
-where both are set, the keys of both count. A file is YAML
+They come from the file `Security.api-keys` and from PDSERVE_API_KEYS (keys separated by commas, or `@FILE`); if both
+are set, the keys of both are accepted. A file is YAML
 
     alice:
       key: sk-...              # or key-sha256: 64 hex digits; then the file holds no secret
       requests-per-minute: 60
-      admin: true              # it sees the receipts of all keys
+      admin: true              # sees the receipts of all keys
 
-or has a key, or name=key, on each line. Nothing here, errors and notes included, tells a key.
+or has a key, or name=key, on each line. No error or note here shows a key.
 """
 
 import hashlib
@@ -24,10 +24,11 @@ from pdserve.errors import ConfigError
 
 VARIABLE = "PDSERVE_API_KEYS"
 MOST = 10**12
-"""of a limit"""
+"""the largest limit"""
 SHORT = 16
 """characters; a shorter key can be guessed"""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_NAMES = "letters, digits and . _ @ -, at most 64"
 _KEY = re.compile(r"[!-~]+")
 _FIT = "must be of ASCII characters without spaces: clients cannot send others"
 _KEYS = ("key", "key-sha256")
@@ -38,7 +39,7 @@ _FIELDS = (*_KEYS, _ADMIN, *_LIMITS)
 
 @dataclass(frozen=True)
 class KeyLimits:
-    """Of one key, at all frontends together; None: no limit."""
+    """Limits of a key, at all frontends together; None: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -48,16 +49,16 @@ class KeyLimits:
 @dataclass(frozen=True)
 class ApiKey:
     name: str
-    """in logs and metrics; what the client stores is bound to it"""
+    """in logs and metrics; stored responses belong to it"""
     digest: bytes
     """SHA-256 of the key"""
     limits: KeyLimits = KeyLimits()
     admin: bool = False
-    """sees the requests of all keys"""
+    """whether it sees the requests of all keys"""
 
     @classmethod
     def of(cls, key: str, name: str = "", limits: KeyLimits = KeyLimits(), admin: bool = False) -> Self:
-        """One without a name is called by its digest, which stays the same wherever the key stands."""
+        """A key without a name is named by its digest, which is the same wherever the key stands."""
         digest = digest_of(key)
         return cls(name or f"key-{digest.hex()[:12]}", digest, limits, admin)
 
@@ -70,19 +71,19 @@ def digest_of(key: str) -> bytes:
 class FoundKeys:
     keys: list[ApiKey] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
-    """that they were read from"""
+    """that were read"""
     notes: list[str] = field(default_factory=list)
-    """sentences worth a warning"""
+    """warnings, full sentences"""
 
 
 def configured(security: SecuritySection, env: Mapping[str, str]) -> bool:
-    """Whether the API takes only requests with a key: what is configured and cannot be read ends the frontend."""
+    """Whether the API requires a key. (If configured keys cannot be read, the frontend does not start.)"""
     return security.api_keys is not None or bool(env.get(VARIABLE))
 
 
 def read_keys(file: Path | None, env: Mapping[str, str]) -> FoundKeys:
-    """Those of the file and of the environment; none where neither is set. Raises ConfigError, also for a file or value
-    without a key: a slip must not open the server to all."""
+    """The keys of the file and of the environment; none if neither is set. Raises ConfigError, also for a file or value
+    without a key: a mistake must not open the API to all."""
     found, value = FoundKeys(), env.get(VARIABLE, "")
     if value.startswith("@"):
         _read_file(Path(value[1:]), found)
@@ -105,22 +106,19 @@ def _read_file(path: Path, found: FoundKeys) -> None:
         raise ConfigError(
             [f"{path}: the API keys cannot be read ({reason}): correct Security.api-keys or {VARIABLE}."]
         ) from None
-    before, lines = (
-        len(found.keys),
-        [
-            (f"{path}:{number}", line)
-            for number, line in enumerate(text.splitlines(), 1)
-            if line.strip() and not line.lstrip().startswith("#")
-        ],
-    )
+    lines = [
+        (f"{path}:{number}", line)
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    before, secret = len(found.keys), True
     if all(len(line.split()) == 1 and not line.rstrip().endswith(":") for _, line in lines):
-        plain = bool(lines)
         _read_lines(lines, found)
     else:
-        plain = _read_yaml(path, text, found)
+        secret = _read_yaml(path, text, found)
     if len(found.keys) == before:
         raise ConfigError([f"{path}: there is no API key in it: add one, or take the file away."])
-    if plain and mode & 0o004:
+    if secret and mode & 0o004:
         found.notes.append(
             f"{path} holds API keys and every user of this machine can read it: chmod 600 {path}, or give "
             "key-sha256 in place of key."
@@ -143,12 +141,9 @@ def _read_lines(lines: Iterable[tuple[str, str]], found: FoundKeys) -> None:
         found.keys.append(ApiKey.of(key, name))
 
 
-_NAMES = "letters, digits and . _ @ -, at most 64"
-
-
 def _read_yaml(path: Path, text: str, found: FoundKeys) -> bool:
-    """Whether a key stands there itself."""
-    findings, plain = Findings(path), False
+    """Returns whether the file holds a key itself, not only digests."""
+    findings, secret = Findings(path), False
     try:
         tree = parse_tree(text, findings, "name each key, as in docs/frontend.md")
         findings.raise_if_any()
@@ -166,15 +161,15 @@ def _read_yaml(path: Path, text: str, found: FoundKeys) -> bool:
                     names = ", ".join(_FIELDS)
                     hint = or_nearest(name, _FIELDS, f"remove it, or use one of: {names}.")
                     findings.problem(unknown, f"is not a key of an API key: {hint}")
-            plain = plain or "key" in fields
+            secret = secret or "key" in fields
             digest, limits = _digest(entry, findings, found), _limits(fields, findings)
             found.keys.append(ApiKey(entry.path, digest, limits, _admin(fields, findings)))
     findings.raise_if_any()
-    return plain
+    return secret
 
 
 def _digest(entry: Entry, findings: Findings, found: FoundKeys) -> bytes:
-    """Empty where there is a problem. No value is shown."""
+    """The key's digest; empty if there is a problem, which does not show the value."""
     key, hashed = (entry.children.get(name) for name in _KEYS)
     if (key is None) == (hashed is None):
         findings.problem(entry, "needs either key or key-sha256.")
@@ -186,12 +181,8 @@ def _digest(entry: Entry, findings: Findings, found: FoundKeys) -> bytes:
         if isinstance(key.value, str) and _KEY.fullmatch(key.value):
             _note_short(f"{findings.path}:{key.line}: {key.path}", key.value, found)
             return digest_of(key.value)
-        findings.problem(
-            key,
-            f"{_FIT}; put quotes round it."
-            if isinstance(key.value, str)
-            else "must be a text: put quotes round it.",
-        )
+        wrong = f"{_FIT};" if isinstance(key.value, str) else "must be a text:"
+        findings.problem(key, f"{wrong} put quotes round it.")
     return b""
 
 

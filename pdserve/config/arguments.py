@@ -30,13 +30,13 @@ class Argument(msgspec.Struct, frozen=True):
     group: str
     """`engine`, `api` (templates, parsers and answers of the OpenAI API) or `server` (vLLM's own HTTP server)"""
     many: bool = False
-    """takes a list of values"""
+    """whether it takes a list of values"""
     choices: tuple[str | int, ...] = ()
     aliases: tuple[str, ...] = ()
     default: object = None
-    """None also where the default is an object"""
+    """None also if the default is an object"""
     names: tuple[str, ...] = ()
-    """of the parsers that vLLM has; a plugin may add others"""
+    """of vLLM's own parsers; a plugin may add others"""
 
 
 class _ArgumentFile(msgspec.Struct):
@@ -83,27 +83,26 @@ _REFUSED = {
     "skip-tokenizer-init": "would leave the frontends without a tokenizer; remove it.",
     "enable-elastic-ep": "changes the ranks while running, which KV transfer cannot follow; remove it.",
 }
-"""vLLM arguments that the graph sets or does without, and why a file may not set them"""
+"""vLLM arguments that a file may not set, and the reason as the end of a sentence that begins with the key"""
 
 
 @cache
 def arguments() -> Mapping[str, Argument]:
-    """All of them by name."""
     found = msgspec.json.decode(PATH.read_bytes(), type=_ArgumentFile).arguments
     return {argument.name: argument for argument in found}
 
 
 @cache
 def canonical(name: str) -> str | None:
-    """vLLM's first name for an argument or one of its aliases; None where it has no such argument."""
+    """vLLM's first name for an argument or one of its aliases; None if vLLM has no such argument."""
     if name in arguments():
         return name
     return next((known.name for known in arguments().values() if name in known.aliases), None)
 
 
 def parse(name: str, value: object) -> object:
-    """The value as vLLM will understand it: 16k as a number, JSON text as a mapping. `name` is canonical. Raises
-    ValueError saying what it must be, as the end of a sentence that begins with the key."""
+    """The value as vLLM will parse it: 16k as a number, JSON text as a mapping. `name` is canonical. Raises ValueError
+    with what it must be, as the end of a sentence that begins with the key."""
     argument = arguments()[name]
     if value is None:
         raise ValueError("has no value: give it one or remove the line.")
@@ -114,8 +113,8 @@ def parse(name: str, value: object) -> object:
 
 
 def refusal(name: str) -> str | None:
-    """Why the argument cannot be set in a worker, as the end of a sentence that begins with its key; None where it
-    can. A refusal is better than a change that is not seen."""
+    """Why the argument cannot be set in a worker, as the end of a sentence that begins with its key; None if it can.
+    pdserve refuses it rather than change it silently."""
     if name in _REFUSED:
         return _REFUSED[name]
     if name.startswith("data-parallel-"):
@@ -126,18 +125,17 @@ def refusal(name: str) -> str | None:
 
 
 def shapes_answers(name: str) -> bool:
-    """Whether the argument belongs to the processor as much as to the worker, whose model card brings it there. A
-    decode engine knows of reasoning too: a grammar holds after it."""
+    """Whether frontends need the argument too (the worker's model card brings it there). Decode engines need the
+    reasoning arguments as well: a grammar applies only after the reasoning."""
     return arguments()[name].group == "api" or name.startswith("reasoning-")
 
 
 def for_engine(args: Mapping[str, object]) -> dict[str, object]:
-    """Without those that only the API knows (templates, parsers): what vLLM's engine parser takes."""
+    """The arguments that vLLM's engine parser takes: without those of the API (templates, parsers)."""
     return {name: value for name, value in args.items() if arguments()[name].group != "api"}
 
 
 def to_argv(args: Mapping[str, object]) -> list[str]:
-    """The arguments as words of a command line."""
     argv: list[str] = []
     for name, value in args.items():
         if isinstance(value, bool) and arguments()[name].kind in ("bool", "flag"):

@@ -1,5 +1,5 @@
-"""What other machines reach that nothing protects. A file with any of it is refused, unless its `Security.allow` says
-that it is meant."""
+"""Finds what other machines can reach without protection. A file with any of it is refused, unless `Security.allow`
+accepts it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ _MAKE = "make credentials (`pdserve credentials FOLDER`) and set Security.creden
 @dataclass(frozen=True)
 class Opening:
     key: str
-    """of the address, as `Graph.host`"""
+    """of the address, such as `Graph.host`"""
     what: str
-    """the end of a sentence that begins with the key"""
+    """the problem, as the end of a sentence that begins with the key"""
     advice: str
     allowances: tuple[Allowance, ...]
-    """that permit it, if there are any"""
+    """all needed to accept it; empty: it cannot be accepted"""
 
     def allowed(self, security: SecuritySection) -> bool:
         return bool(self.allowances) and set(self.allowances) <= set(security.allow)
@@ -31,14 +31,14 @@ class Opening:
 
 
 def has_credentials(graph: GraphSection, security: SecuritySection) -> bool:
-    """`serve` makes them where it starts both servers."""
+    """Whether the graph has credentials: configured, or made by `serve` when it starts both servers."""
     return security.credentials is not None or (graph.nats is None and graph.etcd is None)
 
 
 def openings(
     graph: GraphSection, frontend: FrontendConfig | None, security: SecuritySection, keys: bool
 ) -> Iterator[Opening]:
-    """All of them, allowed or not. `keys`: the API asks for one."""
+    """All openings, allowed or not. `keys`: whether the API requires a key."""
     if not has_credentials(graph, security):
         yield from _of_graph(graph)
     if frontend is not None and not is_loopback(frontend.host):

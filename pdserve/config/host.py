@@ -1,4 +1,4 @@
-"""What is installed on this host, without importing vLLM: which build of vLLM, and where a model's files lie."""
+"""The installed vLLM and the models on this host, found without importing vLLM."""
 
 import importlib.metadata
 import os
@@ -9,13 +9,13 @@ from functools import cache
 from pathlib import Path
 
 VLLM_VERSION = "0.32.0"
-"""the only version of vLLM that pdserve works with: what it uses of vLLM was read and measured there"""
+"""the only version of vLLM that pdserve works with: it uses vLLM's internals"""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
 class InstalledVllm:
-    """All empty where there is none."""
+    """All fields are empty if there is none."""
 
     package: str = ""
     build: str = ""
@@ -34,8 +34,8 @@ def installed_vllm() -> InstalledVllm:
 
 
 def resolve_model(model: str, beside: Path) -> str:
-    """The absolute folder or the hub id that a file means by `demo`, a folder (which counts from `beside` where it is
-    relative) or a hub id. Raises ValueError with what is wrong, as the end of a sentence."""
+    """The absolute model folder or hub id for `demo`, a folder (relative to `beside`) or a hub id. Raises ValueError
+    with the end of a sentence that begins with the key."""
     if model == "demo":
         from pdserve.demo import MODEL_DIR
 
@@ -49,7 +49,7 @@ def resolve_model(model: str, beside: Path) -> str:
 
 
 def with_home(path: Path) -> Path:
-    """With the folder that `~` means. Raises ValueError, as the end of a sentence, where it is no user's."""
+    """The path with `~` expanded. Raises ValueError, with the end of a sentence, if that user is unknown."""
     try:
         return path.expanduser()
     except RuntimeError as error:
@@ -57,7 +57,7 @@ def with_home(path: Path) -> Path:
 
 
 def find_folder(model: str, revision: str = "main", env: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder of an absolute path, or of a hub id that the Hugging Face cache has; else None."""
+    """The folder of a model: an absolute path, or a hub id that is in the Hugging Face cache; None if there is none."""
     if model.startswith("/"):
         return Path(model) if Path(model).is_dir() else None
     home = Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()

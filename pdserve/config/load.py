@@ -1,10 +1,9 @@
 """YAML to Config: strict, with every problem of a file found in one go.
 
-Sections are those of a Dynamo 0.2 graph: Common, Frontend, Processor, VllmWorker, PrefillWorker; and Graph and
-Security, which are pdserve's own. As in Dynamo, a key of Common counts only in the sections that list it in
-`common-configs`, and not where the section sets it itself; one that no section lists is an error. The environment wins
-over Graph and Security: PDSERVE_NATS, PDSERVE_ETCD, PDSERVE_STATE_DIR, PDSERVE_CREDENTIALS, and OpenTelemetry's own
-variables.
+The sections are those of a Dynamo 0.2 graph (Common, Frontend, Processor, VllmWorker, PrefillWorker), and pdserve's own
+Graph and Security. As in Dynamo, a key of Common applies only to the sections that list it in `common-configs` and do
+not set it themselves; a key that no section lists is an error. The environment overrides Graph and Security:
+PDSERVE_NATS, PDSERVE_ETCD, PDSERVE_STATE_DIR, PDSERVE_CREDENTIALS, and OpenTelemetry's own variables.
 """
 
 import os
@@ -54,12 +53,12 @@ _ALIKE = {
     "block-size": "unequal KV blocks give wrong tokens",
     "max-model-len": "a prompt that one side takes must fit the other",
 }
-"""vLLM arguments that decode and prefill workers must have alike, because KV blocks cross from one engine into
-another's cache, and why"""
+"""vLLM arguments that must be equal in decode and prefill workers, because KV blocks move from one engine's cache into
+the other's, and the reason"""
 
 
 def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
-    """Read the file; whether this machine can run it is the plan's question. Raises ConfigError."""
+    """Read the file. Raises ConfigError with all its problems. Whether this machine can run it, the plan says."""
     findings = Findings(path)
     tree = read_tree(path, findings)
     _check_names(tree, findings)
@@ -113,7 +112,7 @@ def _check_names(tree: Mapping[str, Entry], findings: Findings) -> None:
 
 
 def _model(workers: Iterable[SectionRead[Any]], findings: Findings) -> str:
-    """The model of the workers as the file has it; empty where it has none."""
+    """The workers' model as written in the file; empty if there is none."""
     models = []
     for worker in workers:
         if worker.entry is None:
@@ -133,7 +132,7 @@ def _model(workers: Iterable[SectionRead[Any]], findings: Findings) -> str:
 def _check_split(
     decode: SectionRead[DecodeSection], prefill: SectionRead[WorkerSection], findings: Findings
 ) -> None:
-    """Workers that prefill are there exactly where decode workers send prompts to them."""
+    """There must be workers that prefill if, and only if, decode workers send prompts to them."""
     remote = decode.own.get("remote-prefill")
     if not decode.entry and not prefill.entry:
         findings.whole("there is no VllmWorker section: add one, as in configs/local.yaml.")
@@ -149,7 +148,7 @@ def _check_split(
 
 
 def _with_policy(decode: SectionRead[DecodeSection], findings: Findings) -> SectionRead[DecodeSection]:
-    """A file that sets a threshold means it; one that sets none leaves the choice to what is measured."""
+    """The policy is `adaptive`, unless the file sets a threshold."""
     thresholds = [name for name in THRESHOLDS if name in decode.own]
     if decode.values.policy == "adaptive":
         for name in thresholds:
@@ -167,8 +166,8 @@ def _check_prefill(args: Arguments, findings: Findings) -> None:
 
 
 def _follow_processor(processor: Arguments, worker: Arguments, findings: Findings) -> None:
-    """Give the worker the Processor's templates and parsers, which travel in its model card. Whatever else a Processor
-    says must be what its worker says too."""
+    """Give the worker the Processor's templates and parsers, which its model card brings to the frontends. Any other
+    argument of the Processor must be equal to the worker's."""
     for name, entry in processor.items():
         if shapes_answers(name) and name not in worker:
             worker[name] = entry
@@ -179,7 +178,7 @@ def _follow_processor(processor: Arguments, worker: Arguments, findings: Finding
 
 
 def _check_parsers(args: Arguments, findings: Findings) -> None:
-    """Parsers that vLLM would miss only when its engine has started."""
+    """Report unknown parsers, which vLLM would report only after its engine has started."""
     for name, plugin in (
         ("tool-call-parser", "tool-parser-plugin"),
         ("reasoning-parser", "reasoning-parser-plugin"),
@@ -231,9 +230,9 @@ def _frontend(
 
 
 def _worker(kind: type[W], section: SectionRead[Any], findings: Findings) -> W | None:
-    """The model is the graph's, not an argument of its engines."""
     if section.entry is None:
         return None
+    # the model is the graph's, not an argument of its engines
     args = {name: entry for name, entry in section.args.items() if name != "model"}
     values = {name: entry.value for name, entry in args.items()}
     origins = {name: entry.section for name, entry in args.items()}
@@ -243,7 +242,7 @@ def _worker(kind: type[W], section: SectionRead[Any], findings: Findings) -> W |
 
 
 def _check_gpus(worker: WorkerConfig, own: Mapping[str, Entry], findings: Findings) -> None:
-    """`gpu` and the engine's ranks must say the same: vLLM puts each rank on a GPU of its own."""
+    """`gpu` and `gpu-ids` must be as many as the engine's ranks: vLLM puts each rank on its own GPU."""
     ids, gpu = own.get("ServiceArgs.resources.gpu-ids"), own.get("ServiceArgs.resources.gpu")
     needed = worker.count * worker.ranks
     if ids and len(worker.gpu_ids) != needed:
@@ -260,10 +259,10 @@ def _check_gpus(worker: WorkerConfig, own: Mapping[str, Entry], findings: Findin
 
 
 def _with_places(graph: GraphSection, env: Mapping[str, str], findings: Findings) -> GraphSection:
-    """With the addresses that the environment names, and the folder."""
+    """The Graph section with the environment's addresses and folder."""
 
     def named(variable: str, check: Callable[[str], str]) -> str | None:
-        """An empty variable counts as not set."""
+        """The variable's checked value; an empty variable counts as not set."""
         try:
             return check(env[variable]) if env.get(variable) else None
         except ValueError as error:
@@ -291,7 +290,7 @@ def _with_places(graph: GraphSection, env: Mapping[str, str], findings: Findings
 def _with_files(
     security: SectionRead[SecuritySection], env: Mapping[str, str], findings: Findings
 ) -> SecuritySection:
-    """With absolute paths."""
+    """The Security section with absolute paths."""
     values, named = security.values, env.get("PDSERVE_CREDENTIALS")
     for one, other in (("tls-certificate", "tls-key"), ("tls-key", "tls-certificate")):
         if one in security.own and other not in security.own:

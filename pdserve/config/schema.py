@@ -1,8 +1,7 @@
-"""What a file may say, section by section, and what pdserve makes of it: `Config`.
+"""The schema of a configuration file, section by section, and `Config`, which is read from it.
 
-Frozen dataclasses. The type of a key says what its value must be: pydantic checks it where a section is read
-(`sections.py`), and the text of an error and `docs/configuration.md` are made from it. The first word of the text below
-a number is its unit where `;` follows.
+Frozen dataclasses. The type of a key is its rule: pydantic checks it when a section is read (`sections.py`), and error
+texts and `docs/configuration.md` are made from it. In the text below a number, a first word before `;` is its unit.
 """
 
 import math
@@ -24,7 +23,7 @@ WorkerRole = Literal["decode", "both"]
 PrefillPolicy = Literal["threshold", "adaptive"]
 PREFILL_POLICIES: tuple[str, ...] = get_args(PrefillPolicy)
 THRESHOLDS = ("max-local-prefill-length", "max-prefill-queue-size")
-"""keys that mean the policy `threshold` where they are set alone"""
+"""keys that imply the policy `threshold` if no policy is set"""
 Allowance = Literal["no-keys", "plain-http", "plain-graph"]
 EngineKind = Literal["vllm", "sim"]
 ENGINES: tuple[str, ...] = get_args(EngineKind)
@@ -35,7 +34,8 @@ def kebab(name: str) -> str:
 
 
 def nats_url(url: str) -> str:
-    """Raises ValueError with what is wrong, as the end of a sentence that begins with the key, as all here do."""
+    """The URL with a lower-case scheme. Raises ValueError with the end of a sentence that begins with the key, as all
+    checks here do."""
     parts = _split(url := _lower_scheme(url))
     if parts is not None and parts.scheme in ("ws", "wss"):
         text = "NATS is reached without WebSockets only, as in nats://10.0.0.5:4222."
@@ -46,7 +46,7 @@ def nats_url(url: str) -> str:
 
 
 def etcd_address(address: str) -> str:
-    """host:port, without `http://`: plain or not is decided by the graph's credentials."""
+    """host:port, without `http://`: the graph's credentials decide whether it is encrypted."""
     address = _lower_scheme(address)
     parts = _split(address if "://" in address else f"http://{address}")
     if (
@@ -61,7 +61,7 @@ def etcd_address(address: str) -> str:
 
 
 def traces_url(url: str) -> str:
-    """Where spans are sent to, of a collector's URL."""
+    """The URL to send spans to, from a collector's URL."""
     url = collector_url(url)
     path = "/v1/traces"
     return url if urlsplit(url).path.endswith(path) else url.rstrip("/") + path
@@ -83,7 +83,7 @@ def _lower_scheme(url: str) -> str:
 def _split(url: str) -> SplitResult | None:
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises where it is no port
+        _ = parts.port  # raises ValueError if it is not a port
     except ValueError:
         return None
     return parts
@@ -104,14 +104,14 @@ def _namespace(name: str) -> str:
 
 
 def _text(value: object) -> object:
-    """Not blank. (What is not told by a ValueError is told as "is …, but must be …", by the key's type.)"""
+    """Not blank. (An error that is no ValueError is reported as "is …, but must be …", by the key's type.)"""
     if not isinstance(value, str) or not value.strip():
         raise PydanticCustomError("text", "not a text")
     return value
 
 
 def _gpu_count(value: object) -> object:
-    """Also as text, as in Dynamo's files. A key without a value is not the same as no key."""
+    """May be a text, as in Dynamo's files. A key without a value is an error, unlike no key."""
     if value is None:
         raise PydanticCustomError("number", "not a number")
     return int(value) if isinstance(value, str) and value.isdecimal() else value
@@ -154,49 +154,49 @@ GpuCount = Annotated[ZeroOrMore | None, BeforeValidator(_gpu_count)]
 
 
 class Section:
-    """Read from keys in kebab-case, those inside of a mapping with its name before them: `ServiceArgs.workers`."""
+    """Keys are in kebab-case. A key inside of a mapping has the mapping's name before it: `ServiceArgs.workers`."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", alias_generator=kebab)
     takes_arguments: ClassVar[bool] = False
-    """vLLM's arguments may stand beside the section's own keys"""
+    """whether vLLM's arguments may stand beside the section's own keys"""
 
 
 @dataclass(frozen=True)
 class AdmissionLimits(Section):
-    """Of each model and frontend process: which requests wait while the decode workers are full."""
+    """For each model and frontend process: which requests wait while the decode workers are full."""
 
     max_wait: Seconds = 30.0
-    """seconds; a request whose turn would come later is refused at once"""
+    """seconds; a request that would wait longer is refused at once"""
     max_waiting: OneOrMore = 1024
-    """requests; more are refused"""
+    """requests; more waiting ones are refused"""
     max_waiting_tokens: OneOrMore = 1_000_000
-    """tokens; about, of the prompts that wait and what they will generate"""
+    """tokens; about, of the waiting prompts and their outputs; more are refused"""
     max_outputs: OneOrMore = 128
-    """outputs; of one request: n, times its prompts"""
+    """outputs; of one request: n times its prompts"""
 
 
 @dataclass(frozen=True)
 class FrontendProcesses(Section):
-    """Said by Frontend or Processor, which are one process."""
+    """Keys of both Frontend and Processor, which are one process."""
 
     processes: Annotated[OneOrMore, Field(validation_alias="ServiceArgs.workers")] = 1
     """processes; how many frontends share the port: the larger of Frontend's and Processor's ServiceArgs.workers"""
     gpu: Annotated[Zero, Field(validation_alias="ServiceArgs.resources.gpu")] = 0
-    """a frontend needs none; Dynamo's files say so"""
+    """a frontend needs none; accepted because Dynamo's files set it"""
 
 
 @dataclass(frozen=True)
 class RouterChoice(Section):
     router: RouterPolicy = "round-robin"
-    """how a decode worker is chosen for a request: in turn, by tokens outstanding relative to its KV cache, or by those
-    and by how much of the prompt's prefix it has cached"""
+    """how a decode worker is chosen for a request: in turn; by outstanding tokens relative to its KV cache; or by those
+    and by the prompt's prefix hit there"""
 
 
 @dataclass(frozen=True)
 class ProcessorSection(RouterChoice, FrontendProcesses):
     takes_arguments: ClassVar[bool] = True
     common_configs: CommonKeys = ()
-    """keys of `Common` that count in this section where it does not set them"""
+    """keys of `Common` that apply to this section unless it sets them itself"""
 
 
 @dataclass(frozen=True)
@@ -204,88 +204,86 @@ class HttpServer(AdmissionLimits, FrontendProcesses):
     host: Host = "127.0.0.1"
     """address that clients connect to; 0.0.0.0: from other machines too"""
     port: Port = 8000
-    """of the OpenAI API"""
+    """port of the OpenAI API"""
     header_timeout: Seconds = 30.0
-    """seconds; a connection on which no whole request head comes within them is closed"""
+    """seconds; a connection that sends no complete request head within this time is closed"""
     write_timeout: Seconds = 30.0
-    """seconds; a request whose client takes nothing of its answer for so long ends"""
+    """seconds; a request is ended if its client reads nothing of the answer for this time"""
     max_connections: OneOrMore = 8192
-    """connections; open at a time for each frontend process, and no more than its file descriptors less 256; more are
-    closed at once"""
+    """connections; open at a time for each frontend process, at most its file descriptors less 256; more are closed at
+    once"""
     max_connections_per_client: OneOrMore = 4096
-    """connections; of one address (IPv6: of a network of 64 bits) at a time for each frontend process"""
+    """connections; open at a time from one address (IPv6: one /64 network) for each frontend process"""
     allowed_origins: Origins = ()
-    """web pages that may use the API from a browser, as in [https://chat.example.com]; ["*"]: all; empty: all where
+    """web pages that may use the API from a browser, as in [https://chat.example.com]; ["*"]: all; empty: all if
     requests need an API key, else those of this machine"""
     max_request_timeout: Seconds = 3600.0
-    """seconds; a client may not ask for a later deadline"""
+    """seconds; the longest deadline that a client may ask for"""
     stored_responses_age: SecondsOrZero = 3600.0
-    """seconds for which a response of /v1/responses is stored, in the memory of NATS; 0: none is"""
+    """seconds; how long a response of /v1/responses is stored, in the memory of NATS; 0: nothing is stored"""
     stored_responses_bytes: OneOrMore = 64 << 20
-    """bytes; of the stored responses of each API key, compressed: beyond them the oldest are forgotten"""
+    """bytes; of each API key's stored responses, compressed; beyond this the oldest are deleted"""
 
 
 @dataclass(frozen=True)
 class FrontendSection(HttpServer):
     endpoint: object = None
-    """read and not needed: workers are found in etcd"""
+    """ignored: workers are found in etcd"""
     served_model_name: Text = ""
-    """what clients put into `model`; not set: the model's own name"""
+    """the name that clients put into `model`; not set: the model's own name"""
 
 
 @dataclass(frozen=True)
 class FrontendConfig(HttpServer, RouterChoice):
-    """What a frontend process needs of both sections."""
+    """The keys of Frontend and Processor that a frontend process needs."""
 
 
 @dataclass(frozen=True)
 class WorkerSection(Section):
-    """What decode and prefill workers have in common."""
+    """Keys of both decode and prefill workers."""
 
     takes_arguments: ClassVar[bool] = True
     common_configs: CommonKeys = ()
-    """keys of `Common` that count in this section where it does not set them"""
+    """keys of `Common` that apply to this section unless it sets them itself"""
     engine: EngineKind = "vllm"
     """the real engine, or a simulated one"""
     count: Annotated[OneOrMore, Field(validation_alias="ServiceArgs.workers")] = 1
-    """workers; each is an engine of its own"""
+    """workers; each has its own engine"""
     gpus: Annotated[GpuCount, Field(validation_alias="ServiceArgs.resources.gpu")] = None
-    """GPUs; per worker; 0: on the CPU; not set: as many as the engine has ranks where the machine has GPUs, else 0"""
+    """GPUs; per worker; 0: on the CPU; not set: one for each rank of the engine if the machine has GPUs, else 0"""
     gpu_ids: Annotated[GpuNumbers, Field(validation_alias="ServiceArgs.resources.gpu-ids")] = ()
-    """exactly these GPUs, as many as it has ranks for each worker in turn; workers may share one; empty: the placement
-    chooses"""
+    """exactly these GPUs: one for each rank of the first worker, then of the second, and so on; workers may share a
+    GPU; empty: the placement chooses"""
 
 
 @dataclass(frozen=True)
 class DecodeSection(WorkerSection):
     role: WorkerRole = "decode"
-    """`both`: these workers also prefill, for each other and for themselves, as they have time"""
+    """`both`: these workers also prefill, for each other and for themselves, when they have time"""
     remote_prefill: Flag = False
     """prefill long prompts on prefill workers, or on workers of role `both`"""
     conditional_disagg: Flag = True
-    """false: every prompt is prefilled remotely whatever its length, as long as a prefill worker lives"""
+    """false: every prompt is prefilled remotely, whatever its length, as long as there is a prefill worker"""
     policy: PrefillPolicy | None = None
-    """which way a prompt goes: by the two thresholds below, or `adaptive`: the cheaper way by the speeds that are
-    measured as it runs; not set: `adaptive`, unless a threshold is set"""
+    """decides between local and remote prefill: `threshold`, by the two keys below; `adaptive`, the cheaper way by
+    speeds that are measured at run time; not set: `adaptive`, unless a threshold is set"""
     max_local_prefill_length: ZeroOrMore = 512
-    """tokens; a prompt with more than these to compute goes to a prefill worker"""
+    """tokens; a prompt with more tokens to compute goes to a prefill worker"""
     max_prefill_queue_size: ZeroOrMore = 10
-    """requests; with these many waiting, prefill locally"""
+    """requests; with this many in the prefill queue, prompts are prefilled locally"""
 
 
 @dataclass(frozen=True)
 class WorkerConfig(WorkerSection):
-    """With the section's vLLM arguments in kebab-case, those of Common merged in, checked against vLLM's argument list;
-    those that the graph sets itself are not in it."""
-
     engine_args: Mapping[str, object] = field(default_factory=dict)
+    """vLLM's arguments in kebab-case, of the section and of Common, checked against vLLM's argument list; without those
+    that the graph sets itself"""
     origins: Mapping[str, str] = field(default_factory=dict)
-    """where each of `engine_args` came from: `Common`, the section's name, or `pdserve, …`"""
+    """the origin of each of `engine_args`: `Common`, the section's name, or `pdserve (reason)`"""
 
     @property
     def ranks(self) -> int:
-        """Processes of one engine that each hold a share of the model: tensor x pipeline x prefill-context
-        parallel."""
+        """Processes of an engine, each with a share of the model: tensor x pipeline x prefill-context parallel."""
         names = ("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size")
         return math.prod(int(str(self.engine_args.get(name, 1))) for name in names)
 
@@ -303,21 +301,20 @@ class PrefillConfig(WorkerConfig):
 @dataclass(frozen=True, kw_only=True)
 class GraphSection(Section):
     namespace: Annotated[Text, AfterValidator(_namespace)] = "pdserve"
-    """separates several graphs on one etcd and NATS"""
+    """separates the graphs that share an etcd and NATS"""
     nats: Annotated[NatsUrl | None, BeforeValidator(_text)] = None
     """URL; not set: `serve` starts its own"""
     etcd: Annotated[EtcdAddress | None, BeforeValidator(_text)] = None
     """host:port; not set: `serve` starts its own"""
     host: Host = "127.0.0.1"
-    """address under which the workers of this machine are reached by the others; all parts of their engines listen on
-    its network device only (and on RDMA ports)"""
+    """address at which other machines reach this machine's workers; all parts of their engines listen on its network
+    device only (and on RDMA ports)"""
     kv_port: Port = 5600
-    """first of the ports on which workers hand out their KV handles (NIXL side channel), one for each
-    worker"""
+    """first of the workers' NIXL side-channel ports, one for each worker: there other workers ask how to read its KV"""
     state_dir: File = Path("~/.pdserve")
-    """where embedded servers keep their data; a relative folder counts from the file's"""
+    """folder for the data of embedded servers; a relative path counts from the file's folder"""
     request_timeout: Seconds = 600.0
-    """seconds; the deadline of a request that names none"""
+    """seconds; the deadline of a request that sets none"""
     drain_timeout: SecondsOrZero = 30.0
     """seconds; for running requests to finish after SIGTERM"""
     otlp_endpoint: Annotated[TracesUrl | None, BeforeValidator(_text)] = None
@@ -327,22 +324,22 @@ class GraphSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SecuritySection(Section):
-    """Files count from the YAML's folder where they are relative."""
+    """Relative paths count from the YAML's folder."""
 
     credentials: File | None = None
     """folder made by `pdserve credentials`, the same on all hosts of the graph: NATS, etcd and the streams between
-    processes are encrypted with it and take nothing without a certificate of it; not set: `serve` makes one for this
-    run where it starts both servers, else there is none"""
+    processes are encrypted and accept only certificates from it; not set: `serve` makes one for this run if it starts
+    both servers, else there is none"""
     api_keys: File | None = None
-    """file of API keys with names and limits ([frontend.md](frontend.md#api-keys)); those of PDSERVE_API_KEYS count
-    too"""
+    """file of API keys with names and limits ([frontend.md](frontend.md#api-keys)); keys of PDSERVE_API_KEYS are
+    accepted too"""
     tls_certificate: File | None = None
-    """of the OpenAI API, in PEM with its chain: clients come by https"""
+    """certificate of the OpenAI API with its chain, in PEM; clients then connect by https"""
     tls_key: File | None = None
-    """of `tls-certificate`, in PEM"""
+    """private key of `tls-certificate`, in PEM"""
     allow: Allowances = ()
-    """what may be open to other machines all the same: `no-keys`, an API without keys; `plain-http`, an API without
-    TLS, as behind a proxy that has it; `plain-graph`, NATS, etcd and streams without credentials"""
+    """what other machines may reach unprotected: `no-keys`, an API without keys; `plain-http`, an API without TLS, as
+    behind a proxy that has it; `plain-graph`, NATS, etcd and streams without credentials"""
 
 
 @dataclass(frozen=True)
@@ -350,18 +347,17 @@ class Config(GraphSection):
     path: Path
     """the YAML file, for messages"""
     model: str
-    """path of a model folder (absolute) or a hub id; `demo` was resolved to the bundled model's folder"""
+    """absolute path of a model folder, or a hub id; `demo` was resolved to the bundled model's folder"""
     served_model_name: str
-    """what clients put into `model`; not set: the model's own name"""
+    """the name that clients put into `model`"""
     frontend: FrontendConfig | None
     decode: DecodeConfig | None
     prefill: PrefillConfig | None
     security: SecuritySection = field(default_factory=SecuritySection)
     """with absolute paths"""
     notes: tuple[str, ...] = ()
-    """what was read differently from how it was written, one sentence each, to be shown once at start"""
+    """keys that mean something else than they say, one sentence each, to be shown once at start"""
 
     @property
     def scheme(self) -> str:
-        """By which clients come."""
         return "https" if self.security.tls_certificate else "http"

@@ -1,4 +1,4 @@
-"""A section of a file: what it takes from Common, its own keys by the schema, and vLLM's arguments by vLLM's list."""
+"""Reads a section of a file: keys from Common, its own keys by the schema, and vLLM's arguments by vLLM's list."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -42,7 +42,7 @@ def rules(section: str) -> dict[str, dict[str, Any]]:
 
 
 def must_be(rule: Mapping[str, Any]) -> str:
-    """What a value must be, for errors and for `docs/configuration.md`."""
+    """The rule in words, for errors and for `docs/configuration.md`."""
     rule = rule.get("anyOf", [rule])[0]
     low, high = rule.get("minimum"), rule.get("maximum")
     match rule.get("type"):
@@ -69,17 +69,17 @@ class SectionRead(Generic[S]):
     """A section of the file."""
 
     entry: Entry | None
-    """None where the file does not have it"""
+    """None if the file does not have it"""
     values: S
-    """a key with a problem reads as its default, as does one that is not there"""
+    """a key that is missing or has a problem has its default"""
     own: Mapping[str, Entry]
-    """where the section's own keys were written"""
+    """the section's own keys"""
     args: dict[str, Entry]
-    """vLLM's arguments by canonical name, with their values as vLLM will understand them"""
+    """vLLM's arguments by canonical name, with their values as vLLM will parse them"""
 
 
 class SectionReader:
-    """Reads the sections of a tree; problems go to `findings`, so that those of all keys are found."""
+    """Reads the sections of a tree. Problems go to `findings`, so that all are found."""
 
     def __init__(self, tree: Mapping[str, Entry], findings: Findings) -> None:
         self._tree = tree
@@ -96,14 +96,14 @@ class SectionReader:
         return SectionRead(self._tree.get(name), values, own, args)
 
     def check_common(self) -> None:
-        """As in Dynamo, a key that no section lists has no effect: it was meant to have one."""
+        """Report keys of Common that no section lists: as in Dynamo, they have no effect."""
         for name, entry in self._common.items():
             if name not in self._listed:
                 text = f"has no effect: list {name} in the common-configs of a section, or remove it."
                 self._findings.problem(entry, text)
 
     def _children(self, entry: Entry | None) -> Mapping[str, Entry]:
-        """None where there is no entry, or nothing under it; anything but a mapping is a problem."""
+        """The entry's children; a problem if its value is neither a mapping nor empty."""
         if entry is None:
             return {}
         if entry.value is not None and not isinstance(entry.value, dict):
@@ -111,7 +111,7 @@ class SectionReader:
         return entry.children
 
     def _from_common(self, listed: Entry) -> dict[str, Entry]:
-        """What a section's `common-configs` lists."""
+        """The keys that a section's `common-configs` lists."""
         if not isinstance(listed.value, list) or not all(isinstance(name, str) for name in listed.value):
             self._findings.problem(listed, "must be a list of keys of Common, as in [model, block-size].")
             return {}
@@ -129,7 +129,8 @@ class SectionReader:
     def _split(
         self, entries: Mapping[str, Entry], section: str, above: str = ""
     ) -> tuple[dict[str, Entry], dict[str, Entry]]:
-        """The section's own keys, those in the mapping `above` with its name before them, and all others."""
+        """The section's own keys, with the mappings' names before those inside, and all other entries. `above` is the
+        mapping that `entries` stand in."""
         own: dict[str, Entry] = {}
         others: dict[str, Entry] = {}
         for name, entry in entries.items():
@@ -159,7 +160,7 @@ class SectionReader:
             return adapter.validate_python(values)
 
     def _arguments(self, entries: Mapping[str, Entry], section: str) -> dict[str, Entry]:
-        """Keys that are not the section's own are vLLM's arguments, where they may stand in it, or mistakes."""
+        """The vLLM arguments among the keys that are not the section's own; all others are problems."""
         valid = arguments() if KINDS[section].takes_arguments else {}
         found: dict[str, Entry] = {}
         for key, entry in entries.items():
@@ -183,7 +184,7 @@ class SectionReader:
     def _unknown(
         self, entry: Entry, name: str, owner: str, own: Iterable[str], beside: Iterable[str] = ()
     ) -> None:
-        """`beside` are vLLM's arguments where they may stand here."""
+        """Report an unknown key; `own` are the valid ones, `beside` vLLM's arguments if they are allowed here."""
         homes = [section for section in KINDS if name in _names(section)]
         if homes:
             home = " or ".join(filter(None, [", ".join(homes[:-1]), homes[-1]]))
@@ -195,7 +196,7 @@ class SectionReader:
         self._findings.problem(entry, f"is {nor}: {hint}")
 
     def _check_connector(self, entry: Entry) -> None:
-        """The one form of kv-transfer-config that may stay in a file asks for what pdserve does anyway."""
+        """Accept a kv-transfer-config that only asks for what pdserve does anyway; report any other."""
         try:
             config = json.loads(entry.value) if isinstance(entry.value, str) else entry.value
         except ValueError as error:
@@ -215,7 +216,7 @@ class SectionReader:
 
 
 def _names(section: str, above: str = "") -> dict[str, None]:
-    """Names of the section's own keys and mappings, or of those in the mapping `above`."""
+    """Names of the section's own keys and mappings; with `above`, of those in that mapping."""
     keys = (key.removeprefix(above) for key in rules(section) if key.startswith(above))
     return dict.fromkeys(key.split(".")[0] for key in keys)
 

@@ -1,5 +1,5 @@
-"""A YAML file as entries that know their line, and what is wrong with them: every problem can name its place, and all
-of a file are told at once."""
+"""A YAML file as entries with their lines, and the findings about them: every problem names its place, and all problems
+of a file are reported at once."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -15,15 +15,15 @@ from pdserve.errors import ConfigError
 
 @dataclass(frozen=True)
 class Entry:
-    """A key with its value. Keys of `children` are in kebab-case (`served_model_name` is `served-model-name`), `value`
-    is the plain value with everything in it spelled as it was."""
+    """A key with its value."""
 
     path: str
     """`Section.key`, as written"""
     line: int
     value: object = None
+    """plain; keys inside are as written"""
     children: Mapping[str, "Entry"] = field(default_factory=dict)
-    """of a mapping; empty for every other value"""
+    """of a mapping, with keys in kebab-case (`served_model_name` is `served-model-name`); else empty"""
 
     @property
     def section(self) -> str:
@@ -32,24 +32,20 @@ class Entry:
 
 @dataclass
 class Findings:
-    """What is wrong with a file, or worth saying about it. Problems are full sentences that begin with `file:line: key`
-    and say what to do; notes are shown once at start."""
+    """Problems and notes about a file. A problem is a full sentence that begins with `file:line: key` and says what to
+    do; notes are shown once at start."""
 
     path: Path
     notes: list[str] = field(default_factory=list)
     _problems: dict[tuple[int, str], str] = field(default_factory=dict)
 
     def problem(self, entry: Entry, text: str) -> None:
-        """Keep the first problem of a key: what follows from a mistake only hides it."""
-        text = (
-            f"{self.path}:{entry.line}: {entry.path} {text}"
-            if entry.path
-            else f"{self.path}:{entry.line}: {text}"
-        )
-        self._problems.setdefault((entry.line, entry.path), text)
+        """Add a problem; only the first one of a key is kept, since the others follow from it."""
+        place = f"{self.path}:{entry.line}: {entry.path}".removesuffix(" ")
+        self._problems.setdefault((entry.line, entry.path), f"{place} {text}")
 
     def whole(self, text: str, of: str = "") -> None:
-        """A problem of the whole file; or `of` something outside of it, such as an environment variable."""
+        """Add a problem of the whole file, or `of` something else, such as an environment variable."""
         self._problems.setdefault((0, of), f"{of} {text}" if of else f"{self.path}: {text}")
 
     def note(self, entry: Entry, text: str) -> None:
@@ -58,7 +54,7 @@ class Findings:
             self.notes.append(note)
 
     def raise_if_any(self) -> None:
-        """The problems in order of their lines, as a ConfigError."""
+        """Raise a ConfigError with the problems in order of their lines, if there are any."""
         if self._problems:
             raise ConfigError(
                 [self._problems[place] for place in sorted(self._problems, key=lambda place: place[0])]
@@ -66,14 +62,14 @@ class Findings:
 
 
 def or_nearest(name: str, valid: Iterable[str], otherwise: str) -> str:
-    """A question about the valid name that `name` was probably meant to be; `otherwise` where none is like it."""
+    """`did you mean …?` with the valid name most like `name`; `otherwise` if none is like it."""
     found = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return f"did you mean {found[0]}?" if found else otherwise
 
 
 def read_tree(path: Path, findings: Findings) -> Mapping[str, Entry]:
-    """The file's top-level entries. Raises ConfigError where the file can't be read as one YAML mapping; duplicate keys
-    and the like go to `findings`."""
+    """The file's top-level entries. Raises ConfigError if the file is not one YAML mapping; other problems, such as
+    duplicate keys, go to `findings`."""
     try:
         text = path.read_text("utf-8")
     except OSError as error:
@@ -87,7 +83,7 @@ def read_tree(path: Path, findings: Findings) -> Mapping[str, Entry]:
 
 
 def parse_tree(text: str, findings: Findings, advice: str) -> Mapping[str, Entry]:
-    """The same of the file's text; `advice` is what to do where it is no mapping."""
+    """`read_tree` for a text; `advice` says what to do if it is not a mapping."""
     path = findings.path
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -110,8 +106,8 @@ def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
 
 
 class _Constructor(yaml.constructor.SafeConstructor):
-    """With dates, whatever another library made of them in PyYAML's own tables: lm-format-enforcer, which vLLM imports,
-    makes them words for all of its process."""
+    """Reads dates as dates: lm-format-enforcer, which vLLM imports, changes PyYAML's own table so that all dates of the
+    process are read as words."""
 
     yaml_constructors: ClassVar = yaml.constructor.SafeConstructor.yaml_constructors | {
         "tag:yaml.org,2002:timestamp": yaml.constructor.SafeConstructor.construct_yaml_timestamp
@@ -124,10 +120,11 @@ class _Reader:
         self._construct = _Constructor()
 
     def children(self, path: str, node: yaml.MappingNode, above: tuple[yaml.Node, ...]) -> dict[str, Entry]:
-        """`above` are the nodes that this node is inside of: an alias to one of them would never end."""
+        """`above`: the nodes that contain this node; an alias to one of them would never end."""
         self._find_duplicates(path, node)
-        # `<<: *defaults`; what the mapping says itself comes later and wins
-        self._construct.flatten_mapping(node)
+        self._construct.flatten_mapping(
+            node
+        )  # `<<: *defaults`: the mapping's own keys come after those and win
         entries = {}
         for key_node, value_node in node.value:
             entry = self._entry(path, key_node, value_node, (*above, node))

@@ -39,37 +39,36 @@ _KNOWN_GPUS = {
     "H200": 139.8,
     "B200": 178.35,
 }
-"""GiB by name as CUDA counts them, from logs of vLLM and torch: less than the name and NVML say, because the driver
-keeps some 1 to 3 %"""
+"""GiB by name as CUDA counts them, from logs of vLLM and torch: less than NVML's, because the driver keeps 1 to 3 %"""
 
 
 @dataclass(frozen=True)
 class Gpu:
     index: int
-    """in PCI order, as nvidia-smi counts"""
+    """in PCI order, as in nvidia-smi"""
     name: str
     memory: int
-    """bytes as CUDA counts them, by which vLLM sizes its KV cache"""
+    """bytes as CUDA counts them: vLLM sizes its KV cache by these"""
     uuid: str = ""
 
 
 @dataclass(frozen=True)
 class Machine:
     gpus: tuple[Gpu, ...]
-    """those that CUDA_VISIBLE_DEVICES leaves to this graph"""
+    """those that CUDA_VISIBLE_DEVICES shows"""
     cores: int
     memory: int
     """bytes of RAM in all"""
     available: int
-    """bytes of RAM that are free now"""
+    """bytes of free RAM"""
     build: str = "cuda"
-    """of the installed vLLM: `cuda`, `cpu`, or empty where there is none"""
+    """of the installed vLLM: `cuda`, `cpu`, or empty if there is none"""
     imagined: bool = False
-    """true: GPUs that a what-if asks about, not found"""
+    """true: the GPUs are those of `--gpus`, not found here"""
     devices: Mapping[str, str] = field(default_factory=dict)
-    """names of its network devices by their addresses"""
+    """network devices by address"""
     rdma: tuple[str, ...] = ()
-    """its RDMA ports, as UCX names them: `mlx5_0:1`"""
+    """RDMA ports, as UCX names them: `mlx5_0:1`"""
 
     @classmethod
     def detect(cls, env: Mapping[str, str] = os.environ) -> Self:
@@ -111,8 +110,7 @@ def _kind(text: str, gpus: str) -> tuple[str, int]:
 
 
 def visible(gpus: Sequence[Gpu], chosen: str | None) -> tuple[Gpu, ...]:
-    """What CUDA_VISIBLE_DEVICES (None: not set) leaves. Like CUDA, it ends at the first entry that is no
-    GPU."""
+    """The GPUs that CUDA_VISIBLE_DEVICES (None: not set) shows; as in CUDA, up to the first invalid entry."""
     if chosen is None:
         return tuple(gpus)
     left: list[Gpu] = []
@@ -145,8 +143,8 @@ def _nvml_gpu(index: int) -> Gpu:
 
 
 def _cuda_memory(handle: object) -> int:
-    """NVML's total less what the driver keeps for itself, which CUDA does not count: 22.49 and 21.99 GiB on an A10.
-    Drivers before 510 do not tell the difference."""
+    """NVML's total without what the driver keeps, as CUDA counts: 21.99 of 22.49 GiB on an A10. Drivers before 510 do
+    not report the difference."""
     try:
         info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return int(info.total - info.reserved)

@@ -1,9 +1,9 @@
-"""The arithmetic of memory: weights, activations, fixed costs, and what vLLM 0.32 leaves for the KV cache. Pure;
-everything is bytes of one rank (one GPU, or one CPU process of an engine) unless it says otherwise.
+"""Estimates an engine's memory: weights, activations, fixed costs, and what vLLM 0.32 leaves for the KV cache. Pure; in
+bytes of one rank (one GPU, or one CPU process of an engine) unless it says otherwise.
 
-vLLM takes `CUDA's total x gpu-memory-utilization` and subtracts what it finds used after loading, the peak of a
-profile run of max-num-batched-tokens, and its estimate of the CUDA graphs (`gpu_worker.determine_available_memory`).
-docs/memory.md holds these terms against the logs of real starts."""
+vLLM takes `CUDA's total x gpu-memory-utilization` and subtracts what is used after loading, the peak of a profile run
+of max-num-batched-tokens, and its estimate of the CUDA graphs (`gpu_worker.determine_available_memory`). docs/memory.md
+compares these terms with the logs of real starts."""
 
 import re
 from collections.abc import Mapping
@@ -18,17 +18,17 @@ GPU_RUNTIME_BYTES = GIB // 4
 """CUDA modules, cuBLAS and FlashInfer workspaces. Logs: 0.24 to 0.26 GiB in vLLM 0.19 to 0.31; 0.05 to 0.25 in 0.7.
 The CUDA context itself is made before vLLM's first look and not charged"""
 NVSWITCH_BYTES = 185 * GIB // 100
-"""what NCCL allocates more where the ranks are joined by NVSwitch. Logs: 2.06 to 2.21 GiB in all on H100 with TP 2
-and 4, 1.39 and 2.10 on A100 with TP 4 and 8, but 0.20 to 0.30 on cards joined by PCIe"""
+"""what NCCL allocates in addition if NVSwitch joins the ranks. Logs: 2.06 to 2.21 GiB in all on H100 with TP 2 and 4,
+1.39 and 2.10 on A100 with TP 4 and 8, but 0.20 to 0.30 on GPUs joined by PCIe"""
 GRAPH_POOL_BYTES = GIB // 5
 GRAPH_LAYER_BYTES = 3 * MIB // 20
 """vLLM's own estimate of its CUDA graphs, which it extrapolates from two captures: a pool, and for each graph some
 driver memory per layer. Logs: 0.26 GiB for 5 graphs, 0.36 for 16, 0.53 for 86 of 28 layers; far off in some (1.2 for
 86 of 32 layers, 2.75 for 86 of 80)"""
 CPU_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
-"""environment variable with whole GiB, which vLLM takes before the argument"""
+"""environment variable in whole GiB, which overrides kv-cache-memory-bytes"""
 CPU_KV_GIB = 1
-"""KV space per rank on the CPU where kv-cache-memory-bytes is not set"""
+"""KV space per rank on the CPU if neither is set"""
 CPU_ENGINE_BYTES = GIB
 """on the CPU a worker's own process and, beside several ranks, vLLM's EngineCore (546 and 435 MiB)"""
 CPU_RANK_BYTES = 8 * GIB // 10
@@ -38,7 +38,7 @@ FRONTEND_BYTES = 7 * GIB // 10
 
 @dataclass(frozen=True)
 class Memory:
-    """What a worker's engine will find. An estimate: vLLM measures when it starts."""
+    """Estimated memory of a worker's engine; vLLM measures it when it starts."""
 
     weights: int
     kv_per_token: int
@@ -51,11 +51,11 @@ class Memory:
     runtime: int = 0
     """what CUDA and NCCL keep for themselves"""
     kv_space: int | None = None
-    """for the KV cache; negative where not even the weights fit; None: no GPU to measure against"""
+    """for the KV cache; negative if the weights do not fit; None: unknown, there is no GPU"""
 
     @property
     def fixed(self) -> int:
-        """What does not grow with the batch, beside the weights."""
+        """What does not grow with the batch, without the weights."""
         return self.graphs + self.runtime
 
     @property
@@ -68,15 +68,14 @@ class Memory:
 
     @property
     def max_concurrency(self) -> float:
-        """Requests of max_model_len at once, as vLLM counts: whole blocks."""
+        """Requests of max_model_len that fit at once; as in vLLM, each takes whole blocks."""
         return self.blocks / -(-self.max_model_len // self.block_size)
 
 
 def size(
     model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None, *, cpu_kv: int | None = None
 ) -> Memory:
-    """On the CPU `cpu_kv` is the space for KV. On a GPU, `gpu` is None where there is none to measure
-    against."""
+    """`cpu_kv` is the KV space on the CPU, None on a GPU; `gpu` is None if the GPU is unknown."""
     on_cpu = cpu_kv is not None
     weights = weight_bytes(model, args, on_cpu=on_cpu)
     activations = 0 if on_cpu else activation_bytes(model, args, gpu)
@@ -98,8 +97,8 @@ def size(
 
 
 def weight_bytes(model: ModelFacts, args: Mapping[str, object], *, on_cpu: bool) -> int:
-    """The stored weights, shared out; the first or last pipeline stage has an embedding more than the others. On a
-    GPU also the rotary table, which every rank has whole, and what torch's allocator loses."""
+    """The rank's share of the stored weights; the first and last pipeline stages have an embedding in addition. On a
+    GPU also the whole rotary table and what torch's allocator loses."""
     tensor, layers = _tensor(args), _layers(model, args)
     width, stored = _dtype_bytes(model, args), model.weights(_dtype(model, args))
     embedding = model.vocab * model.hidden * width
@@ -113,9 +112,9 @@ def weight_bytes(model: ModelFacts, args: Mapping[str, object], *, on_cpu: bool)
 
 
 def _allocator_loss(model: ModelFacts, tensor: int, width: int) -> int:
-    """Of a layer's four matrices. torch's CUDA allocator asks for multiples of 2 MiB for whatever has 10 MiB and
-    more, and splits off the rest only if that is over 1 MiB (c10/cuda/CUDACachingAllocator.cpp). 0.17 GiB of the
-    13.95 that a rank of a 14B model takes with TP 2."""
+    """Bytes lost beside a layer's four matrices. torch's CUDA allocator rounds allocations of 10 MiB and more up to
+    2 MiB, and splits off the rest only if it is over 1 MiB (c10/cuda/CUDACachingAllocator.cpp): 0.17 GiB of the 13.95
+    that a rank of a 14B model takes with TP 2."""
     if model.latent or model.quantized:
         return 0
     heads, kv_heads = model.heads // tensor, max(1, model.kv_heads // tensor)
@@ -159,8 +158,8 @@ def runtime_bytes(args: Mapping[str, object], gpu: Gpu | None) -> int:
 
 
 def graph_bytes(model: ModelFacts, args: Mapping[str, object], gpu: Gpu | None) -> int:
-    """Captured are piecewise graphs of 1, 2, 4, multiples of 8 up to 256 and of 16 up to twice max-num-seqs and 512
-    tokens, and full ones as far as max-num-seqs (`VllmConfig._set_cudagraph_sizes`)."""
+    """vLLM captures piecewise graphs of 1, 2, 4, multiples of 8 up to 256, and multiples of 16 up to twice max-num-seqs
+    and 512 tokens; and full graphs up to max-num-seqs (`VllmConfig._set_cudagraph_sizes`)."""
     if not _compiled(args):
         return 0
     tokens, sequences = _batch(args, gpu)
@@ -185,12 +184,12 @@ def _tensor(args: Mapping[str, object]) -> int:
 
 
 def _layers(model: ModelFacts, args: Mapping[str, object]) -> int:
-    """Of the largest pipeline stage."""
+    """Layers of the largest pipeline stage."""
     return -(-model.layers // int(str(args.get("pipeline-parallel-size", 1))))
 
 
 def _compiled(args: Mapping[str, object]) -> bool:
-    """With torch.compile and CUDA graphs, vLLM's default."""
+    """Whether vLLM uses torch.compile and CUDA graphs, its default."""
     return args.get("enforce-eager") is not True
 
 
@@ -230,7 +229,7 @@ def _gpu_kv_space(args: Mapping[str, object], gpu: Gpu | None, taken: int) -> in
 
 
 def cpu_kv_bytes(args: Mapping[str, object], env: Mapping[str, str]) -> int:
-    """For the KV of each rank on the CPU."""
+    """KV space of each rank on the CPU."""
     space, explicit = env.get(CPU_KV_VARIABLE), args.get("kv-cache-memory-bytes")
     if space:  # a value that is no number of GiB is a problem of the plan
         return ((space.isdecimal() and int(space)) or CPU_KV_GIB) * GIB
@@ -238,5 +237,5 @@ def cpu_kv_bytes(args: Mapping[str, object], env: Mapping[str, str]) -> int:
 
 
 def gpu_share(args: Mapping[str, object]) -> float:
-    """The part of a GPU's memory that an engine may take."""
+    """The share of a GPU's memory that an engine may take."""
     return float(str(args.get("gpu-memory-utilization", GPU_UTILIZATION)))

@@ -1,5 +1,5 @@
-"""What the plan needs to know of a model, from its config.json and safetensors headers: no weights are loaded
-and neither torch nor transformers imported."""
+"""A model's sizes, from its config.json and safetensors headers, without loading weights or importing torch or
+transformers."""
 
 import json
 from collections import Counter
@@ -29,12 +29,12 @@ class ModelFacts:
     intermediate: int
     vocab: int
     max_len: int | None
-    """None where the config does not say, or scales its positions"""
+    """None if the config does not say, or scales its positions"""
     dtype: str
     stored: Mapping[str, int]
-    """bytes of weights by safetensors dtype; `?` where only the files' sizes are known"""
+    """bytes of weights by safetensors dtype; `?` if only the files' sizes are known"""
     odd_layers: tuple[str, ...] = ()
-    """kinds of layers that keep no KV blocks of the usual size"""
+    """kinds of layers whose KV has another size than the usual, or that keep none"""
     latent: int = 0
     """width of a compressed KV entry (multi-head latent attention), which replaces all heads"""
     positions: int = 0
@@ -42,10 +42,10 @@ class ModelFacts:
     tied: bool = False
     """the embedding is also the output layer"""
     multimodal: bool = False
-    """it takes more than text"""
+    """whether it takes more than text"""
 
     def resolve_dtype(self, asked: object) -> str:
-        """What vLLM computes in: `auto` is the model's own, but never float32."""
+        """The dtype that vLLM computes in: `auto` is the model's own, but never float32."""
         dtype = _ALIASES.get(str(asked), str(asked))
         if dtype != "auto":
             return dtype
@@ -56,13 +56,13 @@ class ModelFacts:
         return bool(self.stored.keys() - _FLOATS.keys() - {"?"})
 
     def weights(self, dtype: str) -> int:
-        """Bytes of all weights once loaded; quantized ones stay as they are stored."""
+        """Bytes of all weights after loading; quantized ones stay as they are stored."""
         target = DTYPE_BYTES.get(dtype, 2)
         return sum(size * target // _FLOATS.get(kind, target) for kind, size in self.stored.items())
 
 
 def read_model(folder: Path) -> ModelFacts:
-    """Raises ConfigError with what is missing or not understood."""
+    """Raises ConfigError if something is missing or not understood."""
     path = folder / "config.json"
     try:
         whole = json.loads(path.read_text("utf-8"))
@@ -111,7 +111,7 @@ def _max_len(config: dict[str, Any]) -> int | None:
 
 
 def _stored(folder: Path) -> Mapping[str, int]:
-    """From the headers of the files that the index names; from the index where files are missing."""
+    """Bytes by dtype: from the headers of the files in the index, or from the index itself if files are missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         content = json.loads(index.read_text("utf-8"))

@@ -27,25 +27,25 @@ from pdserve.plan.slots import PlannedWorker, Selection, Slot, frontend_slots, g
 from pdserve.records import Role
 
 DECODE_CHUNK = 256
-"""tokens of a prompt that a decode worker computes in a step beside running streams: docs/decisions/0025-adaptive.md"""
+"""tokens of a prompt that a decode worker computes in a step beside streams (docs/decisions/0025-adaptive.md)"""
 W = TypeVar("W", bound=WorkerConfig)
 
 
 @dataclass(frozen=True)
 class Plan:
     config: Config
-    """with what this machine adds: start roles with this one, not with the loaded one"""
+    """the loaded one with this machine's defaults: start roles with this one"""
     machine: Machine
     workers: tuple[PlannedWorker, ...]
-    """decode first"""
+    """decode workers first"""
     frontends: tuple[Slot, ...]
     problems: tuple[str, ...] = ()
-    """why it cannot run, one sentence each with what to do; empty: it can"""
+    """why it cannot run, in full sentences that say what to do; empty: it can"""
     notes: tuple[str, ...] = ()
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """All processes: decode workers, prefill workers, frontends."""
+        """All processes, frontends last."""
         return (*(worker.slot for worker in self.workers), *self.frontends)
 
 
@@ -56,8 +56,8 @@ def make_plan(
     index: int | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> Plan:
-    """Never fails: what is wrong is in `problems`. `roles` and `index` plan a part of the graph, as for one role on
-    another host: its ports are those it has in the whole graph, its GPUs the first of this machine."""
+    """Never fails: what is wrong is in `problems`. `roles` and `index` select a part of the graph, as for one role on
+    another host: its ports are those of the whole graph, its GPUs the first of this machine."""
     notes, problems = list(config.notes), list[str]()
     model = _model(config, problems, notes)
     config, selection = _with_defaults(config, machine, model), Selection(roles, index)
@@ -74,31 +74,31 @@ def make_plan(
 
 
 def worker_memory(config: Config, slot: Slot) -> Memory | None:
-    """What the plan says of a worker of this machine that has its slot already; None where sizes are unknown."""
+    """The planned memory of a worker that has its slot already; None if sizes are unknown."""
     section = config.decode if slot.role.does(Role.DECODE) else config.prefill
     assert section is not None, f"{config.path} has no section for a {slot.role.value} worker"
-    machine = Machine.detect({})  # a slot counts the cards as NVML does, whatever CUDA shows of them
+    machine = Machine.detect({})  # all GPUs: a slot's numbers are NVML's, CUDA_VISIBLE_DEVICES hides some
     worker = PlannedWorker(slot, section, len(slot.gpus))
     return _memory(worker, _model(config, [], []), machine, os.environ)
 
 
 def _with_defaults(config: Config, machine: Machine, model: ModelFacts | None) -> Config:
-    """pdserve's own choices, where the file says nothing else."""
+    """Add pdserve's defaults for this machine; the file's arguments win."""
     decode = config.decode and _in_chunks(_eager_on_cpu(config.decode, machine), model)
     prefill = config.prefill and _eager_on_cpu(config.prefill, machine)
     return replace(config, decode=decode, prefill=prefill)
 
 
 def _eager_on_cpu(worker: W, machine: Machine) -> W:
-    """Without a GPU, engines run eagerly: compiling takes minutes at each start."""
+    """Without a GPU, run engines eagerly: compiling takes minutes at each start."""
     if worker.engine == "sim" or gpus_needed(worker, machine):
         return worker
     return _with_argument(worker, "enforce-eager", True, "pdserve (no GPU)")
 
 
 def _in_chunks(decode: DecodeConfig, model: ModelFacts | None) -> DecodeConfig:
-    """Prompts that a decode worker computes beside its running streams delay them by a chunk of this size at a time. Of
-    a model that takes images, vLLM may need a whole image in a step: there it chooses."""
+    """Compute prompts in chunks, since each step delays the running streams by a chunk. Not for a model that takes
+    images: vLLM may need a whole image in a step."""
     args, length = decode.engine_args, model.max_len if model is not None else None
     whole = args.get("enable-chunked-prefill") is False
     if (
@@ -123,7 +123,7 @@ def _with_argument(worker: W, name: str, value: object, origin: str) -> W:
 
 
 def _model(config: Config, problems: list[str], notes: list[str]) -> ModelFacts | None:
-    """None where its sizes cannot be known."""
+    """The model's sizes; None if they cannot be known."""
     worker = config.decode or config.prefill
     revision = str(worker.engine_args.get("revision", "main")) if worker else "main"
     folder = find_folder(config.model, revision)
@@ -159,7 +159,7 @@ def _memory(
     return size(model, args, smallest, cpu_kv=None if worker.gpus else cpu_kv_bytes(args, env))
 
 
-# What keeps a placed graph from running: each check yields sentences that say what to do.
+# Checks of a placed graph: each yields problems, full sentences that say what to do.
 
 
 def _build(machine: Machine, workers: Sequence[PlannedWorker]) -> Iterator[str]:
@@ -198,7 +198,7 @@ def _kv_variable(env: Mapping[str, str]) -> Iterator[str]:
 
 
 def _one_per_role(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:
-    """Workers of a role are alike but for mixed cards, where the worker with the least KV space speaks for all."""
+    """One worker of each role: they differ only on mixed GPUs, where the one with the least KV space is taken."""
 
     def kv_space(worker: PlannedWorker) -> int:
         return (worker.memory and worker.memory.kv_space) or 0
@@ -207,7 +207,7 @@ def _one_per_role(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:
 
 
 def _block_size(worker: PlannedWorker) -> Iterator[str]:
-    """What vLLM's attention kernels take, on the CPU and in FlashAttention."""
+    """vLLM's attention kernels need multiples: of 32 on the CPU, of 16 in FlashAttention."""
     size, unit = block_size(worker.config.engine_args, on_cpu=not worker.gpus), 16 if worker.gpus else 32
     if size % unit:
         where = "a GPU" if worker.gpus else "the CPU"

@@ -22,7 +22,7 @@ _TITLE = {"title_justify": "left", "title_style": "bold"}
 
 
 def render(plan: Plan) -> RenderableType:
-    """For rich's `Console.print`; reads well from 80 columns."""
+    """For rich's `Console.print`; needs 80 columns."""
     parts: list[RenderableType] = [_heading(plan), _processes(plan)]
     if any(worker.memory for worker in plan.workers):
         parts.append(_memory(plan))
@@ -174,7 +174,7 @@ def _memory_cells(memory: Memory) -> Iterator[str]:
 
 
 def _arguments(plan: Plan) -> Table:
-    """A row for each argument of a role; workers of a role have the same."""
+    """A row for each argument of a role: its workers have the same."""
     rows = table("role", "argument", "value", "from", title="vLLM arguments", **_TITLE)
     first: dict[Role, PlannedWorker] = {}
     for worker in plan.workers:
@@ -187,7 +187,7 @@ def _arguments(plan: Plan) -> Table:
 
 
 def _origins(worker: PlannedWorker, plan: Plan) -> Iterator[tuple[str, object, str]]:
-    """Arguments and environment of a worker: name, value, and where it is from."""
+    """Name, value and origin of each argument and environment variable of a worker."""
     config, role = worker.config, worker.slot.role
     for name, value in sorted(config.engine_args.items()):
         shown = "…" if name in _SECRET else value

@@ -1,4 +1,4 @@
-"""Which processes run here, with their GPUs, ports and environment: pure."""
+"""The processes of this machine with their GPUs, ports and environment: pure."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ from pdserve.records import Role
 
 @dataclass(frozen=True)
 class Slot:
-    """A process's place on this machine, decided by the plan before anything starts."""
+    """A process's place on this machine, decided before anything starts."""
 
     role: Role
     index: int
     gpus: tuple[int, ...] = ()
     kv_port: int = 0
-    """workers only"""
+    """of the NIXL side channel; workers only"""
     env: Mapping[str, str] = field(default_factory=dict)
-    """environment the process must be started with (CUDA_VISIBLE_DEVICES, KV cache space, threads, …)"""
+    """environment variables to start the process with (CUDA_VISIBLE_DEVICES, KV cache space, threads, …)"""
 
     @property
     def name(self) -> str:
@@ -32,14 +32,14 @@ class PlannedWorker:
     slot: Slot
     config: WorkerConfig
     gpus: int
-    """that it needs; its slot has none where they were not found"""
+    """GPUs that it needs; its slot has none if they were not found"""
     memory: Memory | None = None
-    """None where sizes are unknown, see the plan's notes; a simulated engine has none"""
+    """None for a simulated engine, and if sizes are unknown (see the plan's notes)"""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which processes of the graph to plan: all of them, those of some roles, or one of a role."""
+    """The processes of the graph to plan: all, those of some roles, or one of a role."""
 
     roles: Collection[Role] | None = None
     index: int | None = None
@@ -48,15 +48,15 @@ class Selection:
         return (self.roles is None or role in self.roles) and self.index in (None, number)
 
     def leaves_gpus_to(self, role: Role, number: int) -> bool:
-        """Lower-numbered workers of a role get GPUs too: several may be started by hand on one host."""
+        """Whether this worker gets GPUs: selected ones, and those before them, which may be started by hand here."""
         return (self.roles is None or role in self.roles) and (self.index is None or number <= self.index)
 
 
 def place_workers(
     config: Config, machine: Machine, selection: Selection, env: Mapping[str, str]
 ) -> tuple[list[PlannedWorker], list[str]]:
-    """The workers, prefill workers last, and what keeps them from being placed. Ports are those of the whole graph, so
-    that parts of it that are started one by one do not collide."""
+    """The workers, prefill workers last, and the problems of placing them. Ports are those of the whole graph, so that
+    roles that are started one by one do not collide."""
     workers = [
         (port, role, number, worker)
         for port, (role, number, worker) in enumerate(_all_workers(config), start=config.kv_port)
@@ -93,7 +93,7 @@ def _all_workers(config: Config) -> Iterator[tuple[Role, int, WorkerConfig]]:
 
 
 def gpus_needed(worker: WorkerConfig, machine: Machine) -> int:
-    """Per worker, on this machine: what the file says, else one for each rank where there are GPUs to use."""
+    """GPUs per worker: what the file says, else one for each rank if this machine has GPUs to use."""
     if worker.engine == "sim":
         return 0
     if worker.gpus is not None:
@@ -106,19 +106,19 @@ class GpuRequest:
     worker: str
     gpus: int
     pinned: tuple[int, ...] = ()
-    """exactly these, `gpus` of them; they may be shared with other pinned workers"""
+    """exactly these; other pinned workers may share them"""
 
 
 @dataclass(frozen=True)
 class Placement:
     gpus: Mapping[str, tuple[int, ...]]
-    """by worker; empty for a worker on the CPU, and for one that found no room"""
+    """by worker; empty for a worker on the CPU, and if there were too few"""
     problems: list[str] = field(default_factory=list)
 
 
 def place(requests: Sequence[GpuRequest], gpus: Sequence[int]) -> Placement:
-    """Pinned workers get their GPUs; the others, in order, each a group of neighbours (which share the fastest links)
-    of what is left, or any where there is no such group."""
+    """Pinned workers get their GPUs. Of the rest, each worker in order gets a group of neighbours (which share the
+    fastest links), or any GPUs if there is no such group."""
     pinned = {index for request in requests for index in request.pinned}
     free = [index for index in sorted(gpus) if index not in pinned]
     found: dict[str, tuple[int, ...]] = {}
@@ -175,23 +175,23 @@ def _address_env(host: str, kv_port: int) -> dict[str, str]:
 
 
 def _network_env(host: str, worker: WorkerConfig, machine: Machine, env: Mapping[str, str]) -> dict[str, str]:
-    """Have all that vLLM is made of listen on the network device of `Graph.host` and on no other; by themselves UCX
-    takes all of the machine, and Gloo and NCCL one of their choice. RDMA ports do not listen, and stay in use. What
-    the user's environment says wins; and a worker that spans machines is left alone, since Ray gives their
-    environment to all of them, where a device may have another name."""
+    """Make UCX, Gloo and NCCL listen only on the network device of `Graph.host`. By default UCX listens on all devices,
+    and Gloo and NCCL on one of their choice. RDMA ports do not listen, and stay in use. The user's environment wins.
+    Nothing is set for a worker that spans machines: Ray copies the environment to all of them, where the device may
+    have another name."""
     device = _device(host, machine)
     if not device or worker.engine_args.get("distributed-executor-backend") == "ray":
         return {}
     chosen = {
         "UCX_NET_DEVICES": ",".join([device, *machine.rdma]),
         "GLOO_SOCKET_IFNAME": device,
-        "NCCL_SOCKET_IFNAME": f"={device}",  # exactly that one; without the sign it would be a prefix
+        "NCCL_SOCKET_IFNAME": f"={device}",  # without the sign it would be a prefix
     }
     return {name: env.get(name) or value for name, value in chosen.items()}
 
 
 def _device(host: str, machine: Machine) -> str | None:
-    """None where no device of this machine has that address."""
+    """The network device with that address; None if this machine has none."""
     try:
         return machine.devices.get("127.0.0.1" if ip_address(host).is_loopback else host)
     except ValueError:
@@ -201,9 +201,9 @@ def _device(host: str, machine: Machine) -> str | None:
 def _device_env(
     worker: WorkerConfig, machine: Machine, gpus: tuple[int, ...], ranks: int, env: Mapping[str, str]
 ) -> dict[str, str]:
-    """`ranks` are those of the whole graph: on the CPU they share the threads, because engines that each take all cores
-    stand in each other's way. A lone engine leaves a core to its other processes: spinning threads on all of 2 cores
-    made it 5 times slower at 8 streams. There the user's environment wins."""
+    """On the CPU, the threads are shared by the `ranks` of the whole graph: engines that each take all cores slow each
+    other down. A lone engine leaves one core to its other processes: spinning threads on all of 2 cores made it 5 times
+    slower at 8 streams. On the CPU the user's environment wins."""
     if gpus:
         # PCI order is NVML's; CUDA's own default puts the fastest card first.
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

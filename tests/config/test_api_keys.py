@@ -63,6 +63,7 @@ def test_whether_keys_are_configured(file: Path) -> None:
     [
         ("", "FILE: there is no API key in it"),
         ("# only a comment\n", "FILE: there is no API key in it"),
+        ("{ }\n", "FILE: there is no API key in it"),
         ("alice:\n", "FILE:1: alice must be a mapping"),
         ("alice: {}\n", "FILE:1: alice needs either key or key-sha256"),
         (f"alice: {{key: {LONG}, key-sha256: {HASH}}}", "FILE:1: alice needs either key or key-sha256"),
@@ -87,7 +88,7 @@ def test_whether_keys_are_configured(file: Path) -> None:
         (f"alice: {{key: {LONG}\xfc}}", "FILE:1: alice.key must be of ASCII characters"),
         (f"{LONG}\xfc", "FILE:1: the key must be of ASCII characters"),
         (f"alice: {{key: !!timestamp {LONG}}}", "FILE:1: alice.key has no plain value"),
-        ("alice: " + "[" * 3000, "FILE is nested too deeply"),
+        ("alice: " + "[" * 1000, "FILE is nested too deeply"),
         (f"al ice: {{key: {LONG}}}", "FILE:1: al ice is no name for an API key"),
         (f"alice: {{key: {LONG}}}\nalice: {{key: {OTHER}}}", "FILE:2: alice was already set in line 1"),
         (f"alice: {{key: {LONG}}}\nbob: {{key: {LONG}}}", "the API keys alice and bob are the same key"),
