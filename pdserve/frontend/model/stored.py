@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -27,6 +28,9 @@ from pdserve.queue.responses import ResponseStore
 from pdserve.records import StoredResponse
 from pdserve.tasks import Lifetime
 
+if TYPE_CHECKING:
+    from pdserve.frontend.model.vllm_responses import ResponseJson
+
 logger = logging.getLogger(__name__)
 
 UNFINISHED = ("queued", "in_progress")
@@ -35,16 +39,6 @@ LARGE = 64 << 10
 END_WITHIN = 5.0
 """seconds for cancelled background work to end"""
 STOPPED = "the frontend was stopped"
-
-
-class ResponseCodec(Protocol):
-    """vLLM's objects as bytes, and back; implemented by `vllm_responses`, which imports vLLM."""
-
-    def dump(self, response: Any) -> bytes: ...
-    def load(self, data: bytes) -> Any: ...
-    def dump_messages(self, messages: Any) -> bytes: ...
-    def load_messages(self, data: bytes) -> Any: ...
-    def dump_event(self, event: Any) -> str: ...
 
 
 @dataclass(eq=False)
@@ -105,7 +99,8 @@ class StoredResponses(Lifetime):
         """instance id"""
         self._running: dict[tuple[str, str], RunningResponse] = {}
         """by owner and id"""
-        self._codecs: dict[str, ResponseCodec] = {}
+        self._codecs: dict[str, ResponseJson] = {}
+        """by model"""
         self._away = False
         """whether the store's outage was logged"""
 
@@ -204,11 +199,8 @@ class StoredResponses(Lifetime):
         running.saved = running.response.status
         try:
             data = self._encode(running, self.frontend if unfinished else "")
-            packed = (
-                await asyncio.to_thread(zlib.compress, data, 1)
-                if len(data) > LARGE
-                else zlib.compress(data, 1)
-            )
+            pack = partial(zlib.compress, data, 1)
+            packed = await asyncio.to_thread(pack) if len(data) > LARGE else pack()
             await self.store.put(running.owner, running.id, packed)
         except QueueUnavailable as error:
             if not self._away:
@@ -238,7 +230,7 @@ class StoredResponses(Lifetime):
 
     # for vLLM's app
 
-    def of_model(self, model: str, codec: ResponseCodec) -> "ModelResponses":
+    def of_model(self, model: str, codec: "ResponseJson") -> "ModelResponses":
         self._codecs[model] = codec
         return ModelResponses(self, model, codec)
 
@@ -251,7 +243,7 @@ class ModelResponses:
     """Stands in for the dicts of one model's app, and for their lock. vLLM awaits nothing while it holds the lock, so
     this does not lock: leaving it stores the responses that were changed under it."""
 
-    def __init__(self, stored: StoredResponses, model: str, codec: ResponseCodec) -> None:
+    def __init__(self, stored: StoredResponses, model: str, codec: "ResponseJson") -> None:
         self._stored = stored
         self._model = model
         self._codec = codec
@@ -295,11 +287,8 @@ class ModelResponses:
     def _load(self, owner: str, response_id: str, record: StoredResponse) -> RunningResponse:
         response = self._codec.load(record.response)
         messages = self._codec.load_messages(record.messages) if record.messages else None
-        events = (
-            (deque(StoredEvent(*event) for event in record.events), asyncio.Event())
-            if record.events
-            else None
-        )
+        past = deque(StoredEvent(*event) for event in record.events)
+        events = (past, asyncio.Event()) if past else None
         return RunningResponse(
             owner, response_id, record.model, response, messages, events, saved=response.status
         )

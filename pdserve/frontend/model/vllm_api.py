@@ -90,9 +90,9 @@ def encode_request(request: EngineCoreRequest) -> list[bytes]:
 
 def _refused_part(value: object) -> str:
     """The path to the innermost part that the encoder refuses."""
-    path, inner = "", iter(_parts(value))
-    while (found := next(filter(_is_refused, inner), None)) is not None:
-        path, inner = path + found[0], iter(_parts(found[1]))
+    path = ""
+    while (found := next(filter(_is_refused, _parts(value)), None)) is not None:
+        path, value = path + found[0], found[1]
     return path.removeprefix(".")
 
 

@@ -50,6 +50,8 @@ def raising_refusals(app: FastAPI) -> ASGIApp:
 
 
 class ResponseJson:
+    """vLLM's objects as bytes, and back."""
+
     def dump(self, response: ResponsesResponse) -> bytes:
         return cast(bytes, response.model_dump_json(by_alias=True).encode())
 
