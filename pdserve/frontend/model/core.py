@@ -8,7 +8,6 @@ this class notices that it goes on at another worker from prompt + tokens so far
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -63,7 +62,6 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         self.workers = WorkerPool(context.router, VERSION, context.connect, self)
         self._ttft, self._itl = TTFT.labels(card.name), ITL.labels(card.name)
         self._tasks = tuple(card.supported_tasks)
-        self._request_timeout = context.request_timeout
         self._migration = Migration(self, card.name, card.max_model_len)
         self._generations: dict[str, Generation] = {}
         """by AsyncLLM's id"""
@@ -74,8 +72,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Never raises: AsyncLLM has registered the request already, and would keep it for ever."""
         trace = current_trace.get()
-        deadline = time.monotonic() + self._request_timeout if trace is None else trace.deadline
-        generation = Generation(request, trace, deadline)
+        assert trace is not None, "every generation belongs to an HTTP request"
+        generation = Generation(request, trace)
         self._generations[generation.id] = generation
         with self._contained(generation):
             self._begin(generation)
@@ -126,19 +124,16 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         generation.replays = looks_back(request.sampling_params) is not None
         generation.request = repeatable(request)
         generation.size = len(generation.prompt) + self.estimate.tokens(generation.max_tokens)
-        if trace is not None:
-            generation.hops = trace.sequence_hops()
-            trace.add_prompt(generation.prompt_key, len(generation.prompt))
-            if trace.deltas is not None and trace.path in self.plain_paths:
-                self.stream_deltas(generation.id, trace.deltas, self.plain_paths[trace.path])
-        if trace is None or trace.admission is None:
-            self.place(generation)
-        elif trace.failure is not None:  # a sibling (n > 1) has just ended all of them
+        trace.add_prompt(generation.prompt_key, len(generation.prompt))
+        if trace.failure is not None:  # a sibling (n > 1) has just ended all of them
             self._end(generation)
-        else:
-            begin, drop = partial(self.place, generation), partial(self._end, generation)
-            generation.permit = trace.admission.permit(begin, drop)
-            generation.permit.request()
+            return
+        if trace.deltas is not None and trace.path in self.plain_paths:
+            self.stream_deltas(generation.id, trace.deltas, self.plain_paths[trace.path])
+        assert trace.admission is not None, f"{trace.path} generates, and has no admission"
+        begin, drop = partial(self.place, generation), partial(self._end, generation)
+        generation.permit = trace.admission.permit(begin, drop)
+        generation.permit.request()
 
     def place(self, generation: Generation, *, only_others: bool = False) -> None:
         """Submit the generation to a worker (with `only_others`, to none that lost it), or let it wait. It is encoded
@@ -152,8 +147,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             submit = next_attempt(generation)
             self._migration.stop_waiting(generation)
             generation.attach(link, submit.request_id)
-            if generation.trace is not None:
-                generation.trace.sent_to(link.instance)
+            generation.trace.sent_to(link.instance)
             link.post(submit)
 
     def received(self, link: Link, message: ToFrontend) -> None:
@@ -228,21 +222,20 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         """Write the worker's last word on its prefill into the trace: an output has come of it."""
         generation.noted = generation.placed
         generation.hops.decoding()
-        if generation.trace is not None and generation.placed is not None:
+        if generation.placed is not None:
             generation.trace.prefilled(generation.id, generation.placed)
 
     def _note_cached(self, generation: Generation, link: Link, stats: PrefillStats) -> None:
         count_prefix_hit(stats, generation.placed.cached if generation.placed else 0, link.block_size)
-        if generation.trace is not None:
-            generation.trace.add_cached(generation.prompt_key, stats.num_cached_tokens)
+        generation.trace.add_cached(generation.prompt_key, stats.num_cached_tokens)
 
     def _count(self, generation: Generation, tokens: list[int]) -> None:
         trace = generation.trace
-        first = trace is not None and trace.first_token is None
+        first = trace.first_token is None
         gap = generation.add_tokens(tokens)
         if gap is not None:
             self._itl.observe(gap)
-        elif first and trace is not None and trace.ttft is not None:
+        elif first and trace.ttft is not None:
             self._ttft.observe(trace.ttft)
 
     def finish(self, generation: Generation) -> None:
@@ -253,8 +246,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
 
     def fail(self, generation: Generation, failure: RequestFailure) -> None:
         """End the generation, and the others of the same HTTP request, with this error for the client."""
-        if generation.trace is not None:
-            generation.trace.failure = failure
+        generation.trace.failure = failure
         for request_id in [generation.id, *self.fail_request(generation.id, failure.message, failure.status)]:
             if other := self._generations.get(request_id):
                 self._end(other)

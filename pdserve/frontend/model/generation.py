@@ -14,11 +14,9 @@ from pdserve.observe.tracing import TracedSpan
 @dataclass(eq=False)
 class Generation:
     request: EngineCoreRequest
-    trace: RequestTrace | None
-    deadline: float
-    """monotonic seconds"""
+    trace: RequestTrace
     permit: SequencePermit | None = None
-    """None: it begins without admission"""
+    """None before it begins and after its end"""
     size: float = 0.0
     """tokens of KV that it will probably need"""
     tokens: list[int] = field(default_factory=list)
@@ -26,7 +24,7 @@ class Generation:
     first_token: float = 0.0
     last_token: float = 0.0
     """monotonic seconds; 0 before the first token"""
-    hops: SequenceHops = field(default_factory=lambda: SequenceHops(0.0))
+    hops: SequenceHops = field(init=False)
 
     # the current attempt
 
@@ -59,6 +57,9 @@ class Generation:
     engines_died: int = 0
     """how many engines in a row died while they computed its next token, as their workers reported"""
 
+    def __post_init__(self) -> None:
+        self.hops = self.trace.sequence_hops()
+
     @property
     def id(self) -> str:
         request_id: str = self.request.request_id
@@ -90,12 +91,11 @@ class Generation:
 
     def begin_span(self, instance: str) -> None:
         """Begin the span of an attempt at this worker, if the request is traced."""
-        if self.trace is not None and self.trace.span is not None:
+        if self.trace.span is not None:
             self.span = self.trace.span.begin("attempt", time.monotonic(), {"pdserve.instance": instance})
 
     def _end_span(self, hops: list[Hop], error: str) -> None:
         assert self.span is not None
-        assert self.trace is not None
         span, self.span = self.span, None
         span.add_hops((hop for hop in hops if hop.name == "decode"), self.trace.started)
         span.end(time.monotonic(), {"pdserve.prefill": self.placed.prefill if self.placed else ""}, error)
@@ -139,8 +139,7 @@ class Generation:
         self.last_token = now
         self.engines_died = 0
         self.tokens += tokens
-        if self.trace is not None:
-            self.trace.add_tokens(len(tokens))
+        self.trace.add_tokens(len(tokens))
         return gap
 
 

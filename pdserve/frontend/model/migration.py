@@ -64,7 +64,7 @@ def next_attempt(generation: Generation) -> Submit:
     return Submit(
         attempt_id,
         generation.prompt + ([] if generation.replays else generation.tokens),
-        max(0.0, generation.deadline - time.monotonic()),
+        max(0.0, generation.trace.deadline - time.monotonic()),
         body(generation.request, attempt_id, generation.tokens),
         migrated=generation.losses > 0,
         engines_died=generation.engines_died,
@@ -144,7 +144,7 @@ class Migration:
                 generation, instance + failed.message, "engine-died" if failed.engines_died else "failed"
             )
             return
-        late = time.monotonic() >= generation.deadline
+        late = time.monotonic() >= generation.trace.deadline
         status = 400 if failed.invalid else 504 if late else 500
         self._core.fail(generation, RequestFailure(status, failed.message))
 
@@ -163,8 +163,7 @@ class Migration:
         else:
             self._moved[word].inc()
             generation.hops.migrated(reason)
-            if generation.trace is not None:
-                generation.trace.retries += 1
+            generation.trace.retries += 1
             tokens = len(generation.tokens)
             logger.info("request %s goes on elsewhere after %d tokens: %s", generation.id, tokens, reason)
             self._core.place(generation, only_others=True)
@@ -189,7 +188,7 @@ class Migration:
         """Wait for a worker until the deadline. With `retry`, try the workers that lost it again after `PAUSE`."""
         loop, timers = asyncio.get_running_loop(), self._waiting.setdefault(generation, [])
         if not timers:
-            left = max(0.0, generation.deadline - time.monotonic())
+            left = max(0.0, generation.trace.deadline - time.monotonic())
             timers.append(loop.call_later(left, self._give_up, generation))
         generation.hops.held(NO_WORKER)
         if retry:
@@ -214,7 +213,7 @@ class Migration:
         prompts), so that the other model serves it. A request at which an engine died is not tried there: those workers
         would count its victims from 0 again. A request that has tokens waits for another worker of its own model."""
         trace = generation.trace
-        if not self.replaced or trace is None or trace.first_token:
+        if not self.replaced or trace.first_token:
             return
         siblings = self._core.generations_of(trace)
         if generation in siblings and not any(sibling.link for sibling in siblings):

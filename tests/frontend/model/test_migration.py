@@ -10,6 +10,7 @@ from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.migration import body, repeatable, too_many_losses
 from pdserve.frontend.model.workers import Link
 from pdserve.sampling import looks_back
+from tests.frontend.model.test_routing import trace
 
 
 def request(**params: Any) -> EngineCoreRequest:
@@ -109,7 +110,7 @@ def test_only_transfers_in_extra_args_leaves_none() -> None:
     ],
 )
 def test_how_often_a_request_is_tried(losses: int, engines_died: int, status: int | None) -> None:
-    lost = Generation(request(), None, 0.0, losses=losses, engines_died=engines_died, last_loss="it is gone")
+    lost = Generation(request(), trace(), losses=losses, engines_died=engines_died, last_loss="it is gone")
     failure = too_many_losses(lost)
     assert (failure.status if failure else None) == status
     if failure is not None:
@@ -118,7 +119,7 @@ def test_how_often_a_request_is_tried(losses: int, engines_died: int, status: in
 
 
 def test_the_wait_for_a_worker_is_not_learnt_as_time_to_first_token() -> None:
-    generation = Generation(request(), None, 0.0)
+    generation = Generation(request(), trace())
     time.sleep(0.01)
     sent = time.monotonic()
     generation.attach(Link("decode-0", lambda _: None), "r#1")

@@ -15,6 +15,7 @@ from pdserve.engine.sim.engine import SimEngine
 from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.vllm_api import EngineCoreRequest
 from pdserve.frontend.model.workers import Link, WorkerPool
+from pdserve.frontend.trace import RequestTrace
 from pdserve.messages import Outputs, Submit, ToFrontend
 from pdserve.plan.slots import Slot
 from pdserve.queue.memory import MemoryBroker, MemoryQueue
@@ -53,7 +54,7 @@ class Frontend:
 
     async def ask(self, prompt: list[int], max_tokens: int = 20) -> tuple[str, list[int], int]:
         """The worker, the answer, and how many of the prompt's tokens were cached there."""
-        generation = Generation(request(prompt), None, 0.0, size=len(prompt) + max_tokens)
+        generation = Generation(request(prompt), trace(), size=len(prompt) + max_tokens)
         link, name = self.pool.pick(generation, only_others=False), f"r{next(_numbers)}"
         assert link is not None
         cached: list[int] = []
@@ -64,6 +65,10 @@ class Frontend:
         async with asyncio.timeout(10):
             await over.wait()
         return link.instance, generation.tokens, cached[0]
+
+
+def trace() -> RequestTrace:
+    return RequestTrace("r", "/v1/completions", 0.0)
 
 
 def request(prompt: list[int]) -> EngineCoreRequest:

@@ -31,7 +31,6 @@ SIGNATURES = {
     "vllm.v1.engine.output_processor:OutputProcessor.process_outputs": [
         "self", "engine_core_outputs", "engine_core_timestamp", "iteration_stats",
     ],
-    "vllm.v1.engine.output_processor:OutputProcessor.propagate_error": ["self", "e"],
     "vllm.v1.engine.output_processor:RequestOutputCollector.put": ["self", "output"],
     "vllm.v1.engine.output_processor:RequestState.make_request_output": [
         "self", "new_token_ids", "pooling_output", "finish_reason", "stop_reason", "kv_transfer_params",
@@ -144,8 +143,6 @@ def test_finish_reasons() -> None:
 
 
 def test_uses_of_the_engine_core() -> None:
-    import re
-
     source = inspect.getsource(vllm_api.AsyncLLM)
     found = set(re.findall(r"engine_core\.(\w+)", source)) - {"output_handler"}
     assert found == CORE_USES | CORE_MAY_FAIL, (

@@ -8,7 +8,7 @@ from pdserve.messages import Cancel, Failed, Load, ToFrontend
 from pdserve.records import Instance, Role
 from pdserve.stream import connect
 from pdserve.stream.tcp import TcpStreamServer
-from tests.frontend.model.test_routing import request
+from tests.frontend.model.test_routing import request, trace
 
 
 class Listener:
@@ -45,7 +45,7 @@ async def test_a_workers_last_messages_are_read_though_nothing_can_be_sent_to_it
 def test_what_is_outstanding_counts_other_frontends_and_what_they_will_have_chosen_since() -> None:
     link = Link("decode-0", lambda _: None)
     asked = request([1] * 50)
-    first, second = Generation(asked, None, 0.0, size=60.0), Generation(asked, None, 0.0, size=70.0)
+    first, second = Generation(asked, trace(), size=60.0), Generation(asked, trace(), size=70.0)
     first.attach(link, "1")
     assert [link.outstanding(frontends) for frontends in (1, 3)] == [60, 3 * 60]
     first.add_tokens([5] * 4)
