@@ -151,8 +151,7 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Leave all workers."""
-        self._touched |= self._instances.keys()
-        self._instances = {}
+        self.update((), self._frontends)
         await self._tasks.stop()
 
     @property

@@ -169,7 +169,7 @@ class EchoWorker:
 
     async def until(self, condition: Any) -> None:
         """Until the condition, asked after each message and step, holds."""
-        async with asyncio.timeout(10), self._changed:
+        async with asyncio.timeout(60), self._changed:
             await self._changed.wait_for(condition)
 
     async def _submit(self, submit: Submit) -> None:

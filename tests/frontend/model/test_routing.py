@@ -62,7 +62,7 @@ class Frontend:
         self._answers[name] = generation, cached, over
         generation.attach(link, name)
         link.post(Submit(name, prompt, 30.0, body(max_tokens)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await over.wait()
         return link.instance, generation.tokens, cached[0]
 

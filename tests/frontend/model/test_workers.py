@@ -5,6 +5,7 @@ import asyncio
 from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.workers import Link, WorkerPool
 from pdserve.messages import Cancel, Failed, Load, ToFrontend
+from pdserve.observe.metrics import ROUTER_DECISIONS
 from pdserve.records import Instance, Role
 from pdserve.stream import connect
 from pdserve.stream.tcp import TcpStreamServer
@@ -27,6 +28,15 @@ class Listener:
         self.lost.set()
 
 
+def decisions() -> list[float]:
+    (metric,) = ROUTER_DECISIONS.collect()
+    return [
+        sample.value
+        for sample in metric.samples
+        if sample.labels["instance"] == "decode-0" and sample.name.endswith("_total")
+    ]
+
+
 async def test_a_workers_last_messages_are_read_though_nothing_can_be_sent_to_it_any_more() -> None:
     """They say which requests its engine was computing when it died."""
     listener, last_messages = Listener(), [Failed(str(number), "the engine died") for number in range(500)]
@@ -34,12 +44,15 @@ async def test_a_workers_last_messages_are_read_though_nothing_can_be_sent_to_it
     async with TcpStreamServer("127.0.0.1") as worker:
         pool.update([Instance("decode-0", Role.DECODE, address=worker.address, vllm_version="0")], 1)
         await listener.up.wait()
+        assert pool.pick(Generation(request([1]), trace()), only_others=False) is not None
         for message in last_messages:
             await worker.send("frontend-0", message)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await listener.lost.wait()
     assert listener.messages == last_messages
+    assert decisions() == [1]
     await pool.close()
+    assert decisions() == [], "the metrics of a model's workers end with the model"
 
 
 def test_what_is_outstanding_counts_other_frontends_and_what_they_will_have_chosen_since() -> None:
