@@ -1,4 +1,4 @@
-"""What a server answered, in a form in which two servers can be compared."""
+"""A server's answer, in a form in which two servers can be compared."""
 
 import json
 import re
@@ -20,16 +20,16 @@ _GROWS = {
     "content", "text", "reasoning", "delta", "arguments", "partial_json", "thinking", "token_ids", "tokens",
     "token_logprobs", "top_logprobs", "text_offset", "logprobs",
 }  # fmt: skip
-"""keys of strings and lists that come in parts, each as long as it happens"""
+"""keys of strings and lists that come in parts of any length"""
 MIDDLE = "in the middle"
-"""of a stream's chunks: those of each output between the first and the last"""
+"""key of each output's chunks between the first and the last of a stream"""
 CLOSE = 0.002
 _RANDOM = re.compile(r"[0-9a-f]{8,}(-[0-9a-f]+)*")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is sent to both servers."""
+    """A request to both servers."""
 
     name: str
     path: str
@@ -39,7 +39,7 @@ class Request:
     method: str = "POST"
     headers: dict[str, str] = field(default_factory=dict)
     differs: str = ""
-    """the name of a listed difference that it shows"""
+    """the name of the listed difference that its answers show"""
 
     def __str__(self) -> str:
         return self.name
@@ -50,7 +50,7 @@ class Answer:
     status: int
     headers: dict[str, str]
     body: Any
-    """JSON without what is random; of a stream its events (`Events`); else text"""
+    """JSON with random values masked, a stream's events (`events_of`), or text"""
     response: httpx.Response = field(compare=False, repr=False)
 
     @property
@@ -73,7 +73,7 @@ def answer_of(response: httpx.Response) -> Answer:
 
 
 def masked(value: Any) -> Any:
-    """Without what is random or a time. Ids keep their prefix."""
+    """JSON with random values and times masked. Ids keep their prefix."""
     if isinstance(value, dict):
         return {key: _mask(part) if key in _VOLATILE else masked(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -88,8 +88,8 @@ def _mask(value: Any) -> Any:
 
 
 def events_of(text: str) -> dict[str, Any]:
-    """A stream of server-sent events, however its tokens were divided among them: for each output (`n`) the kinds of
-    events in their order, each once, and all that they say, joined."""
+    """A stream of server-sent events, independent of how its tokens were divided among them: for each output (`n`) the
+    kinds of events in their order, each once, and their joined texts."""
     kinds: dict[str, list[Any]] = {}
     middle: dict[str, list[Any]] = {}
     said: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def events_of(text: str) -> dict[str, Any]:
         order = (middle if _is_middle(choices) else kinds).setdefault(output, [])
         if not order or order[-1] != shape:
             order.append(shape)
-    # vLLM's parser leaves it out where it comes as a chunk of its own, and not where tokens came together
+    # vLLM's parser drops `</think>` if it is a chunk of its own, and keeps it if tokens came together
     said = {
         where: part.replace("</think>", "") if isinstance(part, str) else part for where, part in said.items()
     }
@@ -115,12 +115,12 @@ def events_of(text: str) -> dict[str, Any]:
 
 
 def _is_middle(choices: list[Any] | None) -> bool:
-    """A chunk that is not there where its tokens came together with the last ones."""
+    """Whether the chunk is missing if its tokens come together with the last ones."""
     return bool(choices) and "role" not in choices[0].get("delta", {}) and choices[0]["finish_reason"] is None  # type: ignore[index]
 
 
 def _without_growth(value: Any, path: str, said: dict[str, Any], partial: bool) -> Any:
-    """What all events of a kind have in common. The rest goes into `said`."""
+    """The part that all events of a kind have in common. The rest goes into `said`."""
     if isinstance(value, list):
         return [_without_growth(part, path, said, partial) for part in value]
     if not isinstance(value, dict):
@@ -134,7 +134,7 @@ def _without_growth(value: Any, path: str, said: dict[str, Any], partial: bool) 
             said[where] = part
             common[key] = "…"
         elif partial and key in _GROWS and part is None:
-            pass  # a chunk of a chat says so or leaves it out, as steps happen to come together
+            pass  # null or absent in a chat's chunk, depending on which steps came together
         elif partial and key == "tool_calls" and part:
             for call in part:
                 _add_call(said.setdefault(f"{where} {call['index']}", {}), call)
@@ -148,7 +148,7 @@ def _without_growth(value: Any, path: str, said: dict[str, Any], partial: bool) 
 
 
 def _add_call(call: dict[str, Any], part: dict[str, Any]) -> None:
-    """What a delta says of a tool call."""
+    """Add a delta to its tool call."""
     for key, value in part.items():
         if isinstance(value, dict):
             _add_call(call.setdefault(key, {}), value)
@@ -157,7 +157,7 @@ def _add_call(call: dict[str, Any], part: dict[str, Any]) -> None:
 
 
 def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
-    """Where they differ, in words. What else is in the batch changes the last bits of a logprob."""
+    """Where two answers differ, in words. Other requests in a batch change the last bits of a logprob."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in sorted(ours.keys() | theirs.keys()):
             if MIDDLE not in path or (key in ours and key in theirs):

@@ -1,4 +1,4 @@
-"""Requests to each generating route, for tables of what is asked of all of them."""
+"""Requests to each generating route, for tables of cases that all of them have."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ _serial = itertools.count()
 
 
 def body(path: str, prompt: str = SHORT, **fields: Any) -> Body:
-    """For 60 tokens at most, greedy. Fields that are None are left out."""
+    """A greedy request for at most 60 tokens."""
     messages = [{"role": "user", "content": prompt}]
     asked: Body = {
         CHAT: {"messages": messages, "max_tokens": 60},
@@ -32,7 +32,7 @@ def streamed(asked: Body, path: str) -> Body:
 
 
 def table(path: str, variants: Mapping[str, Body], prompt: str = SHORT) -> Iterator[Request]:
-    """Each variant with a short prompt, and with a long one that is prefilled remotely; whole and as a stream."""
+    """Each variant with a short prompt and a long one, which is prefilled remotely; whole and streamed."""
     for name, fields in variants.items():
         for size in ("short", "long"):
             text = prompt if size == "short" else f"{long(f'{path} {name}')} {prompt}"
@@ -49,11 +49,11 @@ def whole(requests: Iterable[Request]) -> Iterator[Request]:
 
 
 def _uncached(path: str, name: str) -> Body:
-    """Responses tell how much of the prompt a cache had, which depends on what that worker had before."""
+    """A cache salt: responses tell how much of the prompt was cached, which depends on the requests before."""
     return {"cache_salt": f"{name} {next(_serial)}"} if path == RESPONSES else {}
 
 
 def refused(path: str, variants: Mapping[str, Body]) -> Iterator[Request]:
-    """Each once, whole: most are refused."""
+    """Each variant once, not streamed: most are refused."""
     for name, fields in variants.items():
         yield Request(f"{path} {name}", path, body(path, **fields))

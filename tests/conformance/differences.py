@@ -1,5 +1,5 @@
-"""What a client may see differently than of one vLLM server, and why. `docs/api.md` has the same table; a test holds
-the two together, and each case that names a difference holds that it is still there."""
+"""What a client may see differently than from one vLLM server, and why. `docs/api.md` has the same table, which a test
+compares; each case that names a difference checks that it is still there."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +11,12 @@ REFUSED = ("body.error.message", "body.error.param")
 @dataclass(frozen=True)
 class Difference:
     name: str
-    """by which cases refer to it (`Request.differs`)"""
+    """cases refer to it by this name (`Request.differs`)"""
     vllm: str
     ours: str
     """with the reason"""
     where: tuple[str, ...] = ("status", "headers", "body")
-    """parts of the answer that it changes: all others are compared (a message is `body.error.message`)"""
+    """parts of the answer that it changes (a message is `body.error.message`); all others are compared"""
 
     @property
     def row(self) -> str:

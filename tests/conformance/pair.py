@@ -1,4 +1,4 @@
-"""One vLLM server and one graph, asked the same."""
+"""One vLLM server and one graph, which get the same requests."""
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,8 +39,8 @@ class Pair:
         )
 
     def remote(self, ours: Answer) -> None:
-        """Its prompt was to be prefilled remotely, and mostly has to be so in the end: beside other tests a remote
-        prefill may come later than its bound, and then is a local one."""
+        """Count an answer whose prompt should be prefilled remotely. In the end 80 % must have been: on a busy machine
+        a remote prefill may pass its bound, and then is a local one."""
         self._ways.append(ours.prefill)
 
     def begin(self, requests: Iterable[Request]) -> None:
@@ -49,7 +49,7 @@ class Pair:
             self._begun[request.name] = self._ask(request)
 
     def both(self, request: Request) -> tuple[Answer, Answer]:
-        """Ours and theirs; both are asked at the same time, or were ahead."""
+        """Ours and theirs; both are asked at the same time, unless they were asked ahead."""
         ours, theirs = self._begun.pop(request.name, None) or self._ask(request)
         return ours.result(), theirs.result()
 
@@ -57,7 +57,8 @@ class Pair:
         return [self._pool.submit(_ask, client, request) for client in self._clients]
 
     def same(self, request: Request) -> Answer:
-        """Ours, which must be theirs but for what `request.differs` names, and that must really differ."""
+        """Ours, which must equal theirs, except for the difference that `request.differs` names, which must be
+        there."""
         ours, theirs = self.both(request)
         mine, their = _compared(ours), _compared(theirs)
         if request.differs:

@@ -1,6 +1,5 @@
-"""A decode worker in this process, on the in-memory stream: tokens are a pure function of what stands before
-them, so that a request moved to another worker must go on with the same ones. Steps are made by a task, or
-by hand."""
+"""A decode worker in this process, on the in-memory stream. Each token is a pure function of the tokens before it, so
+that a request goes on with the same tokens at another worker. Steps are made by a task, or by hand."""
 
 import asyncio
 import zlib
@@ -45,7 +44,7 @@ class Job:
 
 @dataclass
 class Step:
-    """What a request gets in one step."""
+    """A request's output of one step."""
 
     tokens: list[int]
     finish: FinishReason | None = None
@@ -74,13 +73,13 @@ class EchoWorker:
         self.cancelled: list[str] = []
         self.hello = ""
         self.script: list[Step] | None = None
-        """of every request, in place of the echo"""
+        """the steps of every request, in place of the echo"""
         self.shift = 0
         """added to each token: a worker that generates other tokens"""
         self.fail: Failed | None = None
         """answered to every request instead of tokens, under that request's id"""
         self.placed = Placed("", prefill, "test")
-        """said of every request, under that request's id"""
+        """sent for every request, under that request's id"""
         self._model = model
         self._stream = MemoryStreamServer()
         self._frontends: dict[str, None] = {}
@@ -116,7 +115,7 @@ class EchoWorker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def die(self) -> None:
-        """As SIGKILL: its frontends find it gone."""
+        """Die as by SIGKILL: the frontends find it gone."""
         if self._alive:
             self._alive = False
             self.jobs.clear()
@@ -168,7 +167,7 @@ class EchoWorker:
         await self.send(Outputs([b"\xc1 no msgpack"]))
 
     async def until(self, condition: Any) -> None:
-        """Until the condition, asked after each message and step, holds."""
+        """Wait until the condition holds, which is checked after each message and step."""
         async with asyncio.timeout(60), self._changed:
             await self._changed.wait_for(condition)
 
