@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 class Processor:
     """A model that is being served."""
 
-    card: ModelCard
     app: ASGIApp
     """vLLM's own"""
     core: RemoteCore
@@ -75,7 +74,7 @@ async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[P
             app, core.plain_paths = await make_app(engine, args, card.supported_tasks, context.stored)
         except ValueError as error:
             raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error
-        yield Processor(card, app, core, core.workers)
+        yield Processor(app, core, core.workers)
 
 
 # ── from a card to vLLM's arguments ────────────────────────────────────────────────────────────────────
