@@ -74,7 +74,7 @@ class Serve(ServeRun):
 
 
 @contextmanager
-def running(serve: Serve, within: float = 90) -> Iterator["subprocess.Popen[bytes]"]:
+def running(serve: Serve, within: float = 240) -> Iterator["subprocess.Popen[bytes]"]:
     """From when it is ready until it is stopped as by Ctrl-C; its exit code must be 0."""
     process = serve.start()
     try:

@@ -119,7 +119,7 @@ def test_a_setting_reaches_the_workers(graph: Serve) -> None:
 
 @pytest.fixture
 def watching(graph: Serve) -> Iterator[Terminal]:
-    with Terminal([*PDSERVE, "status", "--watch"], graph.env) as terminal:
+    with Terminal([*PDSERVE, "status", "--watch"], graph.env | {"LINES": "24"}) as terminal:
         terminal.resize(100, 100)  # also what a busy machine makes of the graph finds room
         terminal.until("q ends")
         yield terminal

@@ -80,6 +80,7 @@ class _Screen:
     def draw(self) -> None:
         """Draw the last state, also after a resize."""
         if self._state is not None:
+            self.console.size = os.get_terminal_size()  # LINES, which rich prefers, follows no resize
             self.console.update_screen(screen(self._state, self._title, *self.console.size, clock.unix()))
 
 
