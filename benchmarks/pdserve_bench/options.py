@@ -1,5 +1,7 @@
 """Options that several commands share."""
 
+import argparse
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -22,3 +24,12 @@ def numbers(option: str, text: str, least: int = 1) -> list[int]:
     if not all(word.isdecimal() and int(word) >= least for word in words):
         raise ConfigError([f"{option} {text}: give whole numbers from {least} on, as in 512,2048."])
     return list(dict.fromkeys(map(int, words)))
+
+
+def program(doc: str | None) -> argparse.ArgumentParser:
+    """The command line of a program that is run with `python -m`; `doc` is its docstring."""
+    spec = sys.modules["__main__"].__spec__
+    prog = f"python -m {spec.name.removesuffix('.__main__')}" if spec else None
+    return argparse.ArgumentParser(
+        prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )

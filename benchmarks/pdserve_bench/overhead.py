@@ -7,7 +7,6 @@ What the graph adds to a request is measured by `pdserve bench systems --clients
 `--prompt-tokens 20` for prompts that are prefilled locally.
 """
 
-import argparse
 import asyncio
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Endpoint, Prompts, find_endpoint
 from pdserve_bench.launch import started
 from pdserve_bench.load import open_loop
+from pdserve_bench.options import program
 from pdserve_bench.report import Column, Report, Rows
 from pdserve_bench.systems.cpu import cpu_seconds, label
 
@@ -96,9 +96,7 @@ async def _look(url: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program(__doc__)
     parser.add_argument("-f", "--file", type=Path, default=Path("configs/local.yaml"), help="the graph")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rate", type=float, default=0.0, help="requests a second, of 300 and 64 tokens")

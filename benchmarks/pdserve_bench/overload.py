@@ -11,26 +11,34 @@ itself did not get to run: with more than half a second, other work had the mach
 graph.
 """
 
-import argparse
 import asyncio
-import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from pdserve_bench.client import Exchange, LoadClient, Outcome, completion
 from pdserve_bench.launch import RunningGraph, started
 from pdserve_bench.load import ClosedLoop, open_loop
+from pdserve_bench.options import program
+from pdserve_bench.report import Column, Report, Rows
 from pdserve_bench.samples import percentile
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.stalls import GeneratorStalls
 from pdserve_bench.systems.cpu import CpuMeter, CpuReading
 
 SIMULATED = simulated({"step-seconds": 0.05, "prefill-rate": 4000}, decode={"max-num-seqs": 8})
+CLIENTS = 16
+"""of the closed loop"""
+WORDS, TOKENS = 30, 20
+"""of a prompt, and of its answer"""
+DEADLINE = 8.0
+"""seconds of each request"""
 CROWD = [f"crowd-{number}" for number in range(8)]
 FLOOD, POLITE = "flood", "polite"
 FACTORS = (1, 2, 5, 10)
@@ -42,22 +50,20 @@ NAN = float("nan")
 class Caller:
     """Sends requests of one kind, each with the API key of a client."""
 
-    def __init__(self, running: RunningGraph, words: int, tokens: int, deadline: float) -> None:
-        self.deadline = deadline
+    def __init__(self, running: RunningGraph) -> None:
         self._graph, self._meter = running.graph, CpuMeter(running.family())
-        self._words, self._tokens = words, tokens
         self._random = random.Random(4711)
 
     def requests(self, keys: list[str]) -> "Iterator[KeyedExchange]":
         """Without end, each from some of these clients."""
         while True:
-            words = [str(self._random.randrange(1000, 9999)) for _ in range(self._words)]
-            body = completion(self._graph.model, " ".join(words), self._tokens)
+            words = [str(self._random.randrange(1000, 9999)) for _ in range(WORDS)]
+            body = completion(self._graph.model, " ".join(words), TOKENS)
             yield KeyedExchange(body, key=self._random.choice(keys))
 
     async def send(self, exchange: "KeyedExchange") -> None:
-        headers = {"authorization": f"Bearer {exchange.key}", "x-request-timeout": f"{self.deadline}"}
-        await LoadClient(self._graph.url, headers).ask(exchange, 3 * self.deadline)
+        headers = {"authorization": f"Bearer {exchange.key}", "x-request-timeout": f"{DEADLINE}"}
+        await LoadClient(self._graph.url, headers).ask(exchange, 3 * DEADLINE)
 
     async def watched(self, work: "Coroutine[None, None, OverloadRun]") -> "OverloadRun":
         """With the CPU time that was taken, and the generator's own longest stall."""
@@ -67,17 +73,17 @@ class Caller:
         taken, client = self._meter.read().since(before), time.process_time() - client
         return replace(run, stall=stalls.longest, cpu=taken, client=client)
 
-    async def closed(self, clients: int, seconds: float, keys: list[str]) -> "OverloadRun":
+    async def closed(self, seconds: float, keys: list[str], clients: int = CLIENTS) -> "OverloadRun":
         """Each client asks again when it is answered; a refused one waits a little."""
         begin = time.monotonic()
         async with ClosedLoop(self.requests(keys), self.send, clients) as loop:
             await asyncio.sleep(seconds)
-        return OverloadRun(begin, begin + seconds, loop.done, self.deadline)
+        return OverloadRun(begin, begin + seconds, loop.done)
 
     async def open(self, rate: float, seconds: float, keys: list[str]) -> "OverloadRun":
         begin = time.monotonic()
         sent = await open_loop(self.requests(keys), self.send, rate, seconds, seed=4711)
-        return OverloadRun(begin, begin + seconds, sent, self.deadline)
+        return OverloadRun(begin, begin + seconds, sent)
 
 
 @dataclass(eq=False)
@@ -90,7 +96,6 @@ class OverloadRun:
     begin: float
     end: float
     exchanges: Sequence[Exchange]
-    deadline: float
     stall: float = 0.0
     cpu: CpuReading = field(default_factory=CpuReading)
     """of the graph, until the last answer"""
@@ -103,7 +108,7 @@ class OverloadRun:
         return [
             exchange
             for exchange in self.exchanges
-            if exchange.outcome is Outcome.FINISHED and exchange.ended - exchange.started <= self.deadline
+            if exchange.outcome is Outcome.FINISHED and exchange.ended - exchange.started <= DEADLINE
         ]
 
     @property
@@ -139,71 +144,63 @@ class OverloadRun:
         }
 
 
-async def measure(caller: Caller, clients: int, seconds: float) -> dict[str, object]:
-    await caller.closed(clients, 3, CROWD)
-    runs = {"closed": await caller.watched(caller.closed(clients, seconds, CROWD))}
+async def measure(caller: Caller, seconds: float) -> Report:
+    await caller.closed(3, CROWD)
+    runs = {"closed": await caller.watched(caller.closed(seconds, CROWD))}
     capacity = runs["closed"].goodput
-    print(f"capacity {capacity:.2f} requests/s, by a closed loop of {clients}")
     for factor in FACTORS:
         runs[f"{factor}x"] = await caller.watched(caller.open(factor * capacity, seconds, CROWD))
     peak = max(run.goodput for run in runs.values())
     rows = {name: {**run.row(), "of peak": run.goodput / peak} for name, run in runs.items()}
-    _print(rows)
-    return {"capacity": capacity, "load": rows, "polite": await _fairness(caller, capacity, seconds)}
+    polite = await _fairness(caller, capacity, seconds)
+    return Report(
+        "Overload",
+        f"Capacity: {capacity:.2f} requests/s, by a closed loop of {CLIENTS}.",
+        [_table("Load", rows), _table("A polite client beside a flood of 10x", {POLITE: polite})],
+    )
 
 
 async def _fairness(caller: Caller, capacity: float, seconds: float) -> dict[str, float]:
     """A polite client asks one request after the other."""
-    alone = await caller.closed(1, seconds / 4, [POLITE])
+    alone = await caller.closed(seconds / 4, [POLITE], 1)
     flood = asyncio.create_task(caller.open(10 * capacity, seconds, [FLOOD]))
     await asyncio.sleep(RAMP * seconds)
-    beside = await caller.closed(1, (1 - RAMP) * seconds, [POLITE])
+    beside = await caller.closed((1 - RAMP) * seconds, [POLITE], 1)
     flooded = await flood
-    figures = {
-        "TTFT alone p50": statistics.median(alone.ttfts),
-        "TTFT beside p50": percentile(beside.ttfts, 0.5, none=NAN),
+    before, median = statistics.median(alone.ttfts), percentile(beside.ttfts, 0.5, none=NAN)
+    return {
+        "TTFT alone p50": before,
+        "TTFT beside p50": median,
         "TTFT beside p99": percentile(beside.ttfts, 0.99, none=NAN),
         "asked": len(beside.exchanges),
         "answered": len(beside.in_time),
         "flood answered": len(flooded.in_time) / len(flooded.exchanges),
+        "TTFT ratio": median / before,
     }
-    figures["TTFT ratio"] = figures["TTFT beside p50"] / figures["TTFT alone p50"]
-    print("\na polite client beside a flood of 10x:")
-    print("  " + ", ".join(f"{name} {value:.2f}" for name, value in figures.items()))
-    return figures
 
 
-def _print(rows: dict[str, dict[str, float]]) -> None:
-    names = list(next(iter(rows.values())))
-    print(f"\n{'load':<8}" + "".join(f"{name:>11}" for name in names))
-    for load, row in rows.items():
-        print(f"{load:<8}" + "".join(f"{row[name]:>11.2f}" for name in names))
+def _table(title: str, rows: dict[str, dict[str, float]]) -> Rows:
+    columns = [Column("load"), *(Column(name, ".2f") for name in next(iter(rows.values())))]
+    return Rows(title, columns, [[name, *row.values()] for name, row in rows.items()])
 
 
-async def _main(args: argparse.Namespace) -> None:
+async def _measured(file: Path | None, seconds: float, folder: Path) -> Report:
     keys = {"PDSERVE_API_KEYS": ",".join([*CROWD, FLOOD, POLITE])}
-    with tempfile.TemporaryDirectory(prefix="pdserve-overload-") as name:
-        folder = Path(name)
-        file = args.real or write(SIMULATED, folder / "sim.yaml")
-        async with started(file, folder, print, variables=keys) as running:
-            caller = Caller(running, args.words, args.tokens, args.deadline)
-            report = await measure(caller, args.clients, args.seconds)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2))
+    file = file or write(SIMULATED, folder / "sim.yaml")
+    async with started(file, folder, partial(print, file=sys.stderr), variables=keys) as running:
+        return await measure(Caller(running), seconds)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program(__doc__)
     parser.add_argument("--real", type=Path, metavar="FILE", help="real engines: this graph's")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
-    parser.add_argument("--deadline", type=float, default=8.0, help="seconds of each request")
-    parser.add_argument("--clients", type=int, default=16, help="of the closed loop")
-    parser.add_argument("--words", type=int, default=30, help="in a prompt, of four digits")
-    parser.add_argument("--tokens", type=int, default=20, help="generated for each request")
     parser.add_argument("--json", type=Path)
-    asyncio.run(_main(parser.parse_args()))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="pdserve-overload-") as folder:
+        report = asyncio.run(_measured(args.real, args.seconds, Path(folder)))
+    report.show()
+    report.write(args.json, None)
 
 
 if __name__ == "__main__":

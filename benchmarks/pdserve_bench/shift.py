@@ -1,6 +1,6 @@
 """A load that shifts, against workers of fixed roles and workers of `role: both`, on as many engines.
 
-    python -m pdserve_bench.shift [--seconds 15] [--turns 2] [--json FILE]
+    python -m pdserve_bench.shift [--seconds 15] [--turns 2] [--policy threshold] [--json FILE]
     python -m pdserve_bench.shift --real        two real engines on the CPU, the demo model, a load for those
 
 Long prompts with short answers come first, then half of each, then short prompts with long answers: Poisson, at rates
@@ -9,7 +9,6 @@ the CPU: all systems get the load at the same time, so that what else the machin
 in turn.
 """
 
-import argparse
 import asyncio
 import random
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 from pdserve_bench.client import Exchange, LoadClient, completion
 from pdserve_bench.launch import RunningGraph, started
 from pdserve_bench.load import open_loop
+from pdserve_bench.options import program
 from pdserve_bench.report import Column, Report, Rows
 from pdserve_bench.samples import percentile
 from pdserve_bench.simulated import COMMON, simulated, write
@@ -34,6 +34,7 @@ SPEED = {"step-seconds": 0.01, "sequence-seconds": 0.001, "prefill-rate": 4000, 
 CHUNK = 256
 """tokens in a step: a prompt holds up a stream for some 75 ms at a time"""
 PATIENCE = 120.0
+SLO = Slo(1.0, 0.15)
 COLUMNS = (
     Column("load"),
     Column("system"),
@@ -110,7 +111,7 @@ async def load(
     return done, time.monotonic() - begin
 
 
-def row(phase: ShiftedLoad, system: str, done: list[Exchange], seconds: float, slo: Slo) -> list[Any]:
+def row(phase: ShiftedLoad, system: str, done: list[Exchange], seconds: float) -> list[Any]:
     ttfts = [exchange.ttft for exchange in done if exchange.ttft is not None]
     gaps = [gap for exchange in done for gap in exchange.gaps]
     tokens = sum(exchange.output_tokens for exchange in done)
@@ -119,7 +120,7 @@ def row(phase: ShiftedLoad, system: str, done: list[Exchange], seconds: float, s
         phase.name,
         system,
         len(done),
-        100 * slo.attainment(done),
+        100 * SLO.attainment(done),
         tokens / seconds,
         *(1000 * percentile(ttfts, share) for share in (0.5, 0.99)),
         *(1000 * percentile(gaps, share) for share in (0.5, 0.99)),
@@ -127,15 +128,12 @@ def row(phase: ShiftedLoad, system: str, done: list[Exchange], seconds: float, s
     ]
 
 
-async def measure(
-    folder: Path, seconds: float, turns: int, slo: Slo, real: bool, policy: str, only: list[str]
-) -> Report:
+async def measure(folder: Path, seconds: float, turns: int, real: bool, policy: str) -> Report:
     rows: dict[tuple[str, str], tuple[list[Exchange], float]] = {}
-    chosen = {name: sections for name, sections in systems(real, policy).items() if not only or name in only}
     phases = REAL_LOADS if real else LOADS
     async with AsyncExitStack() as stack:
         running: dict[str, RunningGraph] = {}
-        for number, (name, sections) in enumerate(chosen.items()):
+        for number, (name, sections) in enumerate(systems(real, policy).items()):
             place = folder / str(number)
             place.mkdir()
             file = write(sections, place / "file.yaml")
@@ -149,29 +147,21 @@ async def measure(
                     for name, (done, took) in zip(together, await asyncio.gather(*loads), strict=True):
                         before, spent = rows.get((phase.name, name), ([], 0.0))
                         rows[phase.name, name] = (before + done, spent + took)
-    found = [row(phase, name, *rows[phase.name, name], slo) for phase in phases for name in running]
-    table = Rows(f"{seconds:g} s of each load, {turns} turns; SLO: {slo}", COLUMNS, found)
+    found = [row(phase, name, *rows[phase.name, name]) for phase in phases for name in running]
+    table = Rows(f"{seconds:g} s of each load, {turns} turns; SLO: {SLO}", COLUMNS, found)
     return Report(title="A load that shifts, on two engines", tables=[table])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program(__doc__)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each load")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--ttft", type=float, default=1.0, help="seconds, of the SLO")
-    parser.add_argument("--gap", type=float, default=0.15, help="seconds, of the SLO")
     parser.add_argument("--real", action="store_true", help="real engines")
     parser.add_argument("--policy", choices=("threshold", "adaptive"), default="adaptive")
-    parser.add_argument("--only", action="append", default=[], metavar="SYSTEM")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pdserve-shift-") as folder:
-        slo = Slo(args.ttft, args.gap)
-        report = asyncio.run(
-            measure(Path(folder), args.seconds, args.turns, slo, args.real, args.policy, args.only)
-        )
+        report = asyncio.run(measure(Path(folder), args.seconds, args.turns, args.real, args.policy))
     report.show()
     report.write(args.json, None)
 

@@ -20,6 +20,7 @@ from pdserve.errors import ConfigError, Unavailable
 from pdserve_bench.compare.calibrate import SECONDS, EngineLimits, learn_speed
 from pdserve_bench.endpoint import learn_prompts
 from pdserve_bench.goodput.requests import PoissonRequests
+from pdserve_bench.options import program
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Column, Report, Rows, check_outputs
 from pdserve_bench.runs import INTERRUPTED, LoadRun, run_until_stopped
@@ -113,9 +114,7 @@ def _tell(report: Report, measured: Figures, again: Figures, predicted: Figures)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program(__doc__)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0], help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
     parser.add_argument("--json", type=Path)

@@ -25,12 +25,15 @@ from pdserve.config.load import load
 from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.fuzz import schema
 from pdserve_bench.fuzz.bodies import make
-from pdserve_bench.fuzz.fuzzer import CONCURRENCY, Fuzzer, FuzzFinding, FuzzReport
+from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, FuzzReport
 from pdserve_bench.fuzz.nasties import nasties
 from pdserve_bench.launch import plain_vllm, started
+from pdserve_bench.options import program
 from pdserve_bench.simulated import simulated, write
 
 REAL = Path("configs/local.yaml")
+FINDINGS = Path("fuzz-findings")
+"""a folder for the bodies that no command line takes"""
 SIMULATED = simulated(
     {"step-seconds": 0.002, "prefill-rate": 50000},
     decode={"max-num-seqs": 32},
@@ -55,11 +58,10 @@ async def fuzz(fuzzer: Fuzzer, model: str, url: str, args: argparse.Namespace, f
             fuzzer.report.findings.append(FuzzFinding(said))
         say(f"{sent} requests by schemathesis: {'findings' if said else 'none'}")
         rest = max(0, args.requests - fuzzer.report.sent)
-        numbers = range(args.first, args.first + rest)
-        await fuzzer.run((make(args.seed, number, model) for number in numbers), args.concurrency)
+        await fuzzer.run(make(args.seed, number, model) for number in range(rest))
 
 
-async def _main(args: argparse.Namespace, folder: Path, findings: Path) -> tuple[FuzzReport, GraphRecord]:
+async def _main(args: argparse.Namespace, folder: Path) -> tuple[FuzzReport, GraphRecord]:
     file = REAL if args.real else write(SIMULATED, folder / "sim.yaml")
     async with started(file, folder, say, thresholds=True) as running:
         graph = running.graph
@@ -67,7 +69,7 @@ async def _main(args: argparse.Namespace, folder: Path, findings: Path) -> tuple
         named = {request.name: request for request in nasties(graph.model)}
         if args.only is not None or args.nasty:
             request = named[args.nasty] if args.nasty else make(args.seed, args.only, graph.model)
-            print(request.curl(graph.url, findings))
+            print(request.curl(graph.url, FINDINGS))
             print((await fuzzer.send(request)).decode(errors="replace"))
         else:
             await fuzz(fuzzer, graph.model, graph.url, args, folder)
@@ -79,14 +81,14 @@ async def _main(args: argparse.Namespace, folder: Path, findings: Path) -> tuple
     return fuzzer.report, graph
 
 
-def show(report: FuzzReport, graph: GraphRecord, seed: int, findings: Path) -> None:
+def show(report: FuzzReport, graph: GraphRecord, seed: int) -> None:
     print("\n".join(f"{count:6} {status}" for status, count in sorted(report.statuses.items())))
     for finding in report.findings[:SHOWN]:
         print(finding.what)
         if request := finding.request:
             number = request.name.removeprefix("body ")
             again = f"--seed {seed} --only {number}" if number.isdecimal() else f"--nasty '{request.name}'"
-            print(f"    {request.name}, again: {again}\n    {request.curl(graph.url, findings)}")
+            print(f"    {request.name}, again: {again}\n    {request.curl(graph.url, FINDINGS)}")
     told = f"{len(report.findings)} findings" if report.findings else "nothing found, and nothing is left"
     print(f"{report.sent} requests in {report.seconds:.0f} s: {told}")
     print(f"beside them {report.canaries} right answers, {report.longest_pause:.2f} s between tokens at most")
@@ -96,17 +98,12 @@ say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program(__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, metavar="NUMBER")
     parser.add_argument("--nasty", metavar="NAME", help="one of those that were made by hand")
-    parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="the first body (0)")
-    parser.add_argument("--concurrency", type=int, default=CONCURRENCY)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for the graph and its logs, to be kept")
-    parser.add_argument("--findings", type=Path, default=Path("fuzz-findings"), help="for bodies of findings")
     parser.add_argument("--real", action="store_true", help="engines that are not simulated")
     parser.add_argument("--vllm", action="store_true", help="send each 5xx to vLLM's own server too")
     args = parser.parse_args()
@@ -114,8 +111,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pdserve-fuzz-") as folder:
         if args.keep:
             args.keep.mkdir(parents=True)
-        report, graph = asyncio.run(_main(args, args.keep or Path(folder), args.findings))
-    show(report, graph, args.seed, args.findings)
+        report, graph = asyncio.run(_main(args, args.keep or Path(folder)))
+    show(report, graph, args.seed)
     return 1 if report.findings else 0
 
 

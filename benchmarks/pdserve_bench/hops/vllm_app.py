@@ -106,9 +106,7 @@ class _Answer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser()
     parser.add_argument("--step-seconds", type=float, required=True)
     parser.add_argument("--sequence-seconds", type=float, default=0.0)
     parser.add_argument("--token", type=int, required=True, help="id of the token that is generated")

@@ -7,23 +7,19 @@
     python -m pdserve_bench.report systems.json --list                  its charts, by number and title
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pdserve.errors import ConfigError
+from pdserve_bench.options import program
 from pdserve_bench.report import check_outputs
 from pdserve_bench.report.saved import choose, read, together
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 for a wrong command line or file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pdserve_bench.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON that --json wrote")
     parser.add_argument("--plot", type=Path, metavar="NAME", help="write NAME.png and NAME.html")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report of all files there")

@@ -1,6 +1,6 @@
 """Thousands of requests, most of which are cancelled or fail, and what is left of them.
 
-    python -m pdserve_bench.soak [--real] [--warm-up 2000] [--requests 4000] [--workers 1] [--seed 1]
+    python -m pdserve_bench.soak [--real] [--warm-up 2000] [--requests 4000] [--seed 1]
 
 Starts a graph of its own (simulated engines, or with --real those of configs/local.yaml), sends a warm-up and notes
 what each process holds: KV blocks, sockets, files, asyncio tasks, threads, memory, and what NATS and etcd keep. Then
@@ -26,6 +26,7 @@ from pdserve.registry import connect
 from pdserve.registry.base import Registry
 from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.launch import started
+from pdserve_bench.options import program
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.soak.requests import MixedLoad
 from pdserve_bench.soak.usage import MARGINS, Picture, leaks, nats_keeps, picture
@@ -108,20 +109,15 @@ def _cell(before: int | None, after: int | None) -> str:
 async def _main(args: argparse.Namespace, folder: Path) -> SoakReport:
     file = REAL if args.real else write(SIMULATED, folder / "sim.yaml")
     lengths = LENGTHS["real" if args.real else "sim"]
-    async with started(
-        file, folder, partial(print, file=sys.stderr), workers=args.workers, thresholds=True
-    ) as running:
+    async with started(file, folder, partial(print, file=sys.stderr), thresholds=True) as running:
         return await soak(running.graph, args.warm_up, args.requests, lengths, args.seed)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program(__doc__)
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--warm-up", type=int, default=2000)
-    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)

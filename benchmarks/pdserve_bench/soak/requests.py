@@ -16,7 +16,7 @@ FIRST_TOKEN, LAST_TOKEN = 300, 999
 
 
 class Ending(StrEnum):
-    """Its value says what the client does."""
+    """Its value says what the client does; `MixedLoad` has a method of its name for each."""
 
     WHOLE = "reads to the end"
     EARLY = "leaves before the first token"
@@ -26,14 +26,8 @@ class Ending(StrEnum):
     LATE = "runs into its deadline"
 
 
-WEIGHTS = {
-    Ending.WHOLE: 3,
-    Ending.EARLY: 3,
-    Ending.MIDWAY: 3,
-    Ending.UNREAD: 2,
-    Ending.BAD: 2,
-    Ending.LATE: 3,
-}
+WEIGHTS = (3, 3, 3, 2, 2, 3)
+"""of the endings, in their order"""
 
 
 class Unexpected(Exception):
@@ -52,13 +46,13 @@ class MixedLoad:
         self._dice = random.Random(seed)
 
     async def run(self, count: int) -> None:
-        endings = self._dice.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count)
+        endings = self._dice.choices(list(Ending), WEIGHTS, k=count)
         await side_by_side(endings, self._request, CONCURRENCY)
 
     async def _request(self, ending: Ending) -> None:
         try:
             async with asyncio.timeout(TIMEOUT):
-                status = await self._act(ending)
+                status = await getattr(self, f"_{ending.name.lower()}")()
         except TimeoutError:
             self.surprises.append(f"{ending}: no end within {TIMEOUT:g} s")
         except (Unexpected, OSError, EOFError) as error:
@@ -67,17 +61,6 @@ class MixedLoad:
             self.done[f"{ending}{f': {status}' if status else ''}"] += 1
 
     # what clients do; each returns the answer's status, 0 where the client does not wait for one
-
-    async def _act(self, ending: Ending) -> int:
-        act = {
-            Ending.WHOLE: self._whole,
-            Ending.EARLY: self._early,
-            Ending.MIDWAY: self._midway,
-            Ending.UNREAD: self._unread,
-            Ending.BAD: self._bad,
-            Ending.LATE: self._late,
-        }[ending]
-        return await act()
 
     async def _whole(self) -> int:
         stream = self._dice.random() < 0.7
