@@ -10,11 +10,26 @@ from pdserve_bench.goodput.measure import FoundGoodput, Probe
 from pdserve_bench.report import Chart, Column, Report, Rows, Series
 from pdserve_bench.runs import LoadRun
 from pdserve_bench.samples import percentile, wilson
+from pdserve_bench.slo import Tally
 
 _STALLED = 0.25
 """of the SLO's gap: a longer stall of the load generator is told"""
 _ERRORS = 3
 """kinds of them that are told"""
+_RAW = (
+    "rate",
+    "seconds",
+    "seed",
+    "share",
+    "uncertainty",
+    "judged",
+    "counted",
+    "hopeless",
+    "disturbed",
+    "blamed",
+    "stall",
+)
+"""what the JSON has of a probe"""
 _COLUMNS = (
     Column("offered, req/s", ".3g"),
     Column("sent", "d"),
@@ -69,20 +84,22 @@ def lead_of(found: FoundGoodput) -> str:
 
 
 def _broken_at(found: FoundGoodput, rate: float | None) -> str:
-    tallies = [probe.tally for probe in found.of(rate)]
-    late = sum(tally.ttft + tally.both for tally in tallies)
-    gap = sum(tally.gap + tally.both for tally in tallies)
-    failed, judged = sum(tally.failed for tally in tallies), sum(probe.judged for probe in found.of(rate))
-    counts = {"broke the TTFT": late, "had too long a gap": gap, "failed": failed}
-    told = [
+    probes = found.of(rate)
+    tally, judged = sum((probe.tally for probe in probes), Tally()), sum(probe.judged for probe in probes)
+    counts = {
+        "broke the TTFT": tally.ttft + tally.both,
+        "had too long a gap": tally.gap + tally.both,
+        "failed": tally.failed,
+    }
+    return ", ".join(
         f"{100 * count / judged:.0f} % {name}"
         for name, count in sorted(counts.items(), key=lambda item: -item[1])
         if count
-    ]
-    return ", ".join(told)
+    )
 
 
 def _pooled(probes: Sequence[Probe]) -> float:
+    """The share of all requests of these probes that kept the SLO."""
     judged = sum(probe.judged for probe in probes)
     return sum(probe.tally.kept for probe in probes) / judged if judged else 1.0
 
@@ -182,47 +199,35 @@ def _charts(found: FoundGoodput) -> list[Chart]:
     rates = sorted({probe.rate for probe in found.probes if probe.counted})
     if not rates:
         return []
-    options = found.options
-    at = {rate: found.of(rate) for rate in rates}
+    options, probes = found.options, [found.of(rate) for rate in rates]
     upright = {f"goodput {found.search.estimate:.3g}": found.search.estimate} if found.search.estimate else {}
-    intervals = [
-        wilson(sum(p.tally.kept for p in at[rate]), sum(p.judged for p in at[rate])) for rate in rates
-    ]
-    shares = [_pooled(at[rate]) for rate in rates]
-    kept = Series(
-        "kept the SLO", rates, shares, [low for low, _ in intervals], [high for _, high in intervals]
+    intervals = [wilson(sum(p.tally.kept for p in at), sum(p.judged for p in at)) for at in probes]
+    low, high = map(list, zip(*intervals, strict=True))
+    kept = Chart(
+        f"Requests that keep: {options.slo}",
+        "lines",
+        "offered, req/s",
+        "share of the requests",
+        [Series("kept the SLO", rates, [_pooled(at) for at in probes], low, high)],
+        across={f"{100 * options.share:g} %": options.share},
+        upright=upright,
+        better="higher",
+        y_unit="share",
     )
-
-    def chart(title: str, of: str, series: list[Series], bound: dict[str, float], **more: Any) -> Chart:
-        return Chart(title, "lines", "offered, req/s", of, series, across=bound, **more)
-
-    requests = "share of the requests"
-    charts = [
-        chart(
-            f"Requests that keep: {options.slo}",
-            requests,
-            [kept],
-            {f"{100 * options.share:g} %": options.share},
-            upright=upright,
-            better="higher",
-            y_unit="share",
-        ),
-    ]
-    seen = {
-        "TTFT p90": (options.slo.ttft, [[v for p in at[rate] for v in p.ttfts] for rate in rates]),
-        "longest gap p90": (
-            options.slo.gap,
-            [[v for p in at[rate] for v in p.longest_gaps] for rate in rates],
-        ),
-    }
-    for name, (bound, samples) in seen.items():
-        times = [percentile(values, 0.9, none=math.nan) for values in samples]
+    charts = [kept]
+    for name, bound, seen in (
+        ("TTFT p90", options.slo.ttft, [[v for p in at for v in p.ttfts] for at in probes]),
+        ("longest gap p90", options.slo.gap, [[v for p in at for v in p.longest_gaps] for at in probes]),
+    ):
+        times = [percentile(values, 0.9, none=math.nan) for values in seen]
         charts.append(
-            chart(
+            Chart(
                 f"{name} against rate",
+                "lines",
+                "offered, req/s",
                 name,
                 [Series(name, rates, times)],
-                {f"SLO {1000 * bound:g} ms": bound},
+                across={f"SLO {1000 * bound:g} ms": bound},
                 upright=upright,
                 log_y=any(value > 20 * bound for value in times),
                 better="lower",
@@ -247,17 +252,7 @@ def _data(found: FoundGoodput, probes: Sequence[Probe]) -> dict[str, Any]:
         },
         "probes": [
             {
-                "rate": probe.rate,
-                "seconds": probe.seconds,
-                "seed": probe.seed,
-                "share": probe.share,
-                "uncertainty": probe.uncertainty,
-                "judged": probe.judged,
-                "counted": probe.counted,
-                "hopeless": probe.hopeless,
-                "disturbed": probe.disturbed,
-                "blamed": probe.blamed,
-                "stall": probe.stall,
+                **{name: getattr(probe, name) for name in _RAW},
                 "tally": vars(probe.tally),
                 **probe.run.summary(options.slo),
             }

@@ -1,7 +1,6 @@
 """`pdserve bench multi-round`."""
 
 import asyncio
-import math
 import random
 import time
 from dataclasses import replace
@@ -16,7 +15,7 @@ from pdserve_bench.multi_round.summary import MultiRoundResult
 from pdserve_bench.multi_round.texts import Texts
 from pdserve_bench.multi_round.workload import MultiRound
 from pdserve_bench.options import ApiKey, Gap, Json, Plot, Ttft
-from pdserve_bench.progress import Schedule, told
+from pdserve_bench.progress import Schedule
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import INTERRUPTED, LoadRun, run_until_stopped
 from pdserve_bench.slo import read_slo
@@ -150,29 +149,17 @@ async def _warm_up(endpoint: Endpoint, load: MultiRound, count: int) -> None:
 
 
 async def _run(result: MultiRoundResult, schedule: Schedule) -> None:
-    load, run = result.load, result.run
-    asking = asyncio.create_task(load.run(result.endpoint, run))
+    run = result.run
+    asking = asyncio.create_task(result.load.run(result.endpoint, run))
     try:
         with schedule.phase("questions"):
-            await _watch(run, asking, schedule, load.seconds)
-        if not asking.done():
-            usual = run.summary()["whole p90"] or load.patience
-            with schedule.phase("last answers", min(usual, load.patience)):
-                await _watch(run, asking, schedule)
+            while not asking.done():
+                schedule.update(_news(run))
+                await asyncio.wait([asking], timeout=0.5)
         await asking
     finally:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-
-
-async def _watch(
-    run: LoadRun, asking: "asyncio.Task[None]", schedule: Schedule, seconds: float = math.inf
-) -> None:
-    """Until it is done, or the time is over."""
-    until = time.monotonic() + seconds
-    while not asking.done() and (left := until - time.monotonic()) > 0:
-        schedule.update(_news(run))
-        await asyncio.wait([asking], timeout=min(0.5, left))
 
 
 def _news(run: LoadRun) -> str:
@@ -184,9 +171,5 @@ def _news(run: LoadRun) -> str:
     failed = len(run.of(Outcome.FAILED))
     news = [f"{failed} failed"] if failed else []
     news += [f"{len(finished) / span:.1f} req/s", f"{len(run.of(Outcome.UNFINISHED))} running"]
-    news += [f"TTFT {_milliseconds(sum(ttfts) / len(ttfts))}"] if ttfts else []
+    news += [f"TTFT {1000 * sum(ttfts) / len(ttfts):.0f} ms"] if ttfts else []
     return ", ".join(news)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if seconds < 10 else told(seconds)

@@ -1,4 +1,4 @@
-"""What a run of multi-round QA found."""
+"""What a run of multi-round QA found, as a report."""
 
 import re
 import statistics
@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from itertools import compress
 from typing import Any
 
+import numpy as np
+
 from pdserve import clock
 from pdserve_bench.client import Outcome
 from pdserve_bench.endpoint import Endpoint
-from pdserve_bench.multi_round.charts import draw_charts
 from pdserve_bench.multi_round.workload import MultiRound, Question
-from pdserve_bench.report import Cell, Column, Report, Rows
+from pdserve_bench.report import Cell, Chart, Column, Report, Rows, Series
 from pdserve_bench.runs import LoadRun
 from pdserve_bench.samples import percentile
 from pdserve_bench.slo import Slo
@@ -25,6 +26,10 @@ _LATE = 0.05
 _HELD = 0.01
 """of all questions; fewer are worth no note"""
 _SHOWN_ERRORS = 5
+_POINTS = 400
+"""of a curve; more cannot be seen"""
+_LEAST = 0.0005
+"""seconds between tokens that came together, for a logarithmic axis"""
 
 
 @dataclass
@@ -89,7 +94,7 @@ class MultiRoundResult:
             *([self._failures()] if figures["failed"] else []),
         ]
         report.notes = self._notes(figures)
-        report.charts = draw_charts(self.run, self.questions, self.slo)
+        report.charts = [chart for chart in (self._ttfts(), self._gaps()) if chart.series]
         report.data = self._data(figures)
         return report
 
@@ -167,6 +172,49 @@ class MultiRoundResult:
             rows.append([f"other errors, of {len(errors) - _SHOWN_ERRORS} kinds", rest])
         return Rows("Failed requests", [Column("what was answered"), Column("requests", ".0f")], rows)
 
+    def _ttfts(self) -> Chart:
+        labels = ("first question", "later questions", "failed, after")
+        dots: dict[str, tuple[list[float], list[float]]] = {label: ([], []) for label in labels}
+        for question in self.questions:
+            if question.outcome is Outcome.FAILED:
+                label, value = "failed, after", question.ended - question.started
+            elif question.outcome is Outcome.FINISHED and question.ttft is not None:
+                label = "first question" if question.round == 1 else "later questions"
+                value = question.ttft
+            else:
+                continue
+            dots[label][0].append(question.started - self.run.began)
+            dots[label][1].append(value)
+        return Chart(
+            "Time to first token",
+            "dots",
+            "asked at, seconds",
+            "TTFT",
+            [Series(label, xs, ys) for label, (xs, ys) in dots.items() if xs],
+            across={f"SLO {1000 * self.slo.ttft:g} ms": self.slo.ttft},
+            log_y=True,
+            y_unit="s",
+            better="lower",
+        )
+
+    def _gaps(self) -> Chart:
+        gaps = [question.gaps for question in self.finished if question.gaps]
+        curves = {
+            "between two tokens": [gap for each in gaps for gap in each],
+            "longest of an answer": [max(each) for each in gaps],
+        }
+        return Chart(
+            "Gaps between tokens",
+            "cdf",
+            "gap",
+            "share of gaps",
+            [Series(label, _curve(values), []) for label, values in curves.items() if values],
+            upright={f"SLO {1000 * self.slo.gap:g} ms": self.slo.gap},
+            log_x=True,
+            x_unit="s",
+            y_unit="share",
+        )
+
     def _notes(self, figures: dict[str, float]) -> list[str]:
         questions, finished, load = self.questions, self.finished, self.load
         if not questions:
@@ -243,6 +291,12 @@ class MultiRoundResult:
                 for question in self.questions
             ],
         }
+
+
+def _curve(values: list[float]) -> list[float]:
+    """As many samples as can be seen, with both ends: the same curve."""
+    shares = np.linspace(0, 1, min(_POINTS, len(values)))
+    return [float(value) for value in np.maximum(_LEAST, np.quantile(values, shares))]
 
 
 def _rounded(value: float | None) -> float | None:
