@@ -8,28 +8,25 @@ engine for longer than a gap may last gives another answer.
 
 import json
 import os
-import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pdserve_bench.launch import PDSERVE
-from pdserve_bench.runs import INTERRUPTED
 from pdserve_bench.simulated import simulated, write
 
 from pdserve.cli import main
 from pdserve.config.load import load
-from tests.serving import processes_below
 
 WITHIN = 400
-"""seconds, on a machine that does much else; some 45 on an idle one"""
+"""seconds of a run on a machine that does much else; some 45 on an idle one"""
+ATTEMPTS = 3
 
 
 def answer(verdict: str, folder: Path, file: Path, *options: str) -> dict[str, Any]:
     """What the command writes as JSON; of a busy machine the first of three that has this verdict."""
-    for attempt in range(3):
+    for attempt in range(ATTEMPTS):
         busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
         found = _answer(folder, file, *options)
         if found["verdict"] == verdict or not busy:
@@ -50,14 +47,13 @@ def _answer(folder: Path, file: Path, *options: str) -> dict[str, Any]:
     return data
 
 
+@pytest.mark.timeout(ATTEMPTS * WITHIN)
 def test_it_pays_where_steps_take_nearly_as_long_as_a_gap_may(tmp_path: Path) -> None:
     """Prompts of 1,200 tokens take 0.4 s beside a step's 0.1 s; gaps of 0.28 s leave an aggregated engine 0.18 s of
     each step for prompts.
 
-    Aggregated, whatever the batch size B: up to B = 540 tokens (0.18 s) no gap is too long, but a prompt takes at least
-    3 steps, at B = 540 of 0.28 s = 0.84 s, over the 0.8 s of the SLO, even alone. With B above 540 each prompt breaks
-    the gap of all answers that run on its engine: an answer takes 32 x 0.1 = 3.2 s, and at 2.5 requests a second each
-    of four engines gets one every 1.6 s, so that hardly a request has none beside it.
+    Aggregated, each prompt breaks the gap of all answers that run on its engine: an answer takes 32 x 0.1 = 3.2 s, and
+    at 2.5 requests a second each of four engines gets one every 1.6 s, so that hardly a request has none beside it.
     Separated, 3 prefill + 1 decode: a prompt takes 0.5 s, and a prefill worker is busy for 0.5 x 2.5 / 3 = 42 % of the
     time, so that the first token comes after some 0.6 s; a decode step takes 0.1 s, and the second token, which may
     just miss one, comes two steps after the first.
@@ -65,19 +61,19 @@ def test_it_pays_where_steps_take_nearly_as_long_as_a_gap_may(tmp_path: Path) ->
     sections = simulated({"step-seconds": 0.1, "prefill-rate": 3000}, prefill={"ServiceArgs": {"workers": 3}})
     file, best = write(sections, tmp_path / "graph.yaml"), tmp_path / "best.yaml"
     load_ = ("--prompt-tokens", "1200", "--answer-len", "32", "--ttft", "800ms", "--gap", "280ms")
-    budget = ("--rate", "2.5", "--share", "0.5", "--minutes", "0.6", "--batch-sizes", "128,2048")
+    budget = ("--rate", "2.5", "--share", "0.5", "--minutes", "0.6", "--batch-sizes", "2048")
     found = answer("disaggregate", tmp_path, file, *load_, *budget, "--write", str(best))
     assert found["choice"] == "3 prefill + 1 decode, remote above 64 tokens"
-    broken = {result["name"]: result["broke"] for result in found["results"] if result["aggregated"]}
-    small, large = (broken[f"aggregated: 4 engines, batch {size}"] for size in (128, 2048))
-    assert small["ttft"] + small["both"] > small["kept"]
-    assert large["gap"] + large["both"] > large["kept"]
+    (together,) = (result for result in found["results"] if result["aggregated"])
+    assert together["name"] == "aggregated: 4 engines, batch 2048"
+    assert together["broke"]["gap"] + together["broke"]["both"] > together["broke"]["kept"]
     written = load(best, {})
     assert written.prefill is not None
     assert written.prefill.count == 3
     assert best.read_text().startswith("# Written by `pdserve compare -f")
 
 
+@pytest.mark.timeout(ATTEMPTS * WITHIN)
 def test_it_does_not_pay_where_answers_are_the_work(tmp_path: Path) -> None:
     """A prompt of 64 tokens costs 3 ms, a sequence in a step 20 ms, and gaps of 0.2 s allow 9 sequences in a step.
 
@@ -94,30 +90,6 @@ def test_it_does_not_pay_where_answers_are_the_work(tmp_path: Path) -> None:
     assert found["choice"] == "aggregated: 2 engines, batch 512"
     separate = [result for result in found["results"] if not result["aggregated"]]
     assert all(result["carried"] is None or result["carried"] < 9 for result in separate)
-
-
-def test_broken_off_it_stops_what_it_started_and_says_so(tmp_path: Path) -> None:
-    file = write(simulated(), tmp_path / "graph.yaml")
-    command = [*PDSERVE, "compare", "-f", str(file), "--no-simulation", "--batch-sizes", "512"]
-    with subprocess.Popen(
-        command,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        deadline = time.monotonic() + 120
-        while not processes_below(tmp_path):
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        told, _ = process.communicate(timeout=120)
-    assert process.returncode == INTERRUPTED
-    assert "Broken off" in told
-    assert "No recommendation" in told
-    assert not processes_below(tmp_path)
-    assert not list(tmp_path.glob("pdserve-compare-*"))
 
 
 @pytest.mark.parametrize(

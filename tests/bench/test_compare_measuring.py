@@ -1,19 +1,26 @@
 """What is made of the probes of a candidate."""
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from pdserve_bench.client import Exchange
 from pdserve_bench.compare.candidates import Candidate, Launch
 from pdserve_bench.compare.measuring import Entrant, Measuring, best_of, common_rate, noise
+from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import Probe
 from pdserve_bench.goodput.search import GoodputSearch
 from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import LoadRun
 from pdserve_bench.sections import Shape
 from pdserve_bench.slo import Slo, Tally
-from pdserve_bench.systems.system import PlainVllm, Stage
+from pdserve_bench.systems.system import PlainVllm, RunningSystem, Say, Stage, System
+
+from tests.conditions import until
 
 
 def entrant(name: str, aggregated: bool, **probes: int) -> Entrant:
@@ -108,3 +115,39 @@ async def test_the_best_of_each_kind_is_found_whatever_the_other_carries(
     best = best_of(found, True)
     assert best is not None
     assert best.name == "9"
+
+
+@dataclass(frozen=True)
+class Starting(System):
+    """Is up after so many seconds."""
+
+    name: str
+    seconds: float
+    log: list[str]
+
+    @asynccontextmanager
+    async def start(self, folder: Path, say: Say) -> AsyncIterator[RunningSystem]:
+        try:
+            await asyncio.sleep(self.seconds)
+            self.log.append(f"+{self.name}")
+            yield RunningSystem(Endpoint("", ""))
+        finally:
+            self.log.append(f"-{self.name}")
+
+
+async def test_broken_off_it_stops_what_runs_and_what_starts(tmp_path: Path) -> None:
+    log: list[str] = []
+    launches = [
+        Launch(name, Starting(name, seconds, log), True, 0.0) for name, seconds in (("a", 0), ("b", 60))
+    ]
+
+    async def work() -> None:
+        async with Stage(tmp_path, print) as stage:
+            await Measuring(stage, Schedule(), Slo(), 0.9, 1).start(launches)
+
+    task = asyncio.create_task(work())
+    await until(lambda: log == ["+a"])
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sorted(log) == ["+a", "-a", "-b"]

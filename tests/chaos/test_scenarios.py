@@ -9,7 +9,6 @@ import pytest
 import zmq
 from pdserve_bench.chaos.disk import full
 from pdserve_bench.chaos.garbage import _as_frontend, _to_port, payloads
-from pdserve_bench.chaos.scene import Fault
 from pdserve_bench.chaos.weights import _other_weights, turned
 from pdserve_bench.launch import small_disk
 from pdserve_bench.watch import series, total
@@ -95,9 +94,3 @@ def test_other_weights_are_a_model_of_the_same_shape_and_go_again(tmp_path: Path
 def test_metrics_are_summed_over_labels() -> None:
     page = series('# HELP x\nx_total{a="1"} 2.0\nx_total{a="2"} 3.0\nx_total_more 7.0\nx 1.0\n')
     assert total(page, "x_total") == 5.0
-
-
-def test_stories_are_described() -> None:
-    from pdserve_bench.chaos.catalog import STORIES
-
-    assert all(isinstance(fault, Fault) and fault.told for fault in STORIES)

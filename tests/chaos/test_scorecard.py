@@ -8,24 +8,8 @@ import pytest
 from pdserve_bench.chaos.judge import AttemptTrace, Judgement, Seen, trace
 from pdserve_bench.chaos.questions import Attempt, Case
 from pdserve_bench.chaos.scorecard import Row, as_json, line, passed, score, scorecard, verdict
-from pdserve_bench.samples import percentile
 from pdserve_bench.watch import Leftovers
 from rich.console import Console
-
-
-@pytest.mark.parametrize(
-    ("values", "share", "value"),
-    [
-        ([], 0.99, 0.0),
-        ([3.0], 0.99, 3.0),
-        ([1.0, 2.0], 0.5, 1.0),
-        (list(range(1, 101)), 0.99, 99),
-        (list(range(1, 1001)), 0.99, 990),
-        ([9.0, 1.0, 5.0], 1.0, 9.0),
-    ],
-)
-def test_percentile(values: list[float], share: float, value: float) -> None:
-    assert percentile(values, share) == value
 
 
 def _trace(result: Judgement, error: str = "") -> AttemptTrace:
