@@ -3,9 +3,7 @@
 import asyncio
 import logging
 import shutil
-import sys
 import tempfile
-import time
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +11,6 @@ from typing import Annotated
 import msgspec
 import typer
 
-from pdserve import clock
 from pdserve.errors import ConfigError
 from pdserve.observe.tables import show
 from pdserve.process.signals import STOPPERS
@@ -23,7 +20,9 @@ from pdserve_bench.chaos.run import chaos as run_chaos
 from pdserve_bench.chaos.scene import Options
 from pdserve_bench.chaos.scorecard import Row, as_json, line, passed, scorecard, verdict
 from pdserve_bench.launch import CUTTABLE, RunningGraph, started
+from pdserve_bench.progress import Schedule
 
+_say = Schedule().say
 CARD = "scorecard.json"
 """in the folder that is kept where something went wrong, beside the logs"""
 
@@ -149,7 +148,3 @@ def _running(state_dir: Path, url: str) -> RunningGraph:
     if url:
         graph = msgspec.structs.replace(graph, url=url.rstrip("/"))
     return RunningGraph(graph, state_dir)
-
-
-def _say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S', time.localtime(clock.unix()))}  {text}", file=sys.stderr, flush=True)

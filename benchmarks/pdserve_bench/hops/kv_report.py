@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from pdserve_bench.hops.kv_pair import Measured
@@ -104,12 +104,42 @@ def section(figures: KvFigures) -> HopSection:
     linked = figures.cases(over_link=True)
     found = HopSection()
     if single:
-        found.tables += [_speed(figures, single), _smallest(figures)]
+        smallest = [case for link in (False, True) for case in figures.cases(over_link=link, smallest=True)]
+        found.tables += [
+            _table(
+                figures,
+                "KV between two processes of this host, and a copy of as much inside one",
+                single,
+                "KV of | MB each | pieces | GB/s | ± % | ms p50 | held, ms | copy, GB/s | of copy | CPU s/GB | "
+                "lender's",
+            ),
+            _table(
+                figures,
+                "The smallest transfer, and the handshake of a fresh pair",
+                smallest,
+                "KV of | kB each | pieces | ms p50 | ms p99 | handshake, ms",
+            ),
+        ]
         found.charts.append(_speed_chart(figures, single))
     if crowd:
-        found.tables.append(_crowd(figures, crowd))
+        found.tables.append(
+            _table(
+                figures,
+                "Many transfers in flight from one agent, on this host",
+                crowd,
+                "KV of | in flight | MB each | GB/s | ± % | slowest/fastest | ms p50 | ms p99",
+            )
+        )
     if linked:
-        found.tables.append(_link(figures, linked))
+        found.tables.append(
+            _table(
+                figures,
+                f"KV over a link of {figures.link}, between two network namespaces (UCX_TLS=tcp)",
+                linked,
+                "KV of | in flight | MB each | Mbit/s | % of line | ± % | TCP, % of line | slowest/fastest | ms p50 | "
+                "CPU s/GB | lender's",
+            )
+        )
     found.notes += list(_notes(figures))
     if single:
         found.lead = _lead(figures, single[-1], [case for case in linked if case.in_flight == 1])
@@ -143,79 +173,44 @@ def _of_copy(figures: KvFigures, case: KvCase) -> float:
     return median_ratio(*(figures.samples(case, kind, "rate") for kind in ("KV", "copy")))
 
 
-Cells = Mapping[Column, Callable[[KvCase], Cell]]
+def _columns(figures: KvFigures) -> dict[Column, Callable[[KvCase], Cell]]:
+    """All that tables are made of."""
 
+    def median(name: str, scale: float = 1.0, kind: Kind = "KV") -> Callable[[KvCase], float]:
+        return lambda case: figures.median(case, kind, name) * scale
 
-def _rows(title: str, cases: Iterable[KvCase], cells: Cells) -> Rows:
-    return Rows(title, list(cells), [[cell(case) for cell in cells.values()] for case in cases])
-
-
-def _speed(figures: KvFigures, cases: Iterable[KvCase]) -> Rows:
-    cells: Cells = {
-        Column("KV of"): lambda case: case.layout,
-        Column("MB", ".4g"): lambda case: case.size / 1e6,
-        Column("pieces", "d"): lambda case: case.pieces,
-        Column("GB/s", ".2f"): lambda case: figures.median(case, "KV", "rate") / 1e9,
-        Column("± %", ".0f"): lambda case: spread(figures.samples(case, "KV", "rate")),
-        Column("ms", ".2f"): lambda case: figures.median(case, "KV", "median") * 1e3,
-        Column("held, ms", ".2f"): lambda case: figures.median(case, "KV", "held") * 1e3,
-        Column("copy, GB/s", ".2f"): lambda case: figures.median(case, "copy", "rate") / 1e9,
-        Column("of copy", ".2f"): lambda case: _of_copy(figures, case),
-        Column("CPU s/GB", ".2f"): lambda case: figures.median(case, "KV", "reader_cpu"),
-        Column("lender's", ".2f"): lambda case: figures.median(case, "KV", "lender_cpu"),
-    }
-    return _rows("KV between two processes of this host, and a copy of as much inside one", cases, cells)
-
-
-def _smallest(figures: KvFigures) -> Rows:
-    def handshake(case: KvCase) -> float:
-        return statistics.median(figures.handshakes[case.over_link, case.layout]) * 1e3
-
-    cells: Cells = {
+    return {
         Column("KV of"): lambda case: case.layout + (f" over {figures.link}" if case.over_link else ""),
-        Column("one block, kB", ".0f"): lambda case: case.size / 1e3,
+        Column("in flight", "d"): lambda case: case.in_flight,
+        Column("MB each", ".4g"): lambda case: case.size / 1e6,
+        Column("kB each", ".1f"): lambda case: case.size / 1e3,
         Column("pieces", "d"): lambda case: case.pieces,
-        Column("p50, ms", ".3f"): lambda case: figures.median(case, "KV", "median") * 1e3,
-        Column("p99, ms", ".3f"): lambda case: figures.median(case, "KV", "p99") * 1e3,
-        Column("handshake, ms", ".1f"): handshake,
-    }
-    cases = [case for link in (False, True) for case in figures.cases(over_link=link, smallest=True)]
-    return _rows("The smallest transfer, and the handshake of a fresh pair", cases, cells)
-
-
-def _crowd(figures: KvFigures, cases: Iterable[KvCase]) -> Rows:
-    cells: Cells = {
-        Column("KV of"): lambda case: case.layout,
-        Column("in flight", "d"): lambda case: case.in_flight,
-        Column("MB each", ".4g"): lambda case: case.size / 1e6,
-        Column("GB/s in sum", ".2f"): lambda case: figures.median(case, "KV", "rate") / 1e9,
-        Column("± %", ".0f"): lambda case: spread(figures.samples(case, "KV", "rate")),
-        Column("slowest/fastest", ".2f"): lambda case: figures.median(case, "KV", "fairness"),
-        Column("ms p50", ".2f"): lambda case: figures.median(case, "KV", "median") * 1e3,
-        Column("ms p99", ".2f"): lambda case: figures.median(case, "KV", "p99") * 1e3,
-    }
-    return _rows("Many transfers in flight from one agent, on this host", cases, cells)
-
-
-def _link(figures: KvFigures, cases: Iterable[KvCase]) -> Rows:
-    def fairness(case: KvCase) -> float | None:
-        return figures.median(case, "KV", "fairness") if case.in_flight > 1 else None
-
-    cells: Cells = {
-        Column("KV of"): lambda case: case.layout,
-        Column("in flight", "d"): lambda case: case.in_flight,
-        Column("MB each", ".4g"): lambda case: case.size / 1e6,
-        Column("Mbit/s", ".4g"): lambda case: figures.median(case, "KV", "rate") * 8 / 1e6,
+        Column("GB/s", ".2f"): median("rate", 1e-9),
+        Column("Mbit/s", ".4g"): median("rate", 8e-6),
         Column("% of line", ".1f"): lambda case: _share(figures, case, "KV"),
         Column("± %", ".0f"): lambda case: spread(figures.samples(case, "KV", "rate")),
         Column("TCP, % of line", ".1f"): lambda case: _share(figures, case, "TCP"),
-        Column("slowest/fastest", ".2f"): fairness,
-        Column("ms p50", ".1f"): lambda case: figures.median(case, "KV", "median") * 1e3,
-        Column("CPU s/GB", ".2f"): lambda case: figures.median(case, "KV", "reader_cpu"),
-        Column("lender's", ".2f"): lambda case: figures.median(case, "KV", "lender_cpu"),
+        Column("ms p50", ".3f"): median("median", 1e3),
+        Column("ms p99", ".3f"): median("p99", 1e3),
+        Column("held, ms", ".2f"): median("held", 1e3),
+        Column("slowest/fastest", ".2f"): lambda case: (
+            figures.median(case, "KV", "fairness") if case.in_flight > 1 else None
+        ),
+        Column("copy, GB/s", ".2f"): median("rate", 1e-9, "copy"),
+        Column("of copy", ".2f"): lambda case: _of_copy(figures, case),
+        Column("CPU s/GB", ".2f"): median("reader_cpu"),
+        Column("lender's", ".2f"): median("lender_cpu"),
+        Column("handshake, ms", ".1f"): lambda case: (
+            statistics.median(figures.handshakes[case.over_link, case.layout]) * 1e3
+        ),
     }
-    title = f"KV over a link of {figures.link}, between two network namespaces (UCX_TLS=tcp)"
-    return _rows(title, cases, cells)
+
+
+def _table(figures: KvFigures, title: str, cases: Iterable[KvCase], names: str) -> Rows:
+    """`names` of columns, between bars."""
+    known = {column.name: (column, of) for column, of in _columns(figures).items()}
+    chosen = [known[name] for name in names.split(" | ")]
+    return Rows(title, [column for column, _ in chosen], [[of(case) for _, of in chosen] for case in cases])
 
 
 def _share(figures: KvFigures, case: KvCase, kind: Kind) -> float | None:
