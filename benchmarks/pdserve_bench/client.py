@@ -93,7 +93,7 @@ class Exchange:
 
     @property
     def output_tokens(self) -> int:
-        """By the usage, else by the token ids, else by the events with text."""
+        """Count by the usage, else by the token ids, else by the events with text."""
         return self.completion_tokens or len(self.tokens) or len(self.arrivals)
 
     @property
@@ -103,7 +103,7 @@ class Exchange:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """While it was generated, from the first token on; None where it came in one piece."""
+        """Speed of the generation after the first token; None where the answer came in one piece."""
         took = self.ended - self.arrivals[0] if self.ended and len(self.arrivals) > 1 else 0.0
         return self.output_tokens / took if took > 0 else None
 
@@ -184,7 +184,7 @@ _UNREADABLE = (ValueError, httptools.HttpParserError, httptools.HttpParserUpgrad
 
 
 class _Message(msgspec.Struct):
-    """Of a chat, or a delta of it."""
+    """A message of a chat, or a delta of it."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -224,8 +224,8 @@ _NOTHING = _Message()
 
 
 def _read(exchange: Exchange, raw: bytes, now: float | None) -> _Answer:
-    """Where a first event names the role alone, no token has come yet. Reasoning counts as tokens too: it is generated,
-    and waited for."""
+    """Decode an answer or event and add it to the exchange. A first event that names the role alone brings no token.
+    Reasoning counts as tokens too: it is generated, and waited for."""
     answer = _decode(raw)
     if answer.error or answer.object == "error":
         raise BadAnswer(error_message(raw))
@@ -339,7 +339,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def port(self) -> int:
-        """This end's."""
+        """The client's port."""
         return int(self._transport.get_extra_info("sockname")[1])
 
     async def status(self) -> int:
@@ -360,7 +360,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return bytes(self._body)
 
     def abort(self) -> None:
-        """At once, whatever is still on its way."""
+        """Close the connection at once, whatever is still on its way."""
         self._transport.abort()
 
     async def _until(self, true: Callable[[], bool]) -> None:
@@ -431,7 +431,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 
 def trusted() -> ssl.SSLContext:
-    """By the certificates in the file that SSL_CERT_FILE names, as of a server that signed its own, else by the
+    """Trust the certificates in the file that SSL_CERT_FILE names (a server may have signed its own), else the
     system's."""
     return _trusting(os.environ.get("SSL_CERT_FILE"))
 

@@ -56,7 +56,7 @@ class Endpoint:
 
 
 def base_url(url: str) -> str:
-    """With or without `/v1` at its end. Raises ConfigError."""
+    """Return the URL without `/v1` at its end. Raises ConfigError."""
     found = url.strip().rstrip("/").removesuffix("/v1")
     try:
         parts = urlsplit(found)
@@ -69,8 +69,8 @@ def base_url(url: str) -> str:
 
 
 def key_headers(key: str) -> dict[str, str]:
-    """Of a request to a server that asks for a key; none without a key. Keys that were read from files often have the
-    end of a line."""
+    """Return the headers for a server that asks for a key; none without a key. Keys that were read from files often end
+    in a newline."""
     return {"authorization": f"Bearer {key.strip()}"} if key.strip() else {}
 
 
@@ -130,7 +130,8 @@ _LEFT_OUT = (
 
 
 async def _fitted(endpoint: Endpoint) -> Endpoint:
-    """Without the fields that it refuses. Raises Unavailable with its first words where it refuses all the same."""
+    """Leave out the fields that the server refuses. Raises Unavailable with its first words where it refuses all the
+    same."""
     guesses, refusal = iter(_LEFT_OUT), ""
     for _ in range(len(_OPTIONAL) + len(_LEFT_OUT)):
         exchange = Exchange(endpoint.body("Hello", 2))

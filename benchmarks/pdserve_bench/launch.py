@@ -58,7 +58,7 @@ class ServerRun:
         self.env = {**os.environ, **(variables or {})}
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """In the session of this process, but in a group of its own: a session would get its own scheduling group."""
+        """Start it in a process group of its own, in this session: a session would get its own scheduling group."""
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
                 self.command,
@@ -90,7 +90,7 @@ class ServerRun:
             await asyncio.sleep(0.1)
 
     async def stop(self) -> None:
-        """As by Ctrl-C, however far its start came. Waits for its end also where it is cancelled meanwhile."""
+        """Stop it as by Ctrl-C, however far its start came. Waits for its end also when cancelled meanwhile."""
         stopping = asyncio.ensure_future(self._stop())
         try:
             await asyncio.shield(stopping)
@@ -110,7 +110,7 @@ class ServerRun:
 
 
 def _complaints(text: str) -> list[str]:
-    """Of a server that did not like its command line or its file."""
+    """Return what a server says about a wrong command line or file."""
     lines = text.splitlines()
     ours = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
     return ours or lines[-3:]
@@ -192,7 +192,7 @@ class StartedGraph(RunningGraph):
         return self.away or super().alive
 
     async def start(self) -> None:
-        """Also once more, after its supervisor has ended. Raises ConfigError and Unavailable."""
+        """Start the graph, also again after its supervisor has ended. Raises ConfigError and Unavailable."""
         self.serve.start()
         await self.serve.until(self.serve.ready, self.say)
         graph = state.read(self.state_dir)

@@ -65,7 +65,7 @@ class ClosedLoop(Lifetime, Generic[E]):
                 await asyncio.sleep(AFTER_FAILURE)
 
     async def until(self, condition: Callable[[E], bool], count: int = 1) -> None:
-        """Until so many requests that fit have ended."""
+        """Wait until so many requests that fit have ended."""
         async with self._news:
             await self._news.wait_for(lambda: sum(map(condition, self.done)) >= count)
 
@@ -77,7 +77,7 @@ class ClosedLoop(Lifetime, Generic[E]):
         self._go.set()
 
     async def idle(self) -> None:
-        """Until nothing is in flight any more, while it is paused."""
+        """Wait until nothing is in flight any more, while paused."""
         async with self._news:
             await self._news.wait_for(lambda: not self.running)
 

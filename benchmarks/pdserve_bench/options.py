@@ -19,7 +19,7 @@ Plot = Annotated[
 
 
 def numbers(option: str, text: str, least: int = 1) -> list[int]:
-    """Of `1,8,32`, each once; none of an empty text. Raises ConfigError."""
+    """Parse `1,8,32`, each number once; none of an empty text. Raises ConfigError."""
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if not all(word.isdecimal() and int(word) >= least for word in words):
         raise ConfigError([f"{option} {text}: give whole numbers from {least} on, as in 512,2048."])

@@ -77,7 +77,7 @@ async def _spent(family: list[psutil.Process], seconds: float) -> list[float]:
 
 
 async def _ask(endpoint: Endpoint, rate: float) -> None:
-    """Until it is cancelled."""
+    """Send requests until cancelled."""
     prompts = Prompts(2.0, 0)
 
     def requests() -> Iterator[Exchange]:
@@ -88,7 +88,7 @@ async def _ask(endpoint: Endpoint, rate: float) -> None:
 
 
 async def _look(url: str) -> None:
-    """As a dashboard does that is open; until it is cancelled."""
+    """Poll as an open dashboard does, until cancelled."""
     async with httpx.AsyncClient(trust_env=False) as http:
         while True:
             (await http.get(f"{url}/dashboard/state")).raise_for_status()

@@ -55,7 +55,7 @@ class Caller:
         self._random = random.Random(4711)
 
     def requests(self, keys: list[str]) -> "Iterator[KeyedExchange]":
-        """Without end, each from some of these clients."""
+        """Yield requests without end, each with one of these keys."""
         while True:
             words = [str(self._random.randrange(1000, 9999)) for _ in range(WORDS)]
             body = completion(self._graph.model, " ".join(words), TOKENS)
@@ -66,7 +66,7 @@ class Caller:
         await LoadClient(self._graph.url, headers).ask(exchange, 3 * DEADLINE)
 
     async def watched(self, work: "Coroutine[None, None, OverloadRun]") -> "OverloadRun":
-        """With the CPU time that was taken, and the generator's own longest stall."""
+        """Run the work, and add the CPU time that was taken and the generator's longest stall."""
         before, client = self._meter.read(), time.process_time()
         async with GeneratorStalls() as stalls:
             run = await work
@@ -113,7 +113,7 @@ class OverloadRun:
 
     @property
     def goodput(self) -> float:
-        """By when they ended, after the ramp."""
+        """Requests per second that ended in time after the ramp."""
         start = self.begin + RAMP * (self.end - self.begin)
         return sum(start <= exchange.ended < self.end for exchange in self.in_time) / (self.end - start)
 

@@ -69,11 +69,11 @@ class Schedule(AbstractContextManager["Schedule"]):
             self._reporter.join()
 
     def announce(self, phase: str, seconds: float) -> None:
-        """Also while others run, as when it is known only then what is to be done. Seconds of the same name add up."""
+        """Announce a phase, also while others run. Seconds of the same name add up."""
         self._waiting[phase] = self._waiting.get(phase, 0.0) + seconds
 
     def cancel(self, phase: str) -> None:
-        """It will not be needed."""
+        """Take back a phase that will not be needed."""
         self._waiting.pop(phase, None)
 
     @contextmanager
@@ -114,7 +114,7 @@ class Schedule(AbstractContextManager["Schedule"]):
         return time.monotonic() - self._phase_began if self._name else self._expected
 
     def _text(self, after: str = "") -> str:
-        """Of the running phase."""
+        """Describe the running phase."""
         over = self._in_phase() - self._expected
         late = (
             f"{told(over)} longer than expected" if self._name and self._expected and over > _OVERDUE else ""
@@ -143,7 +143,7 @@ class Schedule(AbstractContextManager["Schedule"]):
         return line
 
     def _report(self) -> None:
-        """In a thread of its own, since phases may block the one that they run in."""
+        """Print a line now and then, in a thread of its own: phases may block the one that they run in."""
         wait = self._every
         while not self._closed.wait(wait):
             wait = self._said + self._every - time.monotonic()

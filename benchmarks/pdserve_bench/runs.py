@@ -50,7 +50,7 @@ class LoadRun:
 
     @property
     def on_their_way(self) -> list[Exchange]:
-        """Those that had no end when the rates' time closed, whatever has become of them since."""
+        """Requests that had not ended when the window of the rates closed, whatever became of them since."""
         closes = self.closes
         return [exchange for exchange in self.exchanges if not exchange.ended or exchange.ended > closes]
 
@@ -119,7 +119,8 @@ class Scalable(Protocol):
         """Requests per second on average, of the trace, or as the options say."""
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
-        """For so long, `rate` requests per second on average; other seeds make other prompts and arrivals."""
+        """A workload of so many seconds, `rate` requests per second on average; other seeds make other prompts and
+        arrivals."""
 
 
 def conclude(report: Report, json: Path | None, plot: Path | None, *, complete: bool, failed: bool) -> int:

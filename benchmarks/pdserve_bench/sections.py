@@ -136,7 +136,7 @@ def _simulate(section: dict[str, Any], speed: Mapping[str, float]) -> None:
 
 
 def _unlist(section: dict[str, Any], key: str) -> None:
-    """Nor has it from Common."""
+    """Remove the key from those that the section takes from Common."""
     for name, listed in section.items():
         if kebab(name) == "common-configs":
             section[name] = [entry for entry in listed if kebab(str(entry)) != key]

@@ -16,7 +16,7 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
 
 
 def seconds(text: str) -> float:
-    """Of `500ms`, `0.5s` or `0.5`. Raises ValueError with what is wrong."""
+    """Parse `500ms`, `0.5s` or `0.5`. Raises ValueError with what is wrong."""
     found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([a-z]*)\s*", text)
     if found is None or found[2] not in (*_UNITS, ""):
         raise ValueError(f"{text!r} is no time: write it as 500ms or 0.5s")
@@ -47,13 +47,13 @@ class Slo:
         )
 
     def broke_ttft(self, exchange: Exchange, now: float | None = None) -> bool:
-        """Its first token came too late, or has not come within the bound by `now` (monotonic)."""
+        """Whether its first token came too late, or has not come within the bound by `now` (monotonic)."""
         if exchange.ttft is not None:
             return exchange.ttft > self.ttft
         return (exchange.ended or now or time.monotonic()) - exchange.started > self.ttft
 
     def broke_gap(self, exchange: Exchange) -> bool:
-        """Between two tokens that came; what it waits for now is not counted."""
+        """Whether two of its tokens are too far apart; what it waits for now is not counted."""
         return max(exchange.gaps, default=0.0) > self.gap
 
     def attainment(self, exchanges: Collection[Exchange]) -> float:
@@ -62,7 +62,7 @@ class Slo:
 
 
 def read_slo(ttft: str, gap: str) -> Slo:
-    """Of the options `--ttft` and `--gap`. Raises ConfigError."""
+    """Parse the options `--ttft` and `--gap`. Raises ConfigError."""
     bounds, problems = [], []
     for option, text in (("--ttft", ttft), ("--gap", gap)):
         try:

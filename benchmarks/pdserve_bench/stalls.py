@@ -19,7 +19,7 @@ _LEAST = 0.003
 
 
 class GeneratorStalls(Lifetime):
-    """While it is entered, wakes up every 10 ms and notes by how much it came too late: so late are this event loop's
+    """Wakes up every 10 ms while it is entered, and notes by how much it came too late: so late are this event loop's
     sends, and so late may the times of arrivals be that it noted."""
 
     def __init__(self) -> None:

@@ -59,7 +59,7 @@ class GraphWatch(Lifetime):
         )
 
     async def instances(self, *roles: Role) -> list[Instance]:
-        """Of these roles, else of all; empty while etcd does not answer."""
+        """Return the instances of these roles, else all; empty while etcd does not answer."""
         try:
             found = await self.registry.read(keys.INSTANCES)
         except RegistryUnavailable as error:
@@ -75,7 +75,7 @@ class GraphWatch(Lifetime):
         return instances
 
     async def until_whole(self, but: Collection[str], say: Callable[[str], None]) -> None:
-        """Until as many of each role are registered as at the beginning. `but` are the instances that were
+        """Wait until as many of each role are registered as at the beginning. `but` are the instances that were
         ended: their leases may outlive them. Says now and then what is still missing."""
         told_at = time.monotonic()
         while (there := _count([i for i in await self.instances() if i.id not in but])) != self.whole:

@@ -97,7 +97,7 @@ async def _failed(scene: Scene) -> tuple[float, float]:
 
 
 def _slots(scene: Scene, role: Role) -> Sequence[Slot]:
-    """As the graph's own, beside them. Raises LookupError."""
+    """Slots like those of the graph's own processes, beside them. Raises LookupError."""
     ours = [slot for slot in make_plan(scene.config, Machine.detect()).slots if slot.role.does(role)]
     if not ours:
         raise LookupError(f"the graph has no {role.value} processes")

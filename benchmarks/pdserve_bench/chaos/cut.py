@@ -71,7 +71,7 @@ class Cut:
         return sum(remote is not None for _, _, (_, remote) in list(self._sockets))
 
     async def keep(self) -> None:
-        """In a thread, because the clients that measure the pauses are in this one."""
+        """Cut new connections until cancelled, in a thread: the clients that measure pauses share this one."""
         while True:
             await asyncio.sleep(_LOOK_EVERY)
             if _open_sockets(self._members) != self._known:
@@ -143,7 +143,7 @@ def _group_of(pid: int) -> int:
 
 
 def _ends(pid: int) -> Iterator[tuple[int, int, Address, Address | None]]:
-    """Its TCP sockets: pid, descriptor, local address, remote address or None for one that listens."""
+    """Yield its TCP sockets: pid, descriptor, local address, remote address or None for one that listens."""
     try:
         found = psutil.Process(pid).net_connections("tcp")
     except psutil.Error:

@@ -28,7 +28,7 @@ async def fill(scene: Scene) -> float | None:
 
 @asynccontextmanager
 async def full(folder: Path) -> AsyncIterator[None]:
-    """While it is entered, what becomes free is taken at once."""
+    """Fill the file system, and keep it full while this is entered."""
     filler = folder / "filler"
 
     async def keep(write: Callable[[bytes], object]) -> None:

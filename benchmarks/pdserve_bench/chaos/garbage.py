@@ -131,7 +131,7 @@ def _slowly(end: socket.socket, data: bytes) -> None:
 
 
 def _send(host: str, port: int, how: Callable[[socket.socket], object]) -> None:
-    """And stay until the other side falls silent: closed at once, what it has not read yet would be dropped."""
+    """Connect, send, and wait until the other side is silent: closing at once would drop what it has not read."""
     with suppress(OSError), socket.create_connection((host, port), timeout=_TIMEOUT) as end:
         how(end)
         with suppress(TimeoutError):

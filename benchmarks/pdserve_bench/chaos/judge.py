@@ -94,8 +94,8 @@ def trace(attempt: Attempt, result: Judgement, fault: str, began: float) -> Atte
 
 
 def judge(tokens: Sequence[int], expected: Sequence[int], error: str, hung: bool) -> Judgement:
-    """Of a request that was not on the killed frontend's connections. Tokens that are wrong count as wrong however the
-    request ended."""
+    """Judge a request that was not on the killed frontend's connections. Tokens that are wrong count as wrong however
+    the request ended."""
     if list(tokens) != list(expected[: len(tokens)]):
         return Judgement.WRONG
     if hung:
@@ -104,7 +104,7 @@ def judge(tokens: Sequence[int], expected: Sequence[int], error: str, hung: bool
 
 
 def first_difference(got: Sequence[int], expected: Sequence[int]) -> int | None:
-    """Where they differ, or the shorter one ends; None where they are the same."""
+    """Return the index where they differ, or the shorter one ends; None where they are the same."""
     for index, (token, right) in enumerate(zip(got, expected, strict=False)):
         if token != right:
             return index

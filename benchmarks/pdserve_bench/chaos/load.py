@@ -41,7 +41,7 @@ class JudgedLoad(ClosedLoop[Attempt]):
         await LoadClient(url, self._headers).ask(attempt, self._timeout)
 
     def frontend_dies(self, spared: set[int]) -> None:
-        """From now on a broken connection is no failure, but for those on these ports: they are the living
+        """From now on do not count a broken connection as a failure, except on these ports: they are the living
         frontends'."""
         self._killed_at, self._spared = time.monotonic(), spared
 

@@ -51,7 +51,7 @@ class Attempt(Exchange):
 
 @dataclass(frozen=True)
 class PromptLengths:
-    """In tokens: short prompts are prefilled locally, long ones remotely."""
+    """Ranges in tokens: short prompts are prefilled locally, long ones remotely."""
 
     short: tuple[int, int]
     long: tuple[int, int]
@@ -121,7 +121,7 @@ async def learn(client: LoadClient, model: str, cases: Iterator[Case], timeout: 
 async def answers(
     client: LoadClient, model: str, pool: Sequence[Case], timeout: float
 ) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Of each prompt of the pool, asked now, under salts of their own. Raises Unavailable."""
+    """Ask each prompt of the pool now, under another salt. Raises Unavailable."""
     return {
         case.prompt: await _answer(client, model, replace(case, salt=f"c{case.salt}"), timeout)
         for case in pool

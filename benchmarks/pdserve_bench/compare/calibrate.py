@@ -61,7 +61,7 @@ _REFITS = 20
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Of the engine that is measured: what is asked stays within them."""
+    """Limits of the measured engine, within which all questions stay."""
 
     max_model_len: int = 4096
     max_num_seqs: int = 32
@@ -155,7 +155,7 @@ async def learn_speed(
     seconds: float = SECONDS,
     seed: int = 0,
 ) -> EngineSpeed:
-    """Of an idle system whose engines are all alike. Takes about so many seconds, more where they are slow. With
+    """Measure an idle system whose engines are all alike. Takes about so many seconds, more where they are slow. With
     `remote` (it has prefill workers) also what its transfers cost, for a quarter of the time; and of a graph how large
     its decode workers' engines are, within whose limits it asks. Leaves the live settings as they are in its file.
     Raises Unavailable where the server fails, or prompts do not go where the settings say."""
@@ -218,7 +218,7 @@ async def _with_transfers(
 
 
 def _rounds(seconds: float, most: int, least: int = 1) -> Iterator[int]:
-    """Their numbers, until there is no time for another one that takes as long as the last."""
+    """Yield numbers of rounds, until there is no time for another one that takes as long as the last."""
     end, took = time.monotonic() + seconds, 0.0
     for number in range(most):
         began = time.monotonic()
@@ -229,7 +229,7 @@ def _rounds(seconds: float, most: int, least: int = 1) -> Iterator[int]:
 
 
 def _medians(samples: Sequence[tuple[float, ...]]) -> list[float]:
-    """Of each figure of the samples."""
+    """Return the median of each figure of the samples."""
     return [statistics.median(values) for values in zip(*samples, strict=True)]
 
 
@@ -240,7 +240,7 @@ class _Questions:
         """seconds of the last step that was measured: how many tokens there is time for"""
 
     def fitting(self, lengths: Iterable[int], beside: int = 0) -> list[int]:
-        """Those of prompts that are computed in one step, beside so many tokens."""
+        """Return the lengths of prompts that fit in one step, beside so many tokens."""
         room = min(self._limits.max_model_len - 16, self._limits.max_batched_tokens - beside)
         return [length for length in lengths if length <= room]
 
@@ -346,7 +346,7 @@ class _Questions:
         return statistics.median(longest), beside.prompt_tokens or length, context
 
     def _exchange(self, prompt: str, tokens: int) -> Exchange:
-        """With token ids, since not every token has text."""
+        """Ask for token ids, since not every token has text."""
         return Exchange({**self._endpoint.body(prompt, tokens), "return_token_ids": True})
 
     async def _ask(self, prompt: str, tokens: int) -> Exchange:

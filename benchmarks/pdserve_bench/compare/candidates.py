@@ -92,7 +92,7 @@ ADAPTIVE = {"policy": "adaptive"}
 
 
 def threshold(tokens: int) -> dict[str, str]:
-    """As a live setting; it means the policy of that name."""
+    """Return the live setting, which also selects the policy `threshold`."""
     return {"max-local-prefill-length": str(tokens)}
 
 
@@ -111,7 +111,7 @@ def in_words(settings: Mapping[str, str]) -> str:
 
 
 def hardware(config: Config, machine: Machine) -> Hardware:
-    """Of the graph of the file. Raises ConfigError where parts of it cannot be compared."""
+    """Return the hardware of the file's graph. Raises ConfigError where parts of it cannot be compared."""
     decode, prefill = config.decode, config.prefill
     if decode is None:
         raise ConfigError([f"{config.path} has no VllmWorker section: there is nothing to compare with."])
@@ -189,7 +189,7 @@ class CandidateMaker:
     weights_gib: float = 0.0
 
     def aggregated(self, batches: Sequence[int] = ()) -> list[Candidate]:
-        """Of the same hardware: one engine with all of it; where that cannot be, several engines. At several batch
+        """One engine with all of the hardware; where that cannot be, several engines. At several batch
         sizes; on the CPU with several numbers of threads at the first size, for `rebatched` has the others."""
         sizes = self._batches(batches)
         if self.here.kind is HardwareKind.CPU:
@@ -199,14 +199,14 @@ class CandidateMaker:
         return [self._engines(self._width(), batch) for batch in sizes]
 
     def rebatched(self, threads: int, batches: Sequence[int] = ()) -> list[Candidate]:
-        """On the CPU, one engine of so many threads at the batch sizes that `aggregated` leaves out."""
+        """One engine on the CPU of so many threads at the batch sizes that `aggregated` leaves out."""
         return [self._one_engine(Layout(threads=threads), batch) for batch in self._batches(batches)[1:]]
 
     def _layouts(self) -> list[Layout]:
         return layouts(make_plan(self.config, self.machine))
 
     def replicas(self, batch: int) -> list[Candidate]:
-        """As many engines as the file has workers, where `aggregated` has one with all of the hardware."""
+        """A graph of as many engines as the file has workers, where `aggregated` has one with all of the hardware."""
         alone = self.here.kind is not HardwareKind.SIM and self._one_engine_fits()
         return [self._engines(self._width(), batch)] if alone and self._width() > 1 else []
 
@@ -219,7 +219,7 @@ class CandidateMaker:
         return replace(launch, system=replace(launch.system, variables=threads))
 
     def disaggregated(self, prompts: Sequence[int], shared: bool) -> list[Candidate]:
-        """Of the same hardware, the file's own split first, then those like it."""
+        """Splits of the same hardware: the file's own first, then those like it."""
         own = self._own_split()
         order = sorted(
             splits(self.here, self.here.slots),
@@ -233,8 +233,8 @@ class CandidateMaker:
     def imagined(
         self, speed: Mapping[str, float], settings: Mapping[str, str], batch: int
     ) -> list[Candidate]:
-        """On engines of this `speed`: the same hardware in each split (which tells how true the simulation is where the
-        split was also run), and twice the hardware."""
+        """Candidates on simulated engines of this `speed`: the same hardware in each split (which tells how true the
+        simulation is where the split was also run), and twice the hardware."""
         found: list[Candidate] = []
         for times in (1, 2):
             slots = times * self.here.slots

@@ -281,7 +281,7 @@ class Comparison:
             await measuring.screen([*rivals, *some], self._start, self._probe_seconds(end, len(some)), end)
 
     def _probe_seconds(self, until: float, count: int) -> float:
-        """Of a probe that sorts out, if there are some four for each."""
+        """Length of a screening probe, if each entrant gets some four."""
         return self._steady(min(10.0, (until - time.monotonic()) / (4 * count + 2)))
 
     def _steady(self, seconds: float) -> float:
@@ -376,8 +376,8 @@ class Comparison:
             self.noise = noise(chosen.search, control)
 
     async def _learn_speed(self, measuring: Measuring, seconds: float) -> None:
-        """Of one engine as large as a worker: of the graph that runs where it has one decode worker, else of one that
-        is started for it."""
+        """Measure one engine as large as a worker: of the graph that runs where it has one decode worker, else of one
+        that is started for it."""
         stage, batch = measuring.stage, 2048
         launch = next(
             (

@@ -63,7 +63,7 @@ class Entrant:
         return self.search.estimate or 0.0, (self.share(broken) or 0.0) if broken else 1.0
 
     def result(self, rate: float | None = None) -> CandidateResult:
-        """With what users saw at `rate`."""
+        """Sum up what is known, with what users saw at `rate`."""
         search, candidate = self.search, self.candidate
         low = search.carried
         lowest = low if low is not None else min((each.rate for each in self.probes), default=0.0)
@@ -107,7 +107,7 @@ class Entrant:
 
 
 def best_of(entrants: Iterable[Entrant], aggregated: bool) -> Entrant | None:
-    """Of those of its kind that could be measured; the first of equals."""
+    """Return the best measured entrant of this kind; the first of equals."""
     fit = [
         each
         for each in entrants
@@ -291,7 +291,8 @@ def stretched(rate: float, seconds: float, requests: int) -> float:
 
 
 def noise(search: GoodputSearch, control: GoodputSearch) -> float | None:
-    """By how much two measurements of the same system differ, as a share; None where the control did not get far."""
+    """Return by how much two measurements of the same system differ, as a share; None where the control did not get
+    far."""
     ours, theirs, low, high = search.estimate, control.estimate, control.carried, control.broken
     if not ours or not theirs or not low or not high or high / low > _NARROW:
         return None
@@ -299,7 +300,7 @@ def noise(search: GoodputSearch, control: GoodputSearch) -> float | None:
 
 
 def _brief(text: str) -> str:
-    """Its first and last line, without the log between them, which was said."""
+    """Return the first and the last line, without the log between them, which was said."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ... ".join(dict.fromkeys([lines[0], lines[-1]]))[:300] if lines else "no reason was told"
 

@@ -306,7 +306,7 @@ def _why_out(finding: CandidateResult) -> str:
 
 
 def _bare(finding: CandidateResult) -> str:
-    """As the subject of a sentence."""
+    """Return its name as the subject of a sentence."""
     return (
         finding.name.removesuffix(" (simulated)").removeprefix("aggregated: ").partition(", remote above")[0]
     )
@@ -345,7 +345,7 @@ _CLOSE = 1.25
 
 
 def _times(winner: CandidateResult, loser: CandidateResult, share: float) -> str:
-    """By how much; where an interval is wide, as of a loser that was only screened, what is sure of it."""
+    """Say how many times as much; where an interval is wide (a loser that was only screened), what is sure of it."""
     gain, sure = _ratio(winner, loser, share), winner.least / loser.most
     if gain >= 100:
         return ""

@@ -145,7 +145,7 @@ def _charts(comparison: Comparison, results: Sequence[CandidateResult]) -> list[
 
 
 def _goodput_bars(title: str, results: Iterable[CandidateResult]) -> Chart:
-    """Of those that carried a rate at all."""
+    """A bar for each candidate that carried a rate at all."""
     carried = [result for result in results if result.goodput]
     series = [
         Series(

@@ -105,7 +105,7 @@ class TraceRequest:
 
 
 def _salted(text: Any, salt: str) -> Any:
-    """At its beginning, so that no prefix is shared with another salt's. Only text can be; all else stays."""
+    """Put the salt first, so that no prefix is shared with another salt's. Only text is salted."""
     return f"[{salt}] {text}" if isinstance(text, str) else text
 
 
@@ -135,7 +135,7 @@ class Trace:
         return len(self.requests) / self.span if self.timed else _POISSON_RATE
 
     def within(self, max_model_len: int) -> "Trace":
-        """Without the requests that such a model would refuse; `describe` tells how many. Raises ConfigError where
+        """Leave out the requests that such a model would refuse; `describe` tells how many. Raises ConfigError where
         none is left."""
         fits = tuple(each for each in self.requests if _longest(each) <= max_model_len)
         if not fits:
@@ -279,7 +279,7 @@ def _request(line: TraceLine, number: int) -> TraceRequest:
 
 
 def _unrounded(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """Where most requests share their time with another, the recorder has rounded it (Mooncake's: to 3 s). Spread them
+    """Undo the recorder's rounding where most requests share their time (Mooncake rounds to 3 s): spread them
     evenly up to the next time, so that each interval keeps its requests without making bursts of them."""
     together = [list(group) for _, group in groupby(requests, key=lambda request: request.due)]
     if len(together) < 2 or len(together) > len(requests) / 2:

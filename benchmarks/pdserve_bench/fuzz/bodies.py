@@ -264,7 +264,7 @@ def _drop(dice: random.Random, body: dict[str, Any]) -> None:
 
 
 def _spelled(dice: random.Random, body: dict[str, Any]) -> bytes:
-    """As bytes; now and then such as no JSON library would write."""
+    """Encode the body, sometimes as no JSON library would."""
     sys.set_int_max_str_digits(10_000)
     raw = json.dumps(body, ensure_ascii=True)
     match dice.randrange(40):

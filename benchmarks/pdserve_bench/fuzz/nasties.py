@@ -33,7 +33,7 @@ def _raw(name: str, raw: bytes, *expected: int, path: str = COMPLETIONS, **heade
 
 
 def _call(method: str, path: str, *expected: int, name: str = "") -> FuzzRequest:
-    """Without a body."""
+    """A request without a body."""
     return FuzzRequest(
         name or f"{method} {path}"[:44], path, b"", method=method, expected=frozenset(expected)
     )

@@ -102,7 +102,7 @@ class Probe:
 
     @property
     def ttfts(self) -> list[float]:
-        """Of the requests that had a first token, and of those that waited for it beyond the SLO's bound: how long.
+        """Seconds to the first token, or of the wait for it where that exceeded the SLO's bound.
         A refusal is no fast first token, and what was cut earlier says nothing."""
         until = self.run.ended or time.monotonic()
         times = []
@@ -151,7 +151,7 @@ class FoundGoodput:
 
 
 def expected_seconds(options: GoodputOptions) -> float:
-    """Of all of it, about: to announce it."""
+    """Return about how long the search takes, to announce it."""
     return min(options.budget, GoodputSearch(precision=options.precision).left() * (options.seconds + 2) + 10)
 
 
@@ -311,7 +311,7 @@ class _Watched:
             self._missed += not self._slo.kept(exchange) and not stalls.to_blame(self._slo, exchange)
 
     def _late(self, exchange: Exchange, seen: int, now: float, stalls: GeneratorStalls) -> bool:
-        """Its first token, or one that came since it was looked at, came too late; or the next one is more than a
+        """Whether its first token, or one that came since the last look, was too late; or the next one is more than a
         second late by now."""
         since = exchange.arrivals[-1] if exchange.arrivals else exchange.started
         now -= stalls.within(since, now)
@@ -328,7 +328,7 @@ class Canary:
         self._usual = 0.0
 
     async def learn(self) -> None:
-        """On an idle server. Raises Unavailable with its words where it does not answer."""
+        """Measure it on an idle server. Raises Unavailable with its words where it does not answer."""
         times = []
         for _ in range(3):
             exchange = await self._ask()

@@ -113,8 +113,8 @@ class GoodputSearch:
 
     @property
     def interval(self) -> tuple[float | None, float | None]:
-        """As `carried` and `broken`, of the rates whose samples leave no doubt: the border is between them. None where
-        no rate is so."""
+        """`carried` and `broken` among the rates whose samples leave no doubt: the border is between them. None where
+        there is no such rate."""
         low, high = self.carried, self.broken
         sure = {rate for rate, found in self._rates.items() if found.sure}
         return (
@@ -124,8 +124,8 @@ class GoodputSearch:
 
     @property
     def estimate(self) -> float | None:
-        """Where between the two the share is just kept, if it falls evenly with the logarithm of the rate. None
-        where no rate is carried; where each is, the highest of them."""
+        """The rate between the two at which the share is just kept, if it falls evenly with the logarithm of the rate.
+        None where no rate is carried; where each is, the highest of them."""
         low, high, shares = self.carried, self.broken, self._shares
         if low is None or high is None:
             return low
@@ -160,8 +160,8 @@ class GoodputSearch:
         return high / low <= (1 + self.precision) * (1 + 1e-9)
 
     def _beyond(self, end: float, far: float, bound: float) -> float | None:
-        """On from the lowest or highest rate that was probed. How far its share is from the one that is asked for (0:
-        it is that; 1: as far as can be) says how near the border may be."""
+        """Return a rate beyond the lowest or highest that was probed. How far its share is from the one that is asked
+        for (0: it is that; 1: as far as can be) says how near the border may be."""
         if end == bound:
             return self._again(end)
         step = min(_STEP, max((1 + self.precision) ** 1.98, _STEP ** (1.5 * far)))
@@ -172,8 +172,8 @@ class GoodputSearch:
         return float(f"{rate:.4g}")
 
     def _again(self, rate: float) -> float | None:
-        """This one, if its samples do not suffice. What broke is probed twice: a machine that was busy for a moment
-        breaks a rate, and carries none that is too high."""
+        """Return this rate if its samples do not suffice. What broke is probed twice: a machine that was busy for a
+        moment breaks a rate, and carries none that is too high."""
         found = self._rates[rate]
         enough = 1 if found.share >= self.share else 2
         if len(found.samples) >= TRIES or (found.sure and len(found.samples) >= enough):

@@ -74,7 +74,7 @@ def hops(
 
 
 def choose(only: str) -> list[str]:
-    """In the order of `HOPS`. Raises ConfigError."""
+    """Return the chosen hops in the order of `HOPS`. Raises ConfigError."""
     names = {name.strip() for name in only.split(",") if name.strip()} or set(HOPS)
     if unknown := sorted(names - HOPS.keys()):
         raise ConfigError([f"--only {', '.join(unknown)}: the hops are {', '.join(HOPS)}."])

@@ -128,7 +128,7 @@ async def _idle(meters: Mapping[str, CpuMeter], seconds: float) -> dict[str, flo
 
 
 async def _quiet(meter: CpuMeter) -> None:
-    """Until what was cut off before is done with."""
+    """Wait until what was cut off before is done with."""
     for _ in range(50):
         before = meter.read()
         await asyncio.sleep(0.1)
@@ -137,7 +137,7 @@ async def _quiet(meter: CpuMeter) -> None:
 
 
 def front(system: str, cpu: Mapping[str, float]) -> float:
-    """Of the frontend's process. vLLM's app is one process, which has no name of its own."""
+    """Return the CPU seconds of the frontend's process. vLLM's app is one process, which has no name of its own."""
     return cpu.get("frontend", 0.0) if system == OURS else sum(cpu.values())
 
 
@@ -235,7 +235,7 @@ def _comparison(
 
 
 def _processes(turns: Sequence[FrontendTurn]) -> Rows:
-    """Of the graph."""
+    """CPU of each process of the graph."""
     parts: dict[Column, Callable[[FrontendTurn], float]] = {
         Column("frontend, us", ".0f"): lambda turn: front(OURS, turn.cpu),
         Column("decode worker, us", ".0f"): lambda turn: turn.cpu.get("decode", 0.0),
@@ -275,7 +275,7 @@ def _seen(title: str, load_name: str, turns: Sequence[FrontendTurn]) -> Rows:
 
 
 def _raw(turn: FrontendTurn) -> dict[str, object]:
-    """Without the samples of each request, which are many."""
+    """Return the turn for the JSON, without the samples of each request, which are many."""
     kept = {name: value for name, value in asdict(turn).items() if name not in ("ttfts", "gaps")}
     times = {"TTFT": turn.ttfts, "gap": turn.gaps}
     return kept | {

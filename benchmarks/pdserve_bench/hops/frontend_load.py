@@ -169,8 +169,8 @@ async def _begun(system: str, exchanges: Sequence[Exchange]) -> None:
 
 
 async def _between_steps(exchanges: Sequence[Exchange]) -> None:
-    """Until the tokens of a step have come, and no more: so that a window holds whole steps, and both their tokens and
-    the CPU time that they took. Not for longer than three steps."""
+    """Wait until the tokens of a step have come, and no more: so that a window holds whole steps, and both their tokens
+    and the CPU time that they took. Not for longer than three steps."""
     step = step_seconds(len(exchanges))
     if step < _COARSE:
         return

@@ -24,11 +24,11 @@ class KvLayout:
     """of one block in one layer"""
 
     def blocks(self, size: float) -> int:
-        """That have about so many bytes."""
+        """Number of blocks that have about so many bytes."""
         return max(1, round(size / (self.layers * self.block_bytes)))
 
     def pool(self, blocks: int) -> PoolShape:
-        """With room for more than that, so that the blocks of a transfer lie apart."""
+        """A pool with room for more than that, so that the blocks of a transfer lie apart."""
         return PoolShape(self.layers, round(1.25 * blocks) + 8, self.block_bytes)
 
 
@@ -117,7 +117,7 @@ async def _round(
     figures: KvFigures,
     link: tuple[NetNamespace, NetNamespace] | None = None,
 ) -> None:
-    """Of one layout, on this host or over the link."""
+    """Measure one layout, on this host or over the link."""
     seconds, sizes, flight = options.seconds * _LOCAL, plan.sizes, plan.flight
     if link:
         line = figures.rate / 8

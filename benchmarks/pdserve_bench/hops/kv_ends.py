@@ -55,7 +55,7 @@ class PullBlocks(msgspec.Struct, frozen=True, tag=True):
 
 
 class CopyBlocks(msgspec.Struct, frozen=True, tag=True):
-    """With one thread, inside the process, a block in one layer at a time, as the reads do it."""
+    """Copy with one thread inside the process, a block in one layer at a time, as the reads do it."""
 
     blocks: int
     seconds: float
@@ -211,7 +211,8 @@ class Borrower:
         return Taken([samples], time.perf_counter() - began, time.process_time() - cpu)
 
     def _drawn(self, count: int, of: Blocks | None = None) -> Blocks:
-        """In any order, as an engine's free blocks are after a while: neighbours could be moved as one."""
+        """Draw blocks in random order, as an engine's free blocks are after a while: neighbours could be moved as
+        one."""
         population = np.arange(self._shape.blocks) if of is None else of
         return self._random.permutation(population)[:count].astype(np.int32)
 
@@ -262,7 +263,7 @@ class _Flight:
 
 
 def _content(shape: PoolShape, layer: int, blocks: Blocks) -> NDArray[np.uint8]:
-    """Of the lender's blocks in this layer: a number for each word, none of them 0."""
+    """Content of the lender's blocks in this layer: a number for each word, none of them 0."""
     words = shape.block_bytes // 8
     first = (layer * shape.blocks + blocks.astype(np.uint64)) * np.uint64(words) + np.uint64(1)
     numbers = first[:, None] + np.arange(words, dtype=np.uint64)

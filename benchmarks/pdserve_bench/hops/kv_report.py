@@ -30,7 +30,7 @@ class KvCase:
 
 @dataclass(frozen=True)
 class KvFigure:
-    """Of one round."""
+    """Figures of one round."""
 
     rate: float
     """bytes per second: of the median transfer or, of several in flight, of all together"""
@@ -214,7 +214,7 @@ def _table(figures: KvFigures, title: str, cases: Iterable[KvCase], names: str) 
 
 
 def _share(figures: KvFigures, case: KvCase, kind: Kind) -> float | None:
-    """Of the line's rate, in %."""
+    """Share of the line's rate, in %."""
     if (case, kind) not in figures.found:
         return None
     return figures.median(case, kind, "rate") * 8 / figures.rate * 100

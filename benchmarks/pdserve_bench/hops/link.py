@@ -70,7 +70,7 @@ async def shaped_link(rate: float) -> AsyncIterator[tuple[NetNamespace, NetNames
 
 
 def bits_per_second(text: str) -> float:
-    """Of `200mbit` or `1gbit`. Raises ConfigError."""
+    """Parse `200mbit` or `1gbit`. Raises ConfigError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([mg]bit)", text.strip().lower())
     if not found or not float(found[1]):
         raise ConfigError([f"--link {text}: give a rate as in 200mbit, 1gbit or 10gbit."])

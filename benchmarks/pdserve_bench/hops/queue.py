@@ -155,7 +155,7 @@ def _answer(request: PrefillRequest) -> PrefillDone:
 
 
 class RequestWay(Lifetime):
-    """From a decode worker to a prefill worker that computes nothing, and back."""
+    """A way from a decode worker to a prefill worker that computes nothing, and back."""
 
     @abstractmethod
     async def ask(self, prompt: int) -> float:

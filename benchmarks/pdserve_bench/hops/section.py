@@ -56,7 +56,8 @@ SPREAD = Column("±, %", ".0f")
 
 
 def alternate(ours: str, baseline: str, round_number: int) -> tuple[str, str]:
-    """In which order the two are measured in this round: what drifts meanwhile favours each as often as the other."""
+    """Return the order in which the two are measured in this round: what drifts meanwhile favours each as often as the
+    other."""
     return (ours, baseline) if round_number % 2 == 0 else (baseline, ours)
 
 
@@ -131,7 +132,7 @@ def table(
 def compared(
     turns: Sequence[T], names: tuple[str, str], figure: Callable[[T], float], label: Callable[[Any], Any]
 ) -> list[Series]:
-    """For a chart: medians over the cases, with whiskers from the lowest round to the highest."""
+    """Return the series of a chart: medians over the cases, with whiskers from the lowest round to the highest."""
     found = []
     for at, name in enumerate(names):
         samples: dict[Any, list[float]] = {}

@@ -24,7 +24,7 @@ _ROOM = 64
 
 
 def graph(streams: int, tokens: int) -> System:
-    """For so many streams of up to `tokens` tokens at a time."""
+    """The graph for so many streams of up to `tokens` tokens at a time."""
     longest = -(-(tokens + _ROOM) // _BLOCK) * _BLOCK
     speed = {
         "step-seconds": STEP,

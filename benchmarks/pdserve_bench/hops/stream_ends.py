@@ -64,7 +64,7 @@ def outputs(size: int) -> Outputs:
 
 @cache
 def frame_bytes(size: int) -> int:
-    """Of such a message on the wire."""
+    """Size of such a message on the wire."""
     return len(encode(outputs(size))) + _LENGTH
 
 
@@ -199,7 +199,7 @@ async def _measured(asker: Asker, task: StreamTask) -> StreamFigures:
 
 
 async def _lines() -> AsyncIterator[bytes]:
-    """Of stdin, until it ends."""
+    """Yield the lines of stdin until it ends."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin

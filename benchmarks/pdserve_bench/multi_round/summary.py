@@ -73,13 +73,13 @@ class MultiRoundResult:
         ]
 
     def block(self) -> str:
-        """For the terminal."""
+        """Return the summary for the terminal."""
         *lines, (name, last) = self.lines()
         body = "".join(f"  {name}: {value}\n" for name, value in lines)
         return f"==================== Performance summary ======================\n{body}{name}: {last}\n{'=' * 63}"
 
     def report(self) -> Report:
-        """Its first table has the lines of the summary."""
+        """Return the report, whose first table has the lines of the summary."""
         load, figures = self.load, self.run.summary(self.slo)
         report = Report(
             f"Multi-round QA: {load.num_users:g} users of {load.num_rounds} rounds at {self.endpoint.model}, "
@@ -294,7 +294,7 @@ class MultiRoundResult:
 
 
 def _curve(values: list[float]) -> list[float]:
-    """As many samples as can be seen, with both ends: the same curve."""
+    """Thin out the samples to as many as can be seen, with both ends: the same curve."""
     shares = np.linspace(0, 1, min(_POINTS, len(values)))
     return [float(value) for value in np.maximum(_LEAST, np.quantile(values, shares))]
 

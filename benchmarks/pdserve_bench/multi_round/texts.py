@@ -22,8 +22,8 @@ _WORDS = _VOCABULARY.split()
 
 
 class Texts:
-    """Of one run. The same seed makes the same texts; another seed makes others from the first word on, so that a
-    server's prefix cache that has seen a run does not know the next."""
+    """The texts of one run. The same seed makes the same texts; another seed makes others from the first word on, so
+    that a server's prefix cache that has seen a run does not know the next."""
 
     def __init__(self, shared: int, history: int, seed: int) -> None:
         """So many words of the system prompt that all users share, and of each user's own history."""

@@ -100,10 +100,10 @@ class MultiRound:
         return replace(self, num_users=self.num_users * more, qps=self.qps * more, seconds=seconds, seed=seed)
 
     def visits(self) -> Iterator[Visit]:
-        """In the order of their times, without an end. As if users had joined long before: those whose chats still last
-        when the run begins come first, in the middle of their rounds, so that the rate is the same from the first
-        second on. Users join evenly, each somewhere within its share of the time: the seed says where, so that users
-        do not ask at the same moments for ever."""
+        """Yield visits in the order of their times, without an end, as if users had joined long before: those whose
+        chats still last when the run begins come first, in the middle of their rounds, so that the rate is the same
+        from the first second on. Users join evenly, each somewhere within its share of the time: the seed says where,
+        so that users do not ask at the same moments for ever."""
         dice = Random(f"{self.seed} arrivals")
         early = list[tuple[float, int]]()
         for slot in range(-int(self.interval * (self.num_rounds - 1) / self.joining) - 1, 0):
@@ -136,7 +136,7 @@ class _Users:
         self._places = asyncio.Semaphore(max(1, round(load.num_users)) if load.fixed_users else 1 << 30)
 
     async def come(self) -> None:
-        """Until the last of them has left."""
+        """Run all visits, until the last user has left."""
         async with asyncio.TaskGroup() as group:
             for visit in self._load.visits():
                 if visit.at >= self._load.seconds:

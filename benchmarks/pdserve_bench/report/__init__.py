@@ -109,7 +109,7 @@ class Report:
     """the runs that it is made of"""
 
     def show(self) -> None:
-        """In the terminal: the tables, the notes, and last the verdict and the lead."""
+        """Print the tables, the notes, and last the verdict and the lead."""
         from pdserve_bench.report import terminal
 
         terminal.show_report(self)

@@ -170,7 +170,7 @@ def _drawing(salt: str) -> Iterator[None]:
 
 
 def _panel(chart: Chart, colours: Mapping[str, str], wide: float) -> Figure:
-    """Of so many inches, without title. As high as it needs."""
+    """Draw a chart so many inches wide, without title, and as high as it needs."""
     figure = Figure(dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes, bars = figure.add_subplot(), chart.kind == "bars"
@@ -278,7 +278,7 @@ def _value(axes: Axes, text: str, x: float, y: float) -> None:
 
 
 def _scale(axis: Any, log: bool, unit: str, from_0: bool = True) -> None:
-    """Of an axis with numbers."""
+    """Set scale and ticks of an axis with numbers."""
     axes, horizontal = axis.axes, axis.axis_name == "x"
     if log and axis.get_data_interval()[1] > 0:
         (axes.set_xscale if horizontal else axes.set_yscale)("log")
@@ -336,7 +336,7 @@ def _handles(chart: Chart, colours: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _columns(labels: Sequence[str], wide: float) -> int:
-    """Of the legend: as many as fit side by side."""
+    """Return the columns of the legend: as many as fit side by side."""
     widest = max(width(text, _SMALL) for text in labels) + 0.5
     return max(1, min(len(labels), int(wide / widest)))
 

@@ -11,7 +11,7 @@ _PREFIXES = ((1e-6, "µ"), (1e-3, "m"), (1.0, ""), (1e3, "k"), (1e6, "M"), (1e9,
 
 
 def number(value: float, unit: str = "", digits: int = 3) -> str:
-    """With so many digits at most, never as a power of ten: `12.3 ms`, `95%`, `1,200`."""
+    """Format with so many digits at most, never as a power of ten: `12.3 ms`, `95%`, `1,200`."""
     if not math.isfinite(value):
         return "n/a"
     if unit == "share":
@@ -41,5 +41,5 @@ def width(text: str, size: float) -> float:
 
 
 def folded(text: str, inches: float, size: float) -> str:
-    """In lines that fit, broken between words, and inside a word only where it fits no line."""
+    """Break into lines that fit, between words, and inside a word only where it fits no line."""
     return textwrap.fill(text, max(1, int(inches / width("x", size))), break_on_hyphens=False)

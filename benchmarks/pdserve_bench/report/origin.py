@@ -44,7 +44,7 @@ def machine() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """Of this process, as it can be typed again; keys and passwords are left out."""
+    """Return the command line of this process as it can be typed again, without keys and passwords."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name.removesuffix(".__main__") if spec else ""
     if module.startswith("pdserve_bench"):
@@ -93,8 +93,8 @@ def _processor() -> str:
 
 
 def revision(file: Path) -> str:
-    """Of the repository that has this file; empty where there is none, as of an installed package, which may lie inside
-    a repository of others."""
+    """Return the revision of the repository that has this file; empty where there is none, as of an installed package,
+    which may lie inside a repository of others."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(file.parent), *words]

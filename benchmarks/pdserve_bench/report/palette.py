@@ -79,7 +79,8 @@ def _by_x(chart: Chart) -> bool:
 def _dealt(
     labels: Sequence[str], colours: Sequence[str], together: Sequence[Collection[str]]
 ) -> dict[str, str]:
-    """Where there are more labels than colours, those that are `together` in a chart differ as long as they can."""
+    """Deal colours to labels. Where there are more labels than colours, those that are `together` in a chart differ as
+    long as they can."""
     dealt: dict[str, str] = {}
     for label in labels:
         beside = [dealt.get(other) for chart in together if label in chart for other in chart]

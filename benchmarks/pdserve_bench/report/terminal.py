@@ -48,14 +48,14 @@ def show_report(report: Report) -> None:
 
 
 def printable(text: str) -> str:
-    """Without control characters, which could write anywhere on a terminal."""
+    """Replace control characters, which could write anywhere on a terminal."""
     return "".join(
         char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text
     )
 
 
 def _say(console: Console, text: str, style: str = "") -> None:
-    """In a pipe a sentence is one line, so that it can be searched for."""
+    """Print a sentence; in a pipe in one line, so that it can be searched for."""
     if console.is_terminal:
         console.print(Text(printable(text), style), width=min(console.width, _LINE))
     else:
@@ -117,6 +117,6 @@ def _width(name: str) -> int:
 
 
 def _folded(name: str, widest: int) -> str:
-    """In as many lines as it takes to be no wider than the cells, between words."""
+    """Break the name into as many lines as it takes to be no wider than the cells, between words."""
     longest = max(map(cell_len, re.split(r"\s+", name)))
     return "\n".join(textwrap.wrap(name, max(widest, longest, 7), break_long_words=False)) or name

@@ -50,7 +50,7 @@ class Reading:
 
 
 class ScaleGraph:
-    """Its processes end with the stack that it was started on."""
+    """The graph; its processes end with the stack on which it was started."""
 
     def __init__(self, folder: Path, workers: int) -> None:
         self.folder, self.workers = folder, workers

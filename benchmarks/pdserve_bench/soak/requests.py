@@ -70,7 +70,7 @@ class MixedLoad:
         return status
 
     async def _early(self) -> int:
-        """In whatever phase it is then: tokenizing, queued, being prefilled, on its way."""
+        """Leave in whatever phase the request is then: tokenizing, queued, being prefilled, on its way."""
         connection = await HttpConnection.open(self._url, self._body(stream=True))
         await asyncio.sleep(self._dice.choice((0.0, 0.005, 0.02, 0.05, 0.1)) * self._dice.random())
         connection.abort()

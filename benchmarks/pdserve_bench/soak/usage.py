@@ -25,7 +25,7 @@ ENGINE_MIB = 96
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one process; None where it does not apply."""
+    """What one process holds; None where it does not apply."""
 
     blocks: int | None = None
     """KV blocks that requests hold"""

@@ -118,10 +118,11 @@ def candidates(plan: Plan, batches: Sequence[int], dtype: str = "") -> list[Base
 
 
 def layouts(plan: Plan) -> list[Layout]:
-    """That make sense, the likeliest first. One engine over all GPUs only where that is a power of two, which divides
-    the heads of nearly every model. On a CPU host first with a core left to all that does not compute, as vLLM does
-    itself where it binds its threads. With a thread on each core vLLM's processes, which spin while they wait, take the
-    cores from the threads: seen on two cores, between 16 and 300 tokens/s of the same engine under one client."""
+    """Return the layouts that make sense, the likeliest first. One engine over all GPUs only where that is a power of
+    two, which divides the heads of nearly every model. On a CPU host first with a core left to all that does not
+    compute, as vLLM does itself where it binds its threads. With a thread on each core vLLM's processes, which spin
+    while they wait, take the cores from the threads: seen on two cores, between 16 and 300 tokens/s of the same engine
+    under one client."""
     count, cores = len(gpus_of(plan)), plan.machine.cores
     if not count and _decode(plan).engine != "sim" and cores > 1:
         return [Layout(threads=cores - 1), Layout(threads=cores)]
@@ -158,7 +159,7 @@ def gpus_of(plan: Plan) -> list[int]:
 
 
 def vllm_arguments(plan: Plan, layout: Layout, batch: int | None) -> dict[str, Any]:
-    """Of the baseline's command line, in vLLM's names."""
+    """Return the arguments of the baseline's command line, in vLLM's names."""
     decode = _decode(plan)
     found: dict[str, Any] = {
         name: value for name, value in decode.engine_args.items() if name not in _NOT_TAKEN
@@ -191,7 +192,7 @@ def variables(plan: Plan, layout: Layout) -> dict[str, str]:
 
 
 def simulated_sections(plan: Plan, batch: int | None) -> Sections:
-    """Of a file in which the decode workers are as many as all workers of the graph, and prefill for themselves."""
+    """Return a file with as many decode workers as the graph has workers, which prefill for themselves."""
     return reshape(derive(plan.config.path, 1, 8000, 5600), Shape(0, len(plan.workers), batch or 0))
 
 

@@ -152,7 +152,7 @@ def _finish(
 
 
 def _default_file() -> Path:
-    """That of the repository which this runs from, or of the folder."""
+    """Return the file of the repository that this runs from, else of the current folder."""
     for folder in (Path(pdserve.__file__).parent.parent, Path.cwd()):
         if (folder / DEFAULT).is_file():
             return folder / DEFAULT

@@ -47,7 +47,7 @@ class Contestant:
 
 
 def graph_contestants(config: Config) -> tuple[list[Contestant], list[str]]:
-    """Of one graph: all local, all remote, and as it decides; and why any of them is left out."""
+    """Return the graph's contestants: all local, all remote, and as it decides; and why any of them is left out."""
     decode = config.decode
     if decode is None or not decode.remote_prefill:
         told = "the graph of the file, which has no remote prefill"
@@ -108,7 +108,7 @@ class Record:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """Of all requests."""
+        """Counts of all requests by outcome."""
         total = count_outcomes(self.compared)
         for measurement in (*self.screening, *self.measurements):
             for outcome, count in measurement.outcomes.items():

@@ -33,8 +33,8 @@ class CpuReading:
 
 
 class CpuMeter:
-    """Of these processes. They are found and named once, so that reading costs a fraction of a millisecond and can be
-    done beside a running load. What has ended since keeps the figure that was read last."""
+    """Reads the CPU time of these processes. They are found and named once, so that reading costs a fraction of a
+    millisecond and can be done beside a running load. What has ended since keeps the figure that was read last."""
 
     def __init__(self, processes: Sequence[psutil.Process]) -> None:
         self._processes: list[tuple[int, str]] = []
@@ -60,8 +60,8 @@ class CpuMeter:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of all threads of a process, those that have ended included, to the nanosecond: what psutil reads from /proc is
-    counted in hundredths. Raises OSError where it is gone."""
+    """CPU time of all threads of a process, those that have ended included, to the nanosecond: what psutil reads from
+    /proc is counted in hundredths. Raises OSError where it is gone."""
     return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3)
 
 
@@ -77,7 +77,7 @@ def label(process: psutil.Process) -> str:
 
 
 def name_of(chain: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Of the first process, given its name and command line, those of its parent, and so on up."""
+    """Name the first process, given its name and command line, those of its parent, and so on up."""
     name, command = chain[0]
     if name.startswith("VLLM::"):
         part = name.removeprefix("VLLM::").partition("_")[0]

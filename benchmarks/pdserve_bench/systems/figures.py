@@ -26,7 +26,7 @@ class Compared:
 
 
 class Figures:
-    """Of all measurements, as far as their rounds are complete for a load."""
+    """What all measurements say, as far as their rounds are complete for a load."""
 
     def __init__(self, plan: Sequence[Turn], measurements: Iterable[Measurement], baseline: str) -> None:
         self.baseline = baseline
@@ -36,7 +36,7 @@ class Figures:
         """that are complete, of each load"""
 
     def measured(self, system: str, load: str) -> list[Measurement]:
-        """In complete rounds; of the baseline both turns of each."""
+        """Return the measurements of complete rounds; of the baseline both turns of each."""
         return [
             found
             for turn, found in self._of.items()
@@ -92,7 +92,7 @@ def beyond(ratios: Sequence[float], noise: Sequence[float]) -> bool:
 
 
 def figure_of(measurement: Measurement, figure: str) -> float | None:
-    """Also the CPU seconds per 1,000 tokens, of all processes together."""
+    """Return a figure of a measurement, also the CPU seconds per 1,000 tokens of all processes together."""
     if figure == CPU:
         return sum(measurement.cpu_per_token.values()) if measurement.cpu_per_token else None
     return measurement.figures.get(figure)

@@ -15,7 +15,7 @@ _TIMEOUT = 60.0
 
 @dataclass
 class Sameness:
-    """Of one contestant. Counts of answers; those that failed, or whose baseline's did, are in neither."""
+    """Counts of one contestant's answers; those that failed, or whose baseline's did, are in neither."""
 
     alone: int = 0
     alone_equal: int = 0

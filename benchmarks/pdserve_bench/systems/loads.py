@@ -118,7 +118,7 @@ class ClosedLoad:
 
     @property
     def seconds(self) -> float:
-        """Of a turn, about, with what the last answers take on two cores."""
+        """About how long a turn takes, with the last answers on two cores."""
         return self.warm_up + self.window + 0.5 + self.clients / 16
 
     async def run(self, endpoint: Endpoint, prompts: Prompts, window: Window, sent: list[Exchange]) -> None:
@@ -157,8 +157,8 @@ def measured(turn: Turn, window: Window, sent: Sequence[Exchange], complete: boo
 
 
 def window_figures(exchanges: Sequence[Exchange], began: float, ended: float) -> dict[str, float]:
-    """Of a load that was steady between these two moments and went on after them. Tokens count when they come and
-    requests when they end; times to the first token and longest gaps are those of the requests that began in the
+    """Figures of a load that was steady between these two moments and went on after them. Tokens count when they come
+    and requests when they end; times to the first token and longest gaps are those of the requests that began in the
     window and were followed to their end; a gap counts where it ends."""
     seconds = ended - began
     finished = [exchange for exchange in exchanges if exchange.outcome is Outcome.FINISHED]
@@ -185,7 +185,7 @@ def window_figures(exchanges: Sequence[Exchange], began: float, ended: float) ->
 
 
 def finished_of(exchanges: Sequence[Exchange], began: float, ended: float) -> list[Exchange]:
-    """That began in the window."""
+    """Finished requests that began in the window."""
     return [each for each in exchanges if each.outcome is Outcome.FINISHED and began <= each.started < ended]
 
 

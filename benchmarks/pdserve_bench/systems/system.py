@@ -34,7 +34,7 @@ class RunningSystem:
         return family(self._pid) if self._pid else []
 
     def cpu_meter(self) -> CpuMeter:
-        """Of the processes that it has now; of none where they are not known."""
+        """Meter the processes that it has now; none where they are not known."""
         return CpuMeter(self.processes())
 
     async def apply(self, settings: Mapping[str, str]) -> None:
@@ -54,8 +54,8 @@ class System(ABC):
 
     @abstractmethod
     def start(self, folder: Path, say: Say) -> AbstractAsyncContextManager[RunningSystem]:
-        """In a folder that is there and its own. Entering raises ConfigError and Unavailable where it does not come up;
-        leaving stops it."""
+        """Start it in an empty folder of its own. Entering raises ConfigError and Unavailable where it does not come
+        up; leaving stops it."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Stage(Lifetime):
         return running
 
     async def stop(self, *names: str) -> None:
-        """At the same time; nothing happens to those that do not run."""
+        """Stop these at the same time; those that do not run are left alone."""
         stacks = [self._stacks.pop(name) for name in names if self.up.pop(name, None)]
         ends = await asyncio.gather(*(stack.aclose() for stack in stacks), return_exceptions=True)
         for error in filter(None, ends):
