@@ -15,9 +15,9 @@ from pdserve_bench.hops import kv
 from pdserve_bench.hops.kv_ends import Connect, Lent, PullBlocks
 from pdserve_bench.hops.kv_pair import kv_pair
 from pdserve_bench.hops.link import bits_per_second
-from pdserve_bench.hops.section import HopOptions, HopSection
+from pdserve_bench.hops.section import HopOptions
 from pdserve_bench.progress import Schedule
-from pdserve_bench.report import Cell, Rows
+from pdserve_bench.report import Cell, Report, Rows
 
 from pdserve.errors import ConfigError
 from pdserve.kv.pool import PoolShape
@@ -30,11 +30,11 @@ LINK = "200mbit"
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> HopSection:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Report:
     options = HopOptions(tmp_path_factory.mktemp("kv"), seconds=1.2, rounds=2, link=LINK)
     schedule = Schedule(dict(kv.phases(options, PLAN)))
 
-    async def measure() -> list[HopSection]:
+    async def measure() -> list[Report]:
         return [each async for each in kv.measure(options, schedule, PLAN)]
 
     found = asyncio.run(measure())
@@ -74,7 +74,7 @@ def _inhabited() -> set[str]:
     return found
 
 
-async def test_figures_agree_with_each_other(measured: HopSection) -> None:
+async def test_figures_agree_with_each_other(measured: Report) -> None:
     speed, smallest, crowd = measured.tables[:3]
     assert _column(speed, "pieces") == [6, 62]
     assert _column(smallest, "kB each")[0] == pytest.approx(32.8, abs=0.1)
@@ -104,7 +104,7 @@ async def test_figures_agree_with_each_other(measured: HopSection) -> None:
     json.dumps(measured.data)
 
 
-async def test_the_link_limits(measured: HopSection) -> None:
+async def test_the_link_limits(measured: Report) -> None:
     if len(measured.tables) == 3:
         pytest.skip(measured.notes[-1])
     for each in measured.data["figures"]:

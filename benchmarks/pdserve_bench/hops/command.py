@@ -10,7 +10,7 @@ from typing import Annotated, cast
 import typer
 
 from pdserve.errors import ConfigError, PdserveError
-from pdserve_bench.hops.section import HopOptions, HopSection, MeasuredHop
+from pdserve_bench.hops.section import HopOptions, MeasuredHop
 from pdserve_bench.options import Json, Plot
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Report, check_outputs
@@ -63,7 +63,7 @@ def hops(
     """
     check_outputs(json, plot)
     chosen = choose(only)
-    found: dict[str, HopSection] = {}
+    found: dict[str, Report] = {}
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="pdserve-hops-") as folder:
         options = HopOptions(Path(folder), seconds, rounds, seed, link)
@@ -81,7 +81,7 @@ def choose(only: str) -> list[str]:
     return [name for name in HOPS if name in names]
 
 
-def make_report(found: dict[str, HopSection], complete: bool) -> Report:
+def make_report(found: dict[str, Report], complete: bool) -> Report:
     sections = found.values()
     return Report(
         title="Each hop alone",
@@ -95,7 +95,7 @@ def make_report(found: dict[str, HopSection], complete: bool) -> Report:
 
 
 async def _measure(
-    chosen: list[str], options: HopOptions, found: dict[str, HopSection], failures: list[str]
+    chosen: list[str], options: HopOptions, found: dict[str, Report], failures: list[str]
 ) -> None:
     """What a hop cannot do here is told, and the others are measured nevertheless."""
     modules = {name: cast(MeasuredHop, import_module(HOPS[name])) for name in chosen}

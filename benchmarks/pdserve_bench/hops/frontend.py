@@ -6,7 +6,6 @@ the same load (`frontend_load`); what counts is their CPU time, which other load
 """
 
 import asyncio
-import itertools
 import statistics
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -23,9 +22,9 @@ from pdserve_bench.hops.frontend_load import (
     ramp_seconds,
     tokens_needed,
 )
-from pdserve_bench.hops.section import HopOptions, HopSection, alternate, cases, compared, table
+from pdserve_bench.hops.section import HopOptions, alternate, cases, compared, table
 from pdserve_bench.progress import Schedule
-from pdserve_bench.report import Cell, Chart, Column, Rows
+from pdserve_bench.report import Chart, Column, Report, Rows
 from pdserve_bench.samples import percentile
 from pdserve_bench.systems.cpu import CpuMeter
 from pdserve_bench.systems.system import RunningSystem
@@ -69,7 +68,7 @@ async def measure(
     schedule: Schedule,
     levels: Sequence[int] = LEVELS,
     clients: Sequence[int] = CLIENTS,
-) -> AsyncIterator[HopSection]:
+) -> AsyncIterator[Report]:
     found = _Found()
     possible = [load for load in levels if load <= servers.most_connections()]
     found.notes += [
@@ -156,7 +155,7 @@ class _Found:
     idle: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def section(self) -> HopSection:
+    def section(self) -> Report:
         per_token = _comparison(
             "Frontend: CPU of its process for each streamed token",
             "streams",
@@ -167,17 +166,15 @@ class _Found:
             "to the highest round.",
         )
         tables = [per_token, _processes(self.streams)]
-        tables.append(_seen("Frontend: what its clients see of streams", "streams", self.streams))
         if self.requests:
-            tables += [
+            tables.append(
                 _comparison(
                     "Frontend: CPU of its process for each request of one token",
                     "clients",
                     self.requests,
                     lambda turn: 1e6 * front(turn.system, turn.cpu) / max(1, turn.requests),
-                ),
-                _seen("Frontend: what clients see of such requests", "clients", self.requests),
-            ]
+                )
+            )
         chart = Chart(
             "Frontend: CPU for each streamed token",
             "lines",
@@ -190,7 +187,8 @@ class _Found:
         )
         raw = {"streams": self.streams, "requests": self.requests}
         data = {name: [_raw(turn) for turn in turns] for name, turns in raw.items()}
-        return HopSection(
+        return Report(
+            "",
             tables=tables,
             charts=[chart],
             data={**data, "idle CPU, seconds per second": self.idle},
@@ -253,25 +251,6 @@ def _processes(turns: Sequence[FrontendTurn]) -> Rows:
             rows.append([load, *costs, 100 * statistics.median(turn.client / turn.seconds for turn in mine)])
     columns = [Column("streams", ","), *parts, Column("it has, % of a core", ".0f")]
     return Rows("Graph: CPU of every process for each streamed token", columns, rows)
-
-
-def _seen(title: str, load_name: str, turns: Sequence[FrontendTurn]) -> Rows:
-    times: dict[str, Callable[[FrontendTurn], Sequence[float]]] = {"TTFT": lambda turn: turn.ttfts}
-    if any(turn.gaps for turn in turns):
-        times["gap"] = lambda turn: turn.gaps
-    columns = [Column(load_name, ","), Column("server"), Column("tokens/s", ",.0f")]
-    columns += [Column(f"{name} {share}, ms", ".1f") for name in times for share in ("p50", "p99")]
-    rows: list[list[Cell]] = []
-    for load, name in itertools.product(cases(turns), NAMES):
-        if mine := [turn for turn in turns if turn.load == load and turn.system == name]:
-            rate = statistics.median(turn.tokens / turn.seconds for turn in mine)
-            samples = [[1000 * each for turn in mine for each in of(turn)] for of in times.values()]
-            found = [percentile(each, share) for each in samples for share in (0.5, 0.99)]
-            rows.append([load, name, rate, *found, sum(turn.failed for turn in mine)])
-    note = (
-        "A stream that begins waits for the running step and for its own: up to two steps are the engine's."
-    )
-    return Rows(title, [*columns, Column("failed", ",")], rows, note * ("gap" in times))
 
 
 def _raw(turn: FrontendTurn) -> dict[str, object]:

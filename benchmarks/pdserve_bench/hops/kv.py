@@ -12,8 +12,9 @@ from pdserve_bench.hops.kv_ends import CopyBlocks, Load, PullBlocks, ReceiveByte
 from pdserve_bench.hops.kv_pair import kv_pair
 from pdserve_bench.hops.kv_report import Kind, KvCase, KvFigures, section
 from pdserve_bench.hops.link import NetNamespace, NoNamespaces, bits_per_second, shaped_link
-from pdserve_bench.hops.section import HopOptions, HopSection, alternate
+from pdserve_bench.hops.section import HopOptions, alternate
 from pdserve_bench.progress import Schedule
+from pdserve_bench.report import Report
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def phases(options: HopOptions, plan: KvPlan = PLAN) -> Mapping[str, float]:
     return own | over
 
 
-async def measure(options: HopOptions, schedule: Schedule, plan: KvPlan = PLAN) -> AsyncIterator[HopSection]:
+async def measure(options: HopOptions, schedule: Schedule, plan: KvPlan = PLAN) -> AsyncIterator[Report]:
     """Raises EndLost, with the reason, where a process ended or the wrong bytes arrived."""
     figures = KvFigures(options.link, bits_per_second(options.link))
     for number in range(options.rounds):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from pdserve_bench.hops.kv_pair import Measured
-from pdserve_bench.hops.section import HopSection, spread
-from pdserve_bench.report import Cell, Chart, Column, Rows, Series
+from pdserve_bench.hops.section import spread
+from pdserve_bench.report import Cell, Chart, Column, Report, Rows, Series
 from pdserve_bench.samples import median_ratio, percentile
 
 Kind = str
@@ -98,11 +98,11 @@ def _figure(case: KvCase, measured: Measured) -> KvFigure:
     )
 
 
-def section(figures: KvFigures) -> HopSection:
+def section(figures: KvFigures) -> Report:
     single = [case for case in figures.cases(over_link=False) if case.in_flight == 1]
     crowd = [case for case in figures.cases(over_link=False) if case.in_flight > 1]
     linked = figures.cases(over_link=True)
-    found = HopSection()
+    found = Report("")
     if single:
         smallest = [case for link in (False, True) for case in figures.cases(over_link=link, smallest=True)]
         found.tables += [

@@ -21,9 +21,9 @@ from pdserve.queue.base import PrefillQueue
 from pdserve.queue.jetstream.client import short_connection
 from pdserve.supervisor.embedded import EmbeddedNats
 from pdserve.tasks import Lifetime, Owner
-from pdserve_bench.hops.section import HopOptions, HopSection, Pair, alternate, cases, compared, table
+from pdserve_bench.hops.section import HopOptions, Pair, alternate, cases, compared, table
 from pdserve_bench.progress import Schedule
-from pdserve_bench.report import Chart, Column, Rows
+from pdserve_bench.report import Chart, Column, Report, Rows
 from pdserve_bench.samples import percentile
 from pdserve_bench.systems.cpu import cpu_seconds
 
@@ -79,7 +79,7 @@ class QueueTurn:
         return self.prompt, self.depth
 
 
-async def measure(options: HopOptions, schedule: Schedule) -> AsyncIterator[HopSection]:
+async def measure(options: HopOptions, schedule: Schedule) -> AsyncIterator[Report]:
     turns: list[QueueTurn] = []
     seconds = SHARE * options.seconds
     async with AsyncExitStack() as stack:
@@ -233,7 +233,7 @@ class PlainWay(RequestWay):
 # ── tables ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _section(turns: Sequence[QueueTurn]) -> HopSection:
+def _section(turns: Sequence[QueueTurn]) -> Report:
     prompt, depth = case = cases(turns)[0]
     answered, server = (Pair.of(turns, case, NAMES, figure).cells()[0] for figure in (_answered, _server_cpu))
     chart = Chart(
@@ -244,7 +244,8 @@ def _section(turns: Sequence[QueueTurn]) -> HopSection:
         compared(turns, NAMES, _answered, lambda case: f"{case[0]:,} tokens, {case[1]} in flight"),
         better="lower",
     )
-    return HopSection(
+    return Report(
+        "",
         tables=[_times(turns), _cpu(turns)],
         charts=[chart],
         data={"turns": [asdict(turn) for turn in turns]},

@@ -3,12 +3,12 @@
 import math
 import statistics
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from pdserve_bench.progress import Schedule
-from pdserve_bench.report import Chart, Column, Rows, Series
+from pdserve_bench.report import Column, Report, Rows, Series
 from pdserve_bench.samples import median_ratio
 
 
@@ -25,28 +25,14 @@ class HopOptions:
     """rate of the link between two network namespaces over which KV is moved; a word of tc's"""
 
 
-@dataclass
-class HopSection:
-    """A hop's part of the report."""
-
-    tables: list[Rows] = field(default_factory=list)
-    charts: list[Chart] = field(default_factory=list)
-    data: dict[str, Any] = field(default_factory=dict)
-    """the raw figures of every round, for the JSON"""
-    notes: list[str] = field(default_factory=list)
-    """sentences on how to read the tables, and what disturbed the figures"""
-    lead: str = ""
-    """a sentence with its most important figures"""
-
-
 class MeasuredHop(Protocol):
     """A module of this folder: `frontend`, `stream`, `queue`, `kv`."""
 
     def phases(self, options: HopOptions) -> Mapping[str, float]:
         """All that it goes through, with the expected seconds of each: announced to the schedule before any begins."""
 
-    def measure(self, options: HopOptions, schedule: Schedule) -> AsyncGenerator[HopSection, None]:
-        """An asynchronous generator: yields what is there by then, whenever something was added (as after each round),
+    def measure(self, options: HopOptions, schedule: Schedule) -> AsyncGenerator[Report, None]:
+        """Yield the hop's part of the report as it is by then, whenever something was added (as after each round),
         so that a run that is broken off shows it; the last is the whole. Goes through its phases with
         `schedule.phase`. Raises ConfigError and Unavailable where it cannot be measured here. Cancelled, it stops what
         it has started."""

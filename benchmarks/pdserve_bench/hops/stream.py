@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pdserve.credentials import create
 from pdserve_bench.hops.ends import End, end
-from pdserve_bench.hops.section import HopOptions, HopSection, Pair, alternate, cases, compared, table
+from pdserve_bench.hops.section import HopOptions, Pair, alternate, cases, compared, table
 from pdserve_bench.hops.stream_ends import (
     BURST,
     SIZES,
@@ -19,7 +19,7 @@ from pdserve_bench.hops.stream_ends import (
     frame_bytes,
 )
 from pdserve_bench.progress import Schedule
-from pdserve_bench.report import Chart, Column, Rows
+from pdserve_bench.report import Chart, Column, Report, Rows
 from pdserve_bench.systems.cpu import cpu_seconds
 
 NAMES = OURS, BASELINE = "stream", "bare TCP"
@@ -61,7 +61,7 @@ class StreamTurn:
         return self.size
 
 
-async def measure(options: HopOptions, schedule: Schedule) -> AsyncIterator[HopSection]:
+async def measure(options: HopOptions, schedule: Schedule) -> AsyncIterator[Report]:
     turns: list[StreamTurn] = []
     seconds = SHARE * options.seconds
     async with AsyncExitStack() as stack:
@@ -111,7 +111,7 @@ async def _ends(folder: Path) -> AsyncIterator[_Ends]:
 # ── tables ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _section(turns: Sequence[StreamTurn]) -> HopSection:
+def _section(turns: Sequence[StreamTurn]) -> Report:
     answered, sent = ([turn for turn in turns if (turn.burst > 1) == one_way] for one_way in (False, True))
     size = cases(turns)[-1]
     trip = Pair.of(answered, size, NAMES, _median_time).cells()
@@ -124,7 +124,8 @@ def _section(turns: Sequence[StreamTurn]) -> HopSection:
         compared(sent, NAMES, _cpu, str),
         better="lower",
     )
-    return HopSection(
+    return Report(
+        "",
         tables=[_round_trips(answered), _one_way(sent)],
         charts=[chart],
         data={"turns": [asdict(turn) for turn in turns]},
