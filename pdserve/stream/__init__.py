@@ -7,15 +7,15 @@ from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 
 
 def listen(host: str, credentials: Credentials | None = None) -> StreamServer:
-    """A server to enter; it takes a free port on `host`, an address of this machine that frontends can
-    reach, or lives in this process where `host` is `memory`. With credentials it takes frontends of the same graph
-    only, by TLS."""
+    """Return a server to enter. It listens on a free port of `host`, an address of this machine that frontends can
+    reach, or in this process if `host` is `memory`. With credentials it accepts only frontends of the same graph, over
+    TLS."""
     return MemoryStreamServer() if host == "memory" else TcpStreamServer(host, credentials)
 
 
 def connect(address: str, name: str, credentials: Credentials | None = None) -> StreamClient:
-    """A client to enter, of the server at `address`, which knows it by `name`: of two connections of one name only the
-    newer holds. Entering it raises PeerGone when no server of the same graph answers there: with credentials a server
-    without TLS is none, and the other way round."""
+    """Return a client to enter, of the server at `address`. `name` identifies it there: a new connection replaces an
+    earlier one of the same name. Entering raises PeerGone if no server of the same graph answers; both sides must have
+    credentials, or neither."""
     memory = address.startswith("memory://")
     return MemoryStreamClient(address, name) if memory else TcpStreamClient(address, name, credentials)

@@ -1,7 +1,7 @@
 """The stream seam: one long-lived two-way message stream between each frontend and each decode worker.
 
-Messages on one connection arrive in the order sent, and at most once. Both sides learn of a lost connection; what was
-on its way then is lost, and a frontend that needs it sends it again with a new request id.
+Messages on one connection arrive in the order sent, and at most once. Both sides learn of a lost connection;
+messages in flight are lost then, and the frontend submits the requests again under new ids.
 """
 
 from abc import abstractmethod
@@ -15,41 +15,40 @@ class StreamServer(Lifetime):
     """The decode worker's end. Undecodable messages are logged and skipped."""
 
     address: str
-    """what frontends connect to; set on entering"""
+    """the address that frontends connect to; set on entering"""
 
     @abstractmethod
     def received(self) -> AsyncIterator[tuple[str, ToDecode | None]]:
-        """`(frontend id, message)` in order of arrival; no message (None): this frontend is gone."""
+        """Yield `(frontend id, message)` in order of arrival; a message of None means that the frontend is gone."""
 
     @abstractmethod
     async def send(self, frontend: str, message: ToFrontend) -> None:
-        """Raises PeerGone where the frontend is not connected. Never waits for a slow reader for longer than
-        a second: it counts as gone then."""
+        """Raises PeerGone if the frontend is not connected. Waits at most a second for a slow reader, which then counts
+        as gone."""
 
 
 class StreamClient(Lifetime):
-    """A frontend's end of one connection to one decode worker. Entering it connects, and raises PeerGone when no worker
+    """A frontend's end of one connection to one decode worker. Entering it connects, and raises PeerGone if no worker
     answers within a few seconds."""
 
     @abstractmethod
     async def send(self, message: ToDecode) -> None:
-        """Raises PeerGone when `received` ends, too, and ProtocolError for a message that cannot be encoded: nothing
-        was sent then, and the connection holds."""
+        """Raises PeerGone if the connection is lost (`received` then ends, too), and ProtocolError if the message
+        cannot be encoded: nothing was sent then, and the connection holds."""
 
     @abstractmethod
     def received(self) -> AsyncIterator[ToFrontend]:
-        """In order of arrival; raises PeerGone when the worker is gone: its process ended, or nothing,
-        heartbeats included, came from it for `silence` seconds (a few), as when it hangs or its network is
-        cut, or it sent something that cannot be decoded, since tokens would be missing."""
+        """Yield messages in order of arrival; raise PeerGone when the worker is gone. It is gone when its process has
+        ended, when it has sent nothing for a few seconds, not even heartbeats (it hangs, or the network is cut), and
+        when it has sent a message that cannot be decoded, since tokens would be missing."""
 
     @property
     @abstractmethod
     def round_trip(self) -> float | None:
-        """Seconds that a message and its answer took last, measured about every second; longer than that where an
-        answer is overdue. None: not measured yet."""
+        """Seconds from the last heartbeat to its answer, about one a second; growing while an answer is overdue. None:
+        not measured yet."""
 
     async def deliver(self, take: Callable[[ToFrontend], None]) -> None:
-        """As `received`, in place of it, for a `take` that neither waits nor raises: it may be called in the very turn
-        of the event loop in which the message came."""
+        """Like `received`, but pass each message to `take` as soon as it comes. `take` must neither block nor raise."""
         async for message in self.received():
             take(message)

@@ -1,9 +1,9 @@
 """One TCP connection, plain or with TLS, that carries frames both ways.
 
-A frame is its length (four bytes, big-endian) and so many bytes; an empty frame is a heartbeat, which the server
-answers with another one: the client learns the round trip. A process that ends
-closes its connections, which the other side sees at once; one that hangs, or whose network is cut, is given up when it
-was silent for some seconds. A connection that has ended stays so: to go on takes another one.
+A frame is a length (four bytes, big-endian) and that many bytes. An empty frame is a heartbeat; the server answers each
+with another one, from which the client learns the round trip. When a process ends, its connections close, and the other
+side sees that at once. When a process hangs, or the network is cut, the other side gives the connection up after some
+seconds of silence. A connection that has ended is never used again.
 """
 
 import asyncio
@@ -16,26 +16,26 @@ from typing import Protocol
 from pdserve.stream.tls import Tls
 
 BEAT_EVERY = 1.0
+"""seconds"""
 SEND_WITHIN = 1.0
-ANSWERED = 1.5 * BEAT_EVERY
-"""seconds of silence after which a server, which answers heartbeats, sends one of its own"""
+"""seconds that sending waits for a slow reader"""
 _LOOKS = 20
 LINGER = 0.3
-"""seconds that a connection gets, when it is closed, for what is still unsent and the other side's end"""
+"""seconds that closing waits for unsent data to leave and for the other side to close"""
 MAX_UNSENT = 32 << 20
-"""bytes that may wait for a slow reader, and one frame more: some seconds of tokens at full load"""
+"""bytes that may wait for a slow reader, plus one frame: some seconds of tokens at full load"""
 
 
 class ConnectionOwner(Protocol):
-    """Told what happens on a connection; no call may raise or wait."""
+    """Receives the events of a connection. No call may raise or block."""
 
     def connection_opened(self, connection: "FramedConnection") -> None: ...
 
     def frame_received(self, connection: "FramedConnection", body: memoryview) -> None:
-        """`body` is never empty, and valid during the call only."""
+        """`body` is never empty, and valid only during the call."""
 
     def connection_ended(self, connection: "FramedConnection") -> None:
-        """Called once; `connection.ended` says why."""
+        """Called once; `connection.ended` holds the reason."""
 
 
 class FramedConnection(asyncio.Protocol):
@@ -43,33 +43,35 @@ class FramedConnection(asyncio.Protocol):
         self.max_frame = max_frame
         """bytes; a longer frame ends the connection"""
         self.name = ""
-        """of the other side, once it has greeted"""
+        """the other side's name, once it has greeted"""
         self.unreadable = 0
-        """messages that could not be decoded"""
+        """number of messages that could not be decoded"""
         self.answers = False
-        """heartbeats, with heartbeats"""
+        """whether this side answers heartbeats"""
         self.ended = ""
-        """why, once it has: `was closed by the other side`"""
+        """empty while the connection holds, then the reason: `was closed by the other side`"""
         self.host = "unknown"
-        """address of the other side, without its port"""
+        """the other side's address, without its port"""
         self.opened = self.heard = time.monotonic()
+        """when the connection was made, and when bytes last came"""
         self._owner = owner
         self._tls = tls
         self._transport: asyncio.Transport | None = None
         self._partial = bytearray()
-        """a frame that has begun"""
+        """the beginning of a frame"""
         self._sent_at = 0.0
         self._asked_at = 0.0
-        """when a heartbeat was sent that was not answered yet; 0: none"""
+        """when the heartbeat that is not yet answered was sent; 0: there is none"""
         self._round_trip: float | None = None
         self._reading_paused = False
         self._closed = asyncio.Event()
 
     async def send(self, body: bytes) -> bool:
-        """False where the connection has ended; where the other side takes too little for a second, it ends here.
+        """Send, waiting up to a second for room. Return False if the connection has ended; end it if there is no room
+        after that second.
 
-        Looks for room: uvloop's `resume_writing` comes only when all has gone, which takes seconds where much was sent
-        at once. Looks are counted, not time, since this process may stall."""
+        Room is polled: uvloop calls `resume_writing` only when the buffer is empty, which takes seconds after a large
+        burst. Polls are counted, not time, since this process may stall."""
         looks = 0
         while self._transport is not None and self._transport.get_write_buffer_size() > MAX_UNSENT:
             if looks == _LOOKS:
@@ -80,7 +82,7 @@ class FramedConnection(asyncio.Protocol):
         return self.write(body)
 
     def write(self, body: bytes) -> bool:
-        """Send without waiting, however much is unsent. False where the connection has ended."""
+        """Send without waiting, however much is unsent. Return False if the connection has ended."""
         if self.ended or self._transport is None or self._transport.is_closing():
             return False
         data = len(body).to_bytes(4, "big") + body
@@ -90,15 +92,16 @@ class FramedConnection(asyncio.Protocol):
 
     @property
     def round_trip(self) -> float | None:
-        """Seconds from the last heartbeat to its answer, or so far; None: not known yet, or this side answers."""
+        """Seconds from the last heartbeat to its answer, or to now if that is longer. None: not measured yet, or this
+        side answers."""
         if not self._asked_at or self.answers:
             return self._round_trip
         return max(self._round_trip or 0.0, time.monotonic() - self._asked_at)
 
     def beat(self, silence: float, *, stalled: bool) -> None:
-        """Send a heartbeat, or where this side answers them, only where nothing else was sent; and end a connection
-        that is silent. A process that `stalled`, or does not read just now, knows nothing of the other side's
-        silence."""
+        """End the connection if the other side has been silent for `silence` seconds, else send a heartbeat; the side
+        that answers heartbeats sends one only if it has sent nothing else for a while. A process that `stalled`, or
+        that has paused reading, cannot tell whether the other side was silent."""
         now = time.monotonic()
         if stalled or self._reading_paused:
             self.heard = now
@@ -107,7 +110,7 @@ class FramedConnection(asyncio.Protocol):
         elif not self.answers:
             self._asked_at = self._asked_at or now
             self.write(b"")
-        elif now - self._sent_at >= ANSWERED:
+        elif now - self._sent_at >= 1.5 * BEAT_EVERY:
             self.write(b"")
 
     def _beat_received(self) -> None:
@@ -127,15 +130,15 @@ class FramedConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def cut(self, reason: str) -> None:
-        """End it at once; what is unsent is dropped."""
+        """End the connection at once and drop what is unsent."""
         self._end(reason)
         if self._transport is not None:
             self._transport.abort()
 
     async def close(self) -> None:
-        """End it when the other side has got what was unsent and closed its end, or soon after. Until then what comes
-        is taken and dropped: a socket that is closed with unread bytes resets the connection, and what was sent last
-        is lost."""
+        """Send what is unsent and wait until the other side closes, for LINGER seconds at most. Received data is read
+        and dropped meanwhile: closing a socket with unread bytes resets the connection, and the other side would lose
+        what was sent last."""
         if self._transport is None:
             return
         self._end("was closed here")
@@ -193,7 +196,7 @@ class FramedConnection(asyncio.Protocol):
         try:
             try:
                 return tls.decrypt(data)
-            finally:  # also what says why it is refused
+            finally:  # on failure this is TLS's alert, which tells the other side why
                 if answer := tls.encrypt(b""):
                     self._transport.write(answer)
         except ssl.SSLError as error:
@@ -210,7 +213,7 @@ class FramedConnection(asyncio.Protocol):
 
 
 async def beats() -> AsyncIterator[bool]:
-    """For ever, every second: time for heartbeats. Whether this process stalled before."""
+    """Yield every second, for ever: whether this process has stalled since the last time."""
     while True:
         before = time.monotonic()
         await asyncio.sleep(BEAT_EVERY)

@@ -1,4 +1,4 @@
-"""Streams within one process, whose connections can be cut."""
+"""The stream seam in memory, within one process; tests can cut its connections."""
 
 import asyncio
 import itertools
@@ -31,7 +31,7 @@ class MemoryStreamServer(StreamServer):
                 self.cut(frontend)
 
     def cut(self, frontend: str) -> None:
-        """Break the network between this frontend and the worker; both sides learn of it."""
+        """Break the connection of this frontend; both sides learn of it."""
         if client := self._clients.pop(frontend, None):
             self._inbox.put_nowait((frontend, None))
             client.inbox.put_nowait(None)
@@ -62,8 +62,6 @@ class MemoryStreamClient(StreamClient):
         self._name = name
         self._server: MemoryStreamServer | None = None
         self.inbox: asyncio.Queue[ToFrontend | None] = asyncio.Queue()
-        self.slow = 0.0
-        """seconds, which it says that a round trip takes"""
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
@@ -85,7 +83,7 @@ class MemoryStreamClient(StreamClient):
 
     @property
     def round_trip(self) -> float:
-        return self.slow
+        return 0.0
 
     async def received(self) -> AsyncIterator[ToFrontend]:
         while (message := await self.inbox.get()) is not None:

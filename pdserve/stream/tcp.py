@@ -1,8 +1,8 @@
-"""Streams over TCP: a listening socket in the decode worker, a connection for each frontend
-(docs/decisions/0021-streams-over-tcp.md), with mutual TLS where the graph has credentials.
+"""Streams over TCP: a listening socket in the decode worker, a connection from each frontend
+(docs/decisions/0021-streams-over-tcp.md), with mutual TLS if the graph has credentials.
 
 Frames (`framing`) hold msgpack. The first frame each way is a greeting: `pdserve-stream/1 <frontend id>`, answered by
-`pdserve-stream/1`. What does not greet like that is closed.
+`pdserve-stream/1`. A connection that greets otherwise is closed.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GREETING = b"pdserve-stream/1"
-"""protocol and version; another version is another word"""
+"""protocol and version"""
 WORKER_SILENCE = 4.0
 """seconds without a byte after which a worker is gone"""
 FRONTEND_SILENCE = 8.0
-"""as for a worker, but longer: a frontend that only stalls (it loads a tokenizer) would lose all its requests"""
+"""the same for a frontend; longer, since a frontend that stalls (loading a tokenizer) would lose all its requests"""
 CONNECT_WITHIN = 3.0
 """seconds for the connection, TLS and the worker's greeting"""
 GREET_WITHIN = 5.0
@@ -49,16 +49,16 @@ MAX_GREETING = 1 << 10
 MAX_FRAME = 512 << 20
 """bytes; above any message, prompts with images included"""
 MAX_UNGREETED = 256
-"""connections that have not greeted yet; beyond, the oldest is closed"""
+"""connections that have not greeted yet; beyond that the oldest is closed"""
 MAX_UNREAD = 10_000, 64 << 20
-"""messages and bytes that may be received and not read yet; beyond, the sender is held back"""
+"""messages and bytes that may be received and not yet read; beyond that the sender is held back"""
 _BATCH = 64
-"""messages that are read in a row before other tasks get a turn"""
+"""messages that are read in a row before other tasks run"""
 _ADDRESSES = 1000
 
 
 class UnreadMessages(Generic[T]):
-    """Messages that were received and not read yet. Where they are too many, their connections are not read from, so
+    """Messages that were received and not yet read. When there are too many, reading from their connections pauses, so
     that TCP holds the senders back."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class UnreadMessages(Generic[T]):
         self._take: Callable[[T], None] | None = None
 
     def put(self, message: T, size: int = 0, connection: FramedConnection | None = None) -> None:
-        """`size` bytes of `connection`."""
+        """Add a message of `size` bytes that came on `connection`."""
         if self._take is not None and not self._messages:
             self._take(message)
             return
@@ -82,7 +82,7 @@ class UnreadMessages(Generic[T]):
             connection.pause_reading()
 
     def close(self) -> None:
-        """Nothing comes after what there is."""
+        """Let `read` end after the messages that are there."""
         self._closed = True
         self._changed.set()
 
@@ -105,7 +105,7 @@ class UnreadMessages(Generic[T]):
             yield message
 
     async def deliver(self, take: Callable[[T], None]) -> None:
-        """Hand them to `take`: what is unread, and from then on each message in the moment in which it comes."""
+        """Pass to `take` the unread messages, and from then on each message as soon as it is put."""
         self._take = take
         try:
             async for message in self.read():
@@ -129,7 +129,7 @@ class TcpStreamServer(StreamServer):
         self._frontends: dict[str, FramedConnection] = {}
         self._unread: UnreadMessages[tuple[str, ToDecode | None]] = UnreadMessages()
         self._refused: RecentKeys[int] = RecentKeys(_ADDRESSES)
-        """address -> how many of its connections were no frontend's"""
+        """address -> number of its connections that were not a frontend's"""
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
@@ -218,7 +218,7 @@ class TcpStreamServer(StreamServer):
         log.info("frontend %s connected", name)
 
     def _complain(self, connection: FramedConnection) -> None:
-        """Once for each address: a port scan, or a flood, must not fill the disk."""
+        """Warn once for each address: a port scan or a flood must not fill the disk."""
         count = self._refused[connection.host] = self._refused.get(connection.host, 0) + 1
         log.log(
             logging.DEBUG if count > 1 else logging.WARNING,
@@ -307,19 +307,20 @@ class TcpStreamClient(StreamClient):
         try:
             message = decode_to_frontend(body)
         except ProtocolError as error:
-            # it may have had tokens in it: the requests of this connection must go on at another worker
+            # it may have held tokens: the requests of this connection must go on at another worker
             connection.cut(f"carried a message that cannot be read: {error}")
             return
         self._unread.put(message, len(body), connection)
 
     def connection_ended(self, connection: FramedConnection) -> None:
-        """What was received before can still be read."""
+        """Messages that were received before can still be read."""
         log.info("connection to the worker at %s %s", self._address, connection.ended)
         self._greeted.set()
         self._unread.close()
 
     def _welcomed(self, connection: FramedConnection, greeting: bytes) -> None:
-        """A client that met itself, as may happen on a port that no worker has any more, reads its own greeting."""
+        """A client that has connected to itself, which TCP allows on a local port that nothing listens on, reads its
+        own greeting."""
         if greeting != GREETING:
             connection.cut(f"was answered with {greeting[:40]!r}, not with {GREETING.decode()}")
             return
@@ -332,7 +333,7 @@ def _scheme(credentials: Credentials | None) -> str:
 
 
 def _endpoint(address: str, scheme: str) -> tuple[str, int]:
-    """Raises ValueError: also for a worker without TLS where this process has credentials, and the other way round."""
+    """Raises ValueError if the address is malformed or has the other scheme: all of a graph speaks TLS, or none."""
     parts = urlsplit(address)
     if parts.scheme != scheme or not parts.hostname or not parts.port:
         raise ValueError(f"{address!r} is not {scheme}://host:port, as all of this graph must be")

@@ -1,17 +1,17 @@
-"""TLS for a connection, as bytes to bytes: below it is the connection's own transport.
+"""TLS for a connection, from bytes to bytes, above the connection's own transport.
 
-Not asyncio's TLS transports: those tell of a connection only once its handshake has ended, so that what never ends it
-could be neither counted nor closed; they cannot close half, which is how a worker's last messages arrive; and what they
-call unsent leaves out what waits in the transport below.
+asyncio's TLS transports do not fit: they report a connection only after its handshake, so that unfinished ones could
+be neither counted nor closed; they cannot close one direction only, which a worker does so that its last messages
+arrive; and their size of the unsent data leaves out what waits in the transport below.
 
-Frames say how long they are, and a connection that ends is one that is lost. So no `close_notify` is sent: an end that
-a stranger makes up says no more than a cut network.
+No `close_notify` is sent. Frames state their length, and a connection that ends counts as lost in any case, so a forged
+end does no more harm than a cut network.
 """
 
 import ssl
 
 _RECORD = 1 << 14
-"""bytes: the most that TLS puts into one"""
+"""bytes: the most that a TLS record holds"""
 
 
 class Tls:
@@ -19,12 +19,12 @@ class Tls:
         self._received, self._unsent = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._received, self._unsent, server_side=server)
         self._early = b""
-        """what is to be sent after the handshake"""
+        """data to send after the handshake"""
         self._begun = False
 
     def encrypt(self, data: bytes) -> bytes:
-        """What to send for `data`, and what else TLS has to say. Before the handshake has ended, which the client's
-        first call begins, `data` waits here. Raises ssl.SSLError."""
+        """Return the bytes to send: `data` encrypted, and whatever TLS itself has to send. The client's first call
+        begins the handshake; `data` is kept until it is complete. Raises ssl.SSLError."""
         self._early += data
         if self._early and self._shake_hands():
             rest = memoryview(self._early)
@@ -34,8 +34,8 @@ class Tls:
         return self._unsent.read()
 
     def decrypt(self, received: bytes) -> bytes:
-        """Raises ssl.SSLError where the other side does not speak TLS, is not of this graph, or says that this one is
-        not. `encrypt` afterwards, though it be nothing: there may be something to answer."""
+        """Raises ssl.SSLError if the other side does not speak TLS, is not of this graph, or rejects this side. Call
+        `encrypt` afterwards, with b"" if need be: TLS may have an answer to send."""
         self._received.write(received)
         found = []
         if self._shake_hands():
