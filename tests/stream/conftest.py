@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from pdserve.credentials import Credentials, create
-from pdserve.stream import connect, listen
+from pdserve.stream import connect, framing, listen, tcp
 from pdserve.stream.base import StreamClient, StreamServer
 from pdserve.stream.tcp import FRONTEND_SILENCE, WORKER_SILENCE, TcpStreamClient, TcpStreamServer
 from tests.stream.raw import Raw, raw
@@ -58,14 +58,21 @@ class Wire:
 
 
 @pytest.fixture(scope="session")
-def credentials(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
-    return create(tmp_path_factory.mktemp("credentials") / "graph")
-
-
-@pytest.fixture(scope="session")
 def strangers(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
     """Of another graph."""
     return create(tmp_path_factory.mktemp("credentials") / "other-graph")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine fifty TLS handshakes in one process take longer than a worker would be given."""
+    monkeypatch.setattr(tcp, "CONNECT_WITHIN", 60.0)
+
+
+@pytest.fixture
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notice a silence of one second, also on a machine on which this process stalls now and then."""
+    monkeypatch.setattr(framing, "BEAT_EVERY", 0.25)
 
 
 @pytest.fixture(params=["memory", "tcp", "tls"])

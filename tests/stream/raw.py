@@ -1,4 +1,4 @@
-"""Connections to a stream server whose bytes the test chooses."""
+"""Connections to a stream server over which the test sends any bytes."""
 
 import asyncio
 import ssl
@@ -15,8 +15,6 @@ def frame(body: bytes) -> bytes:
 
 
 class Raw:
-    """What the other end of the connection would be, byte by byte."""
-
     def __init__(self, reader: StreamReader, writer: StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
@@ -27,8 +25,12 @@ class Raw:
         self.send(frame(GREETING + b" " + name.encode()))
         assert await self.reader.readexactly(4 + len(GREETING)) == frame(GREETING)
 
-    async def closed(self, within: float = 2.0) -> bool:
-        """Whether the other side closes it in time, whatever it sends before."""
+    def stop_reading(self) -> None:
+        """As a process that is stopped."""
+        self.writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+    async def closed(self, within: float = 20.0) -> bool:
+        """Return whether the other side closes the connection in time, whatever it sends before."""
         with suppress(TimeoutError, ConnectionResetError):
             async with asyncio.timeout(within):
                 while await self.reader.read(1000):
@@ -39,7 +41,7 @@ class Raw:
 
 @asynccontextmanager
 async def raw(address: str, context: ssl.SSLContext | None = None) -> AsyncIterator[Raw]:
-    """Plain, whatever the server speaks, or with asyncio's own TLS."""
+    """Connect in plain text, whatever the server speaks, or with asyncio's own TLS."""
     host, _, port = address.partition("://")[2].rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
     try:

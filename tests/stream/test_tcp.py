@@ -17,7 +17,7 @@ from pdserve.errors import PeerGone, ProtocolError
 from pdserve.messages import Cancel, Failed, Hello, Outputs, encode
 from pdserve.stream import framing, tcp
 from pdserve.stream.framing import FramedConnection
-from pdserve.stream.tcp import GREETING, TcpStreamServer
+from pdserve.stream.tcp import GREETING
 from tests.conditions import until
 from tests.stream.conftest import Wire
 from tests.stream.raw import frame, raw
@@ -31,8 +31,9 @@ import asyncio, sys
 from pathlib import Path
 from pdserve.credentials import Credentials
 from pdserve.messages import Failed, Hello
-from pdserve.stream import connect, listen
+from pdserve.stream import connect, framing, listen
 
+framing.BEAT_EVERY = 0.25
 credentials = Credentials.load(Path(sys.argv[1])) if sys.argv[1] else None
 
 async def server():
@@ -45,22 +46,24 @@ async def server():
 async def client(address):
     async with connect(address, "other", credentials) as client:
         await client.send(Hello("1"))
-        print("connected", flush=True)
         async for message in client.received():
             pass
 
-asyncio.run(client(sys.argv[2]) if sys.argv[2:] else server())
+async def clients(addresses):
+    await asyncio.gather(*map(client, addresses))
+
+asyncio.run(clients(sys.argv[2:]) if sys.argv[2:] else server())
 """
 
 
 @asynccontextmanager
-async def _peer(wire: Wire, *arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def _peer(wire: Wire, *addresses: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that is a frontend of these servers, or without any a worker, which prints its address."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _PEER, wire.folder, *arguments, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", _PEER, wire.folder, *addresses, stdout=asyncio.subprocess.PIPE
     )
     try:
-        assert process.stdout
-        yield process, (await process.stdout.readline()).decode().strip()
+        yield process
     finally:
         if process.returncode is None:
             process.kill()
@@ -70,32 +73,36 @@ async def _peer(wire: Wire, *arguments: str) -> AsyncIterator[tuple[asyncio.subp
 # processes that die or hang, and networks
 
 
-@pytest.mark.parametrize(("how", "within"), [(signal.SIGKILL, 0.3), (signal.SIGSTOP, 3.0)])
-async def test_a_worker_that_dies_or_hangs_is_noticed(wire: Wire, how: signal.Signals, within: float) -> None:
-    async with _peer(wire) as (process, address), wire.client(address, "f", silence=1.5) as client:
-        received = client.received()
-        await client.send(Hello("1"))
-        assert await anext(received) == Failed("r", "heard")
-        os.kill(process.pid, how)
-        started = time.monotonic()
-        with pytest.raises(PeerGone):
-            await anext(received)
-        assert time.monotonic() - started < within
-        with pytest.raises(PeerGone):
-            await client.send(Hello("2"))
+@pytest.mark.usefixtures("quick_beats")
+async def test_a_worker_that_hangs_and_then_dies_is_noticed(wire: Wire) -> None:
+    async with _peer(wire) as process, AsyncExitStack() as stack:
+        assert process.stdout
+        address = (await process.stdout.readline()).decode().strip()
+        for how, silence in ((signal.SIGSTOP, 1.0), (signal.SIGKILL, 600)):
+            os.kill(process.pid, signal.SIGCONT)
+            client = await stack.enter_async_context(wire.client(address, f"f-{how}", silence))
+            received = client.received()
+            await client.send(Hello("1"))
+            assert await anext(received) == Failed("r", "heard")
+            os.kill(process.pid, how)
+            with pytest.raises(PeerGone):
+                await anext(received)
+            with pytest.raises(PeerGone):
+                await client.send(Hello("2"))
 
 
-@pytest.mark.parametrize(("how", "within"), [(signal.SIGKILL, 0.3), (signal.SIGSTOP, 4.0)])
-async def test_a_frontend_that_dies_or_hangs_is_noticed(
-    wire: Wire, how: signal.Signals, within: float
-) -> None:
-    async with wire.server(silence=2) as server, _peer(wire, server.address) as (process, _):
-        received = server.received()
-        assert await anext(received) == ("other", Hello("1"))
-        os.kill(process.pid, how)
-        started = time.monotonic()
-        assert await anext(received) == ("other", None)
-        assert time.monotonic() - started < within
+@pytest.mark.usefixtures("quick_beats")
+async def test_a_frontend_that_hangs_and_then_dies_is_noticed(wire: Wire) -> None:
+    async with (
+        wire.server(silence=1) as strict,
+        wire.server(silence=600) as other,
+        _peer(wire, strict.address, other.address) as process,
+    ):
+        for server in (strict, other):
+            assert await anext(server.received()) == ("other", Hello("1"))
+        for server, how in ((strict, signal.SIGSTOP), (other, signal.SIGKILL)):
+            os.kill(process.pid, how)
+            assert await anext(server.received()) == ("other", None)
 
 
 @asynccontextmanager
@@ -118,11 +125,12 @@ async def relay(wire: Wire, address: str) -> AsyncIterator[tuple[str, asyncio.Ev
         yield f"{wire.scheme}://127.0.0.1:{port}", cut
 
 
+@pytest.mark.usefixtures("quick_beats")
 async def test_a_cut_network_is_noticed_at_both_ends(wire: Wire) -> None:
     async with (
-        wire.server(silence=1.5) as server,
+        wire.server(silence=1) as server,
         relay(wire, server.address) as (address, cut),
-        wire.client(address, "f", silence=1.5) as client,
+        wire.client(address, "f", silence=1) as client,
     ):
         at_server, at_client = server.received(), client.received()
         await client.send(Hello("1"))
@@ -132,68 +140,51 @@ async def test_a_cut_network_is_noticed_at_both_ends(wire: Wire) -> None:
         assert await anext(at_server) == ("f", None)
         with pytest.raises(PeerGone):
             await anext(at_client)
-        assert 1.0 < time.monotonic() - started < 3.5
-        assert (client.round_trip or 0) > 0.4, "so far"
+        assert time.monotonic() - started > 0.5
+        assert (client.round_trip or 0) > 0.5, "so far"
 
 
-async def test_a_frontend_that_was_given_up_is_told_when_it_wakes(wire: Wire) -> None:
-    async with wire.server(silence=0.2) as server:
+@pytest.mark.usefixtures("quick_beats")
+async def test_a_silent_frontend_is_given_up_and_told_so(wire: Wire) -> None:
+    async with wire.server(silence=0.3) as server, wire.raw(server.address) as silent:
+        await silent.greet("f")
+        assert await anext(server.received()) == ("f", None)
+        assert await silent.closed()
+
+
+@pytest.mark.usefixtures("quick_beats")
+async def test_neither_idling_nor_a_stall_of_the_process_ends_a_connection(wire: Wire) -> None:
+    async with wire.server(silence=1) as server, wire.client(server.address, "f", silence=1) as client:
         received = server.received()
-        entering = asyncio.ensure_future(anext(received))
-        async with wire.client(server.address, "f", silence=60) as client:
-            assert await entering == ("f", None)
-            reading = asyncio.ensure_future(anext(received))
-            with pytest.raises(PeerGone):
-                async with asyncio.timeout(5):
-                    await anext(client.received())
-            reading.cancel()
-
-
-async def test_an_idle_connection_stays(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
-    async with wire.server(silence=1.5) as server:
-        received = server.received()
-        waiting = asyncio.ensure_future(anext(received))
-        async with wire.client(server.address, "f", silence=1.5) as client:
-            idle = asyncio.ensure_future(anext(client.received()))
-            done, _ = await asyncio.wait({idle, waiting}, timeout=4)
-            assert not done
-            assert 0 < (client.round_trip or 0) < 1
-            await client.send(Hello("1"))
-            assert await waiting == ("f", Hello("1"))
-            idle.cancel()
-    assert "silent" not in caplog.text
-
-
-async def test_a_process_that_stalls_cuts_no_connection(wire: Wire) -> None:
-    async with wire.server(silence=1.2) as server, _peer(wire, server.address):
-        received = server.received()
-        assert await anext(received) == ("other", Hello("1"))
-        time.sleep(2.5)  # noqa: ASYNC251 (the stall)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(anext(received), 1.5)
+        first, idle = asyncio.ensure_future(anext(received)), asyncio.ensure_future(anext(client.received()))
+        await asyncio.sleep(1.5)
+        time.sleep(1.2)  # noqa: ASYNC251 (the stall)
+        await asyncio.sleep(0.5)
+        assert not idle.done()
+        assert 0 < (client.round_trip or 0) < 1
+        await client.send(Hello("1"))
+        assert await first == ("f", Hello("1"))
+        idle.cancel()
 
 
 # back-pressure
 
 
-async def test_a_frontend_that_stops_reading_costs_a_second_and_is_gone(wire: Wire) -> None:
-    async with wire.server() as server, _peer(wire, server.address) as (process, _):
-        received = server.received()
-        assert await anext(received) == ("other", Hello("1"))
-        os.kill(process.pid, signal.SIGSTOP)
-        longest, big, most = 0.0, Outputs([b"x" * 10_000]), 0
-        gone = False
-        while not gone:
-            before = time.monotonic()
-            try:
-                await server.send("other", big)
-                most = max(most, _unsent(server._frontends["other"]))
-            except PeerGone:
-                gone = True
-            longest = max(longest, time.monotonic() - before)
-        assert 0.9 < longest < 2.0
-        assert most < framing.MAX_UNSENT + 20_000
-        assert await anext(received) == ("other", None)
+async def test_a_frontend_that_stops_reading_is_waited_for_and_then_gone(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framing, "MAX_UNSENT", 1 << 20)
+    async with wire.server() as server, wire.raw(server.address) as stopped:
+        await stopped.greet("f")
+        stopped.stop_reading()
+        before = 0.0
+        with suppress(PeerGone):
+            while True:
+                assert _unsent(server._frontends["f"]) < framing.MAX_UNSENT + 20_000
+                before = time.monotonic()
+                await server.send("f", Outputs([b"x" * 10_000]))
+        assert time.monotonic() - before > 0.9 * framing.SEND_WITHIN
+        assert await anext(server.received()) == ("f", None)
 
 
 def _unsent(connection: FramedConnection) -> int:
@@ -207,15 +198,15 @@ async def test_many_senders_at_once_stay_within_the_bound(
     monkeypatch.setattr(framing, "MAX_UNSENT", 100_000)
     async with wire.server() as server, wire.raw(server.address) as slow:
         await slow.greet("slow")
-        slow.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        slow.stop_reading()
         connection, big = server._frontends["slow"], Outputs([b"x" * 50_000])
         while _unsent(connection) <= 100_000:
             await server.send("slow", big)
         waiting = [asyncio.create_task(server.send("slow", big)) for _ in range(100)]
         await asyncio.sleep(0.1)
         assert _unsent(connection) < 200_000
-        slow.reader._transport.resume_reading()  # type: ignore[attr-defined]
-        reading = asyncio.create_task(slow.closed(10))
+        slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        reading = asyncio.create_task(slow.closed())
         await asyncio.gather(*waiting)  # it reads again in time: nothing is lost
         reading.cancel()
 
@@ -243,21 +234,21 @@ async def test_a_frontend_that_takes_a_burst_slowly_is_kept(
         reading.cancel()
 
 
+@pytest.mark.usefixtures("quick_beats")
 async def test_a_worker_that_does_not_read_holds_its_frontends_back(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "MAX_UNREAD", (10_000, 1 << 20))
     monkeypatch.setattr(framing, "MAX_UNSENT", 1 << 20)
-    count, big = 600, Cancel(["x" * 100_000])
+    count, big = 200, Cancel(["x" * 100_000])
     async with (
-        wire.server(silence=1) as server,
+        wire.server(silence=0.3) as server,
         wire.client(server.address, "f") as client,
     ):
 
         async def send() -> None:
             for _ in range(count):
-                async with asyncio.timeout(10):
-                    await client.send(big)
+                await client.send(big)
 
         sending = asyncio.create_task(send())
         await asyncio.sleep(0.5)
@@ -267,30 +258,6 @@ async def test_a_worker_that_does_not_read_holds_its_frontends_back(
         for _ in range(count):
             assert await anext(received) == ("f", big)
         await sending
-
-
-async def test_throughput_is_far_above_what_a_frontend_needs(wire: Wire) -> None:
-    """200,000 messages a second on a quiet machine; this bound also holds on a busy one."""
-    async with wire.server() as server:
-        received = server.received()
-        waiting = asyncio.ensure_future(anext(received))
-        async with wire.client(server.address, "f") as client:
-            await client.send(Hello("1"))
-            await waiting
-            before, message, count = time.process_time(), Outputs([b"x" * 300]), 20_000
-            sending = asyncio.create_task(_send_many(server, message, count))
-            replies = client.received()
-            for _ in range(count):
-                await anext(replies)
-            await sending
-            assert time.process_time() - before < 1.0
-
-
-async def _send_many(server: TcpStreamServer, message: Outputs, count: int) -> None:
-    for number in range(count):
-        await server.send("f", message)
-        if number % 100 == 0:
-            await asyncio.sleep(0)
 
 
 async def test_small_messages_are_not_held_back(wire: Wire) -> None:
@@ -323,7 +290,7 @@ async def test_a_worker_whose_message_cannot_be_decoded_is_gone_and_told_so(
                 await anext(at_client)
             with pytest.raises(PeerGone):
                 await client.send(Hello("2"))
-            assert await asyncio.wait_for(anext(at_server), 2) == ("f", None)
+            assert await anext(at_server) == ("f", None)
     assert "a message that cannot be read" in caplog.text
 
 
@@ -386,10 +353,11 @@ async def test_connections_without_a_good_greeting_are_closed_and_logged_once(
     assert not [record for record in caplog.records if record.exc_info]
 
 
+@pytest.mark.usefixtures("quick_beats")
 async def test_a_greeting_that_does_not_end_is_not_waited_for(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "GREET_WITHIN", 1.0)
+    monkeypatch.setattr(tcp, "GREET_WITHIN", 0.5)
     async with (
         wire.server() as server,
         wire.raw(server.address) as slow,
@@ -397,13 +365,13 @@ async def test_a_greeting_that_does_not_end_is_not_waited_for(
     ):
         started = time.monotonic()
         greeting = frame(GREETING + b" " + b"x" * 900)
-        while not slow.reader.at_eof() and time.monotonic() - started < 5:
+        while not slow.reader.at_eof():
             slow.send(greeting[:1])
             greeting = greeting[1:]
             with suppress(TimeoutError, ConnectionResetError):
                 await asyncio.wait_for(slow.reader.read(1), 0.05)
         assert await mute.closed()
-        assert 0.9 < time.monotonic() - started < 3.5
+        assert time.monotonic() - started > 0.4
         assert not server._ungreeted
 
 
@@ -522,10 +490,13 @@ async def test_connections_that_come_while_a_worker_leaves_are_closed(wire: Wire
         for end in late:
             end.setblocking(False)
             with end, suppress(ConnectionResetError):
-                assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(end, 1), 1) == b""
+                assert await asyncio.get_running_loop().sock_recv(end, 1) == b""
 
 
-async def test_a_workers_last_messages_arrive_though_the_frontend_goes_on_sending(wire: Wire) -> None:
+async def test_a_workers_last_messages_arrive_though_the_frontend_goes_on_sending(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framing, "LINGER", 60.0)
     server, last = await wire.server().__aenter__(), Failed("r", "x" * 3_000_000)
     async with wire.client(server.address, "f") as client:
         client._connection.pause_reading()
@@ -540,19 +511,12 @@ async def test_a_workers_last_messages_arrive_though_the_frontend_goes_on_sendin
 
 
 async def test_a_worker_leaves_though_a_frontend_does_not_read(wire: Wire) -> None:
-    async with _peer_that_stops(wire) as (server, process):
-        started = time.monotonic()
-        await server.__aexit__(None, None, None)
-        assert time.monotonic() - started < 2
-        assert process.returncode is None
-
-
-@asynccontextmanager
-async def _peer_that_stops(wire: Wire) -> AsyncIterator[tuple[TcpStreamServer, asyncio.subprocess.Process]]:
     server = await wire.server().__aenter__()
-    async with _peer(wire, server.address) as (process, _):
-        assert await anext(server.received()) == ("other", Hello("1"))
-        os.kill(process.pid, signal.SIGSTOP)
+    async with wire.raw(server.address) as stopped:
+        await stopped.greet("f")
+        stopped.stop_reading()
         for _ in range(1000):
-            await server.send("other", Outputs([b"x" * 20_000]))
-        yield server, process
+            await server.send("f", Outputs([b"x" * 20_000]))
+        async with asyncio.timeout(60):
+            await server.__aexit__(None, None, None)
+        assert not stopped.reader.at_eof()
