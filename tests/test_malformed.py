@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from pdserve.messages import Hello, PrefillCancel, PrefillFailed, encode
-from pdserve.queue.jetstream import connect_blobs
+from pdserve.queue import connect_blobs
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import QueueNames
 from pdserve.records import Instance, Role, encode_record

@@ -1,10 +1,9 @@
-"""The prefill queue seam (see `base`). The address chooses the implementation. With credentials, all is TLS and nothing
-else: a server without it, or of another graph, is none."""
+"""The queue seam (see `base`, `broadcast`, `responses`). The address chooses the implementation: a NATS URL, several of
+them separated by commas, or `memory://<name>` for a broker in this process. With credentials all connections use TLS,
+and servers without it or of another graph are refused."""
 
 import asyncio
 import json
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,50 +12,68 @@ from pdserve.queue.base import BlobStore, PrefillQueue
 from pdserve.queue.broadcast import Broadcast
 from pdserve.queue.responses import ResponseStore, StoreLimits
 
-_IMPLEMENTATIONS = {"nats": "pdserve.queue.jetstream", "memory": "pdserve.queue.memory"}
-
 
 def connect(nats: str, namespace: str, model: str, credentials: Credentials | None = None) -> PrefillQueue:
-    """The queue of one model, to enter. `nats` is a NATS URL, several of them separated by commas, or
-    `memory://<name>` for one that lives in this process."""
-    queue: PrefillQueue = _implementation(nats).connect(nats, namespace, model, credentials)
-    return queue
+    """Return the queue of one model, to enter."""
+    if _in_memory(nats):
+        from pdserve.queue.memory import MemoryQueue, broker_at
+
+        return MemoryQueue(broker_at(nats), namespace, model)
+    from pdserve.queue.jetstream.queue import JetStreamQueue
+
+    return JetStreamQueue(nats, namespace, model, credentials=credentials)
 
 
 def connect_blobs(nats: str, namespace: str, credentials: Credentials | None = None) -> BlobStore:
-    """The store of model archives; it connects for each operation, so there is nothing to enter."""
-    store: BlobStore = _implementation(nats).connect_blobs(nats, namespace, credentials)
-    return store
+    """Return the store of model archives. It connects for each operation and is not entered."""
+    if _in_memory(nats):
+        from pdserve.queue.memory import MemoryBlobs, broker_at
+
+        return MemoryBlobs(broker_at(nats), namespace)
+    from pdserve.queue.jetstream.blobs import NatsBlobs
+
+    return NatsBlobs(nats, namespace, credentials)
 
 
 def connect_broadcast(
     nats: str, namespace: str, topic: str, meanwhile: str, credentials: Credentials | None = None
 ) -> Broadcast:
-    """Of one topic (a word), to enter; `meanwhile` is for the log: what an outage means."""
-    broadcast: Broadcast = _implementation(nats).connect_broadcast(
-        nats, namespace, topic, meanwhile, credentials
-    )
-    return broadcast
+    """Return the broadcast of one topic (a word), to enter. `meanwhile` says in the log what an outage means."""
+    if _in_memory(nats):
+        from pdserve.queue.memory import MemoryBroadcast, broker_at
+
+        return MemoryBroadcast(broker_at(nats), f"{namespace}.{topic}")
+    from pdserve.queue.jetstream.broadcast import NatsBroadcast
+
+    return NatsBroadcast(nats, namespace, topic, meanwhile, credentials)
 
 
 def connect_responses(
     nats: str, namespace: str, limits: StoreLimits, credentials: Credentials | None = None
 ) -> ResponseStore:
-    """The store of responses, to enter."""
-    store: ResponseStore = _implementation(nats).connect_responses(nats, namespace, limits, credentials)
-    return store
+    """Return the store of responses, to enter."""
+    if _in_memory(nats):
+        from pdserve.queue.memory import MemoryResponses, broker_at
+
+        return MemoryResponses(broker_at(nats), namespace, limits)
+    from pdserve.queue.jetstream.responses import JetStreamResponses
+
+    return JetStreamResponses(nats, namespace, limits, credentials)
 
 
 async def clock_skew(nats: str, credentials: Credentials | None = None) -> float | None:
-    """Seconds that this process's time of day is ahead of the server's; None where that does not tell its time. Leaves
-    nothing behind on the server. Raises QueueUnavailable."""
-    skew: float | None = await _implementation(nats).clock_skew(nats, credentials)
-    return skew
+    """Return the seconds that this process's time of day is ahead of the server's, or None if the server does not tell
+    its time. Leaves nothing behind on the server. Raises QueueUnavailable."""
+    if _in_memory(nats):
+        return None
+    from pdserve.queue.jetstream import blobs
+
+    return await blobs.clock_skew(nats, credentials)
 
 
 async def server_info(nats: str) -> dict[str, Any]:
-    """What the NATS server at this URL says of itself to each client, before TLS and any authentication: not to be
-    relied on. Raises OSError, also for what is no NATS server."""
+    """Return what the NATS server at this URL says of itself to every client before TLS and authentication, so that it
+    is not to be trusted. Raises OSError, also if it is no NATS server."""
     try:
         at = urlsplit(nats)
         reader, writer = await asyncio.open_connection(at.hostname, at.port or 4222)
@@ -70,5 +87,5 @@ async def server_info(nats: str) -> dict[str, Any]:
         raise ConnectionError(f"no NATS server: {error}") from error
 
 
-def _implementation(nats: str) -> ModuleType:
-    return import_module(_IMPLEMENTATIONS["memory" if nats.startswith("memory://") else "nats"])
+def _in_memory(nats: str) -> bool:
+    return nats.startswith("memory://")

@@ -1,5 +1,5 @@
-"""The prefill queue in one process's memory: several "processes" share a MemoryBroker, whose outages can be
-acted out."""
+"""The queue seam in memory, within one process: several queues share a MemoryBroker, and tests can act out its
+outages."""
 
 import asyncio
 import time
@@ -28,33 +28,8 @@ from pdserve.recent import RecentKeys
 _named: "WeakValueDictionary[str, MemoryBroker]" = WeakValueDictionary()
 
 
-def connect(nats: str, namespace: str, model: str, credentials: object = None) -> "MemoryQueue":
-    """Queues of one address share a broker, for as long as one of them keeps it."""
-    return MemoryQueue(_broker(nats), namespace, model)
-
-
-def connect_blobs(nats: str, namespace: str, credentials: object = None) -> "MemoryBlobs":
-    return MemoryBlobs(_broker(nats), namespace)
-
-
-def connect_broadcast(
-    nats: str, namespace: str, topic: str, meanwhile: str, credentials: object = None
-) -> "MemoryBroadcast":
-    return MemoryBroadcast(_broker(nats), f"{namespace}.{topic}")
-
-
-def connect_responses(
-    nats: str, namespace: str, limits: StoreLimits, credentials: object = None
-) -> "MemoryResponses":
-    return MemoryResponses(_broker(nats), namespace, limits)
-
-
-async def clock_skew(nats: str, credentials: object = None) -> float | None:
-    """The broker has no clock of its own."""
-    return None
-
-
-def _broker(address: str) -> "MemoryBroker":
+def broker_at(address: str) -> "MemoryBroker":
+    """The broker that all users of this address share, for as long as one of them keeps it."""
     broker = _named.get(address)
     if broker is None:
         broker = _named[address] = MemoryBroker()
@@ -67,7 +42,7 @@ class _Entry:
     stored: float
     deliveries: int = 0
     again_at: float = 0.0
-    """when it may be delivered (again); 0 for one that never was"""
+    """monotonic seconds from which it may be delivered (again); 0 if it never was"""
 
 
 @dataclass
@@ -92,14 +67,13 @@ class MemoryBroker:
         self.ack_wait = ack_wait
         self.max_deliver = max_deliver
         self.bound = bound
-        self.max_payload = 1 << 20
         self.alive = True
         self.losses = 0
         self.blobs: dict[tuple[str, str], bytes] = {}
         self.broadcasts: dict[str, list[asyncio.Queue[bytes]]] = defaultdict(list)
-        """by subject, what each listener has not read"""
+        """by subject: each listener's unread messages"""
         self.responses: dict[tuple[str, str], dict[str, tuple[float, bytes]]] = defaultdict(dict)
-        """by namespace and owner, oldest first, with the time"""
+        """by namespace and owner, then by key, oldest first: the monotonic seconds of storing, and the data"""
         self.frontends: dict[tuple[str, str], Answer] = {}
         self.changed = asyncio.Condition()
         self._queues: dict[tuple[str, str], _ModelQueue] = defaultdict(_ModelQueue)
@@ -174,15 +148,6 @@ class MemoryQueue(PrefillQueue):
     @property
     def connected(self) -> bool:
         return self._broker.alive
-
-    @property
-    def max_payload(self) -> int:
-        return self._broker.max_payload
-
-    @property
-    def clock_skew(self) -> float | None:
-        """The broker has no clock of its own."""
-        return None
 
     @property
     def losses(self) -> int:
@@ -278,7 +243,7 @@ class MemoryQueue(PrefillQueue):
         return self._messages("notices")
 
     def _inbox(self, subject: str) -> asyncio.Queue[Any]:
-        """The same for a reader that starts again: what came meanwhile is in it."""
+        """A reader that starts again gets the same inbox, with the messages that came meanwhile."""
         if subject not in self._inboxes:
             inbox = self._inboxes[subject] = asyncio.Queue()
             self._requests.listeners[subject].append(inbox)

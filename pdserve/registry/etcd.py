@@ -198,12 +198,6 @@ class EtcdSession:
         return SessionLost(f"{self.target}: {self.reason}")
 
 
-def connect(
-    etcd: str, namespace: str, credentials: Credentials | None = None, patient: bool = False
-) -> "EtcdRegistry":
-    return EtcdRegistry(etcd, namespace, patient=patient, credentials=credentials)
-
-
 class EtcdRegistry(Registry):
     def __init__(
         self,

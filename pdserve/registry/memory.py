@@ -1,5 +1,5 @@
-"""The registry in one process's memory: several "processes" share a MemoryServer, whose failures can be
-acted out."""
+"""The registry seam in memory, within one process: several registries share a MemoryServer, and tests can act out its
+failures."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,12 +12,12 @@ from pdserve.registry.base import Change, Registry, difference
 _named: "WeakValueDictionary[str, MemoryServer]" = WeakValueDictionary()
 
 
-def connect(etcd: str, namespace: str, credentials: object = None, patient: bool = False) -> "MemoryRegistry":
-    """Registries of one address share a server, for as long as one of them keeps it: it is always there."""
-    server = _named.get(etcd)
+def server_at(address: str) -> "MemoryServer":
+    """The server that all users of this address share, for as long as one of them keeps it. It is always up."""
+    server = _named.get(address)
     if server is None:
-        server = _named[etcd] = MemoryServer()
-    return MemoryRegistry(server, namespace)
+        server = _named[address] = MemoryServer()
+    return server
 
 
 class MemoryServer:
@@ -32,12 +32,11 @@ class MemoryServer:
         self._changed = asyncio.Condition()
 
     async def down(self) -> None:
-        """From here on it cannot be reached."""
         self.alive = False
         await self.tell()
 
     async def up(self, lose_data: bool = False) -> None:
-        """It is back, and all live processes register again, as they do with a real one."""
+        """Come back; all live processes register again, as they do with a real server."""
         self.alive = True
         if lose_data:
             self.data.clear()
@@ -47,7 +46,7 @@ class MemoryServer:
         await self.tell()
 
     async def expire(self, client: "MemoryRegistry") -> None:
-        """The client's lease runs out although it lives (it was cut off, or slept): it takes a new one."""
+        """Let the client's lease run out although it lives (it was cut off, or slept); it takes a new one."""
         self.forget(client)
         await self.tell()
         await asyncio.sleep(0)
@@ -55,7 +54,7 @@ class MemoryServer:
         await self.tell()
 
     async def kill(self, client: "MemoryRegistry") -> None:
-        """The client's process dies without a word, and its lease has run out."""
+        """Let the client's process die, and its lease run out."""
         self.clients.remove(client)
         self.forget(client)
         await self.tell()
@@ -125,7 +124,7 @@ class MemoryRegistry(Registry):
             await self._server.tell()
 
     def register(self) -> None:
-        """Bring the server up to date with what this process said while it was away."""
+        """Bring the server up to date with what this process wrote while it was away."""
         for key in self._deleted:
             self._server.remove(self._root + key)
         self._deleted.clear()

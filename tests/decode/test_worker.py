@@ -264,10 +264,10 @@ async def test_kv_of_other_weights_would_give_other_tokens() -> None:
         assert [token for output in outputs for token in output.tokens] != expected(LONG, 4)
 
 
-async def test_a_prompt_that_no_message_can_hold_is_computed_here() -> None:
+async def test_a_prompt_that_no_message_can_hold_is_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryQueue, "max_payload", 3000)
     async with Graph() as graph:
         await graph.prefill()
-        graph.broker.max_payload = 3000
         frontend = await graph.frontend()
         large, small = await frontend.ask(LONG), await frontend.ask(LONG[:100])
         assert large.placed is not None

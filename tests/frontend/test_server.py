@@ -23,10 +23,10 @@ from pdserve.frontend.connections import ClientConnections
 from pdserve.frontend.server import http_config
 from pdserve.plan.slots import Slot
 from pdserve.process.life import live
-from pdserve.queue.memory import connect as connect_queue
+from pdserve.queue import connect as connect_queue
 from pdserve.records import Instance, Role, encode_record
+from pdserve.registry import connect as connect_registry
 from pdserve.registry import keys
-from pdserve.registry.etcd import connect as connect_registry
 from pdserve.registry.view import RegistryView
 from pdserve.stream import listen
 from tests.conditions import until
@@ -102,7 +102,7 @@ async def decode_worker(config: Config, index: int) -> AsyncIterator[DecodeWorke
         name,
         engine,
         connect_registry(config.etcd, config.namespace),
-        connect_queue("memory", config.namespace, "demo"),
+        connect_queue("memory://broker", config.namespace, "demo"),
         listen("127.0.0.1"),
     )
     task = asyncio.create_task(worker.run())

@@ -60,10 +60,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WITHDRAW_FOR = 30.0
+"""seconds for which the cancellation of a request that may have been stored is repeated"""
 _CANCELLED = 20_000
-"""ids that are kept in mind"""
+"""ids of cancelled requests that are remembered"""
 _PULLERS = 1000
-"""prefill workers whose load is kept in mind"""
+"""prefill workers whose load is remembered"""
 
 
 class JetStreamQueue(PrefillQueue):
@@ -82,19 +83,17 @@ class JetStreamQueue(PrefillQueue):
         self._depth = QueueDepth()
         self._loads: RecentKeys[tuple[PrefillLoad, float]] = RecentKeys(_PULLERS)
         self._made: datetime | None = None
-        """when the stream was, by the server's clock"""
+        """when the stream was made, by the server's clock"""
         self._losses = 0
         self._news = 0.0
-        """when the depth was last told or asked for"""
+        """when the depth was last reported or asked for, in monotonic seconds"""
         self._cancelled: RecentKeys[None] = RecentKeys(_CANCELLED)
         self._notices: SubjectMessages | None = None
         self._inboxes: dict[str, SubjectMessages] = {}
         self._owed_acks: set[str] = set()
         self._unsure: dict[str, float] = {}
-        """requests whose storing was not confirmed, and until when they are withdrawn"""
+        """by id, the requests whose storing was not confirmed: until when to withdraw them, in monotonic seconds"""
         self._clock: ServerClock | None = None
-        self._max_payload = 1 << 20
-        """NATS' default, until the server says"""
 
     def bind(self, fingerprint: str) -> None:
         self._names = replace(self._names, fingerprint=fingerprint)
@@ -120,33 +119,26 @@ class JetStreamQueue(PrefillQueue):
         return self._loads
 
     @property
-    def clock_skew(self) -> float | None:
-        return self._clock.skew if self._clock else None
-
-    @property
     def losses(self) -> int:
         return self._losses
 
-    @property
-    def max_payload(self) -> int:
-        return self._max_payload
-
     async def _prepare(self, client: Client) -> None:
-        """On each new connection: the server may be another one, or have lost its data."""
-        self._max_payload = client.max_payload
+        """Set up each new connection: the server may be another one, or have lost its data."""
+        self.max_payload = client.max_payload
         await require_jetstream(client, self._connection.url)
         await ensure(client, self._names, self._limits)
         await remove_abandoned(client, self._names, self._limits)
         await self._sync(client)
-        self._clock = await measure(client, self._names.stream)
+        self._clock = None
+        await self._measure_clock(client)
         for reply in self._owed_acks:
             await client.publish(reply, b"+ACK")
         self._owed_acks.clear()
         await self._withdraw_unsure(client)
 
     async def _withdraw_unsure(self, client: Client) -> None:
-        """What could not be confirmed counts as failed here, so no worker needs to work on it. Said more than
-        once, because after an outage the prefill workers may be back later than we are."""
+        """Cancel the requests that were not confirmed: they count as failed here, so no worker needs to compute them.
+        Repeated, because after an outage the prefill workers may be back later than this process."""
         now = time.monotonic()
         self._unsure = {request: until for request, until in self._unsure.items() if until > now}
         if self._unsure:
@@ -170,14 +162,14 @@ class JetStreamQueue(PrefillQueue):
         made, stored, state = await read_state(client, self._names)
         if self._made is not None and made != self._made:
             self._losses += 1
-            self._owed_acks.clear()  # of messages of another stream
+            self._owed_acks.clear()  # they are for messages of the lost stream
         self._made = made
         self._depth = self._depth.synced(stored, state, asked)
         self._news = time.monotonic()
 
     async def _keep_depth_true(self) -> None:
-        """Without a prefill worker nothing reports it, and of what runs out of its age no worker learns: ask when the
-        queue seems to stand still."""
+        """Ask the server while the queue seems to stand still: without prefill workers nothing reports the depth, and
+        no worker learns of requests that the server dropped for their age."""
         while True:
             await asyncio.sleep(self._limits.resync)
             if not self.connected:
@@ -186,11 +178,15 @@ class JetStreamQueue(PrefillQueue):
                 client = self._connection.client()
                 await self._withdraw_unsure(client)
                 if not self._clock or time.monotonic() - self._clock.measured >= MEASURE_EVERY:
-                    self._clock = await cancellable(measure(client, self._names.stream)) or self._clock
+                    await self._measure_clock(client)
                 if self.depth and time.monotonic() - self._news >= self._limits.resync:
                     await cancellable(self._sync(client))
             except (nats.errors.Error, QueueUnavailable, TimeoutError) as error:
                 log.debug("queue depth: %s", error)
+
+    async def _measure_clock(self, client: Client) -> None:
+        self._clock = await cancellable(measure(client, self._names.stream)) or self._clock
+        self.clock_skew = self._clock.skew if self._clock else None
 
     # decode side
 
@@ -280,7 +276,7 @@ class JetStreamQueue(PrefillQueue):
             await self._connection.publish(self._names.state, encode(state))
 
     async def _accept(self, message: Msg) -> Delivery | None:
-        """None where it needs no work any more."""
+        """Return None if the request needs no work any more."""
         try:
             request = decode_prefill_request(message.data)
         except ProtocolError as error:
@@ -289,9 +285,7 @@ class JetStreamQueue(PrefillQueue):
             )
             await self._connection.publish(message.reply, b"+TERM")
             return None
-        delivery = JetStreamDelivery(
-            self._connection, self._owed_acks, message, request, self._clock, lambda: self._losses
-        )
+        delivery = JetStreamDelivery(self, message, request)
         deliveries = message.metadata.num_delivered
         if deliveries > self._limits.max_deliver:
             log.error(
@@ -313,7 +307,7 @@ class JetStreamQueue(PrefillQueue):
         return self._decoded(self._listen_to_notices(), decode_to_prefill)
 
     def _listen_to_notices(self) -> SubjectMessages:
-        """Listen once, both to skip what is cancelled while it is queued and to tell the worker."""
+        """Listen once, both to skip requests that were cancelled in the queue and to tell the worker."""
         if self._notices is None:
             inbox = self._notices = SubjectMessages(self._names.notices)
 
@@ -330,7 +324,7 @@ class JetStreamQueue(PrefillQueue):
     # listening
 
     def _inbox(self, subject: str) -> SubjectMessages:
-        """The same for a reader that starts again: what came meanwhile is in it."""
+        """A reader that starts again gets the same inbox, with the messages that came meanwhile."""
         if subject not in self._inboxes:
             inbox = self._inboxes[subject] = SubjectMessages(subject)
             self._connection.listen(subject, inbox.take)
@@ -347,31 +341,18 @@ class JetStreamQueue(PrefillQueue):
 
 
 class JetStreamDelivery(Delivery):
-    """`losses` counts how often the server lost its stream. Acks name a message by its number, which in a later stream
-    is another request's: none is sent then."""
-
-    def __init__(
-        self,
-        connection: NatsConnection,
-        owed: set[str],
-        message: Msg,
-        request: PrefillRequest,
-        clock: ServerClock | None,
-        losses: Callable[[], int],
-    ) -> None:
-        self._connection = connection
-        self._owed = owed
-        self._reply = message.reply
-        self._losses, self._lost_before = losses, losses()
+    def __init__(self, queue: JetStreamQueue, message: Msg, request: PrefillRequest) -> None:
+        self._queue, self._reply, self._losses = queue, message.reply, queue.losses
+        clock = queue._clock
         queued = clock.age(message.metadata.timestamp.timestamp()) if clock else 0.0
         super().__init__(request, queued, redelivered=message.metadata.num_delivered > 1)
 
     async def ack(self) -> None:
-        """During an outage it is remembered, and sent when the server is back: nothing is raised."""
+        """During an outage the ack is kept, and sent when the server is back."""
         try:
             await self._send(b"+ACK")
         except QueueUnavailable:
-            self._owed.add(self._reply)
+            self._queue._owed_acks.add(self._reply)
 
     async def in_progress(self) -> None:
         await self._send(b"+WPI")
@@ -380,5 +361,7 @@ class JetStreamDelivery(Delivery):
         await self._send(b"-NAK")
 
     async def _send(self, word: bytes) -> None:
-        if self._losses() == self._lost_before:
-            await self._connection.publish(self._reply, word)
+        """An ack names a message by its number, which in a newer stream is another request's: if the server has lost
+        the message's stream, send nothing."""
+        if self._queue.losses == self._losses:
+            await self._queue._connection.publish(self._reply, word)
