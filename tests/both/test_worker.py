@@ -12,7 +12,6 @@ from pdserve.errors import EngineDead
 from pdserve.prefill import pull
 from tests.both.graph import Both, Pair
 from tests.conditions import until
-from tests.decode.graph import Answered
 from tests.decode.test_worker import LONG, SHORT, expected
 
 
@@ -20,11 +19,6 @@ from tests.decode.test_worker import LONG, SHORT, expected
 async def pair() -> AsyncIterator[Pair]:
     async with Pair() as pair:
         yield pair
-
-
-def placed(answered: Answered) -> tuple[str, str]:
-    assert answered.placed is not None
-    return answered.placed.prefill, answered.placed.reason
 
 
 async def streaming(worker: Both, tokens: int = 4000) -> str:
@@ -53,7 +47,7 @@ async def test_an_idle_worker_prefills_its_own_prompts_at_once(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     answered = await pair.a.frontend.ask(LONG)
-    assert placed(answered) == ("local", "own")
+    assert answered.way == ("local", "own")
     assert "prefill local (own), prompt 500" in caplog.text
     assert answered.tokens == expected(LONG, 4)
     assert not pair.broker.queue("pdserve", "model").entries
@@ -64,7 +58,7 @@ async def test_the_prompt_of_a_busy_worker_is_prefilled_by_an_idle_one(pair: Pai
         stream = await streaming(worker)
         prompt = [*LONG, int(worker.worker.id[-1])]
         answered = await worker.frontend.ask(prompt)
-        assert placed(answered) == ("remote", "long")
+        assert answered.way == ("remote", "long")
         assert answered.tokens == expected(prompt, 4)
         await worker.frontend.cancel(stream)
         await all_free(pair.a.engine, pair.b.engine)
@@ -77,7 +71,7 @@ async def test_streams_that_come_together_end_the_wait_at_the_queue_once(pair: P
         pulling.stop_waiting()
         await asyncio.sleep(0)
     await until(lambda: pulling._waiting is not None)
-    assert placed(await pair.a.frontend.ask(LONG)) == ("local", "own")
+    assert (await pair.a.frontend.ask(LONG)).way == ("local", "own")
 
 
 async def test_where_all_are_busy_a_prompt_waits_for_none_for_long(pair: Pair) -> None:
@@ -85,7 +79,7 @@ async def test_where_all_are_busy_a_prompt_waits_for_none_for_long(pair: Pair) -
         await streaming(worker)
         worker.worker._prompts.pulling.prompt_seconds = 1000.0
     answers = await asyncio.gather(*(pair.a.frontend.ask([*LONG, n]) for n in range(4)))
-    assert {placed(answered) for answered in answers} <= {("remote", "long"), ("local", "own")}
+    assert {answered.way for answered in answers} <= {("remote", "long"), ("local", "own")}
     assert [answered.tokens for answered in answers] == [expected([*LONG, n], 4) for n in range(4)]
 
 
@@ -98,7 +92,7 @@ async def test_a_prompt_that_comes_back_is_prefilled_here_and_counts_as_no_failu
     count, labels = "pdserve_remote_prefill_failures_total", {"model": "demo", "reason": "own"}
     failed = REGISTRY.get_sample_value(count, labels)
     answered = await pair.a.frontend.ask(LONG)
-    assert placed(answered) == ("local", "own")
+    assert answered.way == ("local", "own")
     assert answered.tokens == expected(LONG, 4)
     assert REGISTRY.get_sample_value(count, labels) == failed
     assert not pair.broker.queue("pdserve", "model").entries
@@ -120,7 +114,7 @@ async def test_a_prompt_waits_for_none_that_is_full_of_streams(
     prompt = await pair.a.frontend.submit(LONG)
     pair.a.worker._prompts.pulling.draining = draining
     await until(lambda: pair.a.frontend.answered[prompt].placed is not None, within=FLOOR)
-    assert placed(await pair.a.frontend.end_of(prompt)) == ("local", "own")
+    assert (await pair.a.frontend.end_of(prompt)).way == ("local", "own")
     assert len(pair.a.worker.requests) == 1, "the stream is not over"
 
 
@@ -141,7 +135,7 @@ async def test_a_lone_worker_queues_nothing(pair: Pair) -> None:
     await pair.b.life
     await until(lambda: not pair.a.worker._workers.available())
     await streaming(pair.a)
-    assert placed(await pair.a.frontend.ask(LONG)) == ("local", "no-prefill-worker")
+    assert (await pair.a.frontend.ask(LONG)).way == ("local", "no-prefill-worker")
 
 
 async def test_a_worker_that_dies_with_prompt_and_stream_loses_neither(pair: Pair) -> None:
@@ -156,7 +150,7 @@ async def test_a_worker_that_dies_with_prompt_and_stream_loses_neither(pair: Pai
     with pytest.raises(EngineDead):
         await pair.b.life
     answered = await pair.a.frontend.end_of(prompt)
-    assert placed(answered) == ("local", "fallback")
+    assert answered.way == ("local", "fallback")
     assert answered.tokens == expected(LONG, 4)
     lost = pair.b.frontend.answered[stream].failed
     assert lost is not None
@@ -185,7 +179,7 @@ async def test_a_drained_worker_finishes_prompts_and_streams_and_keeps_kv_until_
     pair.b.worker.stop()
     await pair.b.life
     answered = await pair.a.frontend.end_of(prompt)
-    assert placed(answered) == ("remote", "long")
+    assert answered.way == ("remote", "long")
     assert answered.tokens == expected(LONG, 4)
     assert pair.b.frontend.answered[stream].tokens == expected(SHORT, 20)
 
@@ -198,7 +192,7 @@ async def test_a_cancelled_client_frees_every_block_of_both(pair: Pair) -> None:
     for name in (prompt, stream):
         await pair.a.frontend.cancel(name)
     await all_free(pair.a.engine, pair.b.engine)
-    assert placed(await pair.a.frontend.ask(LONG)) == ("local", "own")
+    assert (await pair.a.frontend.ask(LONG)).way == ("local", "own")
 
 
 async def test_a_worker_that_only_prefills_may_be_beside_them(pair: Pair) -> None:
@@ -206,6 +200,6 @@ async def test_a_worker_that_only_prefills_may_be_beside_them(pair: Pair) -> Non
     for worker in (pair.a, pair.b):
         await streaming(worker)
     answers = await asyncio.gather(*(pair.a.frontend.ask([*LONG, n]) for n in range(3)))
-    assert [placed(answered) for answered in answers] == [("remote", "long")] * 3
+    assert [answered.way for answered in answers] == [("remote", "long")] * 3
     assert [answered.tokens for answered in answers] == [expected([*LONG, n], 4) for n in range(3)]
     await until(prefill.engine.all_blocks_free)

@@ -7,7 +7,14 @@ import pytest
 import yaml
 
 from pdserve.config.load import load
-from pdserve.config.schema import ENGINES, Config, FrontendConfig, SecuritySection
+from pdserve.config.schema import (
+    ENGINES,
+    Config,
+    DecodeConfig,
+    FrontendConfig,
+    PrefillConfig,
+    SecuritySection,
+)
 from pdserve.demo import MODEL_DIR
 from pdserve.engine import spec
 from pdserve.errors import ConfigError
@@ -75,6 +82,12 @@ def read(folder: Path, text: str, env: dict[str, str] | None = None) -> Config:
     return load(path, env or {})
 
 
+def workers(config: Config) -> tuple[DecodeConfig, PrefillConfig]:
+    assert config.decode is not None
+    assert config.prefill is not None
+    return config.decode, config.prefill
+
+
 def problems(folder: Path, text: str, env: dict[str, str] | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         read(folder, text, env)
@@ -91,9 +104,7 @@ def test_a_dynamo_file_runs_unchanged(tmp_path: Path) -> None:
         "round-robin",
         1,
     )
-    decode, prefill = config.decode, config.prefill
-    assert decode is not None
-    assert prefill is not None
+    decode, prefill = workers(config)
     assert (decode.count, decode.gpus, decode.ranks, prefill.count, prefill.gpus) == (1, 2, 2, 1, 2)
     assert (decode.remote_prefill, decode.conditional_disagg) == (True, True)
     assert (decode.max_local_prefill_length, decode.max_prefill_queue_size) == (1, 10)
@@ -170,11 +181,10 @@ def test_yaml_anchors_and_merges_work(tmp_path: Path) -> None:
         "VllmWorker:\n  <<: *worker\n  max-num-seqs: 8\n  remote-prefill: true\n"
     )
     config = read(tmp_path, text)
-    assert config.decode is not None
-    assert config.prefill is not None
-    assert (config.decode.count, config.prefill.count) == (2, 2)
-    assert config.decode.engine_args == {"max-num-seqs": 8}
-    assert config.prefill.engine_args == {"max-num-seqs": 4}
+    decode, prefill = workers(config)
+    assert (decode.count, prefill.count) == (2, 2)
+    assert decode.engine_args == {"max-num-seqs": 8}
+    assert prefill.engine_args == {"max-num-seqs": 4}
 
 
 @pytest.mark.parametrize(
@@ -275,12 +285,11 @@ def test_the_larger_number_of_workers_counts_frontend_processes(tmp_path: Path) 
 def test_a_processor_gives_its_templates_to_the_workers(tmp_path: Path) -> None:
     own = "Processor: {tool-call-parser: hermes, enable-auto-tool-choice: true, reasoning-parser: qwen3}\n"
     config = read(tmp_path, GOOD + own)
-    assert config.decode is not None
-    assert config.prefill is not None
-    assert config.decode.engine_args["tool-call-parser"] == "hermes"
-    assert config.decode.origins["tool-call-parser"] == "Processor"
-    assert config.decode.engine_args["reasoning-parser"] == "qwen3"
-    assert not {"tool-call-parser", "reasoning-parser"} & config.prefill.engine_args.keys()
+    decode, prefill = workers(config)
+    assert decode.engine_args["tool-call-parser"] == "hermes"
+    assert decode.origins["tool-call-parser"] == "Processor"
+    assert decode.engine_args["reasoning-parser"] == "qwen3"
+    assert not {"tool-call-parser", "reasoning-parser"} & prefill.engine_args.keys()
 
 
 def test_parsers_of_a_plugin_have_any_name(tmp_path: Path) -> None:
@@ -363,14 +372,6 @@ BAD = {
         GOOD.replace("port: 8000", "max_waiting: 0"),
         "FILE:5: Frontend.max_waiting is 0, but must be a whole number, 1 or more.",
     ),
-    "a limit in the wrong place": (
-        GOOD + "Graph: {max-wait: 3}\n",
-        "FILE:11: Graph.max-wait is not a key of Graph: move it to Frontend.",
-    ),
-    "a misspelled limit": (
-        GOOD.replace("port: 8000", "max-waiting-token: 1"),
-        "FILE:5: Frontend.max-waiting-token is not a key of Frontend: did you mean max-waiting-tokens?",
-    ),
     "a key that may stand in several sections": (
         GOOD + "Graph: {ServiceArgs: {workers: 2}}\n",
         "FILE:11: Graph.ServiceArgs is not a key of Graph: move it to Frontend, Processor, VllmWorker or "
@@ -419,18 +420,6 @@ BAD = {
         GOOD.replace("8000", "eighty"),
         "FILE:5: Frontend.port is 'eighty', but must be a whole number, 1 to 65535.",
     ),
-    "a number that is a text": (
-        GOOD.replace("32", "'32x'"),
-        "FILE:3: Common.block-size is '32x', but must be a whole number.",
-    ),
-    "negative count": (
-        GOOD.replace("remote-prefill: true", "remote-prefill: true\n  ServiceArgs: {workers: -1}"),
-        "FILE:8: VllmWorker.ServiceArgs.workers is -1, but must be a whole number, 1 or more.",
-    ),
-    "negative vLLM count": (
-        GOOD.replace("32", "-32"),
-        "FILE:3: Common.block-size is -32, but must be at least 1.",
-    ),
     "true is not a number": (
         GOOD.replace("32", "true"),
         "FILE:3: Common.block-size is True, but must be a whole number.",
@@ -438,14 +427,6 @@ BAD = {
     "a flag that is a text": (
         GOOD.replace("prefill: true", "prefill: 'yes'"),
         "FILE:7: VllmWorker.remote-prefill is 'yes', but must be true or false.",
-    ),
-    "empty value": (
-        GOOD.replace("block-size: 32", "block-size:"),
-        "FILE:3: Common.block-size has no value: give it one or remove the line.",
-    ),
-    "not a choice": (
-        GOOD.replace("block-size: 32", "dtype: int3").replace("block-size", "dtype"),
-        "FILE:3: Common.dtype is 'int3', but must be one of: auto, bfloat16, float, float16, float32, half.",
     ),
     "no model": (
         GOOD.replace("common-configs: [model, block-size]\nP", "common-configs: [block-size]\nP"),

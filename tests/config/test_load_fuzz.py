@@ -32,7 +32,7 @@ VALUES = [
 ]
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_only_config_errors(tmp_path: Path, data: st.DataObject) -> None:
     lines = list(LINES)

@@ -39,6 +39,12 @@ class Answered:
     def over(self) -> bool:
         return self.finished or self.failed is not None
 
+    @property
+    def way(self) -> tuple[str, str]:
+        """How the prompt was prefilled, and why."""
+        assert self.placed is not None
+        return self.placed.prefill, self.placed.reason
+
 
 class Frontend:
     """The other end of a decode worker's stream."""

@@ -24,7 +24,7 @@ REASONS = ("timeout", "expired", "queue-down", "engine", "prefill-worker-gone", 
 
 
 @pytest.mark.parametrize("skewed", [Role.PREFILL, Role.DECODE])
-@pytest.mark.parametrize("offset", [5.0, -40.0, 3600.0])
+@pytest.mark.parametrize("offset", [-40.0, 3600.0])
 async def test_clocks_that_differ_change_nothing(
     nats_url: str, namespace: str, skewed: Role, offset: float, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -59,8 +59,7 @@ async def test_clocks_that_differ_change_nothing(
         frontend = await stack.enter_async_context(Frontend(stream.address))
         for start in range(5):
             answered = await frontend.ask(LONG[start:])
-            assert answered.placed is not None
-            assert answered.placed.prefill == "remote"
+            assert answered.way[0] == "remote"
             assert answered.tokens == expected(LONG[start:], 4)
         assert [failures(reason) for reason in REASONS] == before, "nothing was computed twice"
         view = await stack.enter_async_context(RegistryView(decode._registry))

@@ -104,8 +104,7 @@ async def test_kv_that_is_gone_when_it_should_be_confirmed_is_not_waited_for() -
         await confirm(notices)
         await queue.answer("decode-0", PrefillFailed(request_id, "expired"))
         answered = await frontend.end_of(request_id)
-        assert answered.placed is not None
-        assert answered.placed.reason == "fallback"
+        assert answered.way[1] == "fallback"
 
 
 @pytest.mark.usefixtures("in_doubt")
@@ -113,8 +112,7 @@ async def test_a_prefill_worker_confirms_its_answers() -> None:
     async with Graph() as graph:
         prefill = await graph.prefill()
         answered = await (await graph.frontend()).ask(LONG)
-        assert answered.placed is not None
-        assert answered.placed.prefill == "remote"
+        assert answered.way[0] == "remote"
         assert answered.tokens == expected(LONG, 4)
         await until(prefill.engine.all_blocks_free)
         await until(graph.decode_engine.all_blocks_free)

@@ -10,7 +10,6 @@ import pytest
 
 from pdserve import registry, stream
 from pdserve.config.schema import Config, DecodeConfig, PrefillConfig
-from pdserve.engine.sim.wire import read_request
 from pdserve.messages import Failed, Outputs, Placed, Submit
 from pdserve.plan.slots import Slot
 from pdserve.process.life import live
@@ -96,9 +95,3 @@ async def ask(instance: Instance, request_id: str, first: int) -> tuple[Placed, 
                 case Failed():
                     pytest.fail(message.message)
     raise AssertionError
-
-
-def test_the_tests_body_is_one() -> None:
-    sampling = read_request(body(6)).sampling_params
-    assert sampling is not None
-    assert sampling.max_tokens == 6

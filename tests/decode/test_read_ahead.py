@@ -37,8 +37,7 @@ async def test_only_the_last_blocks_are_left_to_read_when_the_prefill_is_done(ch
         before = moved()
         answered = await (await graph.frontend()).ask(LONG)
         assert answered.tokens == expected(LONG, 4)
-        assert answered.placed is not None
-        assert answered.placed.prefill == "remote"
+        assert answered.way[0] == "remote"
         bytes_per_token = 4096  # of the decode engine
         assert (moved() - before) // bytes_per_token // BLOCK == left // BLOCK
         await until(graph.decode_engine.all_blocks_free)

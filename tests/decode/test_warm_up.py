@@ -61,8 +61,7 @@ async def test_a_pair_is_warm_before_the_first_request_and_nothing_else_counts_i
         await until(prefill.engine.all_blocks_free)
         await until(graph.decode_engine.all_blocks_free)
         answered = await (await graph.frontend()).ask(LONG)
-        assert answered.placed is not None
-        assert answered.placed.prefill == "remote"
+        assert answered.way[0] == "remote"
         assert [counted(name) for name in names] == [waits + 1, transfers + 1]
 
 
@@ -125,8 +124,7 @@ async def test_a_prefill_worker_that_does_not_answer_keeps_no_decode_worker_away
             assert graph.decode.ready.is_set()
             await until(lambda: warm("failed") >= failed + 2)
             answered = await (await graph.frontend()).ask(LONG)
-            assert answered.placed is not None
-            assert answered.placed.reason == "no-prefill-worker"
+            assert answered.way[1] == "no-prefill-worker"
             assert isinstance(await anext(queue.warm_ups("prefill-x")), PrefillRequest)
 
 
@@ -224,10 +222,8 @@ async def test_of_many_workers_some_warm_up_with_each_other(monkeypatch: pytest.
         await until(lambda: warm("ok") > before)
         assert warm("ok") - before <= 3, "one at a time, a nearer one in place of another"
         frontend = await graph.frontend()
-        for _ in range(6):
-            placed = (await frontend.ask(LONG)).placed
-            assert placed is not None
-            LONG.append(LONG.pop(0))  # another prompt
+        for number in range(6):
+            assert (await frontend.ask([number, *LONG])).finished
 
 
 def prefill_engine() -> SimEngine:

@@ -59,16 +59,13 @@ async def test_short_prompts_are_prefilled_here_and_long_ones_elsewhere() -> Non
         count, labels = "pdserve_kv_transfer_bytes_total", {"model": "demo"}
         bytes_before = REGISTRY.get_sample_value(count, labels) or 0.0
         short, long = await frontend.ask(SHORT), await frontend.ask(LONG)
-        assert short.placed is not None
-        assert (short.placed.prefill, short.placed.reason) == ("local", "short")
-        assert long.placed is not None
-        assert (long.placed.prefill, long.placed.reason) == ("remote", "long")
+        assert short.way == ("local", "short")
+        assert long.way == ("remote", "long")
         assert short.tokens == expected(SHORT, 4)
         assert long.tokens == expected(LONG, 4)
         assert REGISTRY.get_sample_value(count, labels) == bytes_before + 32 * 16 * 4096
         again = await frontend.ask(LONG)
-        assert again.placed is not None
-        assert again.placed.reason == "short", "the prefix is cached by now"
+        assert again.way[1] == "short", "the prefix is cached by now"
         assert again.tokens == long.tokens
         await until(prefill.engine.all_blocks_free)
         await until(graph.decode_engine.all_blocks_free)
@@ -77,8 +74,7 @@ async def test_short_prompts_are_prefilled_here_and_long_ones_elsewhere() -> Non
 async def test_without_a_prefill_worker_everything_is_local() -> None:
     async with Graph() as graph:
         answered = await (await graph.frontend()).ask(LONG)
-        assert answered.placed is not None
-        assert answered.placed.reason == "no-prefill-worker"
+        assert answered.way[1] == "no-prefill-worker"
         assert answered.tokens == expected(LONG, 4)
 
 
@@ -87,8 +83,7 @@ async def test_without_nats_everything_is_local() -> None:
         await graph.prefill()
         await graph.broker.down()
         answered = await (await graph.frontend()).ask(LONG)
-        assert answered.placed is not None
-        assert answered.placed.reason == "queue-down"
+        assert answered.way[1] == "queue-down"
         assert answered.tokens == expected(LONG, 4)
 
 
@@ -96,8 +91,7 @@ async def test_prompt_logprobs_are_computed_here() -> None:
     async with Graph() as graph:
         await graph.prefill()
         answered = await (await graph.frontend()).ask(LONG, prompt_logprobs=0)
-        assert answered.placed is not None
-        assert answered.placed.reason == "unsupported"
+        assert answered.way[1] == "unsupported"
 
 
 async def test_what_the_queue_lost_is_not_waited_for() -> None:
@@ -112,8 +106,7 @@ async def test_what_the_queue_lost_is_not_waited_for() -> None:
         answered = await frontend.end_of(lost)
         assert time.monotonic() - started < 2.0
         assert answered.tokens == expected(LONG, 4)
-        assert answered.placed is not None
-        assert answered.placed.reason == "fallback"
+        assert answered.way[1] == "fallback"
 
 
 async def act_prefill(graph: Graph, name: str = "prefill-x", model: str = "demo") -> MemoryRegistry:
@@ -164,8 +157,7 @@ async def test_an_answer_that_cannot_be_right_is_computed_here(
         (delivery,) = await queue.pull(1, 5.0)
         await queue.answer("decode-0", PrefillDone(request_id, handle(LONG, **changes)))
         answered = await frontend.end_of(request_id)
-        assert answered.placed is not None
-        assert (answered.placed.prefill, answered.placed.reason) == ("local", "fallback")
+        assert answered.way == ("local", "fallback")
         assert answered.tokens == expected(LONG, 4)
         assert failures(reason) == before + 1
         assert delivery.request.block_size == 16
@@ -202,15 +194,13 @@ async def test_prefill_workers_of_another_model_do_not_count() -> None:
         await act_prefill(graph, "prefill-other", model="other")
         frontend = await graph.frontend()
         answered = await frontend.ask(LONG)
-        assert answered.placed is not None
-        assert answered.placed.reason == "no-prefill-worker"
+        assert answered.way[1] == "no-prefill-worker"
         registry = await act_prefill(graph)
         request_id = await frontend.submit(LONG[::-1])
         await until(lambda: graph.depth == 1)
         await registry.delete("instances/prefill/prefill-x")
         answered = await asyncio.wait_for(frontend.end_of(request_id), 2.0)
-        assert answered.placed is not None
-        assert answered.placed.reason == "fallback", "the other model's worker is not waited for"
+        assert answered.way[1] == "fallback", "the other model's worker is not waited for"
 
 
 async def test_a_prefill_worker_that_drains_finishes_what_it_has_and_nothing_else_is_left_to_it() -> None:
@@ -237,12 +227,10 @@ async def test_workers_that_loaded_other_weights_never_meet() -> None:
         other = await graph.prefill("prefill-new", hf_overrides={"rope_theta": 7})
         frontend = await graph.frontend()
         answered = await frontend.ask(LONG)
-        assert answered.placed is not None
-        assert answered.placed.reason == "no-prefill-worker"
+        assert answered.way[1] == "no-prefill-worker"
         await graph.prefill("prefill-old")
         answered = await frontend.ask(LONG[::-1])
-        assert answered.placed is not None
-        assert answered.placed.prefill == "remote"
+        assert answered.way[0] == "remote"
         assert answered.tokens == expected(LONG[::-1], 4)
         assert other.engine.usage.running == 0
         assert await other.engine.all_blocks_free()
@@ -269,11 +257,10 @@ async def test_a_prompt_that_no_message_can_hold_is_computed_here(monkeypatch: p
     async with Graph() as graph:
         await graph.prefill()
         frontend = await graph.frontend()
-        large, small = await frontend.ask(LONG), await frontend.ask(LONG[:100])
-        assert large.placed is not None
-        assert (large.placed.prefill, large.placed.reason) == ("local", "too-large")
+        large, small = await frontend.ask(LONG), await frontend.ask(LONG[100:200])
+        assert large.way == ("local", "too-large")
         assert large.tokens == expected(LONG, 4)
-        assert small.placed is not None
+        assert small.way == ("remote", "long")
 
 
 async def test_the_last_prefill_worker_gone_ends_the_wait() -> None:
@@ -315,8 +302,7 @@ async def test_a_killed_prefill_engine_after_its_answer_is_recomputed() -> None:
         await queue.pull(1, 5.0)
         await queue.answer("decode-0", PrefillDone(request_id, handle(LONG)))
         answered = await frontend.end_of(request_id)
-        assert answered.placed is not None
-        assert answered.placed.prefill == "local"
+        assert answered.way[0] == "local"
         assert answered.tokens == expected(LONG, 4)
 
 
@@ -335,12 +321,11 @@ async def test_the_first_token_does_not_wait_for_the_kv() -> None:
         request_id = await frontend.submit(LONG)
         assert await first_of(frontend.messages) == ["Placed", "Outputs"]
         answered = frontend.answered[request_id]
-        assert answered.placed is not None
-        assert (answered.placed.prefill, answered.placed.reason) == ("remote", "long")
+        assert answered.way == ("remote", "long")
         assert answered.tokens == expected(LONG, 1)
         await frontend.end_of(request_id)
         assert answered.tokens == expected(LONG, 4)
-        assert (answered.placed.prefill, answered.placed.reason) == ("local", "transfer")
+        assert answered.way == ("local", "transfer")
         prefill.engine.faults.drop_transfers = False
         await until(graph.decode_engine.all_blocks_free)
 
@@ -352,8 +337,7 @@ async def test_a_request_of_one_token_never_enters_the_decode_engine() -> None:
         counted = REGISTRY.get_sample_value("pdserve_prefill_total", labels) or 0
         answered = await (await graph.frontend()).ask(LONG, 1)
         assert answered.tokens == expected(LONG, 1)
-        assert answered.placed is not None
-        assert answered.placed.prefill == "remote"
+        assert answered.way[0] == "remote"
         await until(prefill.engine.all_blocks_free)
         assert graph.decode_engine.prefix_hit(LONG, body()) == 0
         assert not len(graph.decode.requests)
@@ -382,8 +366,7 @@ async def test_an_answer_without_a_token_that_can_be_read_is_as_good(first: list
         prefill.engine.pack = lambda outputs: first  # type: ignore[method-assign]
         answered = await (await graph.frontend()).ask(LONG)
         assert answered.tokens == expected(LONG, 4)
-        assert answered.placed is not None
-        assert answered.placed.prefill == "remote"
+        assert answered.way[0] == "remote"
 
 
 async def test_what_a_prefill_worker_had_in_its_hands_when_it_died_is_computed_here_at_once() -> None:
@@ -594,8 +577,8 @@ async def test_kv_whose_lease_runs_out_at_the_last_moment_is_computed_here(
         answered = await (await graph.frontend()).ask(LONG)
         assert answered.failed is None
         assert answered.tokens == expected(LONG, 4)
+        assert answered.way == ("local", "fallback")
         assert answered.placed is not None
-        assert (answered.placed.prefill, answered.placed.reason) == ("local", "fallback")
         hops = answered.placed.hops
         assert [hop.name for hop in hops] == ["queue", "prefill", "fallback", "prefill"]
         assert hops[2].why.startswith("expired: ")
@@ -773,8 +756,7 @@ async def test_thresholds_change_while_it_runs(caplog: pytest.LogCaptureFixture)
         assert graph.decode.settings.current.max_prefill_queue_size == 4
         assert "max-prefill-queue-size=many ignored" in caplog.text
         answered = await frontend.ask(SHORT)
-        assert answered.placed is not None
-        assert answered.placed.prefill == "remote"
+        assert answered.way[0] == "remote"
         await registry.delete("settings/max-local-prefill-length")
         await until(lambda: graph.decode.settings.current.max_local_prefill_length == 32)
 
@@ -786,8 +768,7 @@ async def test_prompts_go_the_cheaper_way() -> None:
         await graph.prefill()
         frontend = await graph.frontend()
         idle = await frontend.ask(LONG)
-        assert idle.placed is not None
-        assert (idle.placed.prefill, idle.placed.reason) == ("local", "idle")
+        assert idle.way == ("local", "idle")
         graph.decode_engine.faults.slow = 20.0
         prompts = [list(range(number, number + 500)) for number in range(1000, 9000, 500)]
         names = [await frontend.submit(prompt, 20) for prompt in prompts]
@@ -870,11 +851,9 @@ async def test_a_prefill_worker_whose_side_channel_is_broken_is_avoided(
         frontend, broken = await graph.frontend(), await graph.prefill()
         broken.engine.faults.deaf = True
         first = await frontend.ask(list(range(3, 203)))
-        assert first.placed is not None
         assert first.finished, "what could not be read was computed here"
         second = await frontend.ask(list(range(203, 403)))
-        assert second.placed is not None
-        assert (second.placed.prefill, second.placed.reason) == ("local", "no-prefill-worker")
+        assert second.way == ("local", "no-prefill-worker")
         await graph.prefill("prefill-1")
         for number in range(4, 8):  # whichever of the two pulls it
             answered = await frontend.ask(list(range(number * 100, number * 100 + 100)))
