@@ -10,7 +10,7 @@ from pdserve.certificate import ServerCertificate
 from pdserve.config.host import find_folder
 from pdserve.config.schema import Config, DecodeConfig, SecuritySection, WorkerConfig
 from pdserve.errors import ConfigError
-from pdserve.plan.machine import GIB, Machine
+from pdserve.plan.machine import GIB, Gpu, Machine
 from pdserve.plan.memory import (
     CPU_ENGINE_BYTES,
     CPU_KV_VARIABLE,
@@ -153,10 +153,14 @@ def _memory(
 ) -> Memory | None:
     if model is None or worker.config.engine == "sim":
         return None
-    cards = [gpu for gpu in machine.gpus if gpu.index in worker.slot.gpus]
-    smallest = min(cards, key=lambda gpu: gpu.memory, default=None)
     args = worker.config.engine_args
-    return size(model, args, smallest, cpu_kv=None if worker.gpus else cpu_kv_bytes(args, env))
+    return size(model, args, _card(worker, machine), cpu_kv=None if worker.gpus else cpu_kv_bytes(args, env))
+
+
+def _card(worker: PlannedWorker, machine: Machine) -> Gpu | None:
+    """The worker's GPU with the least memory, which bounds all its ranks; None if it has none."""
+    cards = [gpu for gpu in machine.gpus if gpu.index in worker.slot.gpus]
+    return min(cards, key=lambda gpu: gpu.memory, default=None)
 
 
 # Checks of a placed graph: each yields problems, full sentences that say what to do.
@@ -232,8 +236,7 @@ def _memory_fits(worker: PlannedWorker, machine: Machine) -> Iterator[str]:
     memory, role = worker.memory, worker.slot.role.value
     if memory is None or memory.kv_space is None:
         return
-    if memory.kv_space <= 0:
-        card = next(gpu for gpu in machine.gpus if gpu.index in worker.slot.gpus)
+    if memory.kv_space <= 0 and (card := _card(worker, machine)):
         share = gpu_share(worker.config.engine_args)
         yield (
             f"{role} does not fit: {_gib(memory.weights)} of weights, {_gib(memory.activations)} for activations "

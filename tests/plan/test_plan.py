@@ -324,6 +324,12 @@ def test_cards_that_are_too_small_and_by_how_much(tmp_path: Path) -> None:
     )
 
 
+def test_of_mixed_cards_the_smallest_is_named(tmp_path: Path) -> None:
+    found = plan(tmp_path, dynamo(tmp_path), machine(("A10", 24), ("T4", 15), ("A10", 24), ("A10", 24)))
+    (problem,) = found.problems
+    assert "but 0.92 x 15.0 GiB of a T4 is 13.8 GiB: short by 0.8 GiB" in problem
+
+
 @pytest.mark.parametrize("value", ["1.5", "0"])
 def test_a_kv_space_variable_that_is_not_a_number(tmp_path: Path, value: str) -> None:
     (problem,) = plan(tmp_path, LOCAL, machine(), env={"VLLM_CPU_KVCACHE_SPACE": value}).problems
