@@ -106,7 +106,7 @@ class DecodeRequest:
     proven: bool = False
     """this engine has done its first step for it"""
     tokens: int = 0
-    """output tokens of this engine"""
+    """output tokens sent from here, the prefill worker's first token included"""
     since: float = 0.0
     """while RUNNING: when it entered the engine, or its last token came; monotonic seconds"""
     warms: str = ""

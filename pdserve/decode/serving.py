@@ -123,6 +123,7 @@ class RequestRunner:
             return None
         first = self.engine.first_output(request.id, request.submit.prompt, request.submit.body, packed)
         if first is not None:
+            request.tokens += len(first.tokens)
             await self.frontends.send(request.frontend, Outputs(self.engine.pack([first])))
         return first
 

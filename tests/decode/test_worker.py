@@ -320,6 +320,7 @@ async def test_the_first_token_does_not_wait_for_the_kv() -> None:
         frontend = await graph.frontend()
         request_id = await frontend.submit(LONG)
         assert await first_of(frontend.messages) == ["Placed", "Outputs"]
+        assert graph.decode.requests.tokens == len(LONG) + 1, "which counts as load, and in its trace"
         answered = frontend.answered[request_id]
         assert answered.way == ("remote", "long")
         assert answered.tokens == expected(LONG, 1)
