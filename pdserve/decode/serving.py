@@ -95,13 +95,9 @@ class RequestRunner:
             await self.engine.reject(handle)
             self.links.failed(request, "expired: before it was its turn")
             decision, handle = Decision("local", "fallback"), None
-        if handle is None and not request.computes:
-            request.computes = len(request.submit.prompt) - request.hit
+        first = None
         if not request.cancelled:
-            request.decision = decision
-            request.cached = max(request.hit, prefix_hit(handle)) if handle is not None else 0
-            await self.frontends.send(request.frontend, request.placed)
-        first = await self._send_first(request, done.first) if done is not None else None
+            first = await self._tell(request, decision, handle, done.first if done is not None else [])
         finished = first is not None and first.finished
         after = first.tokens if first is not None else []
         if request.cancelled or finished:
@@ -116,9 +112,17 @@ class RequestRunner:
         if request.cancelled or finished:
             self.requests.drop(request)
 
-    async def _send_first(self, request: DecodeRequest, packed: list[bytes]) -> Output | None:
-        """Send the token that the prefill worker sampled, without waiting for the KV. Even if the KV is lost, the token
-        stays, and the request continues after it."""
+    async def _tell(
+        self, request: DecodeRequest, decision: Decision, handle: KvHandle | None, packed: list[bytes]
+    ) -> Output | None:
+        """Tell the frontend how the prompt gets its KV. Then send the token that the prefill worker sampled, if it did
+        (`packed`), without waiting for the KV: even if the KV is lost, the request continues after that token."""
+        request.decision = decision
+        if handle is not None:
+            request.cached = max(request.hit, prefix_hit(handle))
+        elif not request.computes:
+            request.computes = len(request.submit.prompt) - request.hit
+        await self.frontends.send(request.frontend, request.placed)
         if not packed or request.cancelled:
             return None
         first = self.engine.first_output(request.id, request.submit.prompt, request.submit.body, packed)

@@ -63,18 +63,18 @@ def place_workers(
         if selection.leaves_gpus_to(role, number)
     ]
     requests = [_gpu_request(role, number, worker, machine) for _, role, number, worker in workers]
-    placement = place(requests, [gpu.index for gpu in machine.gpus])
+    gpus_of, problems = place(requests, [gpu.index for gpu in machine.gpus])
     ranks = sum(worker.ranks for *_, worker in workers)
     placed = []
     for (port, role, number, worker), request in zip(workers, requests, strict=True):
-        gpus = placement.gpus[request.worker]
+        gpus = gpus_of[request.worker]
         slot_env: dict[str, str] = {}
         if worker.engine == "vllm":
             slot_env = _address_env(config.host, port) | _network_env(config.host, worker, machine, env)
             slot_env |= _device_env(worker, machine, gpus, ranks, env)
         if selection.has(role, number):
             placed.append(PlannedWorker(Slot(role, number, gpus, port, slot_env), worker, request.gpus))
-    return placed, placement.problems
+    return placed, problems
 
 
 def frontend_slots(config: Config, selection: Selection) -> tuple[Slot, ...]:
@@ -109,16 +109,12 @@ class GpuRequest:
     """exactly these; other pinned workers may share them"""
 
 
-@dataclass(frozen=True)
-class Placement:
-    gpus: Mapping[str, tuple[int, ...]]
-    """by worker; empty for a worker on the CPU, and if there were too few"""
-    problems: list[str] = field(default_factory=list)
-
-
-def place(requests: Sequence[GpuRequest], gpus: Sequence[int]) -> Placement:
-    """Pinned workers get their GPUs. Of the rest, each worker in order gets a group of neighbours (which share the
-    fastest links), or any GPUs if there is no such group."""
+def place(
+    requests: Sequence[GpuRequest], gpus: Sequence[int]
+) -> tuple[Mapping[str, tuple[int, ...]], list[str]]:
+    """GPUs by worker (none on the CPU, and if there are too few), and problems. Pinned workers get their GPUs. Of the
+    rest, each worker in order gets a group of neighbours (which share the fastest links), or any GPUs if there is no
+    such group."""
     pinned = {index for request in requests for index in request.pinned}
     free = [index for index in sorted(gpus) if index not in pinned]
     found: dict[str, tuple[int, ...]] = {}
@@ -135,7 +131,7 @@ def place(requests: Sequence[GpuRequest], gpus: Sequence[int]) -> Placement:
     if any(len(found[request.worker]) != request.gpus for request in requests):
         needed = sum(request.gpus for request in requests if not request.pinned) + len(pinned)
         problems.append(_too_few(requests, needed, len(gpus)))
-    return Placement(found, problems)
+    return found, problems
 
 
 def _gpu_request(role: Role, number: int, worker: WorkerConfig, machine: Machine) -> GpuRequest:
