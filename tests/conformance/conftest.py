@@ -7,6 +7,12 @@ from tests.e2e.graph import Graph
 from tests.real import Reference
 
 
+@pytest.fixture(scope="module")
+def begun(request: pytest.FixtureRequest, pair: Pair) -> None:
+    """Asks all `REQUESTS` of the file ahead, several at a time: engines compute them in common batches."""
+    pair.begin(request.module.REQUESTS)
+
+
 @pytest.fixture(scope="session")
 def pair(graph: Graph, vllm_server: Reference) -> Iterator[Pair]:
     with Pair(graph.url, vllm_server.url) as pair:

@@ -44,7 +44,7 @@ class Pair:
         self._ways.append(ours.prefill)
 
     def begin(self, requests: Iterable[Request]) -> None:
-        """Ask them ahead, several at a time: engines compute them in common batches. Each name must be there once."""
+        """Ask them ahead, several at a time. Each name must be there once."""
         for request in requests:
             self._begun[request.name] = self._ask(request)
 

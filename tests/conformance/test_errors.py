@@ -104,13 +104,6 @@ SAMPLING: dict[str, Any] = {
         "json",
         {"type": "json_schema", "json_schema": {}},
     ],
-    "structured_outputs": [
-        {"regex": "("},
-        {"json": "{"},
-        {"choice": []},
-        {"x": 1},
-        {"json": {}, "regex": "a"},
-    ],
     "priority": ["x", 1],
     "cache_salt": ["", 1],
     "request_id": [1],

@@ -9,7 +9,7 @@ from tests.conformance.asking import CHAT, COMPLETIONS, RESPONSES, Body, body, r
 from tests.conformance.pair import Pair
 from tests.conformance.prompts import SHORT, ids, long
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("begun")]
 
 
 def top(count: int, **more: Any) -> Body:
@@ -51,19 +51,13 @@ REFUSED_IN_CHAT: dict[str, Body] = {
     "21": top(21), "-1": top(-1), "-2": top(-2),
     "top without logprobs": {"top_logprobs": 2},
     "top, and no logprobs": {"logprobs": False, "top_logprobs": 2},
-    "in words": {"logprobs": "some"},
     "of the prompt, streamed": {"prompt_logprobs": 1, "stream": True},
-    "of the prompt, -2": {"prompt_logprobs": -2}, "of the prompt, 21": {"prompt_logprobs": 21},
-    "n 0": {"n": 0}, "n -1": {"n": -1},
-    "usage without a stream": {"stream_options": {"include_usage": True}},
-    "priority": {"priority": 5}, "priority in words": {"priority": "high"},
+    "of the prompt, 21": {"prompt_logprobs": 21},
 }  # fmt: skip
 REFUSED_IN_COMPLETIONS: dict[str, Body] = {
-    "21": {"logprobs": 21}, "-1": {"logprobs": -1}, "-2": {"logprobs": -2}, "in words": {"logprobs": "some"},
-    "true": {"logprobs": True}, "of the prompt, -2": {"prompt_logprobs": -2},
+    "21": {"logprobs": 21}, "-1": {"logprobs": -1}, "true": {"logprobs": True},
     "of the prompt, all": {"prompt_logprobs": -1}, "of the prompt, streamed": {"prompt_logprobs": 1, "stream": True},
-    "echo, streamed": {"echo": True, "logprobs": 1, "stream": True}, "best_of": {"best_of": 2},
-    "priority": {"priority": -5},
+    "echo, streamed": {"echo": True, "logprobs": 1, "stream": True},
 }  # fmt: skip
 USAGE: dict[str, Any] = {
     "usage": {"include_usage": True},
@@ -90,11 +84,6 @@ REQUESTS = [
         for n in (1, 2)
     ),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def begun(pair: Pair) -> None:
-    pair.begin(REQUESTS)
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)

@@ -12,7 +12,7 @@ from tests.conformance.pair import Pair
 from tests.conformance.prompts import SHORT, long
 from tests.real import KEY
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("begun")]
 
 FORECAST: Body = {
     "type": "object",
@@ -102,11 +102,6 @@ REQUESTS = [
     *refused(CHAT, {f"{name}, streamed": {**asked, "stream": True} for name, asked in BAD_OUTPUTS.items()}),
     *refused(RESPONSES, BAD_TEXT),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def begun(pair: Pair) -> None:
-    pair.begin(REQUESTS)
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)

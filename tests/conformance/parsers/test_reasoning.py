@@ -19,11 +19,12 @@ from tests.conformance.asking import (
     table,
     whole,
 )
-from tests.conformance.parsers.thinking import NOT_THINKING, Thinking
+from tests.conformance.pair import Pair
+from tests.conformance.parsers.thinking import NOT_THINKING
 from tests.conformance.test_structured import FORECAST, schema
 from tests.real import KEY
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("begun")]
 
 HELLO = "Hello, how are you?"
 THOUGHTS = "Hello! I am the tiny demo model of pdserve. I remember codes: tell me the code of a box or a door"
@@ -105,33 +106,28 @@ REQUESTS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def begun(thinking: Thinking) -> None:
-    thinking.pair.begin(REQUESTS)
-
-
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
-def test_as_vllm(thinking: Thinking, request_: Request) -> None:
-    thinking.pair.same(request_)
+def test_as_vllm(pair: Pair, request_: Request) -> None:
+    pair.same(request_)
 
 
-def test_thoughts_and_answer_are_apart(thinking: Thinking) -> None:
+def test_thoughts_and_answer_are_apart(pair: Pair) -> None:
     """What both servers say alike is also what was asked for."""
-    ours = thinking.pair.same(Request("whole", CHAT, body(CHAT, HELLO)))
+    ours = pair.same(Request("whole", CHAT, body(CHAT, HELLO)))
     (choice,) = ours.body["choices"]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == (THOUGHTS, ANSWER)
-    streamed = thinking.pair.same(Request("streamed", CHAT, body(CHAT, HELLO, stream=True)))
+    streamed = pair.same(Request("streamed", CHAT, body(CHAT, HELLO, stream=True)))
     said = streamed.body["said"]
     assert said[" 0.choices.delta.reasoning"] == THOUGHTS
     assert said[" 0.choices.delta.content"] == ANSWER
-    short = thinking.pair.same(Request("budget", CHAT, body(CHAT, HELLO, thinking_token_budget=5)))
+    short = pair.same(Request("budget", CHAT, body(CHAT, HELLO, thinking_token_budget=5)))
     (choice,) = short.body["choices"]
     assert len(choice["message"]["reasoning"]) < len(THOUGHTS) / 2
 
 
-def test_the_official_clients_see_thoughts(thinking: Thinking) -> None:
+def test_the_official_clients_see_thoughts(pair: Pair) -> None:
     found: list[Any] = []
-    for url in (thinking.pair.ours, thinking.pair.theirs):
+    for url in (pair.ours, pair.theirs):
         with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
             with client.responses.stream(
                 model="demo", input=HELLO, temperature=0, max_output_tokens=60

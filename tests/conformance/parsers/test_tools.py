@@ -9,12 +9,13 @@ from openai import OpenAI, pydantic_function_tool
 
 from tests.conformance.answers import Request
 from tests.conformance.asking import CHAT, MESSAGES, RESPONSES, Body, body, refused, table, whole
-from tests.conformance.parsers.thinking import NOT_THINKING, Thinking
+from tests.conformance.pair import Pair
+from tests.conformance.parsers.thinking import NOT_THINKING
 from tests.conformance.prompts import long
 from tests.conformance.test_structured import FORECAST, NO_SPACES, Forecast
 from tests.real import KEY
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.usefixtures("begun")]
 
 HELLO = "Hello, how are you?"
 ZONE: Body = {
@@ -183,29 +184,24 @@ REQUESTS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def begun(thinking: Thinking) -> None:
-    thinking.pair.begin(REQUESTS)
-
-
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
-def test_as_vllm(thinking: Thinking, request_: Request) -> None:
-    thinking.pair.same(request_)
+def test_as_vllm(pair: Pair, request_: Request) -> None:
+    pair.same(request_)
 
 
-def test_calls_are_found(thinking: Thinking) -> None:
+def test_calls_are_found(pair: Pair) -> None:
     """What both servers say alike is also what was asked for."""
-    answer = thinking.pair.same(Request("two calls", CHAT, body(CHAT, HELLO, **written(TWO)))).body
+    answer = pair.same(Request("two calls", CHAT, body(CHAT, HELLO, **written(TWO)))).body
     (choice,) = answer["choices"]
     names = [made["function"]["name"] for made in choice["message"]["tool_calls"]]
     assert names == ["get_weather", "get_time"]
     assert choice["finish_reason"] == "tool_calls"
 
 
-def test_after_a_remote_prefill(thinking: Thinking) -> None:
+def test_after_a_remote_prefill(pair: Pair) -> None:
     for name, fields in (("thoughts", {"tools": TOOLS}), ("a call", written(TWO))):
-        ours = thinking.pair.same(Request(f"{name} alone", CHAT, body(CHAT, long(f"{name} alone"), **fields)))
-        thinking.pair.remote(ours)
+        ours = pair.same(Request(f"{name} alone", CHAT, body(CHAT, long(f"{name} alone"), **fields)))
+        pair.remote(ours)
 
 
 # the official clients
@@ -215,7 +211,7 @@ class Weather(Forecast):
     """Of the coming days."""
 
 
-def test_openai_parses_and_streams_calls(thinking: Thinking) -> None:
+def test_openai_parses_and_streams_calls(pair: Pair) -> None:
     asked: Any = {
         "model": "demo",
         "messages": [{"role": "user", "content": HELLO}],
@@ -228,7 +224,7 @@ def test_openai_parses_and_streams_calls(thinking: Thinking) -> None:
         "extra_body": NOT_THINKING,
     }
     found = []
-    for url in (thinking.pair.ours, thinking.pair.theirs):
+    for url in (pair.ours, pair.theirs):
         with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
             (call,) = list(client.chat.completions.parse(**asked).choices[0].message.tool_calls or [])
             assert isinstance(call.function.parsed_arguments, Weather)
@@ -241,7 +237,7 @@ def test_openai_parses_and_streams_calls(thinking: Thinking) -> None:
     assert "tool_calls.function.arguments.done" in found[0][1]
 
 
-def test_anthropic_streams_thoughts_and_a_tool_use(thinking: Thinking) -> None:
+def test_anthropic_streams_thoughts_and_a_tool_use(pair: Pair) -> None:
     asked: Any = {
         "model": "demo",
         "messages": [{"role": "user", "content": HELLO}],
@@ -251,7 +247,7 @@ def test_anthropic_streams_thoughts_and_a_tool_use(thinking: Thinking) -> None:
         "extra_body": {"temperature": 0},
     }
     found = []
-    for url in (thinking.pair.ours, thinking.pair.theirs):
+    for url in (pair.ours, pair.theirs):
         with Anthropic(base_url=url, auth_token=KEY) as client:
             whole = client.messages.create(**asked)
             with client.messages.stream(**asked) as stream:
