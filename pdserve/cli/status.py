@@ -20,7 +20,7 @@ from pdserve.cli.live import live, read_state, states
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.cli.top import problem_line, state_style
 from pdserve.observe.graph_state import GraphState
-from pdserve.observe.problems import Node, duration, nodes, problems
+from pdserve.observe.problems import Node, count, duration, nodes, problems
 from pdserve.observe.tables import show, table
 from pdserve.records import Instance
 from pdserve.registry.base import Registry
@@ -28,7 +28,7 @@ from pdserve.registry.view import RegistryView
 
 _NUMBERS = ("running", "waiting", "KV used", "KV tokens")
 _PASSING = {"age", "seconds", "start", "round_trip", "moments"}
-"""what of the state is no change of it: what a frontend serves shows in its receipts"""
+"""fields that differ at each look though nothing has changed; what a frontend serves is in its receipts, too"""
 
 
 def status(
@@ -92,15 +92,14 @@ async def _print_changes(registry: Registry, view: RegistryView, graph: GraphAdd
 
 
 def lasting(told: Any) -> Any:
-    """Without what differs at each look, though nothing has changed: ages, and measurements that never end. Pure."""
+    """`told` without the fields of `_PASSING`. Pure."""
     if isinstance(told, dict):
         return {key: lasting(value) for key, value in told.items() if key not in _PASSING}
     return [lasting(value) for value in told] if isinstance(told, list) else told
 
 
 def as_dict(state: GraphState, graph: GraphAddress) -> dict[str, Any]:
-    """Plain data: everything that the registry has, and of each process its load and links, None and none where it did
-    not answer."""
+    """Plain data: the registry's records, and each process's load and links (None and [] where it did not answer)."""
     told = msgspec.to_builtins(state)
     cards = told.pop("cards")
     return {
@@ -121,12 +120,10 @@ def render(state: GraphState, graph: GraphAddress) -> RenderableType:
     found = nodes(state, clock.unix())
     summary = Table.grid(padding=(0, 2))
     for name, cards in state.cards.items():
-        summary.add_row(
-            "model", f"{name}, {len(cards)} decode worker{'s' * (len(cards) != 1)}, {cards[0][1].model}"
-        )
+        summary.add_row("model", f"{name}, {count(len(cards), 'decode worker')}, {cards[0][1].model}")
     for node in found:
         if node.restarts and node.up:
-            times = f"{node.restarts} time{'s' * (node.restarts != 1)}"
+            times = count(node.restarts, "time")
             summary.add_row("restarts", Text(f"{node.name}: {times}, last end: {node.why}"))
     summary.add_row("queue", f"{state.queue_depth} prefill requests waiting")
     for name, value in sorted(state.settings.items()):

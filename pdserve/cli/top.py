@@ -1,26 +1,35 @@
-"""The screen of `pdserve status --watch`: what is wrong, what clients get, what each process and each link does, what
-went another way than it was meant to. `screen` is pure. Where there is no room for all, it shows what is broken,
-then what is busy."""
+"""The screen of `pdserve status --watch`: what is wrong, what clients get, what each process and link does, the last
+detours. `screen` is pure. Where there is no room for all, it shows what is broken, then what is busy."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pdserve.observe.graph_state import GraphState, Moment, detours, slot_name
-from pdserve.observe.problems import DRAINING, READY, STARTING, Node, Problem, duration, nodes, problems
+from pdserve.observe.problems import (
+    DRAINING,
+    NOW,
+    READY,
+    STARTING,
+    Node,
+    Problem,
+    count,
+    duration,
+    nodes,
+    problems,
+)
 from pdserve.records import Role
 from pdserve.watch import MAX_TICKS, TICK, LinkState, Receipt
 
 _LEVELS = {"bad": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "cyan")}
 _BARS = "▁▂▃▄▅▆▇█"
 _TICKS_EACH = 4
-"""in a column of a chart, at most: in a narrow terminal it goes back less far"""
-_NOW = 5
-"""ticks of which a number beside a chart is the mean or the newest"""
+"""in a column of a chart, at most: in a narrow terminal a chart goes back less far"""
 
 Cell = str | Text
 
@@ -29,17 +38,17 @@ Cell = str | Text
 class ListRow:
     cells: tuple[Cell, ...]
     rank: tuple[float, ...] = ()
-    """where there is no room for all, those of the smallest ranks are shown"""
+    """where there is no room for all rows, those of the smallest rank are shown"""
 
 
 @dataclass(frozen=True)
 class ListPart:
     columns: tuple[str, ...]
-    """the first names what the rows are; `>` before a name: to the right; `*`: it gets the room that is left"""
+    """the first names the rows; `>` before a name: aligned to the right; `*`: gets the room that is left"""
     rows: list[ListRow]
 
     def table(self, lines: int) -> Table:
-        """So many lines high, or less."""
+        """At most `lines` high."""
         left_out = max(0, len(self.rows) - (lines - 1))
         rows = self.rows
         if left_out:
@@ -86,7 +95,7 @@ def screen(state: GraphState, title: str, width: int, height: int, now: float) -
 
 
 def share(room: int, wanted: Sequence[int]) -> list[int]:
-    """Lines for each section: all that it wants, or as many as the others that want more, the first twice as many.
+    """Divide the lines among sections: each gets what it wants, or else an equal share, the first section a double one.
     Pure."""
     given = [0] * len(wanted)
     turns = [*range(len(wanted))[:1], *range(len(wanted))]
@@ -99,8 +108,8 @@ def share(room: int, wanted: Sequence[int]) -> list[int]:
 
 
 def spark(values: Sequence[float | None], width: int) -> str:
-    """A chart one line high, from 0 to the highest value; blank where there is none. Of several values that fall into
-    a column, the highest. Pure."""
+    """A chart one line high, from 0 to the highest value, blank for None. A column shows the highest of its values.
+    Pure."""
     each = min(_TICKS_EACH, -(-MAX_TICKS // max(1, width)))
     starts = range(len(values) % each - each if len(values) % each else 0, len(values), each)
     columns = [
@@ -123,11 +132,9 @@ def bar(part: float, width: int) -> Text:
 
 def _title(title: str, wrong: Sequence[Problem], width: int) -> Text:
     bad = sum(problem.level == "bad" for problem in wrong)
-    word = (
-        Text("all is well", "green")
-        if not wrong
-        else Text(f"{len(wrong)} to look at", "bold red" if bad else "yellow")
-    )
+    word = Text(f"{len(wrong)} to look at", "bold red" if bad else "yellow")
+    if not wrong:
+        word = Text("all is well", "green")
     left = Text(f"pdserve  {title}", "bold", overflow="ellipsis", no_wrap=True)
     left.truncate(width - len(word) - 2, overflow="ellipsis", pad=True)
     return Text.assemble(left, "  ", word)
@@ -159,38 +166,30 @@ def state_style(node: Node) -> str:
 def _charts(moments: Sequence[Moment], width: int) -> list[Text]:
     half = (width - 2) // 2
 
-    def chart(
-        name: str, value: Callable[[Moment], float | None], show: Callable[[float], str], mean: bool
-    ) -> Text:
-        values = [value(moment) for moment in moments]
-        known = [each for each in values[-_NOW:] if each is not None]
-        now = show(sum(known) / len(known) if mean else known[-1]) if known else "-"
-        line = spark(values, half - 21)
-        return Text.assemble((f"{name:<11}", "bold"), (line, "cyan"), f"{now:>9} ")
+    def chart(name: str, values: Sequence[float | None], now: str) -> Text:
+        return Text.assemble((f"{name:<11}", "bold"), (spark(values, half - 21), "cyan"), f"{now:>9} ")
 
-    def rate(value: float) -> str:
-        return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    def latency(name: str, value: Callable[[Moment], float | None]) -> Text:
+        """With the newest value of the last `NOW` ticks."""
+        values = list(map(value, moments))
+        known = [each for each in values[-NOW:] if each is not None]
+        return chart(name, values, duration(known[-1]) if known else "-")
+
+    def rate(name: str, value: Callable[[Moment], float]) -> Text:
+        """With the mean of the last `NOW` ticks."""
+        values = list(map(value, moments))
+        now = fmean(values[-NOW:]) if values else None
+        return chart(name, values, "-" if now is None else f"{now:,.0f}" if now >= 100 else f"{now:.1f}")
 
     pairs = [
-        chart("TTFT p50", lambda each: each.ttft_p50, duration, False),
-        chart("p95", lambda each: each.ttft_p95, duration, False),
-        chart("ITL  p50", lambda each: each.itl_p50, duration, False),
-        chart("p95", lambda each: each.itl_p95, duration, False),
-        chart("requests/s", lambda each: each.requests, rate, True),
-        chart("tokens/s", lambda each: each.tokens, rate, True),
+        (latency("TTFT p50", lambda each: each.ttft_p50), latency("p95", lambda each: each.ttft_p95)),
+        (latency("ITL  p50", lambda each: each.itl_p50), latency("p95", lambda each: each.itl_p95)),
+        (rate("requests/s", lambda each: each.requests), rate("tokens/s", lambda each: each.tokens)),
     ]
-    return [
-        Text.assemble(left, "  ", right, no_wrap=True, overflow="crop")
-        for left, right in zip(pairs[::2], pairs[1::2], strict=True)
-    ]
+    return [Text.assemble(left, "  ", right, no_wrap=True, overflow="crop") for left, right in pairs]
 
 
 def _queue(state: GraphState, found: Iterable[Node], width: int) -> Text:
-    lately = state.moments[-_NOW:]
-    minutes = len(state.moments) * TICK / 60
-    refused, failed = (
-        sum(getattr(moment, name) for moment in state.moments) * TICK for name in ("refused", "failed")
-    )
     line = sum(node.load.waiting for node in found if node.load and node.role is Role.FRONTEND)
     depth, limit = state.queue_depth, state.queue_limit
     parts = [Text("prefill queue ", "bold")]
@@ -199,20 +198,17 @@ def _queue(state: GraphState, found: Iterable[Node], width: int) -> Text:
     else:
         parts.append(Text(f"{depth} (no limit)"))
     parts += [Text("   in line at frontends ", "bold"), Text(str(line))]
-    parts += [
-        Text("   429 ", "bold"),
-        Text(f"{refused:.0f}", "red" if any(m.refused for m in lately) else ""),
-    ]
-    parts += [Text("  5xx ", "bold"), Text(f"{failed:.0f}", "red" if any(m.failed for m in lately) else "")]
-    if minutes:
-        parts.append(Text(f" in {duration(minutes * 60)}", "dim"))
+    for code, name, gap in (("429", "refused", "   "), ("5xx", "failed", "  ")):
+        rates = [getattr(moment, name) for moment in state.moments]
+        style = "red" if any(rates[-NOW:]) else ""
+        parts += [Text(f"{gap}{code} ", "bold"), Text(f"{sum(rates) * TICK:.0f}", style)]
+    if state.moments:
+        parts.append(Text(f" in {duration(len(state.moments) * TICK)}", "dim"))
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
 def _foot(state: GraphState) -> Text:
-    models = [
-        f"{name} ({len(cards)} decode worker{'s' * (len(cards) != 1)})" for name, cards in state.cards.items()
-    ]
+    models = [f"{name} ({count(len(cards), 'decode worker')})" for name, cards in state.cards.items()]
     parts = [*models, *(f"{name} = {value}" for name, value in sorted(state.settings.items()))]
     return Text(" · ".join(["q ends", *parts]), "dim", overflow="ellipsis", no_wrap=True)
 
@@ -238,17 +234,14 @@ def _processes(found: Sequence[Node], width: int) -> ListPart:
 
 
 def _about(node: Node) -> Text:
-    """The most important thing to know of it beside the numbers."""
+    """What matters most beside the numbers."""
     if not node.up and node.why:
         return Text(node.why, "red")
     if down := [slot_name(link.to) for link in node.links if not link.up]:
         return Text(f"cannot reach {', '.join(down)}", "red")
-    again = (
-        f"restarted {node.restarts} time{'s' * (node.restarts != 1)}, last end: {node.why}"
-        if node.restarts
-        else ""
-    )
-    return Text(again or (node.instance.model if node.instance else ""), "" if again else "dim")
+    if node.restarts:
+        return Text(f"restarted {count(node.restarts, 'time')}, last end: {node.why}")
+    return Text(node.instance.model if node.instance else "", "dim")
 
 
 def _links(found: Sequence[Node], width: int) -> ListPart:
@@ -280,40 +273,22 @@ def _link(node: Node, link: LinkState, to: str, width: int) -> ListRow:
 
 
 def _detours(state: GraphState, width: int) -> ListPart:
-    """Those that are alike as one."""
+    """One row for all that are alike."""
     alike = defaultdict[tuple[str, str, str], list[tuple[float, Receipt]]](list)
     for age, hop, receipt in detours(state.receipts):
         alike[hop.name, slot_name(hop.instance), hop.why].append((age, receipt))
     rows = []
     for (name, where, why), found in alike.items():
         age, receipt = found[0]
-        cells = (
-            Text(name, "yellow"),
-            str(len(found)),
-            f"{duration(age)} ago",
-            where,
-            why,
-            _short_id(receipt, width),
-        )
-        rows.append(ListRow(cells, (age,)))
+        last, request = f"{duration(age)} ago", _short_id(receipt, width)
+        rows.append(ListRow((Text(name, "yellow"), str(len(found)), last, where, why, request), (age,)))
     return ListPart(("detour", ">times", ">last", "where", "*why", "request"), rows)
 
 
 def requests(receipts: Iterable[Receipt], width: int) -> ListPart:
     """The newest first."""
-    columns = (
-        "request",
-        ">came",
-        "status",
-        ">took",
-        ">TTFT",
-        ">prompt",
-        ">cached",
-        ">tokens",
-        "key",
-        "prefill",
-        "*at",
-    )
+    times, tokens = ("status", ">took", ">TTFT"), (">prompt", ">cached", ">tokens")
+    columns = ("request", ">came", *times, *tokens, "key", "prefill", "*at")
     rows = []
     for receipt in receipts:
         bad = receipt.status >= 500 or receipt.status == 429
@@ -335,11 +310,11 @@ def requests(receipts: Iterable[Receipt], width: int) -> ListPart:
 
 
 def _short_id(receipt: Receipt, width: int) -> str:
-    """As much of it as there is room for: `pdserve trace` needs no more."""
+    """As much of the id as there is room for; `pdserve trace` takes the first characters, too."""
     return receipt.request_id if width >= 120 else receipt.request_id[:8]
 
 
 def _places(receipt: Receipt) -> Iterable[str]:
-    """Where it was, in order, without the frontend."""
+    """The workers that had it, in order."""
     places = [hop.instance for hop in receipt.hops if hop.name in ("prefill", "decode") and hop.instance]
     return dict.fromkeys([*places, *receipt.instances])

@@ -141,11 +141,11 @@ def _processes(found: Sequence[Node], migrated: Mapping[str, list[str]]) -> Iter
     left = dict(migrated)
     for node in found:
         name, away = node.name, left.pop(slot_name(node.instance.id) if node.instance else node.name, [])
-        elsewhere = f"; {_count(len(away), 'request')} went on elsewhere" if away else ""
+        elsewhere = f"; {count(len(away), 'request')} went on elsewhere" if away else ""
         if node.state == SILENT:
             yield Problem("bad", f"{name} does not answer: it hangs, or is cut off{elsewhere}", [name])
         elif node.state == DRAINING:
-            running = _count(node.load.running if node.load else 0, "running request")
+            running = count(node.load.running if node.load else 0, "running request")
             yield Problem("info", f"{name} is draining: it takes nothing new, {running}{elsewhere}", [name])
         elif node.state == STARTING and not node.why:
             yield Problem("info", f"{name} is starting", [name], node.seconds)
@@ -157,7 +157,7 @@ def _processes(found: Sequence[Node], migrated: Mapping[str, list[str]]) -> Iter
             text = f"{name} is back after its end: {node.why}{elsewhere}"
             yield Problem("warn", text, [name], node.seconds)
         elif away:
-            text = f"{name} lost {_count(len(away), 'request')}, which went on elsewhere: {_most(away)}"
+            text = f"{name} lost {count(len(away), 'request')}, which went on elsewhere: {_most(away)}"
             yield Problem("warn", text, [name])
         if node.load is not None and node.load.kv_usage >= FULL:
             full = f"the KV cache of {name} is full ({node.load.kv_usage:.0%}): requests wait for room"
@@ -166,7 +166,7 @@ def _processes(found: Sequence[Node], migrated: Mapping[str, list[str]]) -> Iter
         if skew is not None and abs(skew) > clock.LARGE_SKEW:
             yield Problem("info", f"the clock of {name} is {skew:+.1f} s off: its log's times are", [name])
     for name, away in left.items():
-        text = f"{name} is gone: {_count(len(away), 'request')} went on elsewhere: {_most(away)}"
+        text = f"{name} is gone: {count(len(away), 'request')} went on elsewhere: {_most(away)}"
         yield Problem("warn", text, [name])
     if found and not any(node.up and node.role.does(Role.DECODE) for node in found):
         yield Problem("bad", "no decode worker is there: requests wait for one until their deadlines")
@@ -179,10 +179,10 @@ def _queue(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
         where = "prompts are computed at decode workers"
         yield Problem("bad", f"the prefill queue is full: {depth} of {limit}; {where}", ["queue"])
     elif depth and not prefill:
-        text = f"{_count(depth, 'prompt')} in the prefill queue and no prefill worker to take them"
+        text = f"{count(depth, 'prompt')} in the prefill queue and no prefill worker to take them"
         yield Problem("bad", text, ["queue"])
     elif not limit and depth > 4 * prefill:
-        text = f"the prefill queue is long: {_count(depth, 'prompt')} for {_count(prefill, 'prefill worker')}"
+        text = f"the prefill queue is long: {count(depth, 'prompt')} for {count(prefill, 'prefill worker')}"
         yield Problem("warn", text, ["queue"])
 
 
@@ -197,7 +197,7 @@ def _requests(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
     if failed:
         yield Problem("bad", f"{failed:.1f} requests/s fail (5xx)")
     if refused:
-        line = f"; {_count(waiting, 'request')} in line" if waiting else ""
+        line = f"; {count(waiting, 'request')} in line" if waiting else ""
         yield Problem("bad", f"{refused:.1f} requests/s are refused (429): more comes than is served{line}")
 
 
@@ -254,15 +254,15 @@ def _migrated(receipts: Sequence[Receipt]) -> dict[str, list[str]]:
 def _fallbacks(receipts: Sequence[Receipt]) -> Iterator[Problem]:
     told = [hop.why for age, hop, _ in detours(receipts) if hop.name == "fallback" and age < LATELY]
     if told:
-        count = f"{_count(len(told), 'remote prefill')} of the last {LATELY:.0f} s came to nothing"
-        yield Problem("warn", f"{count}, and decode workers computed the prompts: {_most(told)}")
+        failed = f"{count(len(told), 'remote prefill')} of the last {LATELY:.0f} s came to nothing"
+        yield Problem("warn", f"{failed}, and decode workers computed the prompts: {_most(told)}")
 
 
 def _most(reasons: Sequence[str]) -> str:
     return Counter(reasons).most_common(1)[0][0]
 
 
-def _count(number: int, what: str) -> str:
+def count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
