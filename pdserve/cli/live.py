@@ -59,7 +59,7 @@ async def live(registry: Registry, view: RegistryView, graph: GraphAddress) -> N
 
             loop.add_signal_handler(signal.SIGTERM, end)
             loop.add_signal_handler(signal.SIGWINCH, shown.draw)
-            with shown.console.screen(), _keys(lambda pressed: end() if pressed in ("q", "Q", "") else None):
+            with shown.console.screen(), _keys(lambda typed: end() if typed[:1] in ("q", "Q", "") else None):
                 async for state in states(registry, view, graph.etcd):
                     shown.show(state)
     except TimeoutError:

@@ -18,7 +18,7 @@ from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.cli.top import requests
 from pdserve.config.tree import or_nearest
 from pdserve.messages import Hop
-from pdserve.observe.pages import read_receipt, read_watched
+from pdserve.observe.pages import read_receipts, read_watched
 from pdserve.observe.problems import duration
 from pdserve.observe.tables import show
 from pdserve.records import Instance, Role
@@ -75,10 +75,10 @@ def trace(
 async def _trace(graph: GraphAddress, wanted: str, as_json: bool) -> int:
     async with view_of(graph) as (_, view):
         frontends = view.instances(Role.FRONTEND)
-        found = await read_receipt(frontends, wanted) if wanted else None
+        found = await read_receipts(frontends, 1, request_id=wanted) if wanted else []
         told = {} if found else await read_watched(frontends)
     last = newest(MOST_KEPT, *(frontend.receipts for frontend in told.values()))
-    matches = [found] if found else matching(last, wanted) if wanted else last
+    matches = found or (matching(last, wanted) if wanted else last)
     if wanted and not matches:
         print(f"pdserve: {not_found(wanted, frontends, told, last)}", file=sys.stderr)
         return 1

@@ -160,11 +160,6 @@ async def read_loads(instances: Iterable[Instance]) -> dict[str, Load]:
     return {name: told.load for name, told in (await read_watched(instances)).items()}
 
 
-async def read_receipt(instances: Iterable[Instance], request_id: str) -> Receipt | None:
-    """The newest receipt of this id at any of these processes."""
-    return next(iter(await read_receipts(instances, 1, request_id=request_id)), None)
-
-
 async def read_receipts(
     instances: Iterable[Instance], limit: int, key: str | None = None, request_id: str = ""
 ) -> list[Receipt]:
