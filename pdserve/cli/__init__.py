@@ -71,7 +71,7 @@ exit codes: 0 done, 1 failed, 2 wrong configuration or command line.
 """
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 _PLAIN: dict[str, Any] = {"rich_markup_mode": None, "add_completion": False, "context_settings": _SETTINGS}
-"""no boxes and no markup: help is read in pipes and logs as well, and examples are copied from it"""
+"""no boxes and no markup: help is also read in pipes and logs, and its examples are copied"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,7 +148,7 @@ def _pdserve(
 
 
 class _Verbatim:
-    """Help as it is written, not filled into the width of the terminal. `{command}` in it is the command's name."""
+    """Show help as it is written, without refilling its lines; `{command}` in it becomes the command's name."""
 
     help: str | None
     epilog: str | None

@@ -51,13 +51,13 @@ def make_credentials(
 
 
 def _others(of: Credentials) -> list[str]:
-    """What --force must not remove."""
+    """Other files in the folder, which --force must not remove."""
     ours = {path.name for path in (of.authority, of.certificate, of.key)}
     return sorted(path.name for path in of.folder.iterdir() if path.name not in ours)
 
 
 def _next(folder: Path, made: Credentials) -> str:
-    """What to do with it."""
+    """The text that says what to do with the folder."""
     authority, certificate, key = (
         folder / path.name for path in (made.authority, made.certificate, made.key)
     )

@@ -1,4 +1,4 @@
-"""`pdserve doctor`: is this machine fit, and if not, what to do."""
+"""`pdserve doctor`: check whether this machine is fit, and say what to do where it is not."""
 
 import asyncio
 import json
@@ -78,7 +78,7 @@ class Finding:
     subject: str
     text: str
     advice: str = ""
-    """what to do, where something is to be done"""
+    """what to do; empty where all is well"""
 
 
 def ok(subject: str, text: str) -> Finding:
@@ -97,7 +97,7 @@ _STYLES = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "bold red"}
 
 
 async def _report(file: Path | None) -> int:
-    """Show each finding as soon as it is there."""
+    """Print each finding as soon as it is made; return the exit code."""
     console = Console(highlight=False, soft_wrap=True)
     failed = False
     async for finding in checks(file):
@@ -179,7 +179,7 @@ def check_gpus(machine: Machine) -> Finding:
 
 
 def check_instruction_sets() -> Finding:
-    """The CPU's that engines on it compute with. Imports torch, which takes seconds."""
+    """Those with which engines compute on the CPU. Imports torch, which takes seconds."""
     try:
         from pdserve.engine.vllm import instruction_sets
     except ImportError as error:
@@ -236,7 +236,7 @@ def check_ports(config: Config, slots: Iterable[Slot]) -> Iterator[Finding]:
 
 
 def check_security(config: Config) -> Iterator[Finding]:
-    """What the file lets other machines reach, and certificates that run out."""
+    """Find what the file lets other machines reach, and certificates that expire."""
     security = config.security
     keys = configured(security, os.environ)
     closed = True
@@ -254,13 +254,13 @@ def check_security(config: Config) -> Iterator[Finding]:
         yield ok("security", "other machines reach nothing that has no credentials, keys or TLS")
 
 
-# NATS and etcd: those that are configured, or our own, started for a moment
+# NATS and etcd: the configured ones, or embedded ones that are started for the check
 
 
 async def check_nats(url: str | None, credentials: Credentials | None = None) -> Finding:
-    if url is None:
-        return await _embedded("NATS", EmbeddedNats, _ask_nats, credentials)
-    return await _ask_nats(url, credentials)
+    if url:
+        return await _ask_nats(url, credentials)
+    return await _embedded("NATS", EmbeddedNats, _ask_nats, credentials)
 
 
 async def check_clock(url: str | None, credentials: Credentials | None = None) -> Finding | None:
@@ -281,9 +281,9 @@ async def check_clock(url: str | None, credentials: Credentials | None = None) -
 
 
 async def check_etcd(address: str | None, credentials: Credentials | None = None) -> Finding:
-    if address is None:
-        return await _embedded("etcd", EmbeddedEtcd, _ask_etcd, credentials)
-    return await _ask_etcd(address, credentials)
+    if address:
+        return await _ask_etcd(address, credentials)
+    return await _embedded("etcd", EmbeddedEtcd, _ask_etcd, credentials)
 
 
 async def _embedded(
@@ -323,7 +323,7 @@ async def _ask_nats(url: str, credentials: Credentials | None) -> Finding:
 
 
 async def _ask_etcd(address: str, credentials: Credentials | None) -> Finding:
-    """Take a lease, write and read, in a namespace of its own."""
+    """Take a lease, write and read, in a namespace of this check alone."""
     try:
         async with connect(address, f"pdserve-doctor-{uuid4().hex[:8]}", credentials) as registry:
             started = time.monotonic()

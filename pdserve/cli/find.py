@@ -1,4 +1,4 @@
-"""Find the running graph that a command means, and the place of a role in a graph."""
+"""Find the running graph that a command is for, and the slot of a role that is started alone."""
 
 import os
 from collections.abc import AsyncIterator
@@ -23,25 +23,25 @@ from pdserve.supervisor.checks import busy_kv_port
 
 
 class NoGraph(Unavailable):
-    """No graph runs; the text says where it was looked for."""
+    """No graph runs; the text says where one was looked for."""
 
 
 @dataclass(frozen=True)
 class GraphAddress:
-    """Of a running graph."""
+    """A running graph's."""
 
     etcd: str
     namespace: str
     url: str = ""
-    """of its frontend, where that is known"""
+    """of its frontend; empty: not known"""
     credentials: Credentials | None = None
 
 
 def find_graph(
     file: Path | None, etcd: str | None, namespace: str | None, credentials: Path | None = None
 ) -> GraphAddress:
-    """An address given wins over a file, a file over the default state directory; an address in the environment counts
-    as given where there is no file. Raises NoGraph, ConfigError."""
+    """Take the etcd address of the command line, else the file, else the address in the environment, else the graph on
+    the default state directory. Raises NoGraph, ConfigError."""
     if file and not etcd:
         config = load(file)
         if config.etcd is None:
@@ -81,8 +81,8 @@ def _on(state_dir: Path) -> GraphAddress:
 
 
 def find_place(role: Role, file: Path, index: int) -> tuple[Config, Slot]:
-    """The configuration with addresses, and the slot: the supervisor's, or those of the file, planned for this process
-    alone. Raises ConfigError."""
+    """Return the configuration, with the addresses of NATS and etcd, and the slot: both from the supervisor, or from
+    the file with a plan for this process alone. Raises ConfigError."""
     config, slot = from_environment(os.environ) or _planned(role, file, index)
     if problem := busy_kv_port(config, slot):
         raise ConfigError([problem])

@@ -1,4 +1,4 @@
-"""What `pdserve status --watch` does on a terminal, and how often a graph is asked."""
+"""The live screen of `pdserve status --watch` on a terminal, and how the graph's state is read, once or each second."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ from pdserve.registry.view import RegistryView
 from pdserve.watch import Connections, Watched
 
 AGAIN = 1.0
-"""seconds from one look at all processes to the next, at least"""
+"""seconds between two looks at all processes, at least"""
 
 
 async def read_state(view: RegistryView, own: Connections | None = None) -> GraphState:
@@ -36,7 +36,7 @@ async def read_state(view: RegistryView, own: Connections | None = None) -> Grap
 
 
 async def states(registry: Registry, view: RegistryView, etcd: str) -> AsyncIterator[GraphState]:
-    """For ever; never two looks at once."""
+    """A state each `AGAIN` seconds, for ever."""
     own = Connections()
     own.add("etcd", etcd, lambda: registry.connected)
     while True:
@@ -46,8 +46,8 @@ async def states(registry: Registry, view: RegistryView, etcd: str) -> AsyncIter
 
 
 async def live(registry: Registry, view: RegistryView, graph: GraphAddress) -> None:
-    """Until `q` or SIGTERM; the terminal is as before then, also where it is cancelled."""
-    # warnings would be written over the screen, which says itself what they are about
+    """Show the graph until `q` or SIGTERM. However it ends, the terminal is restored."""
+    # warnings would be written over the screen, which says the same by itself
     logging.getLogger().addHandler(logging.NullHandler())
     loop, shown = asyncio.get_running_loop(), _Screen(graph)
     try:
@@ -86,7 +86,7 @@ class _Screen:
 
 @contextmanager
 def _keys(pressed: Callable[[str], None]) -> Iterator[None]:
-    """Each key as it is pressed, and not shown, where standard input is a terminal; '' where it is closed."""
+    """Call `pressed` with each key, without echo, where standard input is a terminal; with '' where it is closed."""
     if not sys.stdin.isatty():
         yield
         return

@@ -77,7 +77,7 @@ def _problem(name: str, value: str | None) -> str | None:
 
 
 async def _change(graph: GraphAddress, changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Write them; return what is set then. Raises RegistryUnavailable."""
+    """Write the changes; return all settings then. Raises RegistryUnavailable."""
     async with connect(graph.etcd, graph.namespace, graph.credentials) as registry:
         for name, value in changes.items():
             if value is None:

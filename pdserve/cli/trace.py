@@ -33,7 +33,7 @@ _COLORS = {
     "migration": "red",
 }
 _LEAST = 6
-"""characters of an id that are enough to find its request by"""
+"""characters of an id that find a request"""
 
 
 def trace(
@@ -98,7 +98,7 @@ async def _trace(graph: GraphAddress, wanted: str, as_json: bool) -> int:
 
 
 def matching(receipts: Iterable[Receipt], wanted: str) -> list[Receipt]:
-    """Those whose id begins so, or is a part of it, as of `chatcmpl-ID`. Pure."""
+    """Receipts whose id begins with `wanted`, or is a part of it, as in `chatcmpl-ID`. Pure."""
     return [
         receipt
         for receipt in receipts
@@ -110,7 +110,7 @@ def matching(receipts: Iterable[Receipt], wanted: str) -> list[Receipt]:
 def not_found(
     wanted: str, asked: Sequence[Instance], answered: Iterable[str], last: Sequence[Receipt]
 ) -> str:
-    """Why that may be. Pure."""
+    """Say why there may be no such receipt. Pure."""
     if not asked:
         return "no frontend runs, and receipts end with the frontend that keeps them."
     silent = [instance.id for instance in asked if instance.id not in set(answered)]
@@ -180,7 +180,7 @@ def _hops(receipt: Receipt) -> Table:
 
 @dataclass(frozen=True)
 class _Bar:
-    """A hop's place on the axis of the whole request, as wide as there is room."""
+    """A hop on the time axis of its request, which is as wide as there is room."""
 
     hop: Hop
     whole: float
