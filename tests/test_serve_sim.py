@@ -165,20 +165,19 @@ def test_a_killed_worker_comes_back_as_a_new_instance(graph: Serve, watching: Te
     assert graph.chat()[1]
 
 
-@pytest.mark.parametrize(("server", "name"), [("nats", "NATS"), ("etcd", "etcd")])
-def test_a_server_that_hangs_is_told_and_a_killed_one_comes_back(
-    graph: Serve, server: str, name: str
-) -> None:
-    pid = next(process.pid for process in graph.processes() if server in process.name())
-    with Terminal([*PDSERVE, "status", "--watch"], graph.env) as terminal:
-        terminal.resize(39, 100)
-        terminal.until("q ends")
+def test_servers_that_hang_are_told_and_killed_ones_come_back(graph: Serve, watching: Terminal) -> None:
+    """At the same addresses."""
+    processes = graph.processes()
+    pids = {name: next(each.pid for each in processes if name in each.name()) for name in ("nats", "etcd")}
+    for pid in pids.values():
         os.kill(pid, signal.SIGSTOP)
-        terminal.until(f"✗ {name} at 127.0.0.1:", 60)
+    for name in ("NATS", "etcd"):
+        watching.until(f"✗ {name} at 127.0.0.1:")
+    for pid in pids.values():
         os.kill(pid, signal.SIGKILL)
-        terminal.type("q")
-        terminal.until("the exit code is 0")
-    until(lambda: f"{server} is back at" in graph.text, graph)
+    watching.type("q")
+    for name in pids:
+        until(lambda name=name: f"{name} is back at" in graph.text, graph)  # type: ignore[misc]
     until(lambda: len(_instances(graph)) == 4, graph)
     assert graph.chat()[1]
 
