@@ -53,39 +53,30 @@ class HttpError(PdserveError):
         self.retry_after = retry_after
 
 
-def error_body(
-    path: str, status: int, message: str, param: str | None = None, limit: str = ""
-) -> dict[str, object]:
-    """In OpenAI's shape, as vLLM's own errors; in Anthropic's under /v1/messages. vLLM has no limits of keys: the error
-    of a `limit` is as OpenAI and Anthropic have it."""
-    kind = _ERROR_TYPES.get(status, "InternalServerError")
-    if param == "response_id":
+def error_body(path: str, error: PdserveError) -> dict[str, object]:
+    """Return the error in OpenAI's shape, as vLLM's own errors are; under /v1/messages in Anthropic's. vLLM has no
+    limits of keys: an error with a `limit` is as OpenAI and Anthropic have it."""
+    kind, limit = _ERROR_TYPES.get(error.status, "InternalServerError"), error.limit
+    if error.param == "response_id":
         kind = "invalid_request_error"  # as vLLM has it for a response that is not there
-    message = message.encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
+    message = str(error).encode(errors="backslashreplace").decode()  # it may quote half of a surrogate pair
     if path.startswith("/v1/messages"):
         return {"type": "error", "error": {"type": "rate_limit_error" if limit else kind, "message": message}}
-    code = "rate_limit_exceeded" if limit else status
-    return {"error": {"message": message, "type": limit or kind, "param": param, "code": code}}
+    code = "rate_limit_exceeded" if limit else error.status
+    return {"error": {"message": message, "type": limit or kind, "param": error.param, "code": code}}
 
 
-def error_response(
-    path: str,
-    status: int,
-    message: str,
-    param: str | None = None,
-    retry_after: float = 0.0,
-    limit: str = "",
-) -> Response:
-    headers = {"retry-after": str(whole_seconds(retry_after))} if retry_after else {}
-    if status == 401:
+def error_response(path: str, error: PdserveError) -> Response:
+    headers = {"retry-after": str(whole_seconds(error.retry_after))} if error.retry_after else {}
+    if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(error_body(path, status, message, param, limit), status, headers)
+    return JSONResponse(error_body(path, error), error.status, headers)
 
 
 def with_one_type(body: bytes, status: int = 0) -> bytes:
-    """An error of the graph that vLLM's app tells, whole or as an event of a stream, with the type that its status has
-    everywhere: the app calls a 504 once TimeoutError and once Gateway Timeout. What one vLLM server can say too, and
-    anything else, stays as it is."""
+    """Give an error of vLLM's app, whole or as an event of a stream, the type that its status has everywhere, where the
+    graph caused it: the app calls a 504 now TimeoutError, now Gateway Timeout. An error that a single vLLM server can
+    answer too, and any other body, stays as it is."""
     mark = _EVENT if body.startswith(_EVENT) else b""
     try:
         fields = msgspec.json.decode(body.removeprefix(mark))
@@ -177,13 +168,11 @@ class ResponseWriter:
         if self.ended:
             return
         self.refusal = self.refusal or failure
+        error = HttpError(failure.status, failure.message, retry_after=failure.retry_after)
         if not self.status:
-            await self.reply(
-                error_response(self.trace.path, failure.status, failure.message, None, failure.retry_after)
-            )
+            await self.reply(error_response(self.trace.path, error))
         elif self._stream:
-            error = error_body(self.trace.path, failure.status, failure.message)
-            event = _EVENT + msgspec.json.encode(error) + b"\n\n"
+            event = _EVENT + msgspec.json.encode(error_body(self.trace.path, error)) + b"\n\n"
             if self.trace.path.startswith(("/v1/messages", "/v1/responses")):  # their events have names
                 event = b"event: error\n" + event
             await self._send({"type": "http.response.body", "body": event, "more_body": False})

@@ -120,8 +120,7 @@ class FrontendApp:
                 await response.fail(RequestFailure(error.status, str(error)))
             else:
                 response.refusal = RequestFailure(error.status, str(error))
-                said = error.status, str(error), error.param, error.retry_after, error.limit
-                answer = error_response(trace.path, *said)
+                answer = error_response(trace.path, error)
                 if "expect" in request.headers:  # its body may come or not: what follows could be either
                     answer.headers["connection"] = "close"
                 await response.reply(answer, before_end=partial(discard_rest, request))

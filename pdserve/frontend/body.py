@@ -36,6 +36,8 @@ _BOUNDS = {
     "/v1/responses": ("max_output_tokens",),
 }
 """fields that bound the tokens of an output, the first that is set, on routes where that is not `max_tokens` alone"""
+_LARGEST = 1 << 40
+"""above every bound; larger numbers, which JSON may spell, overflow what is computed from them"""
 
 # Where KV comes from is decided inside the graph. vLLM would take these from any client, and some values kill an
 # engine.
@@ -174,12 +176,14 @@ def _several(value: object, kind: type | UnionType) -> int:
 
 
 def _count(value: object) -> int | None:
-    """A number above 0, also as vLLM's app reads it: "3" and 3.0 are 3."""
+    """Read a number above 0 as vLLM's app does: "3" and 3.0 are 3."""
     if isinstance(value, str):
         value = int(value) if len(value) < 20 and value.strip().isdecimal() else None
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        return None
+    return min(value, _LARGEST)
 
 
 def replay(raw: bytes, gone: asyncio.Event) -> Receive:

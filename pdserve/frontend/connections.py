@@ -20,7 +20,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from pdserve.frontend.answer import error_body
+from pdserve.frontend.answer import HttpError, error_body
 from pdserve.frontend.deltas import ChunkWriter
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
 
@@ -220,7 +220,7 @@ class ClientConnection(HttpToolsProtocol):
     def refuse(self, status: int, message: str) -> None:
         """Answer, and close when the client has had the time to read it."""
         self._refused, self._head_since = True, None
-        body = msgspec.json.encode(error_body("", status, message))
+        body = msgspec.json.encode(error_body("", HttpError(status, message)))
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
         self.transport.write(STATUS_LINE[status] + head % len(body) + body)
         asyncio.get_running_loop().call_later(LINGER, self.transport.close)

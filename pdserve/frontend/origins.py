@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdserve.frontend.answer import error_response
+from pdserve.frontend.answer import HttpError, error_response
 from pdserve.frontend.auth import LOCAL_PATHS, OPEN_PATHS
 from pdserve.ports import is_loopback, names_this_machine
 
@@ -40,7 +40,7 @@ class CrossOrigin:
             if scope["path"] not in OPEN_PATHS | LOCAL_PATHS or self._allowed:
                 app = self._with_keys
         elif refusal := self._refusal(headers):
-            app = error_response(scope["path"], 403, refusal)
+            app = error_response(scope["path"], HttpError(403, refusal))
         else:
             app = self._without
         await app(scope, receive, send)

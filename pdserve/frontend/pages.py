@@ -122,7 +122,8 @@ class FrontendPages:
             await self._router({**scope, "app": self}, receive, send)  # with an app, a wrong method raises
         except HTTPException as error:
             methods = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
-            answer = error_response(scope["path"], error.status_code, f"{scope['path']} takes {methods}")
+            wrong = HttpError(error.status_code, f"{scope['path']} takes {methods}")
+            answer = error_response(scope["path"], wrong)
             answer.headers["allow"] = methods
             await answer(scope, receive, send)
 

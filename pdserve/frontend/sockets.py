@@ -53,8 +53,8 @@ def accept_all(listening: Iterable[socket.socket]) -> Iterator[tuple[socket.sock
 
 
 async def begins_tls(sock: socket.socket) -> bool:
-    """Whether the client speaks TLS. A client of plain HTTP gets an answer that says so: its words are no handshake,
-    and it would see a connection that ends for no reason."""
+    """Return whether the client speaks TLS; raise ConnectionError if it left without a word, as a port probe does.
+    A client of plain HTTP gets an answer that says so: otherwise its connection would end without a reason."""
     loop = asyncio.get_running_loop()
     readable = loop.create_future()
     loop.add_reader(sock, lambda: None if readable.done() else readable.set_result(None))
@@ -63,6 +63,8 @@ async def begins_tls(sock: socket.socket) -> bool:
     finally:
         loop.remove_reader(sock)
     first = sock.recv(1 << 16, socket.MSG_PEEK)
+    if not first:
+        raise ConnectionError("the client left")
     if first[:1].isalpha():
         sock.recv(1 << 16)  # a socket that is closed with unread data resets
         sock.send(_SPEAKS_HTTPS)

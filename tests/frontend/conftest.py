@@ -1,6 +1,7 @@
 import asyncio
 import inspect
 import itertools
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,17 +14,22 @@ import uvloop
 from msgspec.structs import replace
 from starlette.types import ASGIApp
 
+from pdserve.certificate import ServerCertificate
 from pdserve.config.host import installed_vllm
 from pdserve.config.schema import AdmissionLimits
+from pdserve.credentials import create
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.auth import ApiKeys
 from pdserve.frontend.connections import ClientConnections
 from pdserve.frontend.model import ModelContext
+from pdserve.frontend.model.stored import StoredResponses
 from pdserve.frontend.models import ServedModels, serve_models
 from pdserve.frontend.pages import MetricsPage
+from pdserve.frontend.peers import PeerFrontends
 from pdserve.frontend.renewal import RenewedCertificate
 from pdserve.frontend.server import QuietServer, http_config
 from pdserve.frontend.sockets import bind
+from pdserve.observe.tracing import Tracer
 from pdserve.queue.base import BlobStore
 from pdserve.records import ModelCard, encode_record
 from pdserve.registry import keys
@@ -64,15 +70,51 @@ def card(name: str = "demo", **changes: object) -> ModelCard:
     return ModelCard(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-class Graph:
-    """A frontend in this process, on a real port, with echoing decode workers."""
+class Frontend:
+    """A frontend in this process, on a real port."""
 
-    def __init__(self, server: MemoryServer) -> None:
-        self.registry = server
+    def __init__(self, id: str = "frontend-0-test") -> None:
+        self.id = id
         self.models: ServedModels
         self.app: FrontendApp
         self.url = ""
         self.http: httpx.AsyncClient
+        """a client of it"""
+
+    async def start(
+        self,
+        stack: AsyncExitStack,
+        server: MemoryServer,
+        state: Path,
+        *,
+        keys: ApiKeys | None = None,
+        stored: StoredResponses | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        enter, serial = stack.enter_async_context, itertools.count()
+        view = await enter(RegistryView(await enter(MemoryRegistry(server))))
+        context = ModelContext(
+            lambda address: connect(address, f"{self.id}.{next(serial)}"),
+            NoBlobs(),
+            state,
+            "round-robin",
+            20.0,
+            stored=stored,
+        )
+        self.models = await enter(serve_models(view, context, "demo", AdmissionLimits()))
+        page = MetricsPage(view, self.id, await enter(httpx.AsyncClient(trust_env=False)))
+        peers = PeerFrontends(stored, view.instances) if stored else None
+        self.app = FrontendApp(self.models, page, keys or ApiKeys(), 20.0, peers=peers, tracer=tracer)
+        self.url = await serve(self.app, stack)
+        self.http = await enter(httpx.AsyncClient(base_url=self.url, timeout=30))
+
+
+class Graph(Frontend):
+    """A frontend with echoing decode workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry = MemoryServer()
         self._count = 0
 
     @asynccontextmanager
@@ -128,24 +170,9 @@ async def serve(
 
 @asynccontextmanager
 async def running_graph(state: Path) -> AsyncIterator[Graph]:
-    server = MemoryServer()
-    serial = itertools.count()
+    graph = Graph()
     async with AsyncExitStack() as stack:
-        registry = await stack.enter_async_context(MemoryRegistry(server))
-        view = await stack.enter_async_context(RegistryView(registry))
-        context = ModelContext(
-            lambda address: connect(address, f"frontend-{next(serial)}"),
-            NoBlobs(),
-            state,
-            "round-robin",
-            20.0,
-        )
-        graph = Graph(server)
-        graph.models = await stack.enter_async_context(serve_models(view, context, "demo", AdmissionLimits()))
-        client = await stack.enter_async_context(httpx.AsyncClient())
-        graph.app = FrontendApp(graph.models, MetricsPage(view, "frontend-0-test", client), ApiKeys(), 20.0)
-        graph.url = await serve(graph.app, stack)
-        graph.http = await stack.enter_async_context(httpx.AsyncClient(base_url=graph.url, timeout=30))
+        await graph.start(stack, graph.registry, state)
         yield graph
 
 
@@ -153,6 +180,22 @@ async def running_graph(state: Path) -> AsyncIterator[Graph]:
 async def graph(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Graph]:
     async with running_graph(tmp_path_factory.mktemp("state")) as graph:
         yield graph
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> ServerCertificate:
+    made = create(tmp_path_factory.mktemp("tls") / "own")
+    return ServerCertificate(made.certificate, made.key)
+
+
+def trusting(certificate: ServerCertificate) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=certificate.chain.with_name("ca.pem"))
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+def either(request: pytest.FixtureRequest, certificate: ServerCertificate) -> ServerCertificate | None:
+    """The certificate for a server that speaks TLS, or None for one that does not."""
+    return certificate if request.param else None
 
 
 @pytest.fixture(scope="session")

@@ -15,14 +15,13 @@ import pytest
 
 from pdserve.certificate import ServerCertificate
 from pdserve.config.api_keys import ApiKey
-from pdserve.credentials import create
 from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.auth import ApiKeys
 from pdserve.frontend.body import BodyReader
 from pdserve.frontend.connections import MAX_FIELDS, MAX_HEAD, MAX_PIPELINED, MAX_TARGET, ClientConnections
 from pdserve.frontend.renewal import RenewedCertificate
 from tests.conditions import until
-from tests.frontend.conftest import Graph, on_uvloop, serve
+from tests.frontend.conftest import Graph, on_uvloop, serve, trusting
 from tests.frontend.test_generate import completion
 
 KEY = "a-key-0123456789abcdef"
@@ -61,15 +60,9 @@ class Edge:
         return [int(code) for code in re.findall(rb"HTTP/1.1 (\d+)", await self.say(*parts, end=end))]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> ServerCertificate:
-    made = create(tmp_path_factory.mktemp("hostile") / "own")
-    return ServerCertificate(made.certificate, made.key)
-
-
 @asynccontextmanager
 async def guarded(
-    graph: Graph, files: ServerCertificate | None, connections: ClientConnections | None = None
+    graph: Graph, files: ServerCertificate | None = None, connections: ClientConnections | None = None
 ) -> AsyncIterator[Edge]:
     """With a key; leaving wants nothing to be left."""
     app = FrontendApp(graph.models, graph.app._pages._metrics, ApiKeys([ApiKey.of(KEY)]), 20.0)
@@ -77,13 +70,12 @@ async def guarded(
     async with AsyncExitStack() as stack:
         certificate = RenewedCertificate(files) if files else None
         url = await serve(app, stack, connections, certificate)
-        tls = ssl.create_default_context(cafile=files.chain.with_name("ca.pem")) if files else None
+        tls = trusting(files) if files else None
         yield Edge(("127.0.0.1", int(url.rpartition(":")[2])), tls, app, connections)
         await until(lambda: not connections.open and not connections._of_origin)
-        await until(lambda: (app._bodies._held, dict(app._bodies._of_client)) == (0, {}), within=20)
+        await until(lambda: (app._bodies._held, dict(app._bodies._of_client)) == (0, {}))
     await until(
-        lambda: not [task for task in asyncio.all_tasks() if _OF_REQUESTS.search(str(task.get_coro()))],
-        within=20,
+        lambda: not [task for task in asyncio.all_tasks() if _OF_REQUESTS.search(str(task.get_coro()))]
     )
     for model in graph.models.listed():
         assert not len(graph.models.find(model.name).admission)
@@ -91,7 +83,6 @@ async def guarded(
 
 _OF_REQUESTS = re.compile("RequestResponseCycle|_disconnected|_run.<locals>|Server._take")
 
-either = pytest.mark.parametrize("secure", [False, True], ids=["plain", "tls"])
 
 HEADS = {
     "fields": (GET + b"a: b\r\n" * MAX_FIELDS + b"\r\n", 431),
@@ -140,10 +131,9 @@ SMUGGLED = {
 }
 
 
-@either
 @on_uvloop
-async def test_heads(edge: Graph, files: ServerCertificate, secure: bool) -> None:
-    async with guarded(edge, files if secure else None) as server:
+async def test_heads(edge: Graph, either: ServerCertificate | None) -> None:
+    async with guarded(edge, either) as server:
         found = await asyncio.gather(*(server.statuses(said) for said, _ in HEADS.values()))
     assert dict(zip(HEADS, found, strict=True)) == {name: [status] for name, (_, status) in HEADS.items()}
 
@@ -151,7 +141,7 @@ async def test_heads(edge: Graph, files: ServerCertificate, secure: bool) -> Non
 @on_uvloop
 async def test_bodies_of_two_readings(edge: Graph) -> None:
     """What a proxy could take for another request than this server does: what follows is not looked at."""
-    async with guarded(edge, None) as server:
+    async with guarded(edge) as server:
         hidden = GET + b"x-hidden: 1\r\n\r\n"
         found = await asyncio.gather(
             *(server.statuses(WITH_KEY + said + hidden) for said in SMUGGLED.values())
@@ -163,7 +153,7 @@ async def test_bodies_of_two_readings(edge: Graph) -> None:
 async def test_upgrades_that_are_not_taken_leave_the_request(edge: Graph) -> None:
     """Java's clients offer h2c with each request."""
     h2c = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: x\r\n"
-    async with edge.worker(), guarded(edge, None) as server:
+    async with edge.worker(), guarded(edge) as server:
         post = WITH_KEY + h2c + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
         assert await server.statuses(post) == [200]
         assert await server.statuses(post, GET + b"\r\n") == [200, 401]
@@ -175,7 +165,7 @@ async def test_upgrades_that_are_not_taken_leave_the_request(edge: Graph) -> Non
 @on_uvloop
 async def test_a_flood_of_pipelined_requests(edge: Graph) -> None:
     """Those that may wait are answered in their order, and no more are taken."""
-    async with edge.worker(), guarded(edge, None) as server:
+    async with edge.worker(), guarded(edge) as server:
         flood = await server.statuses((GET + b"\r\n") * 5000, end=True)
         assert set(flood) == {401}
         assert len(flood) <= MAX_PIPELINED + 1
@@ -184,10 +174,9 @@ async def test_a_flood_of_pipelined_requests(edge: Graph) -> None:
         assert await server.statuses(first + b"no HTTP\r\n\r\n", end=True) == [200]
 
 
-@either
 @on_uvloop
-async def test_without_a_key_no_body_is_held(edge: Graph, files: ServerCertificate, secure: bool) -> None:
-    async with guarded(edge, files if secure else None) as server:
+async def test_without_a_key_no_body_is_held(edge: Graph, either: ServerCertificate | None) -> None:
+    async with guarded(edge, either) as server:
         large, held = b" " * (1 << 20), 0
 
         async def most() -> None:
@@ -211,7 +200,7 @@ async def test_without_a_key_no_body_is_held(edge: Graph, files: ServerCertifica
 
 @on_uvloop
 async def test_expecting_clients_with_a_key_are_told_to_go_on(edge: Graph) -> None:
-    async with edge.worker(), guarded(edge, None) as server:
+    async with edge.worker(), guarded(edge) as server:
         head = WITH_KEY + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(BODY)
         assert await server.statuses(head, BODY) == [100, 200]
 
@@ -219,7 +208,7 @@ async def test_expecting_clients_with_a_key_are_told_to_go_on(edge: Graph) -> No
 @on_uvloop
 async def test_bodies_in_tiny_chunks(edge: Graph) -> None:
     tiny = b"".join(b"1;a=b\r\n%c\r\n" % byte for byte in BODY + b" " * 50_000)
-    async with edge.worker(), guarded(edge, None) as server:
+    async with edge.worker(), guarded(edge) as server:
         assert await server.statuses(WITH_KEY + CHUNKED + tiny + b"0\r\n\r\n") == [200]
         trailers = b"0\r\nauthorization: Bearer nothing\r\nx-request-id: late\r\n\r\n"
         answer = await server.say(WITH_KEY + CHUNKED + b"%x\r\n%b\r\n" % (len(BODY), BODY) + trailers)
@@ -231,7 +220,7 @@ async def test_bodies_in_tiny_chunks(edge: Graph) -> None:
 
 @on_uvloop
 async def test_bodies_that_come_too_slowly(edge: Graph) -> None:
-    async with guarded(edge, None) as server:
+    async with guarded(edge) as server:
         server.app._bodies = BodyReader(grace=0.2)
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(WITH_KEY + b"content-length: 100000\r\n\r\n")
@@ -243,11 +232,10 @@ async def test_bodies_that_come_too_slowly(edge: Graph) -> None:
         writer.transport.abort()
 
 
-@either
 @on_uvloop
-async def test_too_many_connections(edge: Graph, files: ServerCertificate, secure: bool) -> None:
+async def test_too_many_connections(edge: Graph, either: ServerCertificate | None) -> None:
     connections = ClientConnections(30.0, 30.0, most=3, most_per_client=2)
-    async with guarded(edge, files if secure else None, connections) as server:
+    async with guarded(edge, either, connections) as server:
         ask = GET + b"\r\n"
 
         async def silent(source: str) -> asyncio.StreamWriter:
@@ -275,7 +263,7 @@ async def test_a_process_without_file_descriptors_recovers(
     edge: Graph, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("pdserve.frontend.server.EXHAUSTED", 0.1)
-    async with guarded(edge, None) as server:
+    async with guarded(edge) as server:
         waiting = socket.socket()
         waiting.setblocking(False)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -292,7 +280,7 @@ async def test_a_process_without_file_descriptors_recovers(
 @on_uvloop
 async def test_what_is_told_without_a_key(edge: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """Off this machine: whether it serves."""
-    async with edge.worker(), guarded(edge, None) as server:
+    async with edge.worker(), guarded(edge) as server:
         here = await server.say(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"workers" in here
         monkeypatch.setattr("pdserve.frontend.auth.is_local", lambda _: False)

@@ -44,7 +44,7 @@ async def worker(graph: Graph) -> AsyncIterator[SimEngine]:
     server, queue = MemoryRegistry(graph.registry), MemoryQueue(MemoryBroker(ack_wait=0.5))
     made = DecodeWorker(settings, Slot(Role.DECODE, 5), name, engine, server, queue, MemoryStreamServer())
     async with living(made):
-        await until(lambda: bool(graph.models.live().get(NAME)), within=20)
+        await until(lambda: bool(graph.models.live().get(NAME)))
         yield engine
 
 
@@ -63,7 +63,7 @@ class Flood:
 
 
 async def settle(admission: AdmissionControl, waiting: int) -> None:
-    await until(lambda: len(admission) == waiting, within=10)
+    await until(lambda: len(admission) == waiting)
 
 
 async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
@@ -123,7 +123,7 @@ async def test_a_request_that_waits_in_vain_reaches_no_engine(graph: Graph) -> N
         tested = len(engine._seen)  # itself, by its worker
         engine.faults.going.clear()
         running = Flood(graph, PLACES)
-        await until(lambda: engine.usage.running + engine.usage.waiting == PLACES, within=10)
+        await until(lambda: engine.usage.running + engine.usage.waiting == PLACES)
         late = await Flood(graph, 10, **{"x-request-timeout": "0.3"}).answers()
         engine.faults.going.set()
         assert {answer.status_code for answer in await running.answers()} == {200}
@@ -142,7 +142,7 @@ async def test_one_request_with_many_outputs_leaves_others_their_turns(
         admission = graph.models.find(NAME).admission
         body = completion(model=NAME, max_tokens=20, **many)
         crowd = asyncio.create_task(graph.http.post("/v1/completions", json=body))
-        await until(lambda: engine.usage.running + engine.usage.waiting == PLACES, within=10)
+        await until(lambda: engine.usage.running + engine.usage.waiting == PLACES)
         assert len(admission) == 1
         for _ in range(3):  # of the same client: they pass it in the queue
             answer = await graph.http.post("/v1/completions", json=completion(model=NAME, max_tokens=2))
@@ -164,9 +164,9 @@ async def test_a_client_that_leaves_takes_its_waiting_outputs_along(graph: Graph
         admission = graph.models.find(NAME).admission
         body = completion(model=NAME, max_tokens=300, n=60, temperature=1.0, stream=stream)
         crowd = asyncio.create_task(graph.http.post("/v1/completions", json=body))
-        await until(lambda: engine.usage.running == PLACES - 1, within=10)
+        await until(lambda: engine.usage.running == PLACES - 1)
         crowd.cancel()
-        await until(lambda: not len(admission) and not engine.usage.running, within=10)
+        await until(lambda: not len(admission) and not engine.usage.running)
         assert not admission.queue.running
         assert await engine.all_blocks_free()
 

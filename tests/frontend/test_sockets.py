@@ -1,4 +1,5 @@
-"""The listening socket; clients that do not read, and clients that do not write. All on real sockets."""
+"""The listening socket; clients that do not read, and clients that do not write, in plain and over TLS. All on real
+sockets."""
 
 import asyncio
 import json
@@ -6,24 +7,26 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 
 import httpx
 import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
 
+from pdserve.certificate import ServerCertificate
 from pdserve.errors import ConfigError
 from pdserve.frontend.connections import ClientConnections
+from pdserve.frontend.renewal import RenewedCertificate
 from pdserve.frontend.server import QuietServer, http_config
 from pdserve.frontend.sockets import bind
 from tests.conditions import until
-from tests.frontend.conftest import Graph, serve
+from tests.frontend.conftest import Graph, on_uvloop, serve, trusting
 from tests.frontend.test_generate import completion
 from tests.frontend.test_overload import NAME, PLACES, worker
 
-in_session = pytest.mark.asyncio(loop_scope="session")
+Address = tuple[str, int]
 
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: 100\r\n"
@@ -107,126 +110,152 @@ def test_connections_are_not_accepted_in_a_turn_each() -> None:
 
 
 @asynccontextmanager
-async def server(graph: Graph, connections: ClientConnections) -> AsyncIterator[tuple[str, int]]:
+async def server(
+    graph: Graph, certificate: ServerCertificate | None = None, connections: ClientConnections | None = None
+) -> AsyncIterator[Address]:
     """The same frontend on another port."""
     async with AsyncExitStack() as stack:
-        url = httpx.URL(await serve(graph.app, stack, connections))
+        renewed = RenewedCertificate(certificate) if certificate else None
+        url = httpx.URL(await serve(graph.app, stack, connections, renewed))
         assert url.port is not None
         yield url.host, url.port
 
 
-@contextmanager
-def client(address: tuple[str, int], source: str = "127.0.0.1") -> Iterator[socket.socket]:
-    """A socket that holds next to nothing unread."""
+@asynccontextmanager
+async def client(
+    address: Address, certificate: ServerCertificate | None, source: str = "127.0.0.1"
+) -> AsyncIterator[socket.socket]:
+    """Blocking, so to be read in another thread; it holds next to nothing unread."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         sock.bind((source, 0))
+        sock.settimeout(60)
         sock.connect(address)
-        sock.setblocking(False)
-        yield sock
+        if certificate is None:
+            yield sock
+            return
+        wrap = trusting(certificate).wrap_socket
+        with await asyncio.to_thread(wrap, sock, server_hostname=address[0]) as wrapped:
+            yield wrapped
 
 
-async def ask(sock: socket.socket, **changes: object) -> None:
+def ask(sock: socket.socket, *, close: bool = False, **changes: object) -> None:
     body = json.dumps(completion(**{"model": NAME, "stream": True, **changes})).encode()
-    await asyncio.get_running_loop().sock_sendall(sock, HEAD % len(body) + body)
+    head = HEAD % len(body)
+    sock.sendall((head.replace(b"\r\nhost", b"\r\nconnection: close\r\nhost") if close else head) + body)
 
 
-@in_session
-async def test_unread_streams_end_and_free_everything(graph: Graph) -> None:
+def read(sock: socket.socket) -> bytes:
+    answer = b""
+    while b"[DONE]" not in answer:
+        part = sock.recv(1 << 16)
+        assert part, "the connection was closed"
+        answer += part
+    return answer
+
+
+@on_uvloop
+async def test_unread_streams_end_and_free_everything(edge: Graph, either: ServerCertificate | None) -> None:
     async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(worker(graph))
-        address = await stack.enter_async_context(server(graph, ClientConnections(30.0, 0.4)))
-        admission = graph.models.find(NAME).admission
-        unread = [stack.enter_context(client(address)) for _ in range(20)]
-        for sock in unread:
-            await ask(sock, max_tokens=3500)
-        await until(lambda: len(admission) == 20 - PLACES, within=10)
-        with client(address, "127.0.0.2") as other:
-            await ask(other, max_tokens=2)
-            answer = b""
-            async with asyncio.timeout(20):
-                while b"[DONE]" not in answer:
-                    answer += await asyncio.get_running_loop().sock_recv(other, 4096)
-        assert len(admission) > 0  # it did not wait for all of them
-        await until(lambda: not len(admission) and not engine.usage.running, within=20)
+        engine = await stack.enter_async_context(worker(edge))
+        address = await stack.enter_async_context(server(edge, either, ClientConnections(30.0, 0.4)))
+        admission = edge.models.find(NAME).admission
+        for _ in range(PLACES + 1):
+            unread = await stack.enter_async_context(client(address, either))
+            ask(unread, max_tokens=3500)
+        await until(lambda: len(admission) == 1)
+        async with client(address, either, "127.0.0.2") as other:
+            ask(other, max_tokens=2)
+            await asyncio.to_thread(read, other)
+        await until(lambda: not len(admission) and not engine.usage.running)
         assert await engine.all_blocks_free()
         await until(lambda: not admission.queue.running)
 
 
-@in_session
-async def test_unread_streams_make_way_and_go_on(graph: Graph) -> None:
+@on_uvloop
+async def test_unread_streams_make_way_and_go_on(edge: Graph, either: ServerCertificate | None) -> None:
     """Long before their end: others get their places, and a client that reads again gets everything."""
     async with AsyncExitStack() as stack:
-        decode = await stack.enter_async_context(graph.worker(at_once=4, pace=0.001))
-        address = await stack.enter_async_context(
-            server(graph, ClientConnections(60.0, 60.0, pause_after=0.2))
-        )
-        await until(lambda: bool(graph.models.live().get("demo")))
-        unread = [stack.enter_context(client(address)) for _ in range(6)]
-        for sock in unread:
-            await ask(sock, model="demo", max_tokens=2500, stream_options={"include_usage": True})
+        decode = await stack.enter_async_context(edge.worker(at_once=4, pace=0.001))
+        connections = ClientConnections(60.0, 60.0, pause_after=0.2)
+        address = await stack.enter_async_context(server(edge, either, connections))
+        await until(lambda: bool(edge.models.live().get("demo")))
+        unread = []
+        for _ in range(PLACES + 1):
+            unread.append(await stack.enter_async_context(client(address, either)))
+            ask(unread[-1], model="demo", max_tokens=1500, stream_options={"include_usage": True})
         await decode.until(lambda: len(decode.jobs) == PLACES)
-        with client(address, "127.0.0.2") as other:
-            await ask(other, model="demo", max_tokens=2)
-            await read(other)
+        async with client(address, either, "127.0.0.2") as other:
+            ask(other, model="demo", max_tokens=2)
+            await asyncio.to_thread(read, other)
         assert decode.cancelled
         for sock in unread[1:]:
-            sock.close()
-        answer = await read(unread[0])
-        assert b'"completion_tokens":2500' in answer
-        admission = graph.models.find("demo").admission
+            sock.close()  # over TLS without a goodbye
+        assert b'"completion_tokens":1500' in await asyncio.to_thread(read, unread[0])
+        admission = edge.models.find("demo").admission
         await until(lambda: not admission.queue.running)
 
 
-async def read(sock: socket.socket) -> bytes:
-    answer = b""
-    async with asyncio.timeout(60):
-        while b"[DONE]" not in answer:
-            part = await asyncio.get_running_loop().sock_recv(sock, 1 << 16)
-            assert part, "the connection was closed"
+@on_uvloop
+async def test_a_slow_reader_that_moves_is_served_to_the_end(
+    edge: Graph, either: ServerCertificate | None
+) -> None:
+    """Also of what is left when the server has closed: over TLS its goodbye waits behind it."""
+
+    def slowly(sock: socket.socket) -> bytes:
+        answer, slow = b"", time.monotonic() + 1.5
+        while part := sock.recv(4096):
             answer += part
-    return answer
+            if time.monotonic() < slow:
+                time.sleep(0.02)
+        return answer
+
+    connections = ClientConnections(30.0, 0.8)
+    async with (
+        edge.worker(),
+        server(edge, either, connections) as address,
+        client(address, either) as sock,
+    ):
+        ask(sock, close=True, model="demo", max_tokens=800, logprobs=5)
+        answer = await asyncio.to_thread(slowly, sock)
+    assert b"[DONE]" in answer
+    assert answer.endswith(b"0\r\n\r\n")
+    assert len(answer) > 150_000
+    await until(lambda: not connections.open)
 
 
-@in_session
-async def test_a_slow_reader_that_moves_is_served_to_the_end(graph: Graph) -> None:
-    connections = ClientConnections(30.0, 0.5)
-    async with graph.worker(), server(graph, connections) as address:
-        with client(address) as sock:
-            await ask(sock, model="demo", max_tokens=2000, logprobs=5)
-            answer, slow = b"", time.monotonic() + 1.5
-            while b"[DONE]" not in answer:
-                if time.monotonic() < slow:  # ten times a second, a little
-                    await asyncio.sleep(0.1)
-                part = await asyncio.get_running_loop().sock_recv(sock, 4096)
-                assert part, "the connection was closed"
-                answer += part
-        assert len(answer) > 150_000
-
-
-@in_session
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("begin", [b"", b"GET /version HTTP/1.1\r\nhost", b"\r\n"])
-async def test_a_head_that_does_not_end_ends_the_connection(graph: Graph, begin: bytes, again: bool) -> None:
+@on_uvloop
+async def test_a_head_that_does_not_end_ends_the_connection(
+    edge: Graph, either: ServerCertificate | None
+) -> None:
     """Also when a byte comes now and then, and on a connection that was used before."""
-    async with server(graph, ClientConnections(0.4, 30.0)) as (host, port):
-        reader, writer = await asyncio.open_connection(host, port)
+    tls = trusting(either) if either else None
+
+    async def refused(address: Address, begin: bytes, again: bool) -> bool:
+        reader, writer = await asyncio.open_connection(*address, ssl=tls)
         if again:
             writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
             assert b"vllm" in await reader.read(4096)
-            begin = begin or b"G"
         writer.write(begin)
-        started = time.monotonic()
         dribble = asyncio.create_task(_dribble(writer)) if begin.startswith(b"GET") else None
-        async with asyncio.timeout(5):
-            answer = await reader.readline()
-            with suppress(ConnectionError):  # a byte may have come after the end
-                await reader.read()
-        assert answer.startswith(b"HTTP/1.1 408")
-        assert time.monotonic() - started < 3
+        answer = await reader.readline()
+        with suppress(ConnectionError):  # a byte may have come after the end
+            await reader.read()
         if dribble is not None:
             dribble.cancel()
         writer.close()
+        return answer.startswith(b"HTTP/1.1 408")
+
+    connections = ClientConnections(0.4, 30.0)
+    begun = [
+        (begin, again)
+        for begin in (b"", b"GET /version HTTP/1.1\r\nhost", b"\r\n")
+        for again in (False, True)
+    ]
+    begun.remove((b"", True))  # no head has begun: the connection is kept
+    async with server(edge, either, connections) as address, asyncio.timeout(30):
+        assert all(await asyncio.gather(*(refused(address, *each) for each in begun)))
+        await until(lambda: not connections.open)
 
 
 async def _dribble(writer: asyncio.StreamWriter) -> None:
@@ -235,14 +264,14 @@ async def _dribble(writer: asyncio.StreamWriter) -> None:
         writer.write(b"a")
 
 
-@in_session
-async def test_a_slow_body_is_no_slow_head(graph: Graph) -> None:
+@on_uvloop
+async def test_a_slow_body_is_no_slow_head(edge: Graph) -> None:
     body = json.dumps(completion()).encode()
-    async with graph.worker(), server(graph, ClientConnections(0.3, 30.0)) as (host, port):
-        reader, writer = await asyncio.open_connection(host, port)
+    async with edge.worker(), server(edge, None, ClientConnections(0.3, 30.0)) as address:
+        reader, writer = await asyncio.open_connection(*address)
         writer.write(HEAD % len(body))
         for byte in range(0, len(body), 10):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.06)
             writer.write(body[byte : byte + 10])
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         writer.close()

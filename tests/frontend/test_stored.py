@@ -15,23 +15,16 @@ import pytest_asyncio
 from openai import AsyncOpenAI, NotFoundError
 
 from pdserve.config.api_keys import ApiKey
-from pdserve.config.schema import AdmissionLimits
-from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.auth import ApiKeys
-from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.stored import StoredResponses
-from pdserve.frontend.models import ServedModels, serve_models
-from pdserve.frontend.pages import MetricsPage
-from pdserve.frontend.peers import PeerFrontends, answer_peer
+from pdserve.frontend.peers import answer_peer
 from pdserve.queue.memory import MemoryBroker, MemoryResponses
 from pdserve.queue.responses import StoreLimits
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
-from pdserve.registry.view import RegistryView
-from pdserve.stream import connect
 from tests.conditions import until
-from tests.frontend.conftest import Graph, NoBlobs, serve
+from tests.frontend.conftest import Frontend, Graph
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -39,44 +32,24 @@ ALICE, BOB = {"Authorization": "Bearer alice-key"}, {"Authorization": "Bearer bo
 ASK = {"model": "demo", "input": "hello", "max_output_tokens": 8, "temperature": 0}
 
 
-class Frontend:
-    """One of several, in this process."""
+class StoringFrontend(Frontend):
+    """One of several on the same registry and store."""
 
     def __init__(self, id: str) -> None:
-        self.id = id
-        self.models: ServedModels
+        super().__init__(id)
         self.stored: StoredResponses
-        self.app: FrontendApp
-        self.http: httpx.AsyncClient
-        self.url = ""
         self._stack = AsyncExitStack()
 
-    async def start(self, server: MemoryServer, broker: MemoryBroker, state: Path) -> None:
-        enter = self._stack.enter_async_context
-        registry = await enter(MemoryRegistry(server))
-        view = await enter(RegistryView(registry))
-        serial = itertools.count()
+    async def enter(self, server: MemoryServer, broker: MemoryBroker, state: Path) -> None:
         store = MemoryResponses(broker, "ns", StoreLimits())
-        self.stored = await enter(StoredResponses(store, self.id))
-        context = ModelContext(
-            lambda address: connect(address, f"{self.id}-{next(serial)}"),
-            NoBlobs(),
-            state,
-            "round-robin",
-            20.0,
-            stored=self.stored,
-        )
-        self.models = await enter(serve_models(view, context, "demo", AdmissionLimits()))
-        page = MetricsPage(view, self.id, await enter(httpx.AsyncClient()))
+        self.stored = await self._stack.enter_async_context(StoredResponses(store, self.id))
         allowed = ApiKeys([ApiKey.of("alice-key", "alice"), ApiKey.of("bob-key", "bob")])
-        self.app = app = FrontendApp(
-            self.models, page, allowed, 20.0, peers=PeerFrontends(self.stored, view.instances)
-        )
-        await store.listen(self.id, lambda question: answer_peer(app, question))
+        await self.start(self._stack, server, state, keys=allowed, stored=self.stored)
+        await store.listen(self.id, lambda question: answer_peer(self.app, question))
+        registry = await self._stack.enter_async_context(MemoryRegistry(server))
         instance = Instance(self.id, Role.FRONTEND)
         await registry.put(keys.instance(instance), encode_record(instance))
-        self.url = await serve(app, self._stack)
-        self.http = await enter(httpx.AsyncClient(base_url=self.url, timeout=30, headers=ALICE))
+        self.http.headers.update(ALICE)
 
     async def stop(self) -> None:
         """As by SIGTERM, with a drain of a second."""
@@ -86,23 +59,23 @@ class Frontend:
 class Pair(Graph):
     """`graph.worker` is served by both."""
 
-    def __init__(self, server: MemoryServer, folder: Callable[[], Path]) -> None:
-        super().__init__(server)
+    def __init__(self, folder: Callable[[], Path]) -> None:
+        super().__init__()
         self.broker = MemoryBroker()
         self._folder = folder
         self._serial = itertools.count()
-        self.one: Frontend
-        self.other: Frontend
+        self.one: StoringFrontend
+        self.other: StoringFrontend
 
-    async def frontend(self) -> Frontend:
-        frontend = Frontend(f"frontend-{next(self._serial)}-test")
-        await frontend.start(self.registry, self.broker, self._folder())
+    async def frontend(self) -> StoringFrontend:
+        frontend = StoringFrontend(f"frontend-{next(self._serial)}-test")
+        await frontend.enter(self.registry, self.broker, self._folder())
         return frontend
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def both(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    pair = Pair(MemoryServer(), lambda: tmp_path_factory.mktemp("state"))
+    pair = Pair(lambda: tmp_path_factory.mktemp("state"))
     pair.one, pair.other = await pair.frontend(), await pair.frontend()
     yield pair
     await pair.one.stop()

@@ -16,29 +16,22 @@ import pytest
 import pytest_asyncio
 
 from pdserve import queue
-from pdserve.config.schema import AdmissionLimits, DecodeConfig, traces_url
+from pdserve.config.schema import DecodeConfig, traces_url
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.frontend.app import FrontendApp
-from pdserve.frontend.auth import ApiKeys
-from pdserve.frontend.model import ModelContext
-from pdserve.frontend.models import serve_models
-from pdserve.frontend.pages import MetricsPage
 from pdserve.observe.tracing import make_tracer
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.queue.base import PrefillQueue
 from pdserve.records import Role
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
-from pdserve.registry.view import RegistryView
-from pdserve.stream import connect
 from pdserve.stream.memory import MemoryStreamServer
 from pdserve.watch import Receipt
 from tests.collector import Collector, Exported, collecting
 from tests.conditions import until
 from tests.decode.graph import config, living
 from tests.engine.sims import spec
-from tests.frontend.conftest import MODEL, NoBlobs, serve
+from tests.frontend.conftest import MODEL, Frontend
 from tests.test_traces import PARENT, is_documented
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -53,10 +46,11 @@ class Decode:
     life: "asyncio.Task[None]"
 
 
-class TracedGraph:
+class TracedGraph(Frontend):
     """With one prefill worker, and the decode workers that a test starts."""
 
     def __init__(self, nats: str, collector: Collector) -> None:
+        super().__init__("frontend-0")
         decode = DecodeConfig(remote_prefill=True, max_local_prefill_length=32)
         self.collector = collector
         self.config = replace(config(decode), model=str(MODEL), otlp_endpoint=traces_url(collector.url))
@@ -64,25 +58,10 @@ class TracedGraph:
         self._nats = nats
         self._ids = count()
 
-    async def start(self, stack: AsyncExitStack, state: Path) -> None:
-        registry = await stack.enter_async_context(MemoryRegistry(self._server, "t"))
-        view = await stack.enter_async_context(RegistryView(registry))
-        context = ModelContext(
-            lambda address: connect(address, f"frontend-0.{next(self._ids)}"),
-            NoBlobs(),
-            state,
-            "round-robin",
-            20.0,
-        )
-        self._models = await stack.enter_async_context(serve_models(view, context, "demo", AdmissionLimits()))
-        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
-        tracer = make_tracer(self.config.otlp_endpoint, "pdserve-frontend", "frontend-0")
+    async def enter(self, stack: AsyncExitStack, state: Path) -> None:
+        tracer = make_tracer(self.config.otlp_endpoint, "pdserve-frontend", self.id)
         await stack.enter_async_context(tracer)
-        page = MetricsPage(view, "frontend-0", client)
-        self.app = FrontendApp(self._models, page, ApiKeys(), 20.0, tracer=tracer)
-        client.base_url = httpx.URL(await serve(self.app, stack))
-        client.timeout = httpx.Timeout(30)
-        self._http = client
+        await self.start(stack, self._server, state, tracer=tracer)
         self.prefill = SimEngine(spec(Role.PREFILL, "prefill-0"))
         slot = Slot(Role.PREFILL, 0)
         worker = PrefillWorker(self.config, slot, "prefill-0", self.prefill, self._registry, self._queue)
@@ -95,7 +74,7 @@ class TracedGraph:
         slot = Slot(Role.DECODE, 0)
         worker = DecodeWorker(self.config, slot, name, engine, self._registry, self._queue, stream)
         life = await stack.enter_async_context(living(worker))
-        await until(lambda: name in {link.to for link in self._models.links() if link.up}, within=60)
+        await until(lambda: name in {link.to for link in self.models.links() if link.up})
         return Decode(name, engine, life)
 
     def receipt(self, request_id: str) -> Receipt | None:
@@ -107,12 +86,12 @@ class TracedGraph:
 
     @property
     def _registry(self) -> MemoryRegistry:
-        return MemoryRegistry(self._server, "t")
+        return MemoryRegistry(self._server)
 
     async def ask(self, headers: Mapping[str, str], tokens: int = 100, **body: object) -> httpx.Response:
         """With a prompt of so many tokens that no engine has seen."""
         asked = {"model": "demo", "prompt": next(_prompts)[:tokens], "max_tokens": 6, "temperature": 0}
-        return await self._http.post("/v1/completions", json=asked | body, headers=headers)
+        return await self.http.post("/v1/completions", json=asked | body, headers=headers)
 
     async def trace(self, trace_id: str, *wanted: str) -> list[Exported]:
         """Its spans in the order of their starts, when these and no others have come."""
@@ -134,7 +113,7 @@ async def graph(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Asyn
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
         async with AsyncExitStack() as stack:
             graph = TracedGraph(nats_url, collector)
-            await graph.start(stack, tmp_path_factory.mktemp("state"))
+            await graph.enter(stack, tmp_path_factory.mktemp("state"))
             yield graph
 
 

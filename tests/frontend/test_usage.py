@@ -183,6 +183,14 @@ async def test_what_counts_as_a_request_and_not_as_tokens(
     assert answer.headers[kind] == "60"
 
 
+async def test_more_outputs_than_any_limit_are_refused(graph: Graph, alice: Alice) -> None:
+    alice.may(tokens_per_minute=1000)
+    async with graph.worker():
+        answer = await post(graph, n=1e308, prompt=["a"] * 20)
+    assert answer.status_code == 429
+    assert "make it smaller" in answer.json()["error"]["message"]
+
+
 async def test_what_the_graph_does_not_serve_does_not_count(graph: Graph, alice: Alice) -> None:
     quota = alice.may(tokens_per_minute=60_000, requests_per_minute=60)
     async with graph.worker() as worker:

@@ -19,27 +19,28 @@ export function showModels(state) {
 async function send(text) {
   stopping = new AbortController();
   busy(true);
-  conversation.push({ role: "user", content: text });
+  const asked = conversation; // `clear` begins another one meanwhile
+  asked.push({ role: "user", content: text });
   const answer = h("div", { class: "answer" });
   const about = h("div", { class: "about" });
   $("messages").append(h("div", { class: "question" }, text), answer, about);
   const told = { started: performance.now(), first: null, id: "", prefill: "", instance: "", content: "" };
   try {
-    await stream(told, answer);
+    await stream(asked, told, answer);
   } catch (error) {
     if (stopping.signal.aborted) about.append(h("p", { class: "quiet" }, "stopped"));
     else about.append(h("p", { class: "bad" }, error instanceof NeedsKey ? "an API key is needed" : error.message));
   }
-  if (told.content) conversation.push({ role: "assistant", content: told.content });
-  else conversation.pop();
+  if (told.content) asked.push({ role: "assistant", content: told.content });
+  else asked.pop();
   await tell(told, about);
   busy(false);
 }
 
-async function stream(told, answer) {
+async function stream(messages, told, answer) {
   const body = {
     model: $("model").value,
-    messages: conversation,
+    messages,
     temperature: Number($("temperature").value),
     max_tokens: Number($("max-tokens").value) || undefined,
     stream: true,

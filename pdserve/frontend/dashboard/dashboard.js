@@ -28,8 +28,8 @@ async function poll() {
     if (!(error instanceof NeedsKey)) away ??= { since: Date.now(), why: error.name === "Error" ? error.message : "" };
   }
   polling = false;
+  timer = setTimeout(poll, EVERY); // before what may throw: the next state may be fine
   render();
-  timer = setTimeout(poll, EVERY);
 }
 
 function render() {
