@@ -60,7 +60,7 @@ function drawing(chart, index, shown, at, said) {
   ]),
   [[SPAN, "−5 min", "start"], [0, "now", "end"]].map(([ago, text, anchor]) =>
     s("text", { class: "axis", x: x(ago), y: HEIGHT - 4, "text-anchor": anchor }, text)),
-  chart.series.map(([, field, kind]) => s("path", { class: `line ${kind}`, d: path(shown, field, y) })).reverse(),
+  chart.series.filter(([, field, kind]) => kind === "one" || shown.some((moment) => moment[field])).map(([, field, kind]) => s("path", { class: `line ${kind}`, d: path(shown, field, y) })).reverse(),
   pointed?.chart === index && at && s("line", { class: "pointer", x1: x(at.age), x2: x(at.age), y1: TOP, y2: HEIGHT - BOTTOM }));
 }
 

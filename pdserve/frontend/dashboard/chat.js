@@ -51,14 +51,19 @@ async function stream(messages, told, answer) {
   told.prefill = response.headers.get("x-pdserve-prefill") ?? "";
   told.instance = response.headers.get("x-pdserve-instance") ?? "";
   if (!response.ok) throw new Error((await response.json().catch(() => ({}))).error?.message ?? `status ${response.status}`);
+  let drawing = 0;
+  const draw = () => {
+    drawing = 0;
+    answer.textContent = told.content;
+    showEnd();
+  };
   for await (const event of events(response.body)) {
     if (event.error) throw new Error(event.error.message);
     const text = event.choices?.[0]?.delta?.content ?? "";
     if (!text) continue;
     told.first ??= performance.now();
     told.content += text;
-    answer.textContent = told.content;
-    $("messages").scrollTop = $("messages").scrollHeight;
+    drawing ||= requestAnimationFrame(draw); // tokens come faster than a page can be laid out
   }
 }
 
@@ -84,8 +89,10 @@ async function tell(told, about) {
     told.instance.split(",").map(nameIn(graph)).join(" → "),
   ].filter(Boolean).join(" · ")));
   if (receipt) about.append(h("details", {}, h("summary", {}, "where the time went"), timeline(receipt, graph)));
-  $("messages").scrollTop = $("messages").scrollHeight;
+  showEnd();
 }
+
+const showEnd = () => ($("messages").scrollTop = $("messages").scrollHeight);
 
 function busy(is) {
   const had = document.activeElement;
@@ -107,6 +114,7 @@ $("prompt").addEventListener("keydown", (event) => {
   event.preventDefault();
   $("ask").requestSubmit();
 });
+$("messages").addEventListener("toggle", (event) => event.target.scrollIntoView({ block: "nearest" }), true);
 $("stop").addEventListener("click", () => stopping.abort());
 $("clear").addEventListener("click", () => {
   stopping?.abort();

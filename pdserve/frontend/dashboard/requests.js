@@ -3,6 +3,7 @@
 import { $, age, duration, h, many, s, short, show, whole } from "./dom.js";
 
 const MOST = 30;
+const MOST_NARROW = 12; // where the chat comes below
 const MOST_DETOURS = 8;
 const FILTERS = {
   all: () => true,
@@ -27,8 +28,9 @@ export function showRequests(found, anew = false) {
   state = found;
   const fresh = state.receipts.map((receipt) => ({ ...receipt, told: performance.now() }));
   const held = !anew && shown.length > 0 && isRead();
+  const most = matchMedia("(max-width: 1180px)").matches ? MOST_NARROW : MOST;
   shown = held ? shown.map((old) => fresh.find((receipt) => receipt.request_id === old.request_id) ?? old)
-    : fresh.filter(FILTERS[filter]).filter((receipt, index) => index < MOST || open.has(receipt.request_id));
+    : fresh.filter(FILTERS[filter]).filter((receipt, index) => index < most || open.has(receipt.request_id));
   $("held").hidden = !held;
   if (!shown.length) {
     const none = filter === "all" ? "No requests yet." : "None of the recent requests.";
