@@ -217,10 +217,11 @@ async def test_a_slow_reader_that_moves_is_served_to_the_end(
         client(address, either) as sock,
     ):
         ask(sock, close=True, model="demo", max_tokens=1600, logprobs=5)
+        started = time.monotonic()
         answer = await asyncio.to_thread(slowly, sock)
     assert b"[DONE]" in answer
     assert answer.endswith(b"0\r\n\r\n")
-    assert len(answer) > 250_000
+    assert time.monotonic() - started > 1.0, "longer than the write timeout"
     await until(lambda: not connections.open)
 
 
