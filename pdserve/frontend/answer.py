@@ -1,4 +1,4 @@
-"""The response on its way out, the errors in it, and what is noted of it in the end.
+"""Write a request's answer and its errors, and at its end the log line and the metrics.
 
 The start of a response is held back until the first part of its body comes: only then it is known to which worker the
 request went, and whether it failed before anything was sent.
@@ -40,7 +40,7 @@ _ERROR_TYPES = {
 }
 _EVENT = b"data: "
 MAX_TIMED, MAX_SAID = 16, 100
-"""hops in a header, characters of what is said of each"""
+"""hops in a `server-timing` header, characters of the description of each"""
 
 
 class HttpError(PdserveError):
@@ -92,17 +92,17 @@ def with_one_type(body: bytes, status: int = 0) -> bytes:
 
 
 class ResponseWriter:
-    """The `send` of the app that answers one request."""
+    """The ASGI `send` for the app that answers one request."""
 
     def __init__(self, send: Send, trace: RequestTrace) -> None:
         self.trace = trace
-        """of the attempt that answers now"""
+        """of the model that answers now"""
         self.status = 0
-        """as it was sent; 0 before"""
+        """the status that was sent; 0 before"""
         self.ended = False
-        """what still comes is dropped"""
+        """whatever the app still sends is dropped"""
         self.refusal: RequestFailure | None = None
-        """an error that was not told to its trace"""
+        """an error that its trace does not have"""
         self._send = send
         self._held: Message | None = None
         """the start, until the first part of the body"""
@@ -113,24 +113,24 @@ class ResponseWriter:
 
     @property
     def redirected(self) -> bool:
-        """Nothing was sent, and another model is to answer: see `restart`."""
+        """Whether nothing was sent and another model is to answer, after `restart`."""
         failure = self.trace.failure
         return failure is not None and failure.redirect and not self.status and not self._disconnected
 
     @property
     def failure(self) -> RequestFailure | None:
-        """Why it is not what was asked for; None also where only the model's app knows."""
+        """Why the request failed; None also where only the model's app knows."""
         return self.trace.failure or self.refusal
 
     def restart(self) -> None:
-        """For another app; the one before is over. The request has a new trace from now on."""
+        """Begin anew for another model's app, when the first one has ended. `trace` is a new one from now on."""
         self.trace = self.trace.restarted()
         self._held = None
         self._early.clear()
         self.ended = False
 
     def disconnect(self) -> None:
-        """The client is gone."""
+        """Send nothing more: the client is gone."""
         if not self.ended and self.refusal is None:
             self.refusal = RequestFailure(CLIENT_LEFT, "the client left")
         self.ended = self._disconnected = True
@@ -149,7 +149,7 @@ class ResponseWriter:
     async def reply(
         self, response: Response, before_end: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Answer with this response, in place of an app. `before_end` is awaited when everything has been sent, and
+        """Send this response in place of an app's. `before_end` is awaited when everything has been sent, and
         before the connection may be closed."""
         self._held = None
         headers, body = response.raw_headers, bytes(response.body)
@@ -230,8 +230,8 @@ class ResponseWriter:
 
 
 def server_timing(hops: Sequence[Hop], *, whole: bool) -> str:
-    """The header of this name: the hops in ms, and where each was or, for what takes no time, why. A stream is not
-    `whole` when it begins: its decode is to come."""
+    """Return the `server-timing` header: each hop with its ms and its instance or, where it takes no time, its reason.
+    A stream is not `whole` when it begins: its decode is still to come."""
     told = [hop for hop in hops if hop.name in HOPS and (whole or hop.name != "decode")]
     return ", ".join(map(_timed, told[:MAX_TIMED]))
 
@@ -247,7 +247,7 @@ def _timed(hop: Hop) -> str:
 
 
 def _printable(text: str) -> str:
-    """It may stand in a header, also in quotes there."""
+    """Replace what must not stand in a quoted string of a header."""
     return re.sub(r"[^ !#-\[\]-~]", "?", text)
 
 
@@ -256,7 +256,7 @@ def _is_stream(start: Message) -> bool:
 
 
 def log_request(response: ResponseWriter) -> None:
-    """Its line in the log, and its part in the metrics."""
+    """Write the request's log line, and count it in the metrics."""
     trace, total = response.trace, time.monotonic() - response.trace.started
     code = response.status or CLIENT_LEFT
     REQUESTS.labels(trace.model, str(code)).inc()

@@ -60,16 +60,16 @@ GENERATING = frozenset(
 )
 """POST, with a JSON body that may name its model; a decode worker has to work for them"""
 TOKENIZING = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
-"""the same, but without a worker"""
+"""likewise, but no decode worker works for them"""
 BY_QUERY = re.compile(r"/v1/responses/[^/]+(/cancel)?|/docs|/docs/oauth2-redirect|/redoc|/openapi\.json")
 """without a body: answered by the model of the query parameter `model`, or by the only one"""
 
 LONG_TEXT = 64 << 10
-"""bytes of a text to be tokenized"""
+"""bytes of a body to be tokenized; longer ones take turns"""
 GRACE = 0.3
 """seconds after the deadline within which the model's own, more exact answer may still come"""
 _END_WITHIN = 5.0
-"""seconds for a model's app to end when it was told of a disconnect"""
+"""seconds for a model's app to end after it was told of a disconnect"""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _ERRORS = (HttpError, BadRequest, Overloaded)
 

@@ -22,11 +22,11 @@ from pdserve.observe.metrics import KEY_REQUESTS, KEY_TOKENS
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ping", *SHELL})
-"""for probes, which have no key: whether it serves, and no more; and the dashboard before it asks for one"""
+"""need no key: health, of which a probe without one gets the status alone, and the dashboard, which asks for a key"""
 LOCAL_PATHS = frozenset({"/load", "/version", "/metrics"})
-"""for scrapers: clients on this machine need no key"""
+"""need no key from clients on this machine, such as scrapers"""
 CHECK = 2.0
-"""seconds after which it is looked whether a file of keys has changed"""
+"""seconds between two looks at the files"""
 
 
 class ApiKeys:
@@ -36,7 +36,7 @@ class ApiKeys:
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """From now on these. A key that is gone is refused; what came with it before goes on."""
+        """Take these keys from now on. A key that is gone is refused, and its running requests go on."""
         before, self._keys = self._keys, {key.digest: key for key in keys}
         names = {key.name for key in self._keys.values()}
         for gone in {key.name for key in before.values()} - names:
@@ -48,8 +48,9 @@ class ApiKeys:
         return len(self._keys)
 
     def find(self, path: str, headers: Mapping[str, str]) -> ApiKey | None:
-        """The key that a request came with: `Authorization: Bearer KEY` as OpenAI's clients send it, or `x-api-key` as
-        Anthropic's. None where none is needed. Raises HttpError for a request that needs one and has none."""
+        """Return the key that a request came with: `Authorization: Bearer KEY` as OpenAI's clients send it, or
+        `x-api-key` as Anthropic's; None where none is needed. Raises HttpError for a request that needs one and has
+        none."""
         if not self._keys or path in OPEN_PATHS:
             return None
         # looked up by a hash that no client can steer, so that the time tells nothing about the keys
@@ -59,7 +60,7 @@ class ApiKeys:
         return key
 
     def knows(self, headers: Mapping[str, str]) -> bool:
-        """Whether a request for an open page may know all that is on it."""
+        """Return whether a request for an open page may see all of it."""
         return not self._keys or digest_of(_given(headers)) in self._keys
 
 
@@ -68,7 +69,7 @@ def is_open_here(scope: Scope) -> bool:
 
 
 def is_local(scope: Scope) -> bool:
-    """Whether the client is on this machine."""
+    """Return whether the client is on this machine."""
     client, server = scope.get("client"), scope.get("server")
     if not client or not server:
         return False
@@ -76,8 +77,8 @@ def is_local(scope: Scope) -> bool:
 
 
 class KeySource:
-    """Where the keys come from. What is wrong with them when the frontend starts raises ConfigError; later the keys of
-    before stay."""
+    """The files and the environment variable that hold the keys. Mistakes at the start raise ConfigError; later ones
+    are logged, and the keys of before stay."""
 
     def __init__(
         self, file: Path | None, env: Mapping[str, str] = os.environ, ledger: KeyLedger | None = None
@@ -85,14 +86,14 @@ class KeySource:
         self._file = file
         self._env = env
         self._notes: list[str] = []
-        """that were told"""
+        """that were logged"""
         found = read_keys(file, env)
         self._states = {path: _state(path) for path in found.files}
         self.keys = ApiKeys(ledger=ledger)
         self._take(found)
 
     async def follow(self) -> None:
-        """Read the files again when they change. Never returns."""
+        """Read the files again whenever they change. Never returns."""
         while True:
             await asyncio.sleep(CHECK)
             states = await asyncio.to_thread(lambda: {path: _state(path) for path in self._states})
@@ -115,7 +116,7 @@ class KeySource:
 
 
 def _state(file: Path) -> tuple[int, ...]:
-    """Another one whenever the file may be another one."""
+    """Return what changes whenever the file may have changed."""
     try:
         found = file.stat()
     except OSError as error:
@@ -129,6 +130,6 @@ def _given(headers: Mapping[str, str]) -> str:
 
 
 def client_of(request: Request, trace: RequestTrace) -> str:
-    """The client that it belongs to, to be fair between clients: its API key or, where none are configured, its
-    address, since any key could be made up."""
+    """Return what counts as one client where clients share fairly: the API key or, where no keys are configured and any
+    could be made up, the address."""
     return trace.key or (request.client.host if request.client else "")

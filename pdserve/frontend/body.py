@@ -48,22 +48,22 @@ FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", "kv_hints")
 class ParsedBody:
     raw: bytes
     model: str | None
-    """as named in it; None where it names none"""
+    """None where the body names none"""
     size: RequestSize
     plain: bool = False
-    """as `is_plain` has it"""
+    """see `is_plain`"""
     has_id: bool = False
-    """it names an id for its answer"""
+    """whether it names an id for its answer"""
     background: bool = False
-    """it is worked on after its answer"""
+    """whether the request goes on after its answer"""
     previous: str = ""
     """the stored response that it continues"""
 
 
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:
-    """Bytes of a request for a model with such a context. Beyond them no text fits, however it is written (64 bytes a
-    token: text in \\u escapes, lists of token ids, several prompts); what is only tokenized for an answer may be a few
-    times as long as the context."""
+    """Return the most bytes of a request for a model with this context. Beyond them no text fits, however it is written
+    (64 bytes a token: text in \\u escapes, lists of token ids, several prompts); what is only tokenized for an answer
+    may be a few times as long as the context."""
     most = (256 << 10) + 32 * max_model_len if tokenizing else (4 << 20) + 64 * max_model_len
     return min(MAX_BODY, most)
 
@@ -116,8 +116,8 @@ class BodyReader:
 
 
 async def discard_rest(request: Request) -> None:
-    """Read on for a while what belongs to a refused request: a socket that is closed before tells its client of a
-    broken connection, and not of the answer."""
+    """Read the rest of a refused request's body for a while: if the socket were closed before, its client would see a
+    broken connection and not the answer."""
     left = MAX_DISCARDED
     with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # RuntimeError: all of it has been read
         async with asyncio.timeout(DISCARD_WITHIN):
@@ -128,8 +128,8 @@ async def discard_rest(request: Request) -> None:
 
 
 def parse_body(path: str, raw: bytes) -> ParsedBody:
-    """Find the model and the size of the request, and refuse what must not come from outside. What is no JSON object,
-    or names its model by no text, is refused by the model's app. Raises BadRequest."""
+    """Find the model and the size of the request. Raises BadRequest for what must not come from outside. The model's
+    app refuses what is no JSON object, or names its model by no text."""
     fields = _fields(raw)
     extra = fields.get("vllm_xargs")
     for name in FORBIDDEN:
@@ -150,8 +150,8 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
 
 
 def _fields(raw: bytes) -> dict[str, object]:
-    """Empty where the model's app, which reads with Python's `json`, will find none either. That one takes more than
-    the JSON of the standard: NaN, numbers of any size, other encodings, halves of a surrogate pair."""
+    """Return the fields that the model's app will find too. It reads with Python's `json`, which takes more than the
+    standard allows: NaN, numbers of any size, other encodings, halves of a surrogate pair."""
     try:
         fields = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -163,7 +163,7 @@ def _fields(raw: bytes) -> dict[str, object]:
 
 
 def _size(path: str, raw: bytes, fields: Mapping[str, object]) -> RequestSize:
-    """What is no valid value counts as none: vLLM's app will refuse it."""
+    """Ignore invalid values: vLLM's app will refuse them."""
     bounds = (_count(fields.get(name)) for name in _BOUNDS.get(path, ("max_tokens",)))
     prompts = max(_several(fields.get("prompt"), str | list), _several(fields.get("messages"), list))
     n = _count(fields.get("n")) or 1
@@ -171,7 +171,7 @@ def _size(path: str, raw: bytes, fields: Mapping[str, object]) -> RequestSize:
 
 
 def _several(value: object, kind: type | UnionType) -> int:
-    """How many prompts a list of such is; anything else is one."""
+    """Count the prompts in a list of `kind`; anything else is one."""
     return len(value) if isinstance(value, list) and value and isinstance(value[0], kind) else 1
 
 
@@ -187,7 +187,7 @@ def _count(value: object) -> int | None:
 
 
 def replay(raw: bytes, gone: asyncio.Event) -> Receive:
-    """The `receive` of the model's app: the body again, then a disconnect, once `gone` is set."""
+    """Return the `receive` for the model's app: the body again and, once `gone` is set, a disconnect."""
     sent = False
 
     async def receive() -> Message:
@@ -202,8 +202,8 @@ def replay(raw: bytes, gone: asyncio.Event) -> Receive:
 
 
 def app_scope(request: Request, request_id: str, body: ParsedBody) -> Scope:
-    """As vLLM's app sees the request: always with an id, from which it makes the response's id. It takes the header's
-    before the body's."""
+    """Return the scope for vLLM's app: always with a request id, from which the app makes the response's id. It prefers
+    the header's id to the body's."""
     headers = MutableHeaders(raw=list(request.scope["headers"]))
     if not body.has_id or "x-request-id" in headers:
         headers["x-request-id"] = request_id

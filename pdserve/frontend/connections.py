@@ -63,26 +63,27 @@ class ClientConnection(HttpToolsProtocol):
         super().__init__(*args, **options)
         self.logger = _uvicorn
         self.origin = ""
-        """what it counts for, as `ClientConnections.enter` has it"""
+        """the client that it counts for, until `ClientConnections.leave`"""
         self._owner = owner
         self._head_since: float | None = None
-        """monotonic; while a request's head is waited for"""
+        """monotonic, when the wait for a request's head began; None outside of it"""
         self._fields = 0
-        """of it; -1 once it is complete"""
+        """header fields of the head so far; -1 once it is complete"""
         self._moved = False
         self._unmoved = 0
-        """bytes that have come since the parser made anything of them"""
+        """bytes that came since the parser last recognized anything"""
         self._refusal = (400, "this is no valid HTTP request")
         self._refused = False
-        """what still comes is not looked at"""
+        """whatever else comes is ignored"""
         self._taken = -1
-        """bytes, at the last look; -1 where nothing waited to be sent"""
+        """bytes that the client had taken at the last look; -1 if nothing waited to be sent"""
         self._unread = 0.0
+        """seconds"""
         self._looked = 0.0
         self._closing_since = 0.0
         """monotonic, by the look that saw it first; 0 before"""
         self._last = False
-        """the next request is the last one"""
+        """whether the next request is the last one"""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -161,9 +162,7 @@ class ClientConnection(HttpToolsProtocol):
             self._refuse_head(414, f"the request's path and query are larger than {MAX_TARGET} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if (
-            self._fields < 0
-        ):  # after a chunked body: uvicorn would add it to those that were looked at already
+        if self._fields < 0:  # after a chunked body: uvicorn would add it to the checked ones
             return
         self._fields += 1
         if self._fields > MAX_FIELDS:
@@ -198,12 +197,12 @@ class ClientConnection(HttpToolsProtocol):
             self._head_since = time.monotonic()
 
     def _refuse_head(self, status: int, message: str) -> None:
-        """Out of the parser: it tells uvicorn, which calls `send_400_response`."""
+        """Raise out of the parser, so that uvicorn calls `send_400_response`."""
         self._refusal = (status, message)
         raise ValueError(message)
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no request. Those before it are answered; one whose body it was is over."""
+        """Refuse what came, which is no request. Requests before it are answered; one whose body it was is over."""
         self._refused = True
         CONNECTIONS_CLOSED.labels("refused").inc()
         if self._idle():
@@ -218,7 +217,7 @@ class ClientConnection(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     def refuse(self, status: int, message: str) -> None:
-        """Answer, and close when the client has had the time to read it."""
+        """Answer, and close when the client has had time to read the answer."""
         self._refused, self._head_since = True, None
         body = msgspec.json.encode(error_body("", HttpError(status, message)))
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
@@ -228,11 +227,11 @@ class ClientConnection(HttpToolsProtocol):
     # what does not move
 
     def head_seconds(self, now: float) -> float:
-        """How long the next request's head has been waited for."""
+        """Return how long the next request's head has been waited for."""
         return now - self._head_since if self._head_since is not None and self._idle() else 0.0
 
     def unread_seconds(self, now: float) -> float:
-        """How long the client has taken nothing of what waits to be sent to it. To be called regularly."""
+        """Return how long the client has taken nothing of what waits to be sent to it. Call regularly."""
         since, self._looked = now - self._looked, now
         taken, waiting = self._bytes_taken()
         if not waiting or taken != self._taken:
@@ -243,7 +242,7 @@ class ClientConnection(HttpToolsProtocol):
         return self._unread
 
     def closing_seconds(self, now: float) -> float:
-        """How long it has been closed on this side, with nothing left to be sent. To be called regularly, after
+        """Return how long it has been closed on this side, with nothing left to be sent. Call regularly, after
         `unread_seconds`."""
         if not self.transport.is_closing() or self._taken >= 0:
             self._closing_since = 0.0
@@ -265,8 +264,8 @@ class ClientConnection(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _bytes_taken(self) -> tuple[int, bool]:
-        """What the client's kernel has acknowledged, which it does as far as the client reads, give or take its buffer,
-        and whether more waits; -1 where nothing does. Below TLS uvloop has a buffer that cannot be seen: what is in it
+        """Return the bytes that the client's kernel has acknowledged, as far as the client reads give or take a buffer,
+        and whether more waits; -1 if nothing does. Below TLS uvloop has a buffer that cannot be seen: what is in it
         waits for what the kernel holds."""
         waiting = self.transport.get_write_buffer_size() > 0
         if not waiting and self.scheme == "http":
@@ -281,7 +280,7 @@ class ClientConnection(HttpToolsProtocol):
 
 
 class _Chunks(ChunkWriter):
-    """Past uvicorn's `send`: what it does for a part of a chunked body, without a message and a coroutine."""
+    """Do what uvicorn's `send` does for a part of a chunked body, without a message and a coroutine."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -290,9 +289,8 @@ class _Chunks(ChunkWriter):
 
     def ready(self) -> bool:
         cycle = self._cycle
-        return not (self._flow.write_paused or cycle.disconnected or cycle.response_complete) and bool(
-            cycle.chunked_encoding
-        )
+        over = self._flow.write_paused or cycle.disconnected or cycle.response_complete
+        return bool(cycle.chunked_encoding) and not over
 
     def write(self, part: bytes) -> None:
         self._write(b"%x\r\n%b\r\n" % (len(part), part))
@@ -313,7 +311,7 @@ class ClientConnections:
         self.header_timeout = header_timeout
         self.open: set[ClientConnection] = set()
         self.draining = False
-        """set when the server stops: what is accepted now has one request"""
+        """set when the server stops: a connection that is accepted now has one request"""
         self._pause_after = pause_after
         """seconds after which a client counts as not reading"""
         self._write_timeout = write_timeout
@@ -333,7 +331,7 @@ class ClientConnections:
         return ClientConnection(self, config, server_state, app_state, _loop)
 
     def enter(self, connection: ClientConnection, address: str) -> bool:
-        """Count it, until `leave`; False where there are too many already."""
+        """Count the connection until `leave`; return False if there are too many already."""
         origin = _origin(address)
         if self._of_origin[origin] >= self._most_per_client or self._count >= self._most:
             CONNECTIONS_CLOSED.labels("limit").inc()
@@ -344,7 +342,7 @@ class ClientConnections:
         return True
 
     def leave(self, connection: ClientConnection) -> None:
-        """Once or again."""
+        """Stop counting it; may be called twice."""
         self.open.discard(connection)
         if connection.origin:
             self._count -= 1
@@ -377,7 +375,7 @@ class ClientConnections:
 
 
 def _origin(address: str) -> str:
-    """What counts as one client: an IPv4 address, or the network that IPv6 gives to one."""
+    """Return what counts as one client: an IPv4 address, or the /64 network that a client of IPv6 has."""
     ip = ip_address(address)
     if not isinstance(ip, IPv6Address):
         return address

@@ -47,10 +47,10 @@ class ChunkWriter(Protocol):
     """The client's connection, below the HTTP server's own `send`, with which it shares the order."""
 
     def ready(self) -> bool:
-        """A body of unknown length has begun, and the client takes what is sent."""
+        """Return whether a body of unknown length has begun and the client takes what is sent."""
 
     def write(self, part: bytes) -> None:
-        """A part of that body; only where it is ready."""
+        """Write a part of that body; call only when ready."""
 
 
 class DeltaStream:
@@ -64,11 +64,11 @@ class DeltaStream:
         """outputs that the app has, or will read next"""
 
     def passed(self) -> None:
-        """An output is handed to the app, which makes one chunk with text of it."""
+        """Note an output that the app gets, which makes one chunk with text of it."""
         self._with_app += 1
 
     def sent(self, part: bytes) -> None:
-        """The app's part of the answer was written."""
+        """Note a part of the answer that the app has written."""
         if found := _CHUNK.fullmatch(part):
             self._with_app -= 1
             if self._frame is None and b'"finish_reason":null' in found[2]:
@@ -78,7 +78,7 @@ class DeltaStream:
         return not self._with_app and self._frame is not None and self._connection.ready()
 
     def write(self, text: str) -> None:
-        """Only where it is ready."""
+        """Call only when ready."""
         assert self._frame is not None
         before, after = self._frame
         self._connection.write(b"%b%b%b" % (before, _json(text), after))

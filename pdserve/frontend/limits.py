@@ -39,9 +39,9 @@ class LimitReached(HttpError):
 
 class Bucket:
     def __init__(self, limit: int, now: float) -> None:
-        """Full."""
+        """A bucket begins full."""
         self.limit = limit
-        """a minute"""
+        """per minute"""
         self._level = float(limit)
         self._at = now
 
@@ -49,29 +49,29 @@ class Bucket:
         return min(self.limit, self._level + (now - self._at) * self.limit / MINUTE)
 
     def take(self, amount: float, now: float) -> None:
-        """Or give back, where it is below zero."""
+        """A negative amount is given back."""
         self._level, self._at = min(self.limit, self.level(now) - amount), now
 
     def at_most(self, level: float, now: float) -> None:
         self._level, self._at = min(self.level(now), level), now
 
     def change(self, limit: int, now: float) -> None:
-        """Another limit: what was used stays used."""
+        """Change the limit; what was used stays used."""
         used = self.limit - self.level(now)
         self.limit, self._level, self._at = limit, limit - used, now
 
     def wait(self, amount: float, now: float) -> float:
-        """Seconds until it has so much; 0 where it has."""
+        """Return the seconds until it holds so much; 0 if it does."""
         missing = amount - self.level(now)
         return missing * MINUTE / self.limit if missing > _ALMOST else 0.0
 
 
 class KeyUsage(msgspec.Struct, frozen=True, array_like=True):
-    """Of one key at one frontend."""
+    """What one frontend reports of one key."""
 
     running: int
     used: dict[str, float]
-    """by kind, since the frontend knows the key's limits"""
+    """by kind, since the frontend learned of the key's limits"""
     before: dict[str, float]
     """the same in the report before"""
     left: dict[str, float]
@@ -79,14 +79,15 @@ class KeyUsage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UsageReport(msgspec.Struct, frozen=True):
-    """From a frontend to all others: the keys that have anything to tell. No request of another one runs there."""
+    """From a frontend to all others: the keys whose use changed or goes on. A key that is missing has no request
+    there."""
 
     frontend: str
     keys: dict[str, KeyUsage]
 
 
 class KeyQuota:
-    """One key's, in this process."""
+    """The limits of one key, and what this process knows of their use."""
 
     def __init__(self, limits: KeyLimits, now: float) -> None:
         self.running = 0
@@ -108,7 +109,7 @@ class KeyQuota:
                 self.buckets[kind] = Bucket(limit, now)
 
     def begin(self, elsewhere: int, now: float) -> None:
-        """One more request runs here, while `elsewhere` run at other frontends. Raises LimitReached."""
+        """Count a request that begins here, while `elsewhere` run at other frontends. Raises LimitReached."""
         most = self.limits.concurrent_requests
         if most is not None and self.running + elsewhere >= most:
             raise LimitReached("requests", f"this API key may have {most} requests at a time", 1.0)
@@ -116,7 +117,7 @@ class KeyQuota:
         self.running += 1
 
     def take(self, kind: str, amount: float, now: float) -> None:
-        """Raises LimitReached."""
+        """Take from the bucket of this kind. Raises LimitReached."""
         if (bucket := self.buckets.get(kind)) is None:
             return
         if amount > bucket.limit:
@@ -128,7 +129,7 @@ class KeyQuota:
         self.count(kind, amount, now)
 
     def count(self, kind: str, amount: float, now: float) -> None:
-        """Take it, whatever is left; below zero, give it back."""
+        """Take it, whatever is left; a negative amount is given back."""
         if kind in self.buckets:
             self.buckets[kind].take(amount, now)
             self.used[kind] += amount
@@ -150,20 +151,14 @@ class KeyQuota:
         before = usage.before if known is None else known
         for kind, bucket in self.buckets.items():
             bucket.take(usage.used.get(kind, 0.0) - before.get(kind, 0.0), now)
-            if (
-                known is None and kind in usage.left
-            ):  # what it used earlier is not known, but what was left then
+            if known is None and kind in usage.left:  # its earlier use is unknown, but not what was left then
                 bucket.at_most(usage.left[kind], now)
 
     def state(self, now: float) -> Iterator[tuple[str, int, int, float]]:
-        """By kind: the limit, what is left of it, and the seconds until all of it is there again."""
+        """Yield each kind with its limit, what is left of it, and the seconds until it is full again."""
         for kind, bucket in self.buckets.items():
-            yield (
-                kind,
-                bucket.limit,
-                max(0, math.floor(bucket.level(now) + _ALMOST)),
-                bucket.wait(bucket.limit, now),
-            )
+            left = max(0, math.floor(bucket.level(now) + _ALMOST))
+            yield kind, bucket.limit, left, bucket.wait(bucket.limit, now)
 
 
 @dataclass
@@ -184,10 +179,10 @@ class KeyLedger:
         self._quotas: dict[str, KeyQuota] = {}
         self._others: dict[str, _Other] = {}
         self._told_at = -math.inf
-        """all of it"""
+        """monotonic, when all keys were last reported"""
 
     def replace(self, keys: Iterable[ApiKey], now: float) -> None:
-        """From now on these keys have limits as they say. What they have used stays used."""
+        """Take the limits of these keys from now on. What they have used stays used."""
         limits = {key.name: key.limits for key in keys if key.limits != KeyLimits()}
         for name in self._quotas.keys() - limits.keys():
             del self._quotas[name]
@@ -207,7 +202,7 @@ class KeyLedger:
         return sum(other.keys[name].running for other in self._others.values() if name in other.keys)
 
     def report(self, now: float) -> UsageReport | None:
-        """What the others should know, from time to time all of it; None where they know it."""
+        """Return what the other frontends do not know yet, and every HEARTBEAT all of it; None if there is nothing."""
         self._others = {id: other for id, other in self._others.items() if now - other.heard < SILENT}
         whole = now - self._told_at >= HEARTBEAT
         if not whole and not any(quota.untold for quota in self._quotas.values()):
@@ -233,7 +228,7 @@ class KeyLedger:
 
 
 def in_words(seconds: float) -> str:
-    """As OpenAI writes the time until a limit is reset: 6m0s, 1.5s, 20ms."""
+    """Write a time as OpenAI does that until a limit is reset: 6m0s, 1.5s, 20ms."""
     milliseconds = math.ceil(seconds * 1000 - _ALMOST)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

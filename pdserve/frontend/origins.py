@@ -23,10 +23,10 @@ _HERE = re.compile(r"https?://(localhost|[\w.-]+\.localhost|127(\.\d+){3}|\[::1\
 
 
 class CrossOrigin:
-    """An ASGI app before another one."""
+    """Middleware that refuses the requests of pages that may not ask."""
 
     def __init__(self, app: ASGIApp, keys: Sized, allowed: Sequence[str] = (), *, host: str = "") -> None:
-        """`keys` is empty where requests need none, as it is then; `host` is what the frontend listens on."""
+        """`keys` is empty while requests need none; `host` is what the frontend listens on."""
         self._app, self._keys, self._allowed = app, keys, allowed
         self._hosts = {urlsplit(origin).hostname for origin in allowed}
         self._check_host = is_loopback(host) and ANY not in allowed
@@ -46,7 +46,7 @@ class CrossOrigin:
         await app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> str:
-        """Why a request without a key is not answered; empty where it is."""
+        """Return why a request without a key is not answered; empty if it is."""
         host, origin = headers.get("host", ""), headers.get("origin", "")
         hint = "list it in Frontend.allowed-origins, or let requests need an API key"
         if self._check_host and host and not names_this_machine(host) and _name(host) not in self._hosts:
@@ -64,5 +64,5 @@ def _name(host: str) -> str | None:
 
 
 def _cors(app: ASGIApp, origins: Sequence[str], pattern: str | None = None) -> CORSMiddleware:
-    """A page may read all headers of an answer: its request's id, what is left of its key's limits."""
+    """Let pages read all headers of an answer: its request's id, what is left of its key's limits."""
     return CORSMiddleware(app, origins, ["*"], ["*"], allow_origin_regex=pattern, expose_headers=["*"])

@@ -37,7 +37,7 @@ class PeerFrontends:
         self._registered = registered
 
     async def load(self, response_id: str) -> None:
-        """For a request that continues this response. Raises HttpError."""
+        """Load the response that a request continues. Raises HttpError."""
         try:
             response_id.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON may spell
@@ -48,8 +48,8 @@ class PeerFrontends:
             await self.stored.name(response_id)
 
     async def find(self, response_id: str, request: Request, response: ResponseWriter) -> str:
-        """The model whose app has to answer a request about this response, unless another frontend has answered it.
-        Raises HttpError."""
+        """Return the model whose app has to answer a request about this response, unless another frontend has answered
+        it. Raises HttpError."""
         with _readable():
             found = await self.stored.name(response_id)
             if found is None:
@@ -61,8 +61,8 @@ class PeerFrontends:
             return found.model
 
     async def _is_there(self, frontend: str, request: Request, response: ResponseWriter) -> bool:
-        """Whether the frontend that works on the response still lives; then it has answered, or the state that was
-        stored is what is known."""
+        """Pass the request on to the frontend that works on the response. Return whether that one lives: then it has
+        answered, or nothing newer than the stored state is known."""
         if frontend == self.stored.frontend:
             return False  # it was lost here, in an outage of the store
         try:
@@ -78,8 +78,8 @@ class PeerFrontends:
         return True
 
     async def _pass_on(self, frontend: str, request: Request, response: ResponseWriter) -> None:
-        """Until the deadline. Raises PeerGone, QueueUnavailable, HttpError and, where the client leaves,
-        ClientDisconnect."""
+        """Pass the request on, until its deadline. Raises PeerGone, QueueUnavailable, HttpError and, where the client
+        leaves, ClientDisconnect."""
         passing = asyncio.create_task(self._pass_answer(frontend, request, response))
         watch = asyncio.create_task(disconnected(request))
         left = response.trace.deadline - time.monotonic()
@@ -116,7 +116,7 @@ class PeerFrontends:
 
 
 async def answer_peer(app: ASGIApp, question: bytes) -> AsyncIterator[bytes]:
-    """What `app` answers to another frontend: a head, and the parts of the body."""
+    """Yield what `app` answers to another frontend: a head, and the parts of the body."""
     query = msgspec.msgpack.decode(question, type=ResponseQuery)
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     scope: Scope = {
@@ -159,7 +159,7 @@ async def answer_peer(app: ASGIApp, question: bytes) -> AsyncIterator[bytes]:
 
 
 def _failed(record: StoredResponse) -> StoredResponse:
-    """The response of a frontend that is gone."""
+    """Return the response as failed: its frontend is gone."""
     fields = msgspec.json.decode(record.response)
     if fields["status"] in UNFINISHED:
         error = {"code": "server_error", "message": "the frontend that made it is gone"}
@@ -168,7 +168,7 @@ def _failed(record: StoredResponse) -> StoredResponse:
 
 
 def owner_at_peer(request: Request) -> str | None:
-    """Of a request that came through another frontend."""
+    """Return the name of the API key of a request that came through another frontend; None of any other."""
     owner: str | None = request.scope.get("extensions", {}).get(OWNER)
     return owner
 

@@ -1,5 +1,5 @@
-"""The receipts of this frontend's requests, of those that run and of the last that are over, and what it served lately,
-in ticks. A request costs a record at its end, a token nothing."""
+"""Keep the receipts of this frontend's requests, running and lately ended, and count in ticks what it served. That
+costs a record for each request, and nothing for a token."""
 
 import asyncio
 import time
@@ -25,20 +25,20 @@ class Receipts:
         self._frontend = frontend
         self._running: dict[ResponseWriter, None] = {}
         self._over: deque[tuple[float, Receipt]] = deque(maxlen=MOST_KEPT)
-        """with the monotonic time of its coming; in the order of their ends"""
+        """with the monotonic time of arrival; in the order of their ends"""
         self._astray: deque[tuple[float, Receipt]] = deque(maxlen=MAX_ASTRAY)
-        """the last of them that went astray"""
+        """the last receipts of requests that went astray"""
         self._counts = Counter[str]()
-        """of the tick that has not ended"""
+        """of the current tick"""
         self._tokens = 0
-        """of all requests that are over"""
+        """output tokens of all requests that are over"""
 
     def begin(self, request: Request, response: ResponseWriter) -> None:
         response.trace.span = begin_span(self._tracer, request, response.trace)
         self._running[response] = None
 
     def end(self, response: ResponseWriter) -> None:
-        """Does nothing for a request that has not begun."""
+        """Keep the request's receipt; do nothing if it has not begun."""
         if response not in self._running:
             return
         del self._running[response]
@@ -59,7 +59,7 @@ class Receipts:
         self._counts["refused"] += code == 429
 
     def newest(self, limit: int, key: str | None = None, request_id: str = "") -> list[Receipt]:
-        """The newest first; with `key`, those of this API key, with `request_id`, those of this id."""
+        """Return receipts, the newest first: with `key` those of this API key, with `request_id` those of this id."""
         now, found = time.monotonic(), list[tuple[float, Receipt | ResponseWriter]]()
         self._forget(now)
         for response in self._running:
@@ -77,7 +77,7 @@ class Receipts:
         ]
 
     def told(self) -> list[Receipt]:
-        """To whatever watches the graph."""
+        """Return what dashboards and `status` get: the newest, and older ones of requests that went astray."""
         now, newest = time.monotonic(), self.newest(MAX_TOLD)
         told_from = now - newest[-1].age if len(newest) == MAX_TOLD else 0.0
         astray = [
@@ -88,7 +88,7 @@ class Receipts:
         return newest + astray
 
     async def tick(self) -> None:
-        """Never returns."""
+        """End a tick every TICK seconds. Never returns."""
         before = _observed(TTFT), _observed(ITL), self._sent()
         while True:
             await asyncio.sleep(TICK)
@@ -109,7 +109,7 @@ class Receipts:
             self._forget(time.monotonic())
 
     def _sent(self) -> int:
-        """Tokens so far."""
+        """Count the output tokens of all requests so far."""
         return self._tokens + sum(response.trace.output_tokens for response in self._running)
 
     def _forget(self, now: float) -> None:
@@ -129,7 +129,7 @@ class Receipts:
             model=trace.model,
             key=trace.key,
             status=response.status or (0 if running else CLIENT_LEFT),
-            # what is said of a wrong request may quote it, and its client has been told
+            # an error about a wrong request may quote it, and its client has been told
             error=failure.message[:MAX_WHY]
             if failure is not None and failure.status not in (400, 404, 422)
             else "",
@@ -147,7 +147,7 @@ class Receipts:
 
 
 def _observed(histogram: Histogram) -> list[int]:
-    """How many fell into each bucket so far, of all models."""
+    """Count the observations in each bucket so far, of all models."""
     below = Counter[float]()
     for metric in histogram.collect():
         for sample in metric.samples:

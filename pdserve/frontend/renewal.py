@@ -1,4 +1,4 @@
-"""The certificate that a frontend shows, taken anew when its files change."""
+"""Load the frontend's TLS certificate anew when its files change."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ LOOK = 10.0
 
 
 class RenewedCertificate:
-    """Raises ConfigError where it cannot be used at the start; later a broken one is logged, and the one before stays.
+    """A certificate that cannot be used raises ConfigError at the start; later it is logged, and the one before stays.
     `watch` must run."""
 
     def __init__(self, files: ServerCertificate, every: float = LOOK) -> None:
@@ -26,8 +26,8 @@ class RenewedCertificate:
         logger.info("TLS with %s, valid until %s", files.chain, files.valid_until().date())
 
     async def watch(self) -> None:
-        """Until cancelled. Files are loaded when they have not changed since the last look: they are written one after
-        the other."""
+        """Look until cancelled. Load changed files when they are the same at two looks: they are written one after the
+        other."""
         while True:
             await asyncio.sleep(self._every)
             stamps = self._stamps()

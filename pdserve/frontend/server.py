@@ -170,7 +170,7 @@ class Frontend(Service):
         credentials: Credentials | None,
         stack: AsyncExitStack,
     ) -> StoredResponses | None:
-        """Left after all models, since what they are still making is stored as failed."""
+        """Enter the store of responses before the models: what they still make when they end is stored as failed."""
         if not frontend.stored_responses_age:
             return None
         limits = StoreLimits(frontend.stored_responses_age, frontend.stored_responses_bytes)

@@ -72,7 +72,7 @@ async def begins_tls(sock: socket.socket) -> bool:
 
 
 def _other_listeners(port: int) -> str:
-    """The processes that listen there and were not started by our own parent; empty for none."""
+    """Name the processes that listen there and were not started by our own parent; empty for none."""
     if port == 0:
         return ""
     try:

@@ -15,7 +15,7 @@ _OPERATIONS = {
 
 
 def begin_span(tracer: Tracer, request: Request, trace: RequestTrace) -> TracedSpan | None:
-    """None where the request is not traced. Malformed or too long headers count as none."""
+    """Return None where the request is not traced. Malformed or too long headers are ignored."""
     if not tracer.on:
         return None
     method, path = request.method, trace.path
@@ -36,7 +36,7 @@ def begin_span(tracer: Tracer, request: Request, trace: RequestTrace) -> TracedS
 
 
 def end_span(span: TracedSpan, receipt: Receipt, failure: RequestFailure | None, started: float) -> None:
-    """`started`: monotonic, what the receipt's hops count from. What the workers did is told by them."""
+    """`started`: monotonic, the zero of the receipt's hops. Workers export the spans of their hops themselves."""
     span.add_hops((hop for hop in receipt.hops if hop.name in ("admission", "migration")), started)
     attributes: dict[str, str | int | float] = {
         "gen_ai.request.model": receipt.model,

@@ -25,7 +25,7 @@ LONGEST = 1e6
 """seconds of a hop, and of its start: a worker that tells more, or no number, is not believed"""
 NO_WORKER = "no decode worker is there"
 CLIENT_LEFT = 499
-"""in place of a status: the client left before an answer"""
+"""in place of a status, where the client left before an answer"""
 RETRY_AFTER = 5.0
 """seconds that a client is told to wait where no worker can serve it now"""
 
@@ -39,7 +39,7 @@ class RequestFailure:
     retry_after: float = 0.0
     """seconds; 0 where trying again makes no sense"""
     redirect: bool = False
-    """nothing of it was generated, and there is another model of the same name by now, which can answer it"""
+    """whether nothing was generated and another model of the same name, which is there by now, can answer it"""
 
     @classmethod
     def no_worker(cls, model: str, why: str = "") -> Self:
@@ -56,8 +56,8 @@ class RequestFailure:
 
 
 class SequenceHops:
-    """The way of one sequence: held back by the frontend, at a decode worker, held back again... Each call tells where
-    it is from then on; none is made for each token."""
+    """The hops of one sequence: held back by the frontend, at a decode worker, held back again... Each method says
+    where the sequence is from then on; none is called for each token."""
 
     def __init__(self, started: float) -> None:
         self._started = started
@@ -66,15 +66,15 @@ class SequenceHops:
         self._held: tuple[float, str] | None = None
         """since when, and why"""
         self._sent: float | None = None
-        """to the worker that has it"""
+        """when it was sent to the worker that has it; None: no worker has it"""
         self._instance = ""
         self._told: list[Hop] = []
-        """what this worker told last"""
+        """the hops that this worker reported last"""
         self._first_output: float | None = None
-        """of this worker"""
+        """when this worker's first output came"""
 
     def held(self, why: str = "") -> None:
-        """The frontend holds it back; where it does so already, it is for the reason of before."""
+        """The frontend holds it back. Where it does so already, the first reason stays."""
         if self._held is None:
             self._held = time.monotonic(), why
 
@@ -88,7 +88,7 @@ class SequenceHops:
         self._sent, self._instance, self._told, self._first_output = time.monotonic(), instance, [], None
 
     def told(self, hops: Sequence[Hop]) -> None:
-        """By its worker: all that are known there."""
+        """Its worker reports hops: all that it knows of."""
         if self._sent is not None:
             offset = self._sent - self._started
             self._told = [
@@ -104,12 +104,12 @@ class SequenceHops:
             ]
 
     def decoding(self) -> None:
-        """Its worker's first output is here; may be said again."""
+        """Its worker's first output is here; further calls do nothing."""
         if self._first_output is None:
             self._first_output = time.monotonic()
 
     def left(self, last_token: float) -> list[Hop]:
-        """No worker has it any more; the last token may be from a worker before. Returns what it did there."""
+        """No worker has it any more; its last token may be from an earlier worker. Returns the hops at this one."""
         hops = self._at_worker(last_token)
         self._keep(hops)
         self._sent = None
@@ -119,7 +119,7 @@ class SequenceHops:
         self._keep([Hop("migration", time.monotonic() - self._started, 0.0, self._instance, why[:MAX_WHY])])
 
     def until(self, now: float) -> list[Hop]:
-        """All of them in the order of their starts; one that is not over ends now."""
+        """Return all hops in the order of their starts; a hop that is not over ends now."""
         held = [] if self._held is None else [self._holding(now)]
         return sorted([*self._past, *held, *self._at_worker(now)], key=lambda hop: hop.start)
 
@@ -155,9 +155,9 @@ class RequestTrace:
     key: str = ""
     """name of the API key that it came with; empty where no keys are configured"""
     headers: dict[str, str] = field(default_factory=dict)
-    """of its answer, whatever that will be"""
+    """of its answer, whatever its status"""
     usage_headers: Callable[[], Mapping[str, str]] = dict
-    """the same, of what its key has left when the answer begins"""
+    """further headers, made when the answer begins: what its key has left"""
     first_token: float | None = None
     """monotonic, as `started`"""
     output_tokens: int = 0
@@ -170,7 +170,7 @@ class RequestTrace:
     """how often a sequence of it went on at another worker"""
     span: TracedSpan | None = None
     """None: it is not traced"""
-    hops: SequenceHops = None  # type: ignore[assignment]  # set below
+    hops: SequenceHops = field(init=False)
     """of its first sequence"""
     _hops_taken: bool = False
     _prompts: dict[str, int] = field(default_factory=dict)
@@ -180,22 +180,22 @@ class RequestTrace:
     _instances: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.hops = self.hops or SequenceHops(self.started)
+        self.hops = SequenceHops(self.started)
 
     def restarted(self) -> "RequestTrace":
-        """The same request, as if nothing had been done for it, but for its way so far."""
+        """Return a new trace for the same request, which keeps nothing but its hops so far."""
         before = self.model, self.started, self.key, self.headers, self.usage_headers
         trace = RequestTrace(self.request_id, self.path, self.deadline, *before)
         trace.hops, trace.retries, trace.span = self.hops, self.retries, self.span
         return trace
 
     def sequence_hops(self) -> SequenceHops:
-        """For a further sequence: only those of the first are kept."""
+        """Return the hops for one more sequence; only those of the first are kept."""
         first, self._hops_taken = not self._hops_taken, True
         return self.hops if first else SequenceHops(self.started)
 
     def add_prompt(self, key: str, tokens: int) -> None:
-        """A prompt of this request; the several outputs of n > 1 share one key and are counted once."""
+        """Count a prompt once: the several outputs of n > 1 share one key."""
         self._prompts[key] = tokens
 
     def sent_to(self, instance: str) -> None:
@@ -206,7 +206,7 @@ class RequestTrace:
         self._placed[generation] = prefill, placed.reason[:MAX_WHY]
 
     def add_cached(self, key: str, tokens: int) -> None:
-        """Of a prompt; those of the first output count, since the others of n > 1 find what it left."""
+        """Count the cached tokens of a prompt's first output: the others of n > 1 find what it left."""
         self._cached.setdefault(key, tokens)
 
     def add_tokens(self, count: int) -> None:
@@ -225,7 +225,7 @@ class RequestTrace:
 
     @property
     def reason(self) -> str:
-        """The decode workers' words for it, in the same order."""
+        """Why, in the decode workers' words and in the order of `prefill`."""
         return ",".join(dict.fromkeys(reason for _, reason in sorted(set(self._placed.values()))))
 
     @property
@@ -246,7 +246,7 @@ current_trace: ContextVar[RequestTrace | None] = ContextVar("pdserve_trace", def
 
 
 def seconds_allowed(asked: str | None, default: float, most: float) -> float:
-    """How long a request may take: as its header `x-request-timeout` has it, or the configured default. Raises
+    """Return how long a request may take: what its header `x-request-timeout` says, or the default. Raises
     BadRequest for what is no number of seconds, or more than the configured maximum."""
     if asked is None:
         return default

@@ -1,4 +1,4 @@
-"""What becomes of a request's places at the workers while its client does not read."""
+"""Pause a request whose client does not read, so that other clients get its places at the workers."""
 
 import logging
 
@@ -10,8 +10,8 @@ logger = logging.getLogger(__name__)
 
 
 class PauseWhileUnread:
-    """Called again and again with whether the client has stopped to read: while it has, and requests of other clients
-    wait, the request's places at the workers are theirs."""
+    """Call it regularly with whether the client has stopped reading. The request is paused when it has and requests of
+    other clients wait, and resumed when it reads again."""
 
     def __init__(self, model: ServedModel, admission: Admission, trace: RequestTrace) -> None:
         self._model = model

@@ -26,15 +26,15 @@ from pdserve.watch import TICK, LinkState, Receipt, Watched
 KEPT = 1.0
 """seconds for which a state is given again, however many pages are open"""
 PER_SECOND = 50
-"""processes that are asked, at most: the state of a larger graph is kept for longer"""
+"""processes that are asked, at most; so the state of a larger graph is kept for longer"""
 MAX_LINKS = 400
-"""that the page gets, those that are down or fail before others"""
+"""that the page gets; those that are down or fail come first"""
 
 _PAGE, _STATE = "/dashboard", "/dashboard/state"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _FILES = sorted(file for file in Path(__file__).parent.iterdir() if file.suffix in _KINDS)
 SHELL = {_PAGE if file.name == "index.html" else f"{_PAGE}/{file.name}": file for file in _FILES}
-"""by path: what may be had without an API key"""
+"""files by path, which need no API key"""
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -49,14 +49,14 @@ class Viewer(Struct, frozen=True):
     key: str = ""
     """name of the API key that the page has"""
     everything: bool = True
-    """receipts of all keys and where processes are, too"""
+    """whether it may see the receipts of all keys, and addresses"""
 
 
 class DashboardState(Struct, frozen=True):
     """What the page shows."""
 
     frontend: str
-    """instance id of the one that tells it"""
+    """instance id of the frontend that answers"""
     key: str
     everything: bool
     models: list[str]
@@ -74,7 +74,8 @@ class Dashboard:
     def __init__(
         self, view: RegistryView, own: str, watched: Callable[[], Watched], client: httpx.AsyncClient
     ) -> None:
-        """`own` and `watched` are of the frontend that this is in; the others are read with `client`."""
+        """`own` and `watched` are the id and the state of this frontend; the other processes are asked with
+        `client`."""
         self._view = view
         self._own = own
         self._watched = watched
@@ -83,7 +84,7 @@ class Dashboard:
         self._state: GraphState
         self._answers: dict[Viewer, bytes] = {}
         self._until = 0.0
-        """monotonic: when it is to be read again"""
+        """monotonic, when the state is to be read again"""
 
     def routes(self, viewer: Callable[[Request], Viewer]) -> list[Route]:
         """`viewer` says what the key of a request may see, or raises HttpError."""
@@ -113,7 +114,7 @@ class Dashboard:
 
 
 def told(state: GraphState, viewer: Viewer, own: str, now: float) -> DashboardState:
-    """`now`: Unix seconds, for people. Pure."""
+    """Return what this viewer may see. `now`: Unix seconds, for people. Pure."""
     if not viewer.everything:
         state = _public(state, viewer.key)
     found = nodes(state, now)
@@ -139,7 +140,7 @@ def told(state: GraphState, viewer: Viewer, own: str, now: float) -> DashboardSt
 
 
 def _public(state: GraphState, key: str) -> GraphState:
-    """What any key may see."""
+    """Return what any key may see."""
     return replace(
         state,
         receipts=[receipt for receipt in state.receipts if receipt.key == key],
@@ -152,7 +153,7 @@ def _public(state: GraphState, key: str) -> GraphState:
 
 
 def _placeless(node: Node) -> Node:
-    """Without what tells where it runs: why a link failed may name addresses."""
+    """Leave out where the process runs: why a link failed may name addresses."""
     instance = node.instance and replace(node.instance, address="", metrics="", host="", pid=0, gpus=[])
     return replace(node, instance=instance, links=[replace(link, failure="") for link in node.links])
 
