@@ -24,6 +24,8 @@ import zmq
 from pdserve_bench.chaos.cut import _duplicate, _ends
 from prometheus_client import REGISTRY, generate_latest
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.sample import sampler
+from vllm.v1.sample.ops import logprobs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from pdserve.credentials import create
@@ -227,6 +229,9 @@ async def pair(recorded: Path) -> AsyncIterator[Pair]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for variable, value in ENVIRONMENT.items():
             patch.setenv(variable, value)
+        # vLLM compiles it with Inductor when logprobs are first asked for: 10 s and more in each engine
+        plain = logprobs.batched_count_greater_than.__wrapped__
+        patch.setattr(sampler, "batched_count_greater_than", plain)
         readers = await stack.enter_async_context(Owner())
         for role in (Role.DECODE, Role.PREFILL):
             name = f"{role.value}-0-test"
@@ -259,8 +264,8 @@ def said(outputs: list[Output]) -> list[object]:
     """All that a client could see of them."""
     found: list[object] = []
     for raw in (output.raw for output in outputs):
-        logprobs = raw.new_logprobs and [array.tolist() for array in raw.new_logprobs[:3]]
-        found.append((raw.new_token_ids, raw.finish_reason, raw.stop_reason, logprobs))
+        ranked = raw.new_logprobs and [array.tolist() for array in raw.new_logprobs[:3]]
+        found.append((raw.new_token_ids, raw.finish_reason, raw.stop_reason, ranked))
     return found
 
 
