@@ -1,7 +1,7 @@
 """Prompts for the identity tests: lengths around every edge that matters, and pairs that share a prefix."""
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 BLOCK = 32
 LOCAL_LIMIT = 128
@@ -17,8 +17,17 @@ class Case:
     prompt: list[int]
     max_tokens: int = 24
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
+    def body(self, **more: object) -> dict[str, object]:
+        """Of a completion."""
+        return {
+            "model": "demo",
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **more,
+        }
 
 
 def identity_cases() -> list[Case]:

@@ -27,16 +27,7 @@ def plain_engine(vllm_server: Reference) -> dict[str, list[list[int]]]:
 
 
 async def _tokens(client: httpx.AsyncClient, case: Case, salt: str) -> list[int]:
-    body = {
-        "model": "demo",
-        "prompt": case.prompt,
-        "max_tokens": case.max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "cache_salt": salt,
-    }
-    answer = await client.post("/v1/completions", json=body)
+    answer = await client.post("/v1/completions", json=case.body(cache_salt=salt))
     found: list[int] = answer.raise_for_status().json()["choices"][0]["token_ids"]
     return found
 
