@@ -17,8 +17,8 @@ COMPILER = ("torch._dynamo", "torch._inductor")
 
 
 def import_large(name: str, compiler: bool = True) -> ModuleType:
-    """Nothing that an import makes is garbage, but its many objects bring full collections, each longer than the one
-    before: together a quarter of the time."""
+    """Import without garbage collection: an import makes no garbage, but so many objects that full collections, each
+    longer than the one before, take a quarter of the time. With `compiler=False`, as of `without_compiler`."""
     gc.disable()
     try:
         return import_module(name) if compiler else _import_without_compiler(name)
@@ -37,8 +37,8 @@ def _import_without_compiler(name: str) -> ModuleType:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """For a process that computes nothing: vLLM imported meanwhile does not import torch's compiler, another quarter.
-    What would be compiled is left as it is. Whatever wants the compiler later imports it then."""
+    """For a process that computes nothing: do without torch's compiler, another quarter of vLLM's import. Functions to
+    be compiled stay as they are. A later import of the compiler works as usual."""
     import torch
 
     finder, compiler = _NoCompiler(), torch.compile
@@ -72,12 +72,12 @@ class _NoCompiler(MetaPathFinder, Loader):
         return _NoModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing in it."""
+        """Leave the module empty."""
 
 
 class _NoModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        """What is imported from it: classes to derive from, and decorators."""
+        """Stand-ins for classes to derive from, and for decorators."""
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {}) if name[0].isupper() else _left_as_it_is

@@ -1,10 +1,10 @@
-"""A digest of a model's files and of the engine arguments that change what is in a KV block. It tells two workers of
-one served name apart that must not share KV or tokens.
+"""A digest of a model's files and of the engine arguments that change the content of a KV block. Workers with the same
+served name and different fingerprints must not share KV or tokens.
 
-It is equal on every host that has the same files, in any folder: no paths, no times. Small files (configuration,
-tokenizer, code) count whole; of weights the name, the size, the header, and pages of each tensor, or pages of the file
-where its format has no tensor index. That reads some megabytes of a model of 30 GB, and misses only a change of a few
-numbers within single tensors: training changes nearly all of them.
+It is equal on all hosts with the same files: paths and times do not count. Small files (configuration, tokenizer, code)
+count as a whole; of weights the name, the size, the header and some pages of each tensor, or some pages of the file if
+its format has no tensor index. That reads some megabytes of a model of 30 GB, and misses only changes of a few numbers
+within single tensors: training changes nearly all of them.
 """
 
 import asyncio
@@ -39,19 +39,19 @@ _ARGUMENTS = (
 """engine arguments that change the KV of a prompt, its tokens, or which files are read"""
 _CODE = {".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".vocab"}
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-"""in vLLM's order: where there are files of an earlier kind, those of later kinds are not read"""
+"""in vLLM's order: if there are files of one kind, it reads none of a later kind"""
 _WHOLE = 4 << 20
-"""bytes; files up to that size are read whole"""
+"""bytes; files up to this size are read as a whole"""
 _PAGE = 4096
 _PLACES = 64
 """pages read of a file of unknown format"""
 _MANY = 3000
-"""tensors in one file, beyond which each is read in one place instead of three"""
+"""in files with more tensors, each is read in one place instead of three"""
 _MAX_HEADER = 100 << 20
 
 
 class Fingerprint:
-    """Of a model as it is loaded: `before` the engine starts, `after` it did."""
+    """The fingerprint of a model that is being loaded: call `before` and `after` the start of the engine."""
 
     def __init__(self, model: str, engine_args: Mapping[str, object], version: str) -> None:
         self._model = model
@@ -60,12 +60,13 @@ class Fingerprint:
         self._before: str | None = None
 
     async def before(self) -> None:
-        """Of a hub id only the commit counts: its files may be about to be downloaded, and never change afterwards."""
+        """Note what is there. Of a hub id only the commit counts: its files may still have to be downloaded, and never
+        change afterwards."""
         self._before = await asyncio.to_thread(self._state)
 
     async def after(self) -> str:
-        """The fingerprint. Raises EngineDead where the files changed since `before`: it is unknown which of them the
-        engine has read. The worker is started again, and reads those that are there then."""
+        """The fingerprint. Raises EngineDead if the files changed since `before`: it is unknown which version the
+        engine has read. A restarted worker reads the new one."""
         if self._before is not None and await asyncio.to_thread(self._state) != self._before:
             raise EngineDead(f"the files of {self._model} changed while they were loaded")
         return await asyncio.to_thread(self._digest)
@@ -108,7 +109,7 @@ def _source(model: str, revision: str) -> object:
 
 
 def digest_folder(folder: Path) -> dict[str, str]:
-    """File name -> digest, of the files that count; folders below have only other copies."""
+    """File name -> digest, of the files that count; subfolders have only other copies of the weights."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     digests = {path.name: _whole_digest(path) for path in files if path.suffix in _CODE}
     weights = [path for path in files if not path.name.startswith("consolidated")]
@@ -133,7 +134,7 @@ def _weights_digest(path: Path) -> str:
 
 
 def _places(file: int, suffix: str, size: int) -> Iterator[tuple[int, int]]:
-    """Where to read, and how many bytes."""
+    """Start and length of each read."""
     header = int.from_bytes(os.pread(file, 8, 0), "little")
     if suffix != ".safetensors" or not 0 < header <= min(_MAX_HEADER, size - 8):
         yield from ((place * (size - _PAGE) // (_PLACES - 1), _PAGE) for place in range(_PLACES))
@@ -148,7 +149,7 @@ def _places(file: int, suffix: str, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _tensors(header: bytes) -> list[tuple[int, int]]:
-    """Start and end of each, after the header."""
+    """Start and end of each tensor, counted from the end of the header."""
     try:
         entries = json.loads(header)
         offsets = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
