@@ -24,7 +24,6 @@ import zmq
 from pdserve_bench.chaos.cut import _duplicate, _ends
 from prometheus_client import REGISTRY, generate_latest
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.sample import sampler
 from vllm.v1.sample.ops import logprobs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -199,8 +198,8 @@ class Pair:
 
 @contextmanager
 def _recording(log: Path) -> Iterator[None]:
-    """Each process of an engine writes into `log` when it asks for AMX and when it loads the model. It is forked from
-    this one, with the two functions as they are here."""
+    """Each process of an engine writes into `log` when it asks for AMX, loads the model, and ranks logprobs. It is
+    forked from this one, with the functions as they are here."""
 
     def recorded(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def record(*args: Any, **named: Any) -> Any:
@@ -213,6 +212,8 @@ def _recording(log: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cpu, "_init_amx", recorded("AMX", torch.cpu._init_amx))
         patch.setattr(CPUModelRunner, "load_model", recorded("model", CPUModelRunner.load_model))
+        ranks = logprobs.batched_count_greater_than
+        patch.setattr(ranks, "__wrapped__", recorded("ranks", ranks.__wrapped__))
         yield
 
 
@@ -229,9 +230,6 @@ async def pair(recorded: Path) -> AsyncIterator[Pair]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for variable, value in ENVIRONMENT.items():
             patch.setenv(variable, value)
-        # vLLM compiles it with Inductor when logprobs are first asked for: 10 s and more in each engine
-        plain = logprobs.batched_count_greater_than.__wrapped__
-        patch.setattr(sampler, "batched_count_greater_than", plain)
         readers = await stack.enter_async_context(Owner())
         for role in (Role.DECODE, Role.PREFILL):
             name = f"{role.value}-0-test"
@@ -281,6 +279,12 @@ async def test_each_worker_asks_for_amx_before_it_loads_the_model(pair: Pair, re
     assert not [process for process in all_processes(pair) if "Worker" in process.name()]
     assert [[what for pid, what in lines if pid == worker] for worker in workers] == [["AMX", "model"]] * 2
     assert await pair.decode.engine.instruction_sets() == [describe(request_amx())]
+
+
+async def test_what_ranks_logprobs_is_not_compiled(pair: Pair, recorded: Path) -> None:
+    """vLLM would compile it now, and all requests of the engine wait for that."""
+    await pair.decode.answer("ranks", prompt_of(20), body(logprobs=1))
+    assert (await asyncio.to_thread(recorded.read_text)).split().count("ranks") == 8, "once for each token"
 
 
 def all_processes(pair: Pair) -> list[psutil.Process]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 from vllm.platforms import current_platform
+from vllm.v1.sample import sampler
+from vllm.v1.sample.ops import logprobs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from pdserve.engine.vllm.instruction_sets import describe, request_amx
@@ -44,6 +46,8 @@ def _keep_generators(runner: type) -> None:
 
 if current_platform.is_cpu():
     _keep_generators(CPUModelRunner)
+    # vLLM compiles this at the first request for logprobs, for 10 s and more in which the whole engine stands still
+    sampler.batched_count_greater_than = logprobs.batched_count_greater_than.__wrapped__
 
 
 class WorkerExtension:
