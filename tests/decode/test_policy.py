@@ -96,12 +96,15 @@ def test_the_cheaper_way(estimates: Estimates, mode: str, reason: str) -> None:
         ({"settings": DecodeSection(policy="adaptive")}, "disabled"),
     ],
 )
-def test_what_cannot_go_elsewhere_stays_whatever_it_costs(refused: dict[str, Any], reason: str) -> None:
+@pytest.mark.parametrize("settings", [ADAPTIVE, ON, ALWAYS])
+def test_what_cannot_go_elsewhere_stays_whatever_it_costs(
+    refused: dict[str, Any], reason: str, settings: DecodeSection
+) -> None:
     known: dict[str, Any] = {
         "queue_depth": 0,
         "prefill_workers": 1,
         "queue_connected": True,
-        "settings": ADAPTIVE,
+        "settings": settings,
     }
     decision = decide(5000, 0, **(known | refused), estimates=costs(9.0, 99, 0.0))
     assert decision == Decision("local", reason)
@@ -110,15 +113,6 @@ def test_what_cannot_go_elsewhere_stays_whatever_it_costs(refused: dict[str, Any
 def test_without_conditional_disagg_costs_do_not_matter() -> None:
     settings = DecodeSection(remote_prefill=True, policy="adaptive", conditional_disagg=False)
     assert decide(5, 0, 0, 1, True, settings, estimates=costs(0.0, 0, 9.0)) == Decision("remote", "always")
-
-
-@pytest.mark.parametrize("settings", [ON, ALWAYS])
-def test_what_needs_its_own_prompt_computed_stays_here(settings: DecodeSection) -> None:
-    assert decide(5000, 0, 0, 1, True, settings, supported=False) == Decision("local", "unsupported")
-
-
-def test_what_lost_a_worker_does_not_go_the_same_way_again() -> None:
-    assert decide(5000, 0, 0, 1, True, ALWAYS, migrated=True) == Decision("local", "migrated")
 
 
 def test_a_queue_size_of_zero_means_never() -> None:

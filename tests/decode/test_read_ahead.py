@@ -9,7 +9,7 @@ from pdserve.kv.ahead import PIECE
 from pdserve.messages import KvHandle, PrefillDone, PrefillFailed, PrefillProgress
 from tests.conditions import until
 from tests.decode.graph import Graph, Prefill
-from tests.decode.test_worker import LONG, act_prefill, expected, handle
+from tests.decode.test_worker import LONG, act_prefill, expected, handle, pulled
 
 PER_TOKEN = PIECE // 64
 """bytes: a step of 64 tokens is worth a read"""
@@ -62,11 +62,7 @@ def holds_ahead(graph: Graph, request_id: str) -> bool:
 
 
 async def test_a_prefill_that_fails_leaves_nothing_of_what_was_read() -> None:
-    async with Graph() as graph:
-        await act_prefill(graph)
-        queue, frontend = await graph.queue(), await graph.frontend()
-        request_id = await frontend.submit(LONG)
-        await queue.pull(1, 5.0)
+    async with pulled() as (graph, queue, frontend, request_id):
         await queue.answer("decode-0", PrefillProgress(request_id, part(64)))
         await until(lambda: holds_ahead(graph, request_id))
         await queue.answer("decode-0", PrefillFailed(request_id, "engine"))
@@ -133,11 +129,7 @@ async def test_nothing_is_read_for_a_request_whose_wait_ends_meanwhile(
     ],
 )
 async def test_what_cannot_be_right_is_not_read(changes: dict[str, object]) -> None:
-    async with Graph() as graph:
-        await act_prefill(graph)
-        queue, frontend = await graph.queue(), await graph.frontend()
-        request_id = await frontend.submit(LONG)
-        await queue.pull(1, 5.0)
+    async with pulled() as (graph, queue, frontend, request_id):
         bad = msgspec.structs.replace(part(64), **changes)
         request = graph.decode.requests.get(request_id)
         assert request is not None

@@ -3,6 +3,8 @@ wrong."""
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
@@ -32,7 +34,7 @@ from pdserve.records import Instance, Role, decode_card, decode_instance, encode
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.stream.memory import MemoryStreamServer
 from tests.conditions import until
-from tests.decode.graph import Graph
+from tests.decode.graph import Frontend, Graph
 from tests.engine.sims import FAST, LOADED, body, collect, sim
 
 SHORT = list(range(3, 23))
@@ -118,6 +120,17 @@ async def act_prefill(graph: Graph, name: str = "prefill-x", model: str = "demo"
     return registry
 
 
+@asynccontextmanager
+async def pulled() -> AsyncIterator[tuple[Graph, MemoryQueue, Frontend, str]]:
+    """A request, by its id, that prefill worker `prefill-x`, which the test acts, has pulled."""
+    async with Graph() as graph:
+        await act_prefill(graph)
+        queue, frontend = await graph.queue(), await graph.frontend()
+        request_id = await frontend.submit(LONG)
+        await queue.pull(1, 5.0)
+        yield graph, queue, frontend, request_id
+
+
 def handle(prompt: list[int], **changes: object) -> KvHandle:
     values: dict[str, object] = {
         "engine_id": "prefill-x",
@@ -148,29 +161,18 @@ def handle(prompt: list[int], **changes: object) -> KvHandle:
 async def test_an_answer_that_cannot_be_right_is_computed_here(
     changes: dict[str, object], reason: str
 ) -> None:
-    async with Graph() as graph:
-        await act_prefill(graph)
-        queue = await graph.queue()
-        frontend = await graph.frontend()
+    async with pulled() as (_, queue, frontend, request_id):
         before = failures(reason)
-        request_id = await frontend.submit(LONG)
-        (delivery,) = await queue.pull(1, 5.0)
         await queue.answer("decode-0", PrefillDone(request_id, handle(LONG, **changes)))
         answered = await frontend.end_of(request_id)
         assert answered.way == ("local", "fallback")
         assert answered.tokens == expected(LONG, 4)
         assert failures(reason) == before + 1
-        assert delivery.request.block_size == 16
 
 
 async def test_a_refusal_is_computed_here() -> None:
-    async with Graph() as graph:
-        await act_prefill(graph)
-        queue = await graph.queue()
-        frontend = await graph.frontend()
+    async with pulled() as (_, queue, frontend, request_id):
         before = failures("too-long")
-        request_id = await frontend.submit(LONG)
-        await queue.pull(1, 5.0)
         await queue.answer("decode-0", PrefillFailed(request_id, "too-long"))
         assert (await frontend.end_of(request_id)).tokens == expected(LONG, 4)
         assert failures("too-long") == before + 1
@@ -279,11 +281,7 @@ async def test_the_last_prefill_worker_gone_ends_the_wait() -> None:
 async def test_a_late_answer_is_rejected_so_that_its_blocks_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.decode.policy.FLOOR", 0.05)
     monkeypatch.setattr("pdserve.decode.policy.SLACK", 0.0)
-    async with Graph() as graph, sim(Role.PREFILL, "prefill-x") as prefill:
-        await act_prefill(graph)
-        queue, frontend = await graph.queue(), await graph.frontend()
-        request_id = await frontend.submit(LONG)
-        await queue.pull(1, 5.0)
+    async with pulled() as (_, queue, frontend, request_id), sim(Role.PREFILL, "prefill-x") as prefill:
         await prefill.prefill(request_id, LONG, body())
         late = (await collect(prefill, request_id))[-1].handle
         assert late is not None
@@ -294,12 +292,7 @@ async def test_a_late_answer_is_rejected_so_that_its_blocks_are_free(monkeypatch
 
 
 async def test_a_killed_prefill_engine_after_its_answer_is_recomputed() -> None:
-    async with Graph() as graph:
-        await act_prefill(graph)
-        queue = await graph.queue()
-        frontend = await graph.frontend()
-        request_id = await frontend.submit(LONG)
-        await queue.pull(1, 5.0)
+    async with pulled() as (_, queue, frontend, request_id):
         await queue.answer("decode-0", PrefillDone(request_id, handle(LONG)))
         answered = await frontend.end_of(request_id)
         assert answered.way[0] == "local"
@@ -414,12 +407,8 @@ async def test_the_last_words_of_a_prefill_worker_are_waited_for(last: bool) -> 
 
 @pytest.mark.parametrize("message", ["started", "done"])
 async def test_a_worker_that_is_not_registered_is_not_waited_for(message: str) -> None:
-    async with Graph() as graph:
-        await act_prefill(graph)
-        queue, frontend = await graph.queue(), await graph.frontend()
+    async with pulled() as (_, queue, frontend, request_id):
         before = failures("unknown-engine")
-        request_id = await frontend.submit(LONG)
-        await queue.pull(1, 5.0)
         unknown = handle(LONG, engine_id="prefill-y")
         answers: dict[str, PrefillAnswer] = {
             "started": PrefillStarted(request_id, "prefill-y"),
@@ -451,11 +440,10 @@ async def test_kv_that_is_being_read_is_not_rejected_when_it_is_offered_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(FAST, "bandwidth", 4e6)
-    async with Graph() as graph, sim(Role.PREFILL, "prefill-x") as prefill:
-        await act_prefill(graph)
-        queue, frontend = await graph.queue(), await graph.frontend()
-        request_id = await frontend.submit(LONG)
-        await queue.pull(1, 5.0)
+    async with (
+        pulled() as (graph, queue, frontend, request_id),
+        sim(Role.PREFILL, "prefill-x") as prefill,
+    ):
         await prefill.prefill("p", LONG, body())
         kept = (await collect(prefill, "p"))[-1].handle
         assert kept is not None
