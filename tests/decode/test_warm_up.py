@@ -156,7 +156,7 @@ async def test_a_worker_waits_for_no_warm_up_with_one_that_is_gone(slow: None, r
         await asyncio.sleep(0.1)
         assert not worker.ready.is_set()
         await registry.delete(key)
-        await until(worker.ready.is_set, within=4.0)
+        await until(worker.ready.is_set, within=20.0)
         life.cancel()
         await asyncio.gather(life, return_exceptions=True)
 
@@ -206,7 +206,7 @@ async def test_a_drain_does_not_wait_for_warm_ups(monkeypatch: pytest.MonkeyPatc
             assert len((await frontend.end_of(running)).tokens) == 200
             began = time.monotonic()
             await graph.life
-            assert time.monotonic() - began < 2.0
+            assert time.monotonic() - began < warm_up.WITHIN / 2
 
 
 async def test_of_many_workers_some_warm_up_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,11 +102,11 @@ async def test_what_the_queue_lost_is_not_waited_for() -> None:
         frontend = await graph.frontend()
         lost = await frontend.submit(LONG)
         await until(lambda: graph.depth == 1)
+        before = failures("queue-lost")
         await graph.broker.down()
         await graph.broker.up(lose_data=True)
-        started = time.monotonic()
         answered = await frontend.end_of(lost)
-        assert time.monotonic() - started < 2.0
+        assert failures("queue-lost") == before + 1
         assert answered.tokens == expected(LONG, 4)
         assert answered.way[1] == "fallback"
 
@@ -200,8 +200,10 @@ async def test_prefill_workers_of_another_model_do_not_count() -> None:
         registry = await act_prefill(graph)
         request_id = await frontend.submit(LONG[::-1])
         await until(lambda: graph.depth == 1)
+        before = failures("no-prefill-worker")
         await registry.delete("instances/prefill/prefill-x")
-        answered = await asyncio.wait_for(frontend.end_of(request_id), 2.0)
+        answered = await frontend.end_of(request_id)
+        assert failures("no-prefill-worker") == before + 1
         assert answered.way[1] == "fallback", "the other model's worker is not waited for"
 
 
@@ -216,8 +218,10 @@ async def test_a_prefill_worker_that_drains_finishes_what_it_has_and_nothing_els
         queued = await frontend.submit(LONG[::-1])
         await until(lambda: graph.depth == 1)
         draining = Instance("prefill-x", Role.PREFILL, "demo", fingerprint=LOADED, draining=True)
+        before = failures("no-prefill-worker")
         await registry.put("instances/prefill/prefill-x", encode_record(draining))
-        answered = await asyncio.wait_for(frontend.end_of(queued), 2.0)
+        answered = await frontend.end_of(queued)
+        assert failures("no-prefill-worker") == before + 1
         assert answered.tokens == expected(LONG[::-1], 4)
         assert not frontend.answered[pulled].over
         await queue.answer("decode-0", PrefillFailed(pulled, "engine"))
@@ -375,8 +379,7 @@ async def test_what_a_prefill_worker_had_in_its_hands_when_it_died_is_computed_h
             await queue.answer("decode-0", PrefillStarted(request_id, worker))
         await until(lambda: all(graph.decode.requests.get(name).prefiller for name in ids))  # type: ignore[union-attr]
         await registry.delete("instances/prefill/prefill-x")
-        await until(lambda: frontend.answered[ids[0]].finished, within=1.5)
-        assert frontend.answered[ids[0]].tokens == expected(LONG, 4)
+        assert (await frontend.end_of(ids[0])).tokens == expected(LONG, 4)
         assert failures("prefill-worker-gone") == before + 1
         assert graph.decode.requests.waiting == 1, "the other worker lives"
         again = await queue.pull(2, 5.0)
@@ -400,8 +403,7 @@ async def test_the_last_words_of_a_prefill_worker_are_waited_for(last: bool) -> 
         await until(lambda: len(graph.decode.view.instances(Role.PREFILL)) == (0 if last else 1))
         await asyncio.sleep(0)
         await queue.answer("decode-0", PrefillFailed(request_id, "engine-died", engine_died=True))
-        await until(lambda: frontend.answered[request_id].finished, within=1.5)
-        assert frontend.answered[request_id].tokens == expected(LONG, 4)
+        assert (await frontend.end_of(request_id)).tokens == expected(LONG, 4)
         assert failures("engine-died") == before + 1
 
 
@@ -415,8 +417,7 @@ async def test_a_worker_that_is_not_registered_is_not_waited_for(message: str) -
             "done": PrefillDone(request_id, unknown),
         }
         await queue.answer("decode-0", answers[message])
-        await until(lambda: frontend.answered[request_id].finished, within=1.5)
-        assert frontend.answered[request_id].tokens == expected(LONG, 4)
+        assert (await frontend.end_of(request_id)).tokens == expected(LONG, 4)
         assert failures("unknown-engine") == before + 1
 
 
@@ -515,8 +516,7 @@ async def test_a_full_queue_means_computing_here_at_once() -> None:
         frontend = await graph.frontend()
         before = failures("queue-full")
         request_id = await frontend.submit(LONG)
-        await until(lambda: frontend.answered[request_id].finished, within=1.5)
-        assert frontend.answered[request_id].tokens == expected(LONG, 4)
+        assert (await frontend.end_of(request_id)).tokens == expected(LONG, 4)
         assert failures("queue-full") == before + 1
 
 
@@ -835,7 +835,7 @@ async def test_many_at_once_come_out_right() -> None:
 async def test_a_prefill_worker_whose_side_channel_is_broken_is_avoided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefill_workers, "AVOID_FOR", 0.5)
+    monkeypatch.setattr(prefill_workers, "AVOID_FOR", 60.0)
     async with Graph() as graph:
         frontend, broken = await graph.frontend(), await graph.prefill()
         broken.engine.faults.deaf = True
@@ -848,5 +848,5 @@ async def test_a_prefill_worker_whose_side_channel_is_broken_is_avoided(
             answered = await frontend.ask(list(range(number * 100, number * 100 + 100)))
             assert answered.finished
         broken.engine.faults.deaf = False
-        await asyncio.sleep(0.5)
+        graph.decode._workers._avoided["prefill-0"] -= 60.0
         assert len(graph.decode._workers.available()) == 2, "it is tried again"
