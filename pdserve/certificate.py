@@ -1,5 +1,5 @@
-"""The certificate of the OpenAI API, by which clients know the server and encrypt: `Security.tls-certificate` and
-`tls-key`. The certificates between the processes of a graph are in `credentials.py`."""
+"""The TLS certificate of the OpenAI API: `Security.tls-certificate` and `tls-key`. The certificates between the
+processes of a graph are in `credentials.py`."""
 
 import ssl
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ServerCertificate:
     chain: Path
-    """PEM: the server's own certificate first, then those between it and its authority"""
+    """PEM file: the server's own certificate first, then the intermediate certificates"""
     key: Path
-    """PEM, not encrypted"""
+    """PEM file, not encrypted"""
 
     @classmethod
     def of(cls, chain: Path | None, key: Path | None) -> Self | None:
-        """None where there is none: clients come by http."""
+        """None where the API is plain http."""
         return cls(chain, key) if chain and key else None
 
     def context(self) -> ssl.SSLContext:
-        """For connections from clients. Raises ConfigError where the files are not fit for it."""
+        """The context for connections from clients. Raises ConfigError where the files cannot be used."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
@@ -68,7 +68,7 @@ class ServerCertificate:
             raise ConfigError([f"Security.tls-certificate: {self.chain} {text}"]) from None
 
     def _no_passphrase(self) -> str:
-        """ssl would ask for it on the terminal."""
+        """Refuse an encrypted key: without this, ssl would ask for the passphrase on the terminal."""
         text = "is encrypted, and a server has no passphrase: openssl pkey -in FILE -out PLAIN_FILE, then chmod 600."
         raise ConfigError([f"Security.tls-key: {self.key} {text}"])
 

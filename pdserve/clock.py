@@ -4,10 +4,9 @@ Clocks of different hosts differ, and any of them may be set at any moment. So t
 `created` of a model) and for measuring how wrong it is; whatever waits, expires or is compared uses `time.monotonic`
 inside a host, and messages between hosts carry durations and ages.
 
-For tests, and for the chaos faults, a process's clock can be made wrong: `PDSERVE_CLOCK_OFFSET` is a number of seconds
-that its clock is ahead (or behind, below 0), and `PDSERVE_CLOCK_OFFSET_PREFILL`, `_DECODE`, `_FRONTEND` are the same
-for the processes of one role, also under `pdserve serve`. Inside one process, `skewed` does so for the tasks that are
-started in it.
+Tests and chaos faults make the clock of a process wrong: `PDSERVE_CLOCK_OFFSET` are the seconds that it is ahead
+(negative: behind), `PDSERVE_CLOCK_OFFSET_PREFILL`, `_DECODE` and `_FRONTEND` the same for all processes of one role,
+also under `pdserve serve`.
 """
 
 import os
@@ -18,20 +17,20 @@ from contextvars import ContextVar
 
 VARIABLE = "PDSERVE_CLOCK_OFFSET"
 LARGE_SKEW = 1.0
-"""seconds that a host's clock may differ from the NATS server's without a word"""
+"""seconds of difference to the NATS server's clock from which on it is reported"""
 
 _offset: ContextVar[float | None] = ContextVar("pdserve_clock_offset", default=None)
 
 
 def unix() -> float:
-    """Unix seconds, as this process sees them."""
+    """Unix seconds by this process's clock."""
     here = _offset.get()
     return time.time() + (float(os.environ.get(VARIABLE) or 0.0) if here is None else here)
 
 
 @contextmanager
 def skewed(seconds: float) -> Iterator[None]:
-    """For tests: inside, and in the tasks that are created inside, the clock is ahead by so much."""
+    """For tests: the clock is ahead by so many seconds inside, and in the tasks that are created inside."""
     token = _offset.set(seconds)
     try:
         yield
@@ -40,6 +39,6 @@ def skewed(seconds: float) -> Iterator[None]:
 
 
 def skew_role(role: str) -> None:
-    """The offset of this process's role becomes that of the process and of the processes that it starts."""
+    """Apply the offset of this process's role to this process and to those that it starts."""
     if given := os.environ.get(f"{VARIABLE}_{role.upper()}"):
         os.environ[VARIABLE] = given

@@ -1,8 +1,8 @@
 """The certificates by which the processes of one graph know each other, and with which they encrypt.
 
-A folder holds them: `ca.pem`, the graph's own authority; `node.pem` and `node-key.pem`, the certificate that every
-process of the graph shows, NATS and etcd too. What shows one that this authority has signed belongs to the graph;
-nothing else is asked. All hosts of a graph have a copy of the folder
+A folder holds them: `ca.pem`, the graph's own authority; `node.pem` and `node-key.pem`, the certificate of every
+process of the graph, NATS and etcd included. A process that shows a certificate of this authority belongs to the
+graph; nothing else is checked. All hosts of a graph have a copy of the folder
 (docs/decisions/0032-one-folder-of-credentials.md).
 """
 
@@ -26,12 +26,16 @@ if TYPE_CHECKING:
     from cryptography import x509
 
 NAME = "pdserve"
-"""that each certificate of a graph is for, beside its hosts' own names: a client that must check one checks this"""
+"""DNS name in each certificate of a graph, beside the names of its hosts, for clients that must check a name"""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 _HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([\w-]*\w)?(\.[A-Za-z0-9_]([\w-]*\w)?)*", re.ASCII)
-VALID, SOON = timedelta(days=3650), timedelta(days=30)
-_ALWAYS, _FOR_EVER = datetime(1970, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
-"""no clock is before the one; the other is RFC 5280's for certificates that do not run out"""
+VALID = timedelta(days=3650)
+SOON = timedelta(days=30)
+"""before a certificate expires, it is warned of"""
+_ALWAYS = datetime(1970, 1, 1, tzinfo=UTC)
+"""start of validity: no clock is before it"""
+_FOR_EVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+"""end of validity of certificates that do not expire (RFC 5280)"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Credentials:
 
     @classmethod
     def load(cls, folder: Path | None) -> Self | None:
-        """None without a folder. Raises ConfigError where its files cannot be used, or others may read its key."""
+        """None without a folder. Raises ConfigError where its files cannot be used, or other users can read its key."""
         if folder is None:
             return None
         found = cls(folder)
@@ -66,22 +70,22 @@ class Credentials:
         return self.folder / "node-key.pem"
 
     def secret(self, purpose: str) -> bytes:
-        """32 bytes that each process of the graph can make and no other, for what does not speak TLS."""
+        """32 bytes that only processes of the graph can derive, for protocols without TLS."""
         return hmac.digest(self.key.read_bytes(), purpose.encode(), "sha256")
 
     @cached_property
     def client(self) -> ssl.SSLContext:
-        """One for all connections, not to be changed: what this process began with, though the folder is replaced."""
+        """The context of all connections, not to be changed. It stays as it is when the folder is replaced."""
         return self.client_context()
 
     def client_context(self) -> ssl.SSLContext:
-        """Shows the node's certificate, and takes any server of the graph, by whatever name."""
+        """A new context that shows the node's certificate and accepts any server of the graph, under any name."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         return self._of_graph(context)
 
     def server_context(self) -> ssl.SSLContext:
-        """Takes clients that show a certificate of the graph."""
+        """A new context that accepts clients with a certificate of the graph."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         return self._of_graph(context)
@@ -94,8 +98,8 @@ class Credentials:
 
 
 def expiring(certificates: Path) -> str | None:
-    """That a certificate of this PEM file has run out or soon will, as the end of a sentence that begins with the file.
-    Raises OSError, and ValueError where it holds none."""
+    """Say when a certificate of this PEM file expired or will within `SOON`, as the end of a sentence that begins with
+    the file; None where none does. Raises OSError, and ValueError where the file has no certificate."""
     from cryptography import x509
 
     found = x509.load_pem_x509_certificates(certificates.read_bytes())
@@ -107,10 +111,10 @@ def expiring(certificates: Path) -> str | None:
 
 
 def create(folder: Path, hosts: Iterable[str] = LOCAL, valid: timedelta | None = VALID) -> Credentials:
-    """Make an authority and a node's certificate that is also for `hosts`, in place of what is in the folder, which
-    only this user can read. The authority's key is kept nowhere: a new certificate means a new folder on all hosts.
-    Without `valid` it never runs out, as one that is kept for a run: a clock that is set right meanwhile must not
-    end it. Raises OSError, and ValueError for a name that no host can have."""
+    """Write a new authority and a node's certificate, also valid for `hosts`, to the folder, in place of what is there.
+    Only this user can read it. The authority's key is not kept: a new certificate means a new folder on all hosts.
+    With `valid` None it never expires: credentials of a single run must outlive a clock that is set right meanwhile.
+    Raises OSError, and ValueError for a name that no host can have."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Credentials(Path(mkdtemp(prefix=f"{folder.name}.", dir=folder.parent)))  # mode 0700
     try:

@@ -21,19 +21,19 @@ from pdserve.records import Role
 T = TypeVar("T")
 
 CONFIG_VARIABLE = "PDSERVE_CONFIG"
-"""environment variable with the configuration that the supervisor started with: the file may have been edited since,
-and a role that is started again must fit those that run"""
+"""environment variable with the configuration as the supervisor read it: the file may have been edited since, and a
+restarted role must fit those that run"""
 SLOT_VARIABLE = "PDSERVE_SLOT"
-"""environment variable with the slot that the supervisor gives a process: planned alone, it would get other GPUs"""
+"""environment variable with the slot of a process as the supervisor planned it: alone it would plan other GPUs"""
 BOOT_VARIABLE = "PDSERVE_BOOT"
-"""environment variable by which the supervisor knows the instance that a process registers from all others: its pid is
-only unique inside a container, and until a restart of that"""
+"""environment variable with the boot id, by which the supervisor recognizes the instance that a process registers: a
+pid is only unique inside a container, and until that is restarted"""
 
 
 @dataclass(frozen=True)
 class RoleSpec:
     service: str
-    """import string of its `process.life.Service`, whose `connect(config, slot, metrics_url)` makes one"""
+    """import string of its `process.life.Service`, which `connect(config, slot, metrics_url)` makes"""
     stops: int
     """wave in which it is stopped, lowest first; the servers come after all of them"""
 
@@ -51,22 +51,22 @@ class ProcessSpec:
     """A process that the supervisor keeps alive."""
 
     name: str
-    """`decode-0`"""
+    """as in `decode-0`"""
     role: Role
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    """beside the supervisor's own environment"""
+    """additions to the supervisor's own environment"""
 
 
 def process_spec(slot: Slot, config_file: Path, env: Mapping[str, str]) -> ProcessSpec:
-    """How `serve` runs a slot: exactly as a user would on another host, `pdserve decode -f FILE --index 0`."""
+    """Run a slot as a user would on another host: `pdserve decode -f FILE --index 0`."""
     pdserve = (sys.executable, "-m", "pdserve")
     command = (*pdserve, slot.role.value, "-f", str(config_file), "--index", str(slot.index))
     return ProcessSpec(slot.name, slot.role, command, env)
 
 
 def to_environment(config: Config, slot: Slot) -> dict[str, str]:
-    """What `from_environment` reads in the process of this slot."""
+    """The variables that `from_environment` reads in the process of this slot."""
     return {CONFIG_VARIABLE: _encode(config), SLOT_VARIABLE: _encode(slot)}
 
 
@@ -78,7 +78,7 @@ def from_environment(env: Mapping[str, str]) -> tuple[Config, Slot] | None:
 
 
 def _encode(value: object) -> str:
-    """By way of json, which has integers of any size, and infinity."""
+    """Encode by `json` and not by msgspec, which has no integers above 64 bits and no infinity."""
     return json.dumps(msgspec.to_builtins(value, enc_hook=str))
 
 

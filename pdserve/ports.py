@@ -15,16 +15,17 @@ import psutil
 from pdserve.errors import ConfigError
 
 _FIRST, _LAST = 15000, 30000
-"""below the ports that Linux gives to outgoing connections (32768 and up). Of those any may be taken while its server
-is down, even by a client of that server, which tries to reach it and meets itself"""
+"""range of `free_port`, below the ports that Linux gives to outgoing connections (32768 and up): such a port may be
+taken while its server is down, even by a client that tries to reach that server and connects to itself"""
 _TRIES = 1000
 _KEPT = 256
+"""claims of this process that are held, the newest"""
 _claims: deque[int] = deque()
-"""descriptors of this process's last claims"""
+"""their file descriptors"""
 
 
 def is_loopback(host: str) -> bool:
-    """False for every name but localhost: what it stands for may change."""
+    """Whether the address is a loopback address. False for every name but localhost: it may resolve to anything."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -35,8 +36,8 @@ def is_loopback(host: str) -> bool:
 
 
 def names_this_machine(authority: str) -> bool:
-    """Whether a request whose `Host` this is was meant for this machine: by localhost or an address, and not by a name
-    that a web page could have made to lead here (DNS rebinding)."""
+    """Whether the `Host` header of a request is localhost or an IP address, and not a name that a web page could have
+    made to resolve to this machine (DNS rebinding)."""
     try:
         name = urlsplit(f"//{authority}").hostname or ""
         return name == "localhost" or name.endswith(".localhost") or bool(ip_address(name))
@@ -45,8 +46,8 @@ def names_this_machine(authority: str) -> bool:
 
 
 def free_port(host: str, count: int = 1) -> int:
-    """The first of so many ports in a row that are free and that no process was given lately: it may be seconds until
-    a server listens on its port. Raises OSError where there are none."""
+    """Return the first of `count` free ports in a row. None of them was given to any process lately, since a server may
+    take seconds until it listens on its port. Raises OSError where there are none."""
     for _ in range(_TRIES):
         first = random.randint(_FIRST, _LAST)
         ports = range(first, first + count)
@@ -56,8 +57,8 @@ def free_port(host: str, count: int = 1) -> int:
 
 
 def _claim(ports: Iterable[int]) -> bool:
-    """For this process, among all on this machine that ask here: by an abstract Unix socket named after each port,
-    which is gone with the process, or after some hundred further claims."""
+    """Claim the ports among all processes of this machine that call `free_port`, by an abstract Unix socket named after
+    each; false where one is claimed. A claim ends with the process, or after `_KEPT` further claims."""
     claims: list[int] = []
     for port in ports:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
@@ -75,8 +76,9 @@ def _claim(ports: Iterable[int]) -> bool:
 
 
 def port_holder(host: str, port: int) -> str | None:
-    """The process that listens on this port, as far as this user may know; None when it is free. Raises ConfigError
-    where no process of this user can listen: the address is not this machine's, or the port is for root alone."""
+    """Return the name and pid of the process that listens on this port, as far as this user may know; None where it is
+    free. Raises ConfigError where this user cannot listen at all: the address is not this machine's, or the port is
+    reserved for root."""
     try:
         if _is_free(host, port, again=True):
             return None
@@ -90,7 +92,7 @@ def port_holder(host: str, port: int) -> str | None:
 
 
 def _is_free(host: str, port: int, again: bool = False) -> bool:
-    """With `again`, connections of a server that is gone do not count."""
+    """With `again`, connections that a stopped server left behind do not count."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, again)
         try:

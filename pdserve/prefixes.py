@@ -1,8 +1,8 @@
-"""Names of prompts' prefixes: what a worker has cached, told without a word of the prompts.
+"""Names of prompts' prefixes, by which workers tell frontends what they have cached, without the prompts themselves.
 
-A name is a hash of a full KV block and all before it. Workers make the same names of what their engines cache as
-frontends make of a prompt: about 1 us for a block, where vLLM's own hash costs 16 to 39. A name that is wrong or
-stale costs time only, because each engine decides by its own hashes what it reuses.
+A name is a hash of a full KV block and all blocks before it. Workers name what their engines cache as frontends name
+the blocks of a prompt: about 1 us for a block, where vLLM's own hash costs 16 to 39. A name that is wrong or stale
+costs time only, because each engine decides by its own hashes what it reuses.
 """
 
 import struct
@@ -11,21 +11,20 @@ from hashlib import blake2b
 from itertools import takewhile
 
 NAME = 8
-"""bytes of a name"""
+"""length of a name in bytes"""
 MAX_TOLD = 4096
-"""names that a worker tells at most: of a larger cache every 2nd block's, every 4th's, and so on"""
+"""most names that a worker tells: of a larger cache, only every 2nd block's, every 4th's, and so on"""
 
 
 def root(salt: str | None) -> bytes:
-    """What a prompt's first name begins from: prompts of another cache salt have other names."""
+    """The parent of a prompt's first name: prompts of another cache salt have other names."""
     return blake2b(salt.encode(errors="replace"), digest_size=NAME).digest() if salt else b""
 
 
 def names(
     tokens: Sequence[int], block_size: int, parent: bytes = b"", end: int | None = None
 ) -> Iterator[bytes]:
-    """Of the full blocks of `tokens`, up to `end`, each computed when it is asked for; `parent` names what comes
-    before."""
+    """Yield the names of the full blocks of `tokens` up to `end`. `parent` is the name of what precedes them."""
     pack, name = struct.Struct(f"<{block_size}I").pack, parent
     for start in range(0, (len(tokens) if end is None else end) - block_size + 1, block_size):
         name = blake2b(name + pack(*tokens[start : start + block_size]), digest_size=NAME).digest()
@@ -33,36 +32,36 @@ def names(
 
 
 class CachedPrefixes:
-    """The names of the blocks in an engine's prefix cache, kept up by the engine, and what has changed since it was
-    last asked."""
+    """The names of the blocks in an engine's prefix cache, and what has changed in them since `changes` was called. The
+    engine calls `resize`, `add`, `remove` and `clear`."""
 
     def __init__(self) -> None:
         self.block_size = 1
         """tokens"""
         self.stride = 1
-        """blocks from each name that is told to the next"""
+        """only every `stride`th block of a prompt is told"""
         self._copies: dict[bytes, int] = {}
-        """by name: several blocks may hold the same"""
+        """blocks with the same name"""
         self._told: set[bytes] = set()
         self._changed: set[bytes] = set()
         self.followed = False
-        """`changes` will be asked for, again and again"""
+        """something calls `changes` regularly"""
 
     def resize(self, blocks: int, block_size: int) -> None:
-        """Before anything is in the cache."""
+        """Set the size of the cache, while it is empty."""
         self.block_size, self.stride = block_size, 1
         while blocks > self.stride * MAX_TOLD:
             self.stride *= 2
 
     def add(self, name: bytes, depth: int) -> None:
-        """A block with this name is in the cache, the `depth`th of its prompt, counted from 1."""
+        """A block entered the cache, the `depth`th of its prompt, counted from 1."""
         copies = self._copies[name] = self._copies.get(name, 0) + 1
         if copies == 1 and depth % self.stride == 0:
             self._told.add(name)
             self._note([name])
 
     def remove(self, name: bytes) -> bool:
-        """A block with this name has left the cache; whether it was the last."""
+        """A block left the cache; return whether it was the last of this name."""
         copies = self._copies.pop(name, 0) - 1
         if copies > 0:
             self._copies[name] = copies
@@ -82,7 +81,7 @@ class CachedPrefixes:
             self._changed.update(changed)
 
     def hit(self, prompt: Sequence[int], salt: str | None) -> int:
-        """Leading tokens of the prompt that are cached; as in vLLM never all of them, because the last token has to be
+        """Return how many leading tokens of the prompt are cached; as in vLLM never all, for the last token has to be
         computed."""
         if not self._copies:
             return 0
@@ -93,6 +92,6 @@ class CachedPrefixes:
         return list(self._told)
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Names that are new and that are gone since this was asked last; some may have been before."""
+        """Return the names added and the names removed since the last call; some may have been so before."""
         changed, self._changed = self._changed, set()
         return [name for name in changed if name in self._told], list(changed - self._told)

@@ -1,4 +1,4 @@
-"""A bounded memory of what happened lately."""
+"""A dict of bounded size."""
 
 from collections import OrderedDict
 from typing import TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 class RecentKeys(OrderedDict[str, T]):
-    """The newest `bound` keys, with values; the oldest are forgotten first. A key that is set again is the newest."""
+    """Keeps the `bound` keys that were set last; a key that is set again counts as new."""
 
     def __init__(self, bound: int) -> None:
         super().__init__()

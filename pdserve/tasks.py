@@ -1,13 +1,12 @@
 """Background tasks: each has an owner, and none ends unseen.
 
-A background task is a task that is not awaited while it runs: heartbeats, watches, connections that come back. When it
-ends by a mistake, its process goes on without a part of itself, and looks healthy. So such tasks are made here and
-nowhere else (`tests/test_house.py` holds it); a task that the next lines await may be made anywhere.
+A background task is a task that nothing awaits while it runs: heartbeats, watches, reconnecting connections. When it
+ends by mistake, its process goes on without a part of itself and looks healthy. So such tasks are made here and
+nowhere else (`tests/test_house.py` checks it); a task that the next lines await may be made anywhere.
 
-`forever` is for work that has to go on: it is restarted. `Owner` holds the tasks of one object. `unending` is for work
-whose failure must end the process: it raises. `process_owner` owns the tasks of all objects of a process together.
-
-`Lifetime` is the shape of objects that are entered with `async with`.
+`forever` restarts work that must not end. `unending` raises where such work ends, so that the process ends with it.
+`Owner` holds the tasks of one object, `process_owner` those of all objects of a process. `Lifetime` is the base class
+of objects that are entered with `async with`.
 """
 
 import asyncio
@@ -18,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from pdserve.errors import EngineDead
@@ -31,13 +29,14 @@ FIRST_PAUSE, LAST_PAUSE = 0.1, 5.0
 HEALTHY = 30.0
 """seconds of running after which the next failure counts as the first"""
 _REMEMBERED = 100
+"""distinct failures that are logged, of one task"""
 
 Work = Callable[[], Awaitable[None]]
 
 
 class Lifetime(ABC):
-    """An object to enter with `async with`. Its life is told in one place, `_lifetime`, an `@asynccontextmanager` that
-    sets up, yields and takes down; it may be entered again after it was left."""
+    """An object to enter with `async with`. `_lifetime`, an `@asynccontextmanager`, sets it up, yields and takes it
+    down. It may be entered again after it was left."""
 
     @abstractmethod
     def _lifetime(self) -> AbstractAsyncContextManager[None]: ...
@@ -47,15 +46,13 @@ class Lifetime(ABC):
         await self._entered.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._entered.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: Any) -> None:
+        await self._entered.__aexit__(*error)
 
 
 class Owner:
-    """The background tasks of one object. Leaving cancels them and waits for their end; may be entered and left
-    again, from any task of the loop."""
+    """The background tasks of one object. Leaving cancels them and waits for their end. It may be entered again, from
+    any task of the loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -63,9 +60,7 @@ class Owner:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def stop(self) -> None:
@@ -76,12 +71,12 @@ class Owner:
             self._tasks.difference_update(tasks)
 
     async def settle(self, within: float) -> None:
-        """Let the tasks end by themselves for so many seconds."""
+        """Wait up to `within` seconds for the tasks to end by themselves."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=within)
 
     def forever(self, work: Work, name: str, *, again_after: float | None = None) -> asyncio.Task[None]:
-        """Keep `work` running, restarted whenever it ends; `again_after` as of `forever`."""
+        """Start a task that runs the function `forever` with these arguments."""
         return self.start(forever(work, name, again_after=again_after), name)
 
     def start(
@@ -90,8 +85,8 @@ class Owner:
         name: str,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> asyncio.Task[None]:
-        """Run `work` once, to its end. A failure is logged and counted, then told to `on_failure`; so is a cancellation
-        that comes from inside."""
+        """Start a task that runs `work` once. A failure is logged, counted and passed to `on_failure`; so is a
+        cancellation that nothing outside the task asked for."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         for owner in {self, _process_owner.get() or self}:
             owner._tasks.add(task)
@@ -113,7 +108,7 @@ _process_owner: ContextVar[Owner | None] = ContextVar("pdserve_process_owner", d
 
 @asynccontextmanager
 async def process_owner() -> AsyncIterator[None]:
-    """Own also every task that any Owner starts inside: whatever its object leaves behind ends here."""
+    """Cancel at the end every task that any Owner started meanwhile, also where its object was not left."""
     async with Owner() as owner:
         token = _process_owner.set(owner)
         try:
@@ -125,11 +120,11 @@ async def process_owner() -> AsyncIterator[None]:
 async def forever(
     work: Work, name: str, *, until_done: bool = False, again_after: float | None = None
 ) -> None:
-    """Run `work` again and again, with a back-off, until cancelled (or, with `until_done`, until it returns). Each
-    distinct failure is logged once, all are counted. EngineDead is raised: the process has to end.
+    """Run `work` again whenever it ends, with a back-off, until cancelled. Each distinct failure is logged once, all
+    are counted. Raises EngineDead where `work` does: the process has to end.
 
-    With `again_after` to return is no failure: `work` is the life of one connection, and so many seconds later
-    the next one begins."""
+    To return is a failure too, unless `until_done` (then this returns as well) or `again_after`, the seconds until
+    `work` runs again: it may be the life of one connection."""
     seen: set[str] = set()
     pause = FIRST_PAUSE
     while True:
@@ -163,8 +158,8 @@ async def forever(
 
 
 async def unending(work: Awaitable[None], name: str) -> None:
-    """Await `work`, which must go on until it is cancelled; a return, or a cancellation that comes from inside,
-    raises RuntimeError. A TaskGroup would take both for a good end."""
+    """Await `work`, which must go on until it is cancelled. Raises RuntimeError where it returns, or is cancelled
+    though this task was not asked to stop: a TaskGroup would take both for success."""
     try:
         await work
     except asyncio.CancelledError:
@@ -178,24 +173,25 @@ def _ended_unasked(name: str) -> NoReturn:
 
 
 def asked_to_stop() -> bool:
+    """Whether something cancelled the current task, and not only what it awaits."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 def _failure(task: asyncio.Task[None]) -> BaseException | None:
-    """Of a task that is done."""
+    """The error of a finished task; None where it returned or was asked to stop."""
     if task.cancelled():
         return None if task.cancelling() else asyncio.CancelledError("nothing asked the task to stop")
     return task.exception()
 
 
 def _kind(name: str) -> str:
-    """A label of few values: without what comes after a colon."""
+    """The label of the metric: the name up to a colon, so that there are few of them."""
     return name.partition(":")[0]
 
 
 def _fingerprint(failure: BaseException) -> str:
-    """Kind and place."""
+    """The type of the error and the line that raised it."""
     frames = traceback.extract_tb(failure.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(failure).__name__} {place}"

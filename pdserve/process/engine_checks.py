@@ -1,7 +1,7 @@
-"""What a worker checks of its engine: that its memory is as planned, that it does its first work before the worker is
-announced, and from then on that it lives.
+"""What a worker checks of its engine: that its memory is as planned, that it can do its work before the worker is
+announced, and from then on that it does not hang.
 
-An engine that hangs (stopped, or deadlocked in a lock or a kernel) looks alive to all others: its process is there, and
+An engine that hangs (stopped, or deadlocked in a lock or a kernel) looks alive from outside: its process is there, and
 the worker's own heartbeats and lease go on."""
 
 import asyncio
@@ -26,27 +26,28 @@ from pdserve.records import Role
 log = logging.getLogger(__name__)
 
 PROBE_INTERVAL = 5.0
-"""seconds between two questions"""
+"""seconds between two probes"""
 HANGS_AFTER = 30.0
-"""seconds without an answer, and without CPU time to speak of, after which an engine hangs. Engines answer
-between two steps, and how long a step may take is not known: a long prompt on a CPU, a kernel that is compiled
-on its first use. But such a step uses CPU time."""
+"""seconds without an answer and almost without CPU time after which an engine counts as hung. Engines answer between
+two steps, and a step may take long: a long prompt on a CPU, a kernel that is compiled on its first use. But such a
+step uses CPU time."""
 SPINS_AFTER = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 300))
-"""seconds without an answer after which an engine hangs whatever it uses: vLLM's own bound of a step, which it keeps
-only where its worker has a process of its own"""
+"""seconds without an answer after which an engine counts as hung whatever CPU time it uses: vLLM's own bound for a
+step, which vLLM enforces only where its worker has a process of its own"""
 BUSY = 0.1
-"""share of a core that counts as work; an idle vLLM engine on the CPU takes 0.03"""
+"""share of a core that counts as work; an idle vLLM engine on the CPU uses 0.03"""
 TICK = 1.0
+"""seconds"""
 REACH_INTERVAL, MAX_UNREACHED = 10.0, 3
-"""seconds between two looks at a prefill engine's side channel, and how many in a row may fail"""
+"""seconds between two probes of a prefill engine's side channel, and how many in a row may fail"""
 KILLS_WITHIN = 5.0
-"""seconds within which an engine that a request kills is dead, and known to be: a crash, and not a hang"""
+"""seconds within which an engine that a request crashes is known to be dead"""
 SLOWEST = 500.0
-"""prompt tokens per second: a prompt may need its time until it is where it kills"""
+"""prompt tokens per second, at least: a prompt may crash the engine at its end"""
 TOLERANCE = 0.2
-"""of the planned memory; what is further off is worth a look"""
+"""share of the planned memory by which the measured may differ without a warning"""
 STEPS = 3
-"""tokens that a decode worker generates in its self-test: the first by the prefill, the others by decode steps"""
+"""tokens of a decode worker's self-test: the first comes from the prefill, the others from decode steps"""
 _IDS = range(16, 256)
 """token ids that every vocabulary has"""
 
@@ -62,7 +63,7 @@ class MeasuredMemory:
     planned: int
     measured: int
     matters: bool = True
-    """false: small parts of the whole, whose error alone costs little"""
+    """false for small parts, whose error costs little"""
 
     @property
     def factor(self) -> float:
@@ -79,7 +80,7 @@ class MeasuredMemory:
 
 
 def compare(planned: Memory, facts: EngineFacts) -> Iterator[MeasuredMemory]:
-    """What the engine does not tell is left out."""
+    """Yield the parts that the engine measured."""
     yield MeasuredMemory("KV blocks", planned.blocks, facts.kv_blocks)
     if facts.weight_bytes:
         yield MeasuredMemory("weights", planned.weights, facts.weight_bytes)
@@ -92,7 +93,8 @@ def compare(planned: Memory, facts: EngineFacts) -> Iterator[MeasuredMemory]:
 
 
 def log_memory(config: Config, slot: Slot, facts: EngineFacts) -> None:
-    """Say nothing where there was no plan: a simulated engine, or a model whose sizes are not known."""
+    """Log the measured memory beside the plan's, if there is one: not for simulated engines or models of unknown
+    size."""
     planned = worker_memory(config, slot)
     if planned is None or planned.kv_space is None:
         return
@@ -108,9 +110,9 @@ def log_memory(config: Config, slot: Slot, facts: EngineFacts) -> None:
 
 
 async def self_test(engine: Engine, role: Role) -> None:
-    """Have the engine do what it will be asked for, so that what an engine only does at its first prefill, step or
-    hand-over of KV is done, or has failed, before a client comes. To be called before its steps are read by others.
-    Raises EngineDead where it dies, fails or hangs."""
+    """Let the engine do each kind of its work once, so that what only happens at a first prefill, step or hand-over of
+    KV has happened, or failed, before the first request. Call it before anything else reads the engine's steps.
+    Raises EngineDead where the engine dies, fails or hangs."""
     began = time.monotonic()
     work = asyncio.ensure_future(_first_work(engine, role))
     watch = asyncio.ensure_future(watch_engine(engine))
@@ -129,7 +131,7 @@ async def self_test(engine: Engine, role: Role) -> None:
 
 
 def unique_prompt(facts: EngineFacts) -> list[int]:
-    """A bit more than a KV block, and in no prefix cache."""
+    """A random prompt, in no prefix cache, a bit longer than a KV block."""
     length = min(facts.block_size + 2, facts.max_model_len - STEPS - 1, facts.kv_tokens - STEPS - 1)
     chance = random.SystemRandom()
     return [chance.choice(_IDS) for _ in range(max(1, length))]
@@ -177,7 +179,7 @@ async def _released(engine: Engine, handle: KvHandle) -> None:
 
 
 async def watch_engine(engine: Engine) -> None:
-    """For ever, or until EngineDead."""
+    """Probe the engine until it hangs or is dead; raises EngineDead then."""
     while True:
         await asyncio.sleep(PROBE_INTERVAL)
         await _until_it_answers(engine)
@@ -201,8 +203,8 @@ async def _until_it_answers(engine: Engine) -> None:
 
 
 async def _wait(probe: "asyncio.Future[None]") -> None:
-    """For `HANGS_AFTER`, in ticks that are counted and not measured: a worker that was stopped together with its engine
-    must not blame the engine when both go on."""
+    """Wait up to `HANGS_AFTER` seconds, in ticks that are counted, not measured: a worker that was stopped together
+    with its engine must not blame the engine when both go on."""
     silent = 0.0
     while silent < HANGS_AFTER and not probe.done():
         await asyncio.wait([probe], timeout=TICK)
@@ -210,8 +212,8 @@ async def _wait(probe: "asyncio.Future[None]") -> None:
 
 
 async def watch_side_channel(engine: Engine) -> None:
-    """For ever, or until EngineDead. A prefill engine that no decode engine can ask for its KV computes for nothing,
-    and only a new process is sure to have a side channel."""
+    """Probe a prefill engine's side channel; raises EngineDead where it does not answer: no decode engine could read
+    the KV then, and only a new process is sure to have a working one."""
     failures = 0
     while True:
         await asyncio.sleep(REACH_INTERVAL)
@@ -227,6 +229,6 @@ async def watch_side_channel(engine: Engine) -> None:
 
 
 def may_have_killed(prompt_tokens: int, since: float) -> bool:
-    """Whether an engine that is found dead now may have died of a request that it got, or gave the last token of, at
-    `since` (monotonic)."""
+    """Whether an engine that is found dead now may have died of a request whose last sign of progress (its start, or a
+    token) was at `since` (monotonic)."""
     return time.monotonic() - since < KILLS_WITHIN + prompt_tokens / SLOWEST

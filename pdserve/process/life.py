@@ -1,5 +1,5 @@
-"""The life of a process of the graph, the same for frontends, decode and prefill workers: start, announce, serve,
-drain, end. `run` is the process from the outside, `Service` what each role gives to it."""
+"""The life of a process of the graph, the same for all roles: start, announce, serve, drain, end. `run` is the whole
+process, `Service` the part that differs by role."""
 
 import asyncio
 import logging
@@ -29,27 +29,26 @@ from pdserve.watch import Connections, Receipt, Watched
 log = logging.getLogger(__name__)
 
 AT_ONCE = 1.5
-"""seconds to close what can be closed where a role ends without draining"""
+"""seconds for a role that ends without a drain to close what can be closed"""
 SAME_SIGNAL = 0.2
-"""seconds within which a signal that is told again is the same signal: uvloop 0.21 tells a signal twice where another
-one comes just before it, as SUPERVISOR_DIED does before the guardian's SIGTERM (measured: 5 % of such pairs)"""
+"""seconds within which a repeated signal counts as the same: uvloop 0.21 delivers a signal twice where another comes
+just before it, as SUPERVISOR_DIED does before the guardian's SIGTERM (measured: 5 % of such pairs)"""
 LAST_RESORT = 15.0
-"""seconds beyond all drains after which a role whose supervisor died stops by itself: its guardian is gone, too"""
+"""seconds beyond all drains after which a role whose supervisor died stops by itself: the guardian must be gone too"""
 END_WITHIN = 1.0
 """seconds from the end of a role's work to the end of its process"""
 
 
 class Service(ABC):
-    """What one process does. `run` is its whole life, in which the methods below it are called in their order; `stop`
-    asks it to drain and return."""
+    """The work of one process. `run` calls the methods below it in their order; `stop` asks it to drain and return."""
 
     def __init__(self, config: Config, slot: Slot, instance_id: str, metrics_url: str) -> None:
         self.id = instance_id
         self.ready = asyncio.Event()
-        """set from just before it is announced, and may have requests, until it is told to stop"""
+        """set from just before the announcement, when requests may come, until `stop`"""
         self.draining = False
         self.tasks: asyncio.TaskGroup
-        """work beside that of `permanent`; there from `permanent` to the end of `drain`"""
+        """for work beside that of `permanent`; exists from `permanent` to the end of `drain`"""
         self.tracer = make_tracer(config.otlp_endpoint, f"pdserve-{slot.role.value}", instance_id)
         self.connections = Connections()
         self._config = config
@@ -61,9 +60,9 @@ class Service(ABC):
         self._stop.set()
 
     async def run(self) -> None:
-        """Return after `stop` and the drain. Raises EngineDead as itself, after `engine_died` has told others of it;
-        other failures of tasks as the group of them. The first task to fail ends the service with its error. No
-        background task outlives it, its seams' included."""
+        """Return after `stop` and the drain. The first task that fails ends the service. Raises EngineDead as itself,
+        after `engine_died`, and other failures of tasks as a group. No background task outlives it, those of the seams
+        included."""
         async with process_owner(), AsyncExitStack() as stack:
             await self.start(stack)
             await stack.enter_async_context(self.tracer)
@@ -93,36 +92,36 @@ class Service(ABC):
 
     @abstractmethod
     async def start(self, stack: AsyncExitStack) -> None:
-        """Enter all that is needed to serve; `stack` leaves it at the end, in the opposite order."""
+        """Enter on `stack` all that is needed to serve; it is left at the end in the opposite order."""
 
     @abstractmethod
     def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """Work that never ends by itself: when any of it does, the service fails. It goes on during the drain, since
+        """Work that never ends by itself: if any of it does, the service fails. It goes on during the drain, since
         running requests need it."""
 
     async def warm_up(self) -> None:
-        """Do what is better done before the first request."""
+        """Do what should be done before the first request."""
         return
 
     @abstractmethod
     async def announce(self) -> None:
-        """Tell the others that it serves."""
+        """Register, so that other processes send requests."""
 
     @abstractmethod
     async def drain(self) -> None:
-        """Take nothing new, and finish what is there within the drain timeout."""
+        """Accept nothing new, and finish running requests within the drain timeout."""
 
     def watched(self) -> Watched:
-        """What it is doing; raises AttributeError before `start`."""
+        """The state for this process's pages; raises AttributeError before `start`."""
         return Watched()
 
     def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
-        """Of requests that this process answers or has answered, the newest first; with `key`, of the API key of this
-        name, with `request_id`, of this id."""
+        """Receipts of running and finished requests, the newest first; only of the API key named `key`, and of
+        `request_id`, where these are given."""
         return []
 
     async def engine_died(self, death: EngineDead) -> None:
-        """Say what is lost with the engine, while the seams are still there."""
+        """Tell other processes what is lost with the engine, while the seams are still open."""
         return
 
 
@@ -130,14 +129,14 @@ class Service(ABC):
 
 
 def run(config: Config, slot: Slot) -> int:
-    """Live as this slot of the graph; the exit code."""
+    """Run this slot of the graph; return the exit code."""
     os.environ.update(slot.env)  # before vLLM is imported
     return uvloop.run(_live_to_the_end(config, slot))
 
 
 def exit_code(name: str, error: Exception) -> int:
-    """Say why the role ended, in a sentence where it is one of our own errors. A wrong configuration (2) is told apart
-    however late it was found: the supervisor does not try it again."""
+    """Log why the role ended, in a sentence where the error is one of our own, and return its exit code: 2 for a wrong
+    configuration, however late it was found, since the supervisor must not try it again."""
     found = leaves(error)
     if problems := [problem for leaf in found if isinstance(leaf, ConfigError) for problem in leaf.problems]:
         for problem in problems:
@@ -153,7 +152,7 @@ def exit_code(name: str, error: Exception) -> int:
 
 
 async def live(config: Config, slot: Slot) -> None:
-    """One role in this event loop. Returns after SIGTERM and the drain; raises what `Service.run` raises."""
+    """Run one role in this event loop. Return after SIGTERM and the drain; raises what `Service.run` raises."""
     module, _, name = GRAPH[slot.role].service.partition(":")
     connect: Callable[[Config, Slot, str], Service] = getattr(import_module(module), name).connect
     with serve_pages(config.host) as pages:
@@ -163,9 +162,9 @@ async def live(config: Config, slot: Slot) -> None:
 
 
 async def live_until_signalled(service: Service, drain_timeout: float) -> None:
-    """The first of `STOPPERS` lets a service that is ready drain; while it starts, or when SIGTERM or SIGINT come
-    again, it ends at once. Returns in all cases, though in the latter something may still run after `AT_ONCE`, in a
-    thread that cannot be ended; what the service raises comes through."""
+    """Run the service. At the first of `STOPPERS` it drains if it is ready, else it ends at once, as it does at another
+    SIGTERM or SIGINT. Return in all cases; where it ends at once, a thread that cannot be ended may still run after
+    `AT_ONCE`. Raises what the service raises."""
     life = asyncio.create_task(service.run())
     over = asyncio.Event()
     life.add_done_callback(lambda _: over.set())
@@ -205,8 +204,8 @@ async def live_until_signalled(service: Service, drain_timeout: float) -> None:
 
 
 async def _live_to_the_end(config: Config, slot: Slot) -> int:
-    """Nothing is left to do after `live`, but a thread may still import or start vLLM, and Python would wait for it.
-    Signals that come late do not change the exit code."""
+    """Run `live`, and make sure that the process ends soon after it: Python would wait for a thread that still imports
+    or starts vLLM. Late signals do not change the exit code."""
     failure: Exception | None = None
     try:
         await live(config, slot)
@@ -222,7 +221,8 @@ async def _live_to_the_end(config: Config, slot: Slot) -> int:
 
 
 def _end(code: int) -> None:
-    """Multiprocessing's resource tracker cleans up behind the others, and ends by itself."""
+    """Kill all child processes but multiprocessing's resource tracker, which cleans up behind the others and ends by
+    itself, then end this one."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if not any("resource_tracker" in part for part in process.cmdline()):

@@ -1,6 +1,5 @@
-"""What a process says of itself in the registry: its id, its instance, and its model card. All of it changes seldom:
-each change goes to every process. Its load, which changes with each step, goes elsewhere (`messages.WorkerLoad`,
-`observe/pages.py`)."""
+"""The registry records of a process: its instance, and its model card. They change seldom, for each change goes to
+every process. Load, which changes with each step, goes elsewhere (`messages.WorkerLoad`, `observe/pages.py`)."""
 
 import asyncio
 import logging
@@ -26,19 +25,19 @@ from pdserve.registry.view import RegistryView
 log = logging.getLogger(__name__)
 
 WARM_UP_WITHIN = 5.0
-"""seconds that a worker waits for others before it announces itself"""
+"""seconds that a worker may spend on warming up with others before it is announced"""
 MAX_PAIRS = 16
-"""workers of the other role that a decode worker warms up with: in a graph of hundreds each pair would be a handshake
-for every two workers; the first request of any other pair makes its own"""
+"""most workers of the other role that a decode worker warms up with: with hundreds of workers, all pairs would be too
+many handshakes; the first request of any other pair makes its own"""
 INTERVAL = 1.0
-"""seconds between two looks at the clock"""
+"""seconds between two checks of the clock"""
 STEADY = 0.1
-"""seconds by which its skew must change to be written again"""
+"""seconds by which the skew must change to be written again"""
 
 
 def new_instance_id(slot: Slot) -> str:
-    """`<role>-<index>-<boot id>`: a restarted worker is a new instance, and KV of its earlier life belongs to no
-    instance. The boot id is the supervisor's, where there is one."""
+    """`<role>-<index>-<boot id>`: a restarted worker is a new instance, so that KV from before the restart belongs to
+    none. Under a supervisor the boot id is the supervisor's."""
     return instance_id(slot.name, os.environ.get(BOOT_VARIABLE) or new_boot())
 
 
@@ -74,9 +73,9 @@ def worker_instance(
 
 
 def model_card(config: Config, facts: EngineFacts, archive: str, others: Iterable[ModelCard]) -> ModelCard:
-    """All of the decode worker's engine arguments are in it: which of them matter to a frontend is the frontend's
-    knowledge. The length is the one that the engine settled on, and a chat template in a file of this host
-    comes as its text. `others` are the cards that are there under this name."""
+    """The card of a decode worker, with all of its engine arguments: frontends know which of them matter. The context
+    length is the engine's, and a chat template in a file of this host becomes its text. `others` are the registered
+    cards of the same name."""
     assert config.decode is not None
     arguments = dict(config.decode.engine_args)
     arguments["max-model-len"] = facts.max_model_len
@@ -98,14 +97,15 @@ def model_card(config: Config, facts: EngineFacts, archive: str, others: Iterabl
 
 
 def generation(card: ModelCard, others: list[ModelCard]) -> int:
-    """A card unlike all others begins the next generation."""
+    """The generation of the cards that are like this one; the next one where there is none."""
     if alike := [other.generation for other in others if other.alike(card)]:
         return max(alike)
     return 1 + max((other.generation for other in others), default=0)
 
 
 class Presence:
-    """Both records are under the process's lease, so that leaving the registry removes them."""
+    """Keeps the records of a process in the registry. They are under its lease, so that leaving the registry removes
+    them."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Presence:
         card: ModelCard | None,
         skew: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """`skew` is how wrong this process's clock is, as far as that is known now."""
+        """`skew` returns the seconds that this process's clock is ahead, None where that is not known."""
         self.instance = instance
         self._skew = skew
         self._newcomer = False
@@ -125,8 +125,8 @@ class Presence:
         self._card = card
 
     async def warm_up(self, view: RegistryView, warm: Callable[[], Awaitable[None]]) -> None:
-        """Introduce the worker to those of the other role alone, and wait until it is warm with them: for some seconds
-        at most, since any of them may hang.
+        """Register the worker as a newcomer, which only workers of the other role see, and wait until it is warm with
+        them; `WARM_UP_WITHIN` seconds at most, since any of them may hang.
 
         Of two workers that start at the same time at least one sees the other, because each looks after it has seen
         itself."""
@@ -146,7 +146,7 @@ class Presence:
                 return
 
     async def announce(self) -> None:
-        """The card first: a frontend that sees the instance can read what it serves."""
+        """Write the card before the instance: a frontend that sees the instance can read what it serves."""
         if self._card is not None:
             key = keys.card(self._card.name, self.instance.id)
             await self._registry.put(key, encode_record(self._card))
@@ -157,7 +157,7 @@ class Presence:
         self.announced.set()
 
     async def drain(self) -> None:
-        """From here on nothing new should be sent here."""
+        """Register that this process takes no new requests."""
         self.instance = msgspec.structs.replace(self.instance, draining=True)
         await self._write()
 
@@ -169,7 +169,7 @@ class Presence:
                 await self._registry.delete(keys.instance(self.instance))
 
     async def keep_current(self) -> None:
-        """Write what changed since the announcement, for ever."""
+        """Write each change after the announcement; never returns."""
         await self.announced.wait()
         while True:
             await asyncio.sleep(INTERVAL)
@@ -189,7 +189,8 @@ class Presence:
 
 
 def registered_skew(skew: float | None, before: float | None) -> float | None:
-    """The clock's skew as it is registered, to a tenth of a second; logged where it becomes large."""
+    """The clock's skew to be registered, to a tenth of a second; `before` where it changed little. Logged where it
+    becomes large."""
     if skew is None or (before is not None and abs(skew - before) <= STEADY):
         return before
     now = round(skew, 1)

@@ -1,5 +1,5 @@
-"""The signals that end a process of the graph, and what they do while it starts. Imports next to nothing: all other
-imports of a role come after `end_while_starting`."""
+"""The signals that end a process of the graph, and what they do while it starts. This module imports next to nothing:
+all other imports of a role come after `end_while_starting`."""
 
 import logging
 import os
@@ -10,18 +10,17 @@ log = logging.getLogger(__name__)
 STOPPERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """from a supervisor, from Ctrl-C, from a terminal that is closed"""
 SUPERVISOR_DIED = signal.SIGUSR1
-"""from the kernel. Unhandled, as long as a role is starting, it ends the role; a role that serves drains when the
-supervisor's guardian tells it to, in its turn"""
+"""from the kernel, when the supervisor ends. It ends a role that is still starting, which has no handler yet; a role
+that serves drains when the supervisor's guardian tells it to"""
 
 
 def end_while_starting() -> None:
-    """Let `STOPPERS` end this process, with exit code 0, until it has handlers of its own: vLLM's import takes many
-    seconds."""
+    """Let `STOPPERS` end this process with exit code 0 until it has its own handlers: vLLM's import takes seconds."""
     for number in STOPPERS:
         signal.signal(number, _end)
 
 
 def _end(number: int, _frame: object) -> None:
-    """Nothing is there yet that would have to be left in order."""
+    """End at once: nothing is there yet that would have to be closed."""
     log.info("told to stop while starting (%s)", signal.Signals(number).name)
     os._exit(0)

@@ -27,7 +27,7 @@ from pdserve.watch import LinkState, Watched
 
 class EngineWorker(Service):
     follows: Sequence[str]
-    """what of the registry this role needs, as prefixes of keys"""
+    """prefixes of the registry keys that this role needs"""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class EngineWorker(Service):
         blobs: BlobStore | None = None,
         metrics_url: str = "",
     ) -> None:
-        """`stream` and `blobs` are for decode workers: frontends, and the model archive for them."""
+        """`stream` and `blobs` are for decode workers: the frontends' connections, and the model archive for them."""
         super().__init__(config, slot, instance_id, metrics_url)
         self.view = RegistryView(registry, *self.follows)
         self._engine = engine
@@ -73,7 +73,7 @@ class EngineWorker(Service):
 
     @abstractmethod
     def _assemble(self, engine: Engine) -> None:
-        """Make the parts of this role."""
+        """Make the parts of this role; called once, at the end of `__init__`."""
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Enter engine and seams in the order in which they need each other."""
@@ -98,7 +98,7 @@ class EngineWorker(Service):
         KV_USAGE.labels(model).set_function(lambda: engine.usage.kv_usage)
 
     async def card(self) -> ModelCard | None:
-        """What frontends need to serve the model by this worker; None where they do not talk to it."""
+        """The model card for frontends; None for a worker that they do not connect to."""
         return None
 
     def load(self) -> Load:
@@ -106,7 +106,7 @@ class EngineWorker(Service):
         return Load(usage.running, usage.waiting, round(usage.kv_usage, 6), queue_depth=self._queue.depth)
 
     def links(self) -> list[LinkState]:
-        """To other processes, as far as this one measures them."""
+        """The measured links to other processes."""
         return []
 
     def watched(self) -> Watched:
@@ -117,10 +117,10 @@ class EngineWorker(Service):
 
     @abstractmethod
     async def _read_step(self, step: Step) -> None:
-        """What the engine has done."""
+        """Handle the outputs of an engine step."""
 
     async def _read_engine(self) -> None:
-        """For ever, or until EngineDead."""
+        """Handle steps until the engine is dead; raises EngineDead then."""
         while True:
             await self._read_step(await self._engine.step())
 

@@ -1,4 +1,4 @@
-"""Checks before anything is started."""
+"""Checks of ports before anything is started."""
 
 from collections.abc import Iterable
 
@@ -8,8 +8,8 @@ from pdserve.ports import port_holder
 
 
 def busy_ports(config: Config, slots: Iterable[Slot]) -> list[str]:
-    """A sentence for each port that the graph needs and another process holds. Raises ConfigError where no process can
-    listen on it."""
+    """A sentence for each port that the graph needs and another process holds. Raises ConfigError where this user
+    cannot listen on one."""
     problems = []
     if config.frontend and (holder := port_holder(config.frontend.host, config.frontend.port)):
         problems.append(
@@ -23,7 +23,8 @@ def busy_ports(config: Config, slots: Iterable[Slot]) -> list[str]:
 
 
 def busy_kv_port(config: Config, slot: Slot) -> str | None:
-    """An engine that finds its side channel's port taken (most likely by an orphan) hangs at start for ever."""
+    """A sentence where the port of the slot's side channel is taken, most likely by an orphan: the engine would hang at
+    start for ever."""
     if slot.kv_port and (holder := port_holder(config.host, slot.kv_port)):
         return (
             f"Port {slot.kv_port} on {config.host}, where {slot.name} hands out its KV, is held by {holder}: "

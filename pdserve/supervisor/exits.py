@@ -1,4 +1,4 @@
-"""Wait for the end of processes, and make sure of it."""
+"""Wait for the end of processes, and end what is left of a process group."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,8 @@ _prctl = ctypes.CDLL(None).prctl
 
 
 def dies_with_parent(number: signal.Signals) -> Callable[[], None]:
-    """For preexec_fn, called in the parent's main thread: the child gets this signal when its parent dies."""
+    """Make a `preexec_fn` by which the child gets this signal when its parent dies. Call it in the parent's main
+    thread."""
     parent = os.getpid()
 
     def in_child() -> None:
@@ -30,13 +31,13 @@ def dies_with_parent(number: signal.Signals) -> Callable[[], None]:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every orphan below it, so that `end_group` can reap them: in a
-    container, process 1 may not."""
+    """Make this process the parent of every orphan below it, so that `end_group` can reap them: in a container, process
+    1 may not."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 async def exit_of(process: "subprocess.Popen[bytes]") -> int:
-    """Wait for a child's end; its exit code, negative for a signal. A pidfd works under every event loop,
+    """Wait for a child's end; return its exit code, negative for a signal. A pidfd works under every event loop,
     without child watchers or threads, and whatever process holds the child's pipes."""
     if process.poll() is None:
         loop, ended, pidfd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(process.pid)
@@ -50,11 +51,11 @@ async def exit_of(process: "subprocess.Popen[bytes]") -> int:
 
 
 async def end_group(group: int, memory: Collection[str] = ()) -> None:
-    """Kill what is left of a process group whose leader is gone, and return when nothing is. Its shared memory goes
-    with it: that of the processes that are killed here, and `memory`, which is known of before.
+    """Kill what is left of a process group whose leader is gone, and return when nothing is. Then remove the shared
+    memory of the killed processes, and `memory`, segments that were known before.
 
-    multiprocessing's resource tracker goes last: it removes the shared memory of killed processes, and
-    ends by itself when they are gone. It is killed too after `TRACKER_PATIENCE`.
+    multiprocessing's resource tracker removes the shared memory of killed processes and ends by itself when they are
+    gone, so it is only killed after `TRACKER_PATIENCE`.
     """
     left = members(group)
     memory = shared_memory(left) | set(memory)

@@ -1,8 +1,8 @@
 """A small process that stops the graph when the supervisor was killed.
 
-Runs as a script, with the standard library alone. Reads `+GROUP WAVE` and `-GROUP` (process groups) line by line from
-stdin. When stdin ends, the supervisor is gone: stop the groups still listed as the supervisor would have done it, wave
-by wave, so that running requests can finish: SIGTERM, the patience of the wave, SIGKILL.
+It runs as a script, with the standard library alone, and reads `+GROUP WAVE` and `-GROUP` (process groups) line by line
+from stdin. When stdin ends, the supervisor is gone. Then it stops the groups still listed as the supervisor would have,
+wave by wave, so that running requests can finish: SIGTERM, the patience of the wave, SIGKILL.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable
-from types import TracebackType
 from typing import Self
 
 log = logging.getLogger(__name__)
@@ -23,14 +22,15 @@ log = logging.getLogger(__name__)
 SERVERS = 99
 """wave of the servers: after all roles"""
 SERVERS_PATIENCE = 5.0
+"""seconds that a server gets to stop"""
 TRACKER_PATIENCE = 2.0
 """seconds for multiprocessing's resource tracker to remove the shared memory of killed processes"""
 _SHARED = re.compile(r" (/dev/shm/psm_\w+)$", re.MULTILINE)
 
 
 class Guardian:
-    """The supervisor's side. `patience` are the seconds that each wave of roles gets to stop; `lock` is an open file
-    that the guardian holds as well, until nothing is left."""
+    """The supervisor's side. Each wave of roles gets `patience` seconds to stop. `lock` is the descriptor of an open
+    file that the guardian keeps open until nothing is left."""
 
     def __init__(self, patience: float, lock: int | None = None) -> None:
         self._patience = patience
@@ -41,9 +41,7 @@ class Guardian:
         self._start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
             self._stdin.close()
         self._process.wait()
@@ -53,7 +51,7 @@ class Guardian:
         return self._process.pid
 
     def watch(self, group: int, wave: int = 0) -> None:
-        """Stop this process group when the supervisor is gone; lower waves first."""
+        """Let the guardian stop this process group when the supervisor is gone, lower waves first."""
         self._groups[group] = wave
         self._tell(f"+{group} {wave}")
 
@@ -62,7 +60,7 @@ class Guardian:
         self._tell(f"-{group}")
 
     async def keep(self) -> None:
-        """Start the guardian again whenever it ends, for ever."""
+        """Start the guardian again whenever it ends; never returns."""
         from pdserve.supervisor.exits import exit_of
 
         while True:
@@ -105,8 +103,8 @@ def main() -> None:
 
 
 def stop(groups: Collection[int], patience: float) -> None:
-    """SIGTERM to the leaders, each of which stops the processes below it in its own order; SIGKILL to what is left of a
-    group when its leader is gone, or after `patience` seconds."""
+    """Send SIGTERM to the leaders, each of which stops the processes below it in its own order; then SIGKILL to what is
+    left of the groups when all leaders are gone, or after `patience` seconds."""
     send(groups, signal.SIGTERM)
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline and any(alive(leader) for leader in groups):
@@ -128,11 +126,11 @@ def send(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-# what /proc knows
+# from /proc
 
 
 def alive(pid: int) -> bool:
-    """False for a zombie: in a container, process 1 may never wait for it."""
+    """Whether the process runs; false for a zombie: in a container, process 1 may never wait for it."""
     return _stat(pid)[0] not in "ZX"
 
 
@@ -148,7 +146,7 @@ def members(group: int) -> list[int]:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State and process group; `X` for a process that is not there."""
+    """State and process group; `X` for a process that does not exist."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
         state, _, group = stat.read().rpartition(")")[2].split()[:3]
         return state, int(group)
@@ -176,7 +174,7 @@ def shared_memory(pids: Iterable[int]) -> set[str]:
 
 
 def release(memory: Collection[str]) -> None:
-    """Remove those of these segments that are still there and that no process has mapped."""
+    """Remove these segments, except those that a process has mapped."""
     if left := {name for name in memory if os.path.exists(name)}:
         for name in left - shared_memory(int(pid) for pid in os.listdir("/proc") if pid.isdecimal()):
             with contextlib.suppress(OSError):

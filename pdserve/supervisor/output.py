@@ -1,4 +1,4 @@
-"""One readable stream out of the output of all processes, and one log file for each with everything in it."""
+"""The output of all processes: one readable stream on the terminal, and one complete log file for each process."""
 
 import errno
 import io
@@ -19,7 +19,7 @@ from pdserve.supervisor.state import make_private, private
 from pdserve.supervisor.terminal import NonBlockingStream
 
 FILE_LIMIT = 64 << 20
-"""bytes; a log file that reaches it becomes `<name>.log.1`, in place of the file before"""
+"""bytes; a log file that reaches it is renamed to `<name>.log.1`, which replaces the one before"""
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _COLOURS = {
@@ -34,8 +34,8 @@ _LEVEL_STYLES = {"W": "yellow", "E": "bold red", "C": "bold red"}
 
 
 class ProcessOutput:
-    """What `pdserve serve` shows. With `fmt` `json`, nothing but JSON lines. Not a line is lost for the
-    files while there is space: the terminal leaves out vLLM's INFO lines and known noise unless `verbose`."""
+    """What `pdserve serve` shows: with `fmt` `json`, nothing but JSON lines. The files have every line, as long as
+    there is space; the terminal has no INFO lines of vLLM and no known noise unless `verbose`."""
 
     def __init__(
         self, log_dir: Path, fmt: str = "text", verbose: bool = False, stream: TextIO | None = None
@@ -58,7 +58,7 @@ class ProcessOutput:
 
     @contextmanager
     def capture_logging(self) -> Iterator[Self]:
-        """Show what this process logs, too; close on leaving."""
+        """Also show what this process logs; close on leaving."""
         root = logging.getLogger()
         before = root.handlers[:], root.level
         root.handlers[:] = [_Handler(self)]
@@ -70,7 +70,7 @@ class ProcessOutput:
             self.close()
 
     def line(self, name: str, raw: str) -> LogLine:
-        """Take a line that process `name` wrote; returns what it says."""
+        """Store and show a line that process `name` wrote; return it parsed."""
         line = logs.parse(raw, name)
         if name not in self._files:
             self._files[name] = LogFile(self.log_dir / f"{name}.log", self.say)
@@ -89,22 +89,22 @@ class ProcessOutput:
         self.print(out)
 
     def say(self, message: str) -> None:
-        """A line of the supervisor itself."""
+        """Show a line of the supervisor itself."""
         self.show(LogLine(logs.stamp(), "I", "serve", "pdserve.supervisor", message))
 
     def print(self, what: RenderableType) -> None:
-        """Something for people; not shown in JSON."""
+        """Show something for people; nothing in JSON."""
         if not self.json:
             self.quietly(lambda: self.console.print(what))
 
     def plain(self, text: str) -> None:
-        """As it is, for people to copy: a line that is wrapped could not be pasted. Not shown in JSON."""
+        """Show text to be copied, unwrapped, since a wrapped line could not be pasted; nothing in JSON."""
         if not self.json:
             self._write(text)
 
     def quietly(self, write: Callable[[], None]) -> None:
-        """Never fails: the terminal may be gone, and the graph must be stopped all the same. A full disk, where it is
-        redirected to a file, drops lines only while it is full."""
+        """Call `write`, and be quiet for ever where the terminal is gone: the graph must be stopped all the same. Where
+        the output is redirected to a file on a full disk, lines are dropped only while it is full."""
         try:
             if not self.console.quiet:
                 write()
@@ -120,10 +120,10 @@ class ProcessOutput:
 
 
 class LogFile:
-    """Starts anew with each `serve`; what was there before is kept as `.1`.
+    """A log file, begun anew with each `serve`; the file before is kept as `.1`.
 
-    Never fails: on a full disk lines are dropped and counted, and it goes on by itself when there is space again.
-    `on_trouble` is told when that begins."""
+    It never fails: on a full disk lines are dropped and counted until there is space again. `on_trouble` gets a text
+    when that begins."""
 
     def __init__(self, path: Path, on_trouble: Callable[[str], None]) -> None:
         self.path = path

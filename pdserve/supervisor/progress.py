@@ -1,4 +1,4 @@
-"""What the user sees until the graph is ready, told from the log lines of its processes, and when it is."""
+"""What the user sees until the graph is ready, derived from the log lines of its processes, and when it is ready."""
 
 import asyncio
 import json
@@ -27,7 +27,6 @@ from pdserve.supervisor.restarts import ProcessState
 REMIND = 15.0
 """seconds without news after which a plain log says what is still loading"""
 
-# vLLM's own words for the stages of a start, with ours for what follows them.
 _PHASES = (
     (re.compile(r"Resolved architecture|Using max model len"), "starting the engine"),
     (re.compile(r"Initializing a V1 LLM engine"), "starting the engine's workers"),
@@ -36,6 +35,7 @@ _PHASES = (
     (re.compile(r"KV cache size"), "warming up"),
     (re.compile(r"init engine .* took"), "registering"),
 )
+"""vLLM's log lines in a start, and what it does next"""
 
 _DEMO_PROMPT = (
     "The code of the red box is 4711. The code of the blue box is 2093. The code of the green box is 8150. "
@@ -46,7 +46,7 @@ _PROMPT = "Why is the sky blue? Answer in one sentence."
 
 
 def phase_of(message: str) -> str | None:
-    """The phase that a log line announces, if any."""
+    """The phase that begins with this log line, if any."""
     return next((phase for pattern, phase in _PHASES if pattern.search(message)), None)
 
 
@@ -55,7 +55,7 @@ class _Start:
     phase: str = "importing"
     since: float = field(default_factory=time.monotonic)
     seconds: float | None = None
-    """how long it took, once ready"""
+    """its duration, once ready"""
 
     def __str__(self) -> str:
         if self.seconds is not None:
@@ -64,7 +64,7 @@ class _Start:
 
 
 class StartProgress:
-    """A line per process while they start: live on a terminal, else one for each change."""
+    """A line per process while they start: live on a terminal, else a log line for each change."""
 
     def __init__(self, output: ProcessOutput, names: list[str]) -> None:
         self._output = output
@@ -105,13 +105,13 @@ class StartProgress:
         self._tell(f"{name}: {self._starts[name]}")
 
     def waiting_for(self, missing: str) -> None:
-        """All are registered, and this is what the frontend still lacks."""
+        """All processes are registered, and the frontends still lack this."""
         if missing != self._missing:
             self._missing = missing
             self._tell(f"waiting for {missing}")
 
     async def remind(self) -> None:
-        """Where no live line shows that time goes by, say now and then what is still loading; for ever."""
+        """Without a live display, log now and then what is still loading; never returns."""
         while True:
             await asyncio.sleep(1)
             loading = [
@@ -133,7 +133,7 @@ class StartProgress:
 
 
 def banner(config: Config, instances: Sequence[Instance], seconds: float, log_dir: Path) -> RenderableType:
-    """What is ready, and how to use it; at most 100 columns wide."""
+    """The table of what is ready and how to use it, at most 100 columns wide."""
     facts = Table.grid(padding=(0, 2))
     facts.add_row("model", f"{config.served_model_name}  [dim]({config.model})[/]")
     if config.frontend is not None:
@@ -158,7 +158,7 @@ def banner(config: Config, instances: Sequence[Instance], seconds: float, log_di
 
 
 def url_of(config: Config) -> str:
-    """Where clients reach the frontends of this machine; empty where it has none."""
+    """The URL of the frontends of this machine; empty where it has none."""
     if config.frontend is None:
         return ""
     host, port = config.frontend.host, config.frontend.port
@@ -168,7 +168,7 @@ def url_of(config: Config) -> str:
 
 
 def curl(config: Config) -> str:
-    """A streaming chat to paste into a shell."""
+    """A shell command for a streaming chat."""
     from pdserve.demo import MODEL_DIR
 
     prompt = _DEMO_PROMPT if config.model == str(MODEL_DIR) else _PROMPT

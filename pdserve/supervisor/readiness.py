@@ -1,4 +1,4 @@
-"""Whether processes are ready and healthy: roles by their registration in etcd, frontends by their answers."""
+"""Whether processes are ready and healthy: roles by their registration in etcd, frontends also by their answers."""
 
 import asyncio
 import logging
@@ -16,17 +16,19 @@ from pdserve.registry.view import RegistryView
 log = logging.getLogger(__name__)
 
 MISSING = 60.0
-"""seconds that a live process may be missing from the registry before it counts as hung: a lease's ten, an outage's
-hangover, a machine that stalls, and much more. By then no other process uses it any more."""
+"""seconds that a live process may be missing from the registry before it counts as hung: far more than a lease (10),
+the time after an outage and a stall of the machine. By then no other process uses it any more."""
 CHECK_EVERY = 1.0
+"""seconds between two looks at the registry"""
 FRONTEND_CHECK_EVERY = 0.25
+"""seconds between two questions to frontends that are not ready"""
 SAME_AGAIN = 0.02
-"""seconds; after an answer of a frontend that is known to be ready"""
+"""seconds to the next question after an answer of a frontend that is known to be ready"""
 
 
 async def until_unhealthy(healthy: Callable[[], Awaitable[bool]], every: float, limit: float) -> float:
-    """Return when the check has failed for `limit` seconds on end, and for how many. Checks are counted, time is not
-    measured: a supervisor that was stopped itself knows nothing of that time."""
+    """Return when the check has failed for `limit` seconds on end, with these seconds. Checks are counted and time is
+    not measured: a supervisor that was stopped itself knows nothing of that time."""
     failing = 0.0
     while failing < limit:
         await asyncio.sleep(every)
@@ -35,18 +37,18 @@ async def until_unhealthy(healthy: Callable[[], Awaitable[bool]], every: float, 
 
 
 class RegisteredInstances:
-    """What the supervisor asks and tells the registry. Registration, and nothing else, makes a role ready."""
+    """The supervisor's side of the registry. A role is ready when it is registered."""
 
     def __init__(self, registry: Registry, view: RegistryView, host: str, leaving: float = 0.0) -> None:
-        """`host` is this machine, for what is reported. `leaving` are the seconds that a process may go on after it
-        took itself off the registry (a frontend that drains)."""
+        """`host` is this machine, for the reports. `leaving` are the seconds that a process may go on after it removed
+        its instance (a frontend that drains)."""
         self._registry = registry
         self._view = view
         self._host = host
         self._patience = MISSING + leaving
 
     async def until_registered(self, instance_id: str, pid: int) -> Instance:
-        """Wait for the process that was started under this id, and is `pid` here."""
+        """Wait until this instance is registered by the process `pid`."""
         async for _ in self._view.changes():
             for instance in self._view.instances():
                 if instance.id == instance_id and instance.pid == pid:
@@ -54,8 +56,8 @@ class RegisteredInstances:
         raise AssertionError("the registry's changes never end")
 
     async def until_missing(self, instance: Instance) -> float:
-        """Wait until the registry has not had this instance for long, although any process that works at all renews its
-        lease; for how many seconds. Time without a registry does not count."""
+        """Wait until the registry has lacked this instance for long, although a process that works renews its lease;
+        return the seconds. Time without a registry does not count."""
 
         async def registered() -> bool:
             found = any(found.id == instance.id for found in self._view.instances())
@@ -64,8 +66,8 @@ class RegisteredInstances:
         return await until_unhealthy(registered, CHECK_EVERY, self._patience)
 
     async def remove(self, instance: Instance) -> None:
-        """Its process is dead for certain, though its lease may live for some seconds more: other processes then see at
-        once what they would see when it runs out."""
+        """Remove the instance and the card of a dead process, so that other processes need not wait for its lease to
+        expire."""
         try:
             await self._registry.delete(keys.instance(instance))
             if instance.model:
@@ -74,15 +76,14 @@ class RegisteredInstances:
             log.debug("%s stays listed until its lease runs out: etcd is away", instance.id)
 
     async def report(self, state: SlotState) -> None:
-        """Publish what has become of a process."""
+        """Publish the state of a process."""
         state = msgspec.structs.replace(state, host=self._host)
         await self._registry.put(keys.slot(state), encode_record(state))
 
 
 async def until_frontends_ready(url: str, processes: int) -> AsyncIterator[str]:
-    """Yields what is missing, in the frontend's words, until nothing is.
-
-    The frontends share one port, and which of them answers is chance: until each of them has said that it is ready."""
+    """Yield what a frontend says is missing, until as many frontends as `processes` have said that they are ready. They
+    share one port, and which of them answers is chance."""
     ready: set[str] = set()
     # not verified: these are this machine's own, and no name of theirs need be in their certificate
     async with httpx.AsyncClient(headers={"connection": "close"}, timeout=5, verify=False) as client:

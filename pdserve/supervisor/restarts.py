@@ -1,8 +1,8 @@
 """The restart loop with back-off, for roles and embedded servers alike: start, readiness, health check, restart.
 
-A graph is given up only where that tells the operator something that is true from the first minute on: the
-configuration is wrong, or no process of this kind has ever become ready. Later, a process that does not come back is
-no reason to stop the others: it is tried again for ever, at the back-off's ceiling.
+The loop gives up, and the graph with it, only where the configuration is wrong or no process of this kind has ever
+become ready. Later, a process that does not come back is no reason to stop the others: it is started again without end,
+at the back-off's ceiling.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 LOADING_PATIENCE = 2.0
 """seconds to stop for a process that is not ready: it has nothing to drain"""
 _HISTORY = 50
+"""runs that are remembered"""
 
 # the policy
 
@@ -35,26 +36,23 @@ class RestartPolicy:
     first: float = 1.0
     """seconds before the first restart; doubled with each further one"""
     ceiling: float = 30.0
+    """seconds before a restart, at most"""
     healthy: float = 60.0
-    """a run of so many seconds ends a series of failures"""
+    """seconds of a run that ends a series of failures"""
     failed_starts: int = 3
-    """so many since it was last ready, and it does not start"""
+    """failed starts in a row after which the process cannot be started"""
     kills: int = 20
-    """so many starts ended from outside count like failed ones: the kernel has no memory for it, say"""
+    """the same for starts that were ended from outside, such as by the kernel for lack of memory"""
 
 
 @dataclass(frozen=True)
 class PastRun:
-    """One start of a process, to its end; times in seconds of one clock."""
+    """One run of a process, from its start to its end."""
 
-    started: float
-    ended: float
+    seconds: float
     ready: bool
+    """whether it became ready"""
     exit: Exit
-
-    @property
-    def seconds(self) -> float:
-        return self.ended - self.started
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,8 @@ def decide(
     was_ready: bool = False,
     kind_was_ready: bool = False,
 ) -> Restart | NoRestart:
-    """What to do now that the last of these runs (oldest first, at least one) has ended unasked. `was_ready`: this
-    process was, ever; `kind_was_ready`: any of its role was."""
+    """Decide what to do after the last of these runs (oldest first, at least one) ended unasked. `was_ready`: this
+    process has ever been ready; `kind_was_ready`: any process of its kind has. Pure."""
     if history[-1].exit.code == CONFIG_ERROR and not was_ready:
         return NoRestart("its configuration is wrong")
     if not kind_was_ready:
@@ -88,7 +86,7 @@ def decide(
 
 
 def failed_starts(history: Sequence[PastRun]) -> int:
-    """Since it was last ready. A start that was ended from outside did not fail."""
+    """Failed starts since it was last ready. A start that was ended from outside did not fail."""
     count = 0
     for run in reversed(history):
         if run.ready:
@@ -98,7 +96,7 @@ def failed_starts(history: Sequence[PastRun]) -> int:
 
 
 def _failures_in_a_row(history: Sequence[PastRun], policy: RestartPolicy) -> int:
-    """Back-off is for a process that fails by itself, not for a process that is killed."""
+    """Runs that failed since the last healthy one, without those that were ended from outside."""
     count = 0
     for run in reversed(history):
         if run.seconds >= policy.healthy:
@@ -122,7 +120,7 @@ class ProcessState(StrEnum):
 
 
 class CannotStart(PdserveError):
-    """A process ended for good, and the graph with it; the text has the cause."""
+    """A process cannot be started, and the graph ends with it; the text has the cause."""
 
     def __init__(self, text: str, exit_code: int = 1) -> None:
         super().__init__(text)
@@ -130,7 +128,7 @@ class CannotStart(PdserveError):
 
 
 class SupervisedProcess(ABC):
-    """What the restart loop has to know of the process that it keeps running."""
+    """The process of a restart loop: how to start it and how to watch it."""
 
     @property
     @abstractmethod
@@ -138,27 +136,27 @@ class SupervisedProcess(ABC):
 
     @abstractmethod
     def spawn(self) -> Child:
-        """Raises OSError or ConfigError where it cannot be started now."""
+        """Start it; raises OSError or ConfigError where that cannot be done now."""
 
     @abstractmethod
     async def watch(self, child: Child, ready: Callable[[], None]) -> str:
-        """Call `ready` when the child is ready. Return what is wrong when it does not become ready, or hangs: it is
-        killed for that. May be called again."""
+        """Call `ready` when the child is ready. Return what is wrong where it does not become ready, or hangs: the loop
+        kills it then. May be called again for the same child."""
 
     @property
     @abstractmethod
     def kind_was_ready(self) -> bool:
-        """A process of this kind has been ready, ever: the configuration of the kind is right."""
+        """Whether a process of this kind has ever been ready: then its configuration is right."""
 
     async def ended(self, exit_: Exit) -> None:  # noqa: B027 (servers have nothing to do)
-        """The child has ended, and nothing of it is left."""
+        """Called when the child has ended and nothing of it is left."""
 
 
 AnyProcess = TypeVar("AnyProcess", bound=SupervisedProcess)
 
 
 class RestartLoop(Generic[AnyProcess]):
-    """Keeps one process running. The owner awaits `run`; `stop` may be called at any time."""
+    """Keeps one process running. Its owner awaits `run`; `stop` may be called at any time."""
 
     def __init__(
         self,
@@ -167,26 +165,27 @@ class RestartLoop(Generic[AnyProcess]):
         on_change: Callable[["RestartLoop[AnyProcess]"], None],
         child: Child | None = None,
     ) -> None:
-        """`on_change` gets each change of `state`, and must not wait. `child` is running and ready already."""
+        """`on_change` is called after each change of `state`. `child`, if given, is running and ready."""
         self.process = process
         self.state = ProcessState.STARTING
         self.since = clock.unix()
-        """when it became ready, or ceased to be"""
+        """Unix seconds when it became ready or ceased to be"""
         self.restarts = 0
         self.history: deque[PastRun] = deque(maxlen=_HISTORY)
         self.settled = asyncio.Event()
-        """it has been ready, or does not start while others of its kind do: the graph need not wait for it"""
+        """set when the graph need not wait for it any more: it has been ready, or it does not start while others of its
+        kind do"""
         self._policy = policy
         self._on_change = on_change
         self._child = child
         self._failed_start: Exit | None = None
-        """of the present child, which is killed for it"""
+        """why the present child is killed before it became ready"""
         self._was_ready = child is not None
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
 
     async def run(self) -> None:
-        """Returns when stopped. Raises CannotStart when starting it again would not help. Kills it when cancelled."""
+        """Return when stopped. Raises CannotStart where starting it again would not help. Kills it when cancelled."""
         try:
             while self._child or not self._stopping.is_set():
                 self.history.append(await self._run_once())
@@ -198,8 +197,8 @@ class RestartLoop(Generic[AnyProcess]):
             self._become(ProcessState.STOPPED)
 
     async def stop(self, patience: float) -> None:
-        """SIGTERM, `patience` seconds to drain, SIGKILL; returns when nothing of the process is left. A process that is
-        still loading has nothing to drain and gets `LOADING_PATIENCE` only."""
+        """Send SIGTERM, and SIGKILL after `patience` seconds to drain, `LOADING_PATIENCE` where the process is not
+        ready. Return when nothing of it is left."""
         self._stopping.set()
         if self._child:
             ready = self.state is ProcessState.READY
@@ -219,7 +218,7 @@ class RestartLoop(Generic[AnyProcess]):
         except (OSError, ConfigError) as error:
             # no memory for another process, too many of them, a full disk
             exit_ = Exit(1, (f"it could not be started: {error}",))
-            return PastRun(started, time.monotonic(), ready=False, exit=exit_)
+            return PastRun(0.0, ready=False, exit=exit_)
         watching = asyncio.create_task(forever(lambda: self._watch(child), "child watch", until_done=True))
         self._failed_start = None
         try:
@@ -234,10 +233,10 @@ class RestartLoop(Generic[AnyProcess]):
             await asyncio.gather(watching, return_exceptions=True)
         await self.process.ended(exit_)
         ready = self.state is ProcessState.READY
-        return PastRun(started, time.monotonic(), ready, self._failed_start or exit_)
+        return PastRun(time.monotonic() - started, ready, self._failed_start or exit_)
 
     async def _watch(self, child: Child) -> None:
-        """Kill a child that hangs. A child that drains is left alone: what stops it sees to its end."""
+        """Kill a child that hangs, unless it is being stopped."""
 
         def ready() -> None:
             child.note_memory()

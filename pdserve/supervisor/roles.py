@@ -37,7 +37,7 @@ class SupervisedRole(SupervisedProcess):
     instances: RegisteredInstances
     guardian: Guardian
     ready_roles: set[Role]
-    """roles of which a process has been ready; one set for all"""
+    """roles of which a process has been ready; all processes share this set"""
     on_line: Callable[[str], None]
     instance: Instance | None = None
     _instance_id: str = ""
@@ -64,7 +64,7 @@ class SupervisedRole(SupervisedProcess):
             env={**self.spec.env, BOOT_VARIABLE: boot},
             guardian=self.guardian,
             wave=self.wave,
-            # The guardian stops it then, when its turn has come; should that be gone too, the role ends by itself.
+            # The guardian then stops it in its turn; if the guardian is gone too, the role ends by itself.
             parent_death=SUPERVISOR_DIED,
         )
 
@@ -81,7 +81,7 @@ class SupervisedRole(SupervisedProcess):
 
 
 class RoleSupervisor:
-    """Keeps roles running until `stop`, or until one of them cannot be kept running."""
+    """Keeps roles running until `stop`, or until one of them cannot be started."""
 
     def __init__(
         self,
@@ -114,8 +114,9 @@ class RoleSupervisor:
         on_ready: Callable[[list[Instance], float], None],
         patience: float,
     ) -> None:
-        """Start all roles and return after `stop`, when nothing of them is left. `missing` yields what the frontends
-        still lack; then `on_ready` gets the instances and the seconds it took, once. Raises CannotStart."""
+        """Start all roles; return after `stop`, when nothing of them is left. `missing` yields what the frontends still
+        lack; at its end `on_ready` is called, with the instances and the seconds that the start took. Raises
+        CannotStart."""
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(self._start(missing, on_ready))
             running = [group.create_task(self._run(loop)) for loop in self._loops]
@@ -129,7 +130,7 @@ class RoleSupervisor:
             raise self._cause
 
     def stop(self) -> None:
-        """Let all roles drain and end; the second time, at once."""
+        """Let all roles drain and end; the second call kills them."""
         if self._stop.is_set():
             log.warning("killing what still runs")
             for loop in self._loops:
@@ -165,8 +166,8 @@ class RoleSupervisor:
             self._stop.set()
 
     async def _stop_all(self, patience: float) -> None:
-        """In waves, and at the same time what is not ready: it has nothing to drain. The others may serve, also before
-        all of the graph is ready, which it never is where one worker is always killed while it starts."""
+        """Stop the ready roles in waves, and beside that the others, which have nothing to drain. Ready roles may have
+        requests even if the graph never became ready, as where a worker is killed whenever it starts."""
         ready = [loop for loop in self._loops if loop.state is ProcessState.READY]
         loading = [loop for loop in self._loops if loop not in ready]
 
@@ -189,7 +190,7 @@ class RoleSupervisor:
             log.info("%s is ready again", loop.process.name)
 
     async def _report(self) -> None:
-        """Tell the registry what has changed, for ever."""
+        """Write each change of a role's state to the registry; never returns."""
         while True:
             self._changed.clear()
             for loop in self._loops:

@@ -39,8 +39,7 @@ AFTER_DRAIN = 10.0
 
 
 def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
-    """Run the graph until it is told to stop; the exit code. Raises ConfigError before any role was
-    started."""
+    """Run the graph until it is told to stop; return the exit code. Raises ConfigError before any role was started."""
     config = plan.config
     if plan.problems:
         raise ConfigError([*plan.problems])
@@ -70,8 +69,8 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
 
 
 async def _serve(config: Config, slots: Sequence[Slot], output: ProcessOutput, lock: int) -> None:
-    """Start the servers, then the roles; watch them until told to stop. Then, in the opposite order: stop the roles,
-    leave the registry, stop the servers, let the guardian go."""
+    """Start the servers, then the roles, and watch them until told to stop. Then, in the opposite order: stop the
+    roles, leave the registry, stop the servers and the guardian."""
     task = asyncio.current_task()
     assert task is not None
     _on_stop_signals(task.cancel)
@@ -103,8 +102,8 @@ async def _serve(config: Config, slots: Sequence[Slot], output: ProcessOutput, l
 
 
 def _credentials(config: Config) -> Credentials | None:
-    """Those that the file names; new ones where all that needs them is ours. They are made anew each time, under the
-    lock of the state directory, when nothing is left of the graph that had those before."""
+    """The credentials that the file names; new ones where the graph runs its own NATS and etcd. The lock of the state
+    directory ensures that nothing still uses those of an earlier run."""
     if config.security.credentials is None and config.nats is None and config.etcd is None:
         return state.fresh_credentials(config.state_dir)
     found = Credentials.load(config.security.credentials)
@@ -153,12 +152,12 @@ def _environment(slot: Slot, config: Config, graph: state.GraphRecord, sockets: 
 
 
 def _on_stop_signals(act: Callable[[], object]) -> None:
-    """In place of what they did before; until the event loop is closed."""
+    """Replace the handlers of `STOPPERS`, until the event loop is closed."""
     for number in STOPPERS:
         asyncio.get_running_loop().add_signal_handler(number, act)
 
 
 def _allow_many_files() -> None:
-    """Streams are sockets: take what the system gives. Inherited by all roles."""
+    """Raise the limit of open files to the hard limit, since each stream is a socket; roles inherit it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

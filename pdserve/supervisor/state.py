@@ -1,4 +1,4 @@
-"""The state directory: its lock, which one graph holds at a time, and the record by which that graph is found."""
+"""The state directory: its lock, which one graph holds at a time, and the record by which commands find that graph."""
 
 import contextlib
 import fcntl
@@ -29,7 +29,7 @@ _LONGEST_FOLDER = 107 - len("/123e4567-e89b-12d3-a456-426614174000")
 
 
 class GraphRecord(msgspec.Struct, frozen=True):
-    """A running graph, as `graph.json` in its state directory tells it to `pdserve status` and the like."""
+    """A running graph: `graph.json` in its state directory, for `pdserve status` and other commands."""
 
     pid: int
     """of its supervisor"""
@@ -39,16 +39,16 @@ class GraphRecord(msgspec.Struct, frozen=True):
     etcd: str
     nats: str
     url: str = ""
-    """of its frontend, empty where it has none"""
+    """of its frontends; empty without any"""
     credentials: str = ""
-    """folder; empty where it has none"""
+    """folder; empty without any"""
 
     def load_credentials(self) -> Credentials | None:
         """Raises ConfigError."""
         return Credentials.load(Path(self.credentials) if self.credentials else None)
 
     def serving(self, config: Config) -> Config:
-        """A configuration with this graph's servers where it names none, and what they ask for."""
+        """The configuration with this graph's servers and credentials where it names none."""
         folder = Path(self.credentials) if self.credentials else None
         security = replace(config.security, credentials=config.security.credentials or folder)
         return replace(
@@ -59,8 +59,8 @@ class GraphRecord(msgspec.Struct, frozen=True):
 @contextlib.contextmanager
 def locked(state_dir: Path) -> Iterator[int]:
     """Lock the state directory; yields the lock's file descriptor. Raises ConfigError where another graph holds it, or
-    nothing can be written there. The lock ends with this process and with the guardian that inherits the descriptor:
-    where a guardian still stops the graph of a killed supervisor, wait for it."""
+    the directory cannot be written. The guardian inherits the descriptor, so that the lock is held until this process
+    and the guardian have ended; where a guardian still stops the graph of a killed supervisor, wait for it."""
     waiting = False
     with _open_lock(state_dir) as lock:
         while not try_lock(lock):
@@ -88,15 +88,15 @@ def locked(state_dir: Path) -> Iterator[int]:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that this user alone can read, or make it so: what is in it may hold prompts. Raises OSError."""
+    """Make a folder, which may exist, readable by this user alone: its files may hold prompts. Raises OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_mode & 0o077:
         folder.chmod(0o700)
 
 
 def private(path: str, flags: int) -> int:
-    """The `opener` of a file that this user alone can read, as far as the file system has modes: another that could
-    read a lock could hold it."""
+    """An `opener` that makes the file readable by this user alone, as far as the file system has modes: another user
+    who can read a lock file could hold the lock."""
     opened = os.open(path, flags, 0o600)
     with contextlib.suppress(OSError):
         os.fchmod(opened, 0o600)
@@ -104,7 +104,7 @@ def private(path: str, flags: int) -> int:
 
 
 def try_lock(lock: IO[str]) -> bool:
-    """Lock an open file; when another process holds it, what that has noted can be read from the file."""
+    """Lock an open file; false where another process holds it, whose pid can then be read from the file."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -114,7 +114,7 @@ def try_lock(lock: IO[str]) -> bool:
 
 
 def note_holder(lock: IO[str], pid: int) -> None:
-    """For error texts only; the lock holds without it, on a full disk for example."""
+    """Write the pid for the error texts of others; the lock holds without it, as on a full disk."""
     with contextlib.suppress(OSError):
         os.truncate(lock.fileno(), 0)
         os.write(lock.fileno(), str(pid).encode())
@@ -122,9 +122,9 @@ def note_holder(lock: IO[str], pid: int) -> None:
 
 @contextlib.contextmanager
 def socket_folder(state_dir: Path) -> Iterator[Path]:
-    """A folder for the sockets of this graph's engines, empty at the beginning and at the end: engines that are killed
-    leave them behind. It is in the temporary folder, or in /tmp, where a socket's path (107 bytes at most) would become
-    too long. Raises ConfigError where it cannot be used."""
+    """Yield a folder for the sockets of this graph's engines, emptied before and after, since killed engines leave
+    theirs behind. It is in the state directory, or in the temporary folder or /tmp where the path of a socket would
+    exceed 107 bytes. Raises ConfigError where it cannot be used."""
     digest = hashlib.blake2s(os.fsencode(state_dir), digest_size=6).hexdigest()
     name = f"pdserve-{os.getuid()}-{digest}"
     folders = [state_dir / "sockets", Path(tempfile.gettempdir()) / name, Path("/tmp") / name]
@@ -138,7 +138,7 @@ def socket_folder(state_dir: Path) -> Iterator[Path]:
 
 
 def _empty(folder: Path) -> None:
-    """Raises ConfigError where it is not ours: another user may have made it in a temporary folder."""
+    """Make or empty the folder. Raises ConfigError where it belongs to another user, who may have made it in /tmp."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         made = folder.lstat()
@@ -167,7 +167,7 @@ def _unusable(state_dir: Path, error: OSError) -> ConfigError:
 
 
 def fresh_credentials(state_dir: Path) -> Credentials:
-    """For one run of a graph. Raises ConfigError where they cannot be written."""
+    """Make credentials for one run of a graph. Raises ConfigError where they cannot be written."""
     try:
         return create(state_dir / _CREDENTIALS, valid=None)
     except OSError as error:
@@ -175,7 +175,7 @@ def fresh_credentials(state_dir: Path) -> Credentials:
 
 
 def write(state_dir: Path, graph: GraphRecord) -> None:
-    """Raises ConfigError where it cannot be written; the record before it then stays whole."""
+    """Write the record. Raises ConfigError where that fails; the record before it then stays."""
     fresh = state_dir / f"{_RECORD}.new"
     try:
         fresh.touch(mode=0o600)  # a NATS URL may have a password in it
@@ -188,7 +188,7 @@ def write(state_dir: Path, graph: GraphRecord) -> None:
 
 
 def read(state_dir: Path) -> GraphRecord | None:
-    """The graph that runs on this state directory, None where none does."""
+    """The graph that runs on this state directory; None where none does."""
     try:
         graph = msgspec.json.decode((state_dir / _RECORD).read_bytes(), type=GraphRecord)
     except (OSError, msgspec.MsgspecError):

@@ -1,4 +1,4 @@
-"""The terminal of `pdserve serve`: Ctrl-C for us alone, and no waiting for a terminal that takes nothing."""
+"""The terminal of `pdserve serve`: Ctrl-C reaches pdserve alone, and a terminal that stalls does not hold it up."""
 
 import io
 import os
@@ -12,19 +12,19 @@ from contextlib import contextmanager
 from typing import TextIO
 
 UNREAD = 1 << 20
-"""bytes for a terminal or a pipe that takes nothing; what comes beyond them is left out"""
+"""bytes that are kept for a terminal or a pipe that is not read; lines beyond them are left out"""
 _CHUNK = 1 << 16
-"""bytes that are written at once: what a slow reader has taken of the rest makes place for more"""
+"""bytes of one write, small so that a slow reader frees `UNREAD` bit by bit"""
 FLUSH_WITHIN = 1.0
-"""seconds for what is not written yet at the end"""
+"""seconds at the end to write what is not written yet"""
 
 
 @contextmanager
 def own_foreground() -> Iterator[None]:
-    """On a terminal, be the foreground process group instead of the group that started us.
+    """On a terminal, make this process the foreground process group instead of the group that started it.
 
-    Under `make serve` or a script, Ctrl-C would go to make as well: it would end with an error, and the
-    second Ctrl-C would end it before us. Ctrl-Z does nothing then: no shell would be there to bring us back.
+    Under `make serve` or a script, Ctrl-C would go to make as well: make would end with an error, and at the second
+    Ctrl-C before this process. Ctrl-Z is ignored meanwhile: no shell could bring this process back.
     """
     terminal = sys.stdin.fileno() if sys.stdin and sys.stdin.isatty() else -1
     if terminal < 0 or os.getpgrp() == os.getpid() or os.tcgetpgrp(terminal) != os.getpgrp():
@@ -43,16 +43,16 @@ def own_foreground() -> Iterator[None]:
 
 
 class NonBlockingStream(io.TextIOBase):
-    """Writes from a thread of its own: a terminal that is stopped (Ctrl-S, a connection that is lost, a mark in a
-    window) or a pipe that is not read would hold the supervisor, and soon all roles, whose output it reads.
+    """A text stream that writes from its own thread: a terminal that is stopped (Ctrl-S, a lost connection, a selection
+    in the window) or a pipe that is not read would hold up the supervisor, and soon all roles, whose output it reads.
 
-    It bypasses Python's own buffer, whose lock would keep the process from its end."""
+    It bypasses Python's own buffer, whose lock would keep the process from ending."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._number = stream, stream.fileno()
         self._waiting = bytearray()
         self._writing = 0
-        """bytes that are just being written"""
+        """bytes that are being written"""
         self._left_out = 0
         """lines"""
         self._gone = False
@@ -62,7 +62,7 @@ class NonBlockingStream(io.TextIOBase):
 
     @classmethod
     def over(cls, stream: TextIO) -> TextIO:
-        """The stream itself where writing does not wait for a reader: to a file, or to memory."""
+        """Wrap the stream, unless it is a file or memory, where writing never waits for a reader."""
         try:
             is_file = stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
         except (OSError, ValueError):
@@ -95,7 +95,7 @@ class NonBlockingStream(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Wait until all is written, for `FLUSH_WITHIN` at most."""
+        """Wait up to `FLUSH_WITHIN` until all is written."""
         with self._changed:
             self._changed.wait_for(lambda: self._gone or not (self._waiting or self._writing), FLUSH_WITHIN)
 

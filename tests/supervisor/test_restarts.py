@@ -6,13 +6,9 @@ from pdserve.supervisor.restarts import NoRestart, PastRun, Restart, RestartPoli
 POLICY = RestartPolicy(first=1, ceiling=30, healthy=60, failed_starts=3, kills=6)
 
 
-def runs(*seconds_and_ready: tuple[float, bool], code: int = 1, gap: float = 1) -> list[PastRun]:
+def runs(*seconds_and_ready: tuple[float, bool], code: int = 1) -> list[PastRun]:
     """Runs in a row, as (seconds, became ready)."""
-    found, clock = [], 0.0
-    for seconds, ready in seconds_and_ready:
-        found.append(PastRun(clock, clock + seconds, ready, Exit(code)))
-        clock += seconds + gap
-    return found
+    return [PastRun(seconds, ready, Exit(code)) for seconds, ready in seconds_and_ready]
 
 
 SHORT, LONG, FAILED = (5.0, True), (90.0, True), (5.0, False)
