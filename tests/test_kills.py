@@ -1,46 +1,66 @@
-"""Workers are killed all the time, also while they start: the graph never ends, and requests are answered."""
+"""Workers are killed all the time, also while they start, and at last `serve` itself: requests are answered."""
 
 import json
 import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from pdserve.ports import free_port
-from tests.serving import FRONTEND, LONG, WORKERS, Serve, kv_ports, running, until
+from tests.serving import FRONTEND, LONG, WORKERS, Serve, kv_ports, until
 
 TOKENS = 25
 """half a second of a simulated engine"""
 KILLS, EVERY, CLIENTS = 10, 1.5, 4
 
 
-def test_requests_finish_when_serve_is_killed(tmp_path: Path) -> None:
-    """Its guardian stops the graph as it would have done itself: the servers last."""
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """A frontend and two workers of each role. The last test kills its supervisor."""
     port = free_port("127.0.0.1")
-    yaml = (FRONTEND + WORKERS).format(port=port, kv_port=kv_ports(), workers=2)
-    slow = "engine: sim\n  additional-config: {sim: {step-seconds: 0.02}}"
-    serve = Serve(
-        tmp_path, yaml.replace("engine: sim", slow, 1).replace("timeout: 5", "timeout: 20"), port=port
-    )
+    yaml = (FRONTEND + WORKERS).replace("PrefillWorker: {{", "PrefillWorker: {{ServiceArgs: {{workers: 2}}, ")
+    yaml = yaml.replace("engine: sim", "engine: sim\n  additional-config: {{sim: {{step-seconds: 0.02}}}}", 1)
+    yaml = yaml.replace("timeout: 5", "timeout: 20").format(port=port, kv_port=kv_ports(), workers=2)
+    serve = Serve(tmp_path_factory.mktemp("graph"), yaml, port=port)
     process = serve.start()
-    until(lambda: "Ready after" in serve.text or process.poll() is not None, serve)
-    assert process.poll() is None, serve.text[-5000:]
-    streams = [Stream(serve, 200) for _ in range(6)]
+    try:
+        until(lambda: serve.ready() or process.poll() is not None, serve)
+        assert process.poll() is None, serve.text[-5000:]
+        yield serve
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_two_of_each_under_random_kills(graph: Serve) -> None:
+    """Every 1.5 s a worker is killed that may just be starting: many starts in a row do not end."""
+    answers = _under_kills(graph, random.Random(7))
+    assert graph.process.poll() is None, graph.text[-5000:]
+    until(lambda: graph.health()["status"] == "ok", graph)
+    slots = json.loads(graph.pdserve("status", "--json").stdout)["slots"]
+    assert sum(slot["restarts"] for slot in slots) > KILLS / 2
+    assert set(answers) == {(200, TOKENS)}, answers
+
+
+def test_requests_finish_when_serve_is_killed(graph: Serve) -> None:
+    """Its guardian stops the graph as it would have done itself: the servers last."""
+    streams = [Stream(graph, 200) for _ in range(6)]
     for stream in streams:
         assert stream.begun.wait(60)
-    process.kill()
-    process.wait()
+    graph.process.kill()
+    graph.process.wait()
     for stream in streams:
         stream.join(60)
     assert [stream.tokens for stream in streams] == [200] * 6
     assert max(stream.pause for stream in streams) < 10, "nothing has to be noticed, or started again"
-    until(lambda: not serve.processes(), serve)
-    assert serve.pdserve("status").returncode == 1
+    until(lambda: not graph.processes(), graph)
+    assert graph.pdserve("status").returncode == 1
 
 
 class Stream(threading.Thread):
@@ -72,22 +92,6 @@ class Stream(threading.Thread):
                         self.pause = max(self.pause, time.monotonic() - last)
                     last = time.monotonic()
                     self.begun.set()
-
-
-def test_two_of_each_under_random_kills(tmp_path: Path) -> None:
-    """Every 1.5 s a worker is killed that may just be starting: many starts in a row do not end."""
-    port = free_port("127.0.0.1")
-    yaml = (FRONTEND + WORKERS).replace("PrefillWorker: {{", "PrefillWorker: {{ServiceArgs: {{workers: 2}}, ")
-    yaml = yaml.replace("engine: sim", "engine: sim\n  additional-config: {{sim: {{step-seconds: 0.02}}}}", 1)
-    serve = Serve(tmp_path, yaml.format(port=port, kv_port=kv_ports(), workers=2), port=port)
-    with running(serve) as process:
-        answers = _under_kills(serve, random.Random(7))
-        assert process.poll() is None, serve.text[-5000:]
-        until(lambda: serve.health()["status"] == "ok", serve)
-        slots = json.loads(serve.pdserve("status", "--json").stdout)["slots"]
-    assert sum(slot["restarts"] for slot in slots) > KILLS / 2
-    assert set(answers) == {(200, TOKENS)}, answers
-    assert serve.processes() == []
 
 
 def _under_kills(serve: Serve, chance: random.Random) -> Counter[tuple[int, int]]:

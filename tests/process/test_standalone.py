@@ -110,7 +110,7 @@ async def test_the_second_ctrl_c_ends_a_frontend_at_once(alone: Alone) -> None:
         assert "told again" in terminal.text
 
 
-@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL, Role.FRONTEND])
+@pytest.mark.parametrize("role", [Role.DECODE, Role.FRONTEND])
 async def test_without_etcd_a_role_waits_for_it(
     tmp_path: Path, nats_url: str, namespace: str, role: Role
 ) -> None:
@@ -160,8 +160,10 @@ async def _ask(instance: Instance, begun: asyncio.Event) -> int:
     raise AssertionError
 
 
-@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL, Role.FRONTEND])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("role", "number"),
+    [(Role.DECODE, signal.SIGTERM), (Role.PREFILL, signal.SIGINT), (Role.FRONTEND, signal.SIGTERM)],
+)
 async def test_a_signal_while_it_starts_ends_it_with_exit_code_0_and_a_word(
     alone: Alone, role: Role, number: signal.Signals
 ) -> None:

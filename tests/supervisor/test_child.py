@@ -56,14 +56,13 @@ async def test_bytes_that_are_no_text_do_not_stop_it() -> None:
     assert lines == ["\ufffd\ufffd ok", "next"]
 
 
-async def test_its_environment_and_its_stdin() -> None:
-    _, lines = await run("import os, sys; print(os.environ['COLOUR'], repr(sys.stdin.read()))", COLOUR="red")
-    assert lines == ["red ''"]
-
-
-async def test_a_group_of_its_own_in_our_session() -> None:
-    _, lines = await run("import os; print(os.getpgid(0) == os.getpid(), os.getsid(0))")
-    assert lines == [f"True {os.getsid(0)}"]
+async def test_its_environment_its_stdin_and_a_group_of_its_own_in_our_session() -> None:
+    _, lines = await run(
+        "import os, sys; print(os.environ['COLOUR'], repr(sys.stdin.read()))\n"
+        "print(os.getpgid(0) == os.getpid(), os.getsid(0))",
+        COLOUR="red",
+    )
+    assert lines == ["red ''", f"True {os.getsid(0)}"]
 
 
 async def test_nothing_of_its_group_outlives_it() -> None:

@@ -40,16 +40,6 @@ async def test_starts_restarts_and_leaves_nothing(kind: type[EmbeddedServer], tm
 
 
 @KINDS
-async def test_a_crash_is_reported_and_a_restart_mends_it(kind: type[EmbeddedServer], tmp_path: Path) -> None:
-    async with kind(tmp_path) as server:
-        await kill(server)
-        assert server.child
-        assert (await server.child.wait()).code == -signal.SIGKILL
-        await restart(server)
-        assert await server.answers()
-
-
-@KINDS
 async def test_names_the_process_that_holds_the_port(kind: type[EmbeddedServer], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError) as caught:
         await kind(tmp_path, port=taken.getsockname()[1]).start()
