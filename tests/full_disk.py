@@ -31,7 +31,7 @@ class Disk:
 
 @contextmanager
 def small_disk(path: Path, size: int = 16 * MIB) -> Iterator[Disk]:
-    """Mounted at `path`; skips the test where that is not permitted."""
+    """Mount a small file system at `path`; skip the test where that is not permitted."""
     path.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "small", str(path)], capture_output=True, check=False

@@ -1,6 +1,6 @@
-"""Every socket by which something outside a graph's processes could reach them, and what it is for.
+"""All sockets of a graph that listen, and their purposes.
 
-A table in a test names all that there may be: a new one is a decision, and a line in docs/security.md.
+Tests have a table of those that there may be: a new one is a decision, and a line in docs/security.md.
 """
 
 import json
@@ -17,12 +17,12 @@ from pdserve.config.load import load
 from tests.serving import Serve
 
 Listeners = Counter[tuple[str, str]]
-"""(process, what listens) -> how many; `TCP` is a port of which the graph itself says nothing"""
+"""(process, purpose) -> how many; the purpose is `TCP` for a port that the graph does not tell"""
 
 
 def listeners(serve: Serve) -> Listeners:
-    """Of all processes of a graph on this host, and what they have started. Asserts that none listens on more than the
-    loopback device, and that no file of a socket can be reached by another user."""
+    """The listening sockets of all processes of a graph on this host. Asserts that none listens beyond the loopback
+    device, and that other users can reach no socket file."""
     known = _known_ports(serve)
     found: Listeners = Counter()
     supervisor = psutil.Process(serve.process.pid)
@@ -39,7 +39,7 @@ def listeners(serve: Serve) -> Listeners:
 
 
 def _role(process: psutil.Process) -> str:
-    """`decode`, `VLLM::EngineCore`, `nats-server`."""
+    """As `decode`, `VLLM::EngineCore` or `nats-server`."""
     command: list[str] = process.cmdline()
     if "pdserve" in command:
         return command[command.index("pdserve") + 1]
@@ -47,7 +47,7 @@ def _role(process: psutil.Process) -> str:
 
 
 def _known_ports(serve: Serve) -> dict[int, str]:
-    """From what the graph says of itself."""
+    """The purposes of the ports that the graph tells."""
     state = json.loads(serve.pdserve("status", "--json").stdout)
     record = json.loads((Path(serve.env["PDSERVE_STATE_DIR"]) / "graph.json").read_text())
     config = load(serve.file, serve.env)
@@ -65,7 +65,7 @@ def _known_ports(serve: Serve) -> dict[int, str]:
 
 
 def _socket_files() -> Iterator[Path]:
-    """Of the sockets that listen now, all of this host."""
+    """The files of all Unix sockets of this host that listen."""
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         fields = line.split(None, 7)
         if fields[3] == "00010000" and len(fields) > 7 and not fields[7].startswith("@"):

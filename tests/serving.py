@@ -31,7 +31,7 @@ LONG = " ".join(f"The code of the red box is {code}." for code in range(1000, 10
 
 
 class Serve(ServeRun):
-    """One run of `pdserve serve`, whatever the environment of the tests says to it."""
+    """One run of `pdserve serve`, without the settings in the environment of the tests."""
 
     def __init__(self, folder: Path, yaml: str, *options: str, port: int = 0) -> None:
         file = folder / "graph.yaml"
@@ -42,13 +42,13 @@ class Serve(ServeRun):
         self.env = {k: v for k, v in self.env.items() if not k.startswith("PDSERVE_") or k in kept}
 
     def pdserve(self, *args: str, **env: str) -> "subprocess.CompletedProcess[str]":
-        """Another command, for this graph."""
+        """Run another command for this graph."""
         return subprocess.run(
             [*PDSERVE, *args],
             env={**self.env, **env},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
 
@@ -57,7 +57,7 @@ class Serve(ServeRun):
         return f"http://127.0.0.1:{self.port}"
 
     def health(self) -> dict[str, Any]:
-        """Of a graph that serves: raises where the answer is not 200."""
+        """Return the body of `/health`; raise unless the answer is 200."""
         answer = httpx.get(f"{self.url}/health", timeout=30).raise_for_status()
         found: dict[str, Any] = answer.json()
         return found
@@ -75,7 +75,7 @@ class Serve(ServeRun):
 
 @contextmanager
 def running(serve: Serve, within: float = 240) -> Iterator["subprocess.Popen[bytes]"]:
-    """From when it is ready until it is stopped as by Ctrl-C; its exit code must be 0."""
+    """Start the graph, yield when it is ready, then stop it as by Ctrl-C; its exit code must be 0."""
     process = serve.start()
     try:
         until(lambda: serve.ready() or process.poll() is not None, serve, within)
@@ -83,11 +83,12 @@ def running(serve: Serve, within: float = 240) -> Iterator["subprocess.Popen[byt
         yield process
     finally:
         process.send_signal(signal.SIGINT)
-        code = process.wait(90)
+        code = process.wait(120)
     assert code == 0, serve.text[-5000:]
 
 
 def until(condition: Callable[[], object], serve: Serve, within: float = 90) -> None:
+    """Wait until the condition holds; fails with the end of the graph's output after `within` seconds."""
     deadline = time.monotonic() + within
     while not condition():
         assert time.monotonic() < deadline, serve.text[-5000:]
@@ -95,7 +96,7 @@ def until(condition: Callable[[], object], serve: Serve, within: float = 90) -> 
 
 
 def processes_below(folder: Path) -> list[psutil.Process]:
-    """Of all graphs whose state is somewhere in this folder."""
+    """The processes of all graphs whose state directory is below this folder."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -107,5 +108,5 @@ def processes_below(folder: Path) -> list[psutil.Process]:
 
 
 def kv_ports() -> int:
-    """The first of as many ports as a graph here has workers."""
+    """The first of enough ports for the workers of a graph."""
     return free_port("127.0.0.1", 8)

@@ -27,15 +27,20 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     yaml = (FRONTEND + WORKERS).replace("PrefillWorker: {{", "PrefillWorker: {{ServiceArgs: {{workers: 2}}, ")
     yaml = yaml.replace("engine: sim", "engine: sim\n  additional-config: {{sim: {{step-seconds: 0.02}}}}", 1)
     yaml = yaml.replace("timeout: 5", "timeout: 20").format(port=port, kv_port=kv_ports(), workers=2)
-    serve = Serve(tmp_path_factory.mktemp("graph"), yaml, port=port)
+    serve = Serve(tmp_path_factory.mktemp("graph"), yaml, "--log-format", "json", port=port)
     process = serve.start()
     try:
-        until(lambda: serve.ready() or process.poll() is not None, serve)
+        until(lambda: serve.ready() or process.poll() is not None, serve, 240)
         assert process.poll() is None, serve.text[-5000:]
         yield serve
     finally:
         process.kill()
         process.wait()
+
+
+def test_json_lines(graph: Serve) -> None:
+    lines = [json.loads(line) for line in graph.text.splitlines()[:-1]]
+    assert {"serve", "frontend-0", "decode-0", "prefill-1"} <= {line["role"] for line in lines}
 
 
 def test_two_of_each_under_random_kills(graph: Serve) -> None:

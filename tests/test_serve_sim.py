@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -43,9 +43,9 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 
 
 @pytest.fixture
-def workers_only(tmp_path: Path) -> Callable[..., Serve]:
+def serve(tmp_path: Path) -> Serve:
     """Quick to start: nothing of vLLM is imported."""
-    return lambda *options: Serve(tmp_path, WORKERS.format(kv_port=kv_ports(), workers=1), *options)
+    return Serve(tmp_path, WORKERS.format(kv_port=kv_ports(), workers=1))
 
 
 def test_a_long_prompt_is_prefilled_remotely(graph: Serve) -> None:
@@ -203,14 +203,6 @@ def test_another_user_of_the_machine_gets_nothing(graph: Serve, tmp_path: Path) 
     assert others(state_dir / "graph.json") == 0
 
 
-def test_a_second_graph_on_the_same_state_is_refused(graph: Serve, tmp_path: Path) -> None:
-    other = tmp_path / "other.yaml"
-    other.write_text(WORKERS.format(kv_port=kv_ports(), workers=1))
-    result = graph.pdserve("serve", "-f", str(other))
-    assert result.returncode == 2
-    assert f"(pid {graph.process.pid})" in result.stderr
-
-
 def test_a_second_graph_on_the_same_port_is_refused(graph: Serve, tmp_path: Path) -> None:
     result = graph.pdserve("serve", "-f", str(graph.file), PDSERVE_STATE_DIR=str(tmp_path))
     assert result.returncode == 2
@@ -222,7 +214,7 @@ def test_a_real_prometheus_finds_something_for_each_panel(graph: Serve, tmp_path
     numbers = count()
 
     def prefilled() -> str:
-        """Where a prompt was that no cache has."""
+        """Where a prompt that no cache has was prefilled."""
         return graph.chat(f"{next(numbers)} and {LONG}")[0].headers["x-pdserve-prefill"]
 
     def without() -> list[tuple[str, str]]:
@@ -253,21 +245,8 @@ def test_a_real_prometheus_finds_something_for_each_panel(graph: Serve, tmp_path
     assert [line for line in lint if not line.startswith("vllm:")] == []
 
 
-def test_json_lines_and_sigkill_of_the_supervisor(workers_only: Callable[..., Serve]) -> None:
-    serve = workers_only("--log-format", "json")
-    process = serve.start()
-    until(lambda: "Ready after" in serve.text, serve)
-    lines = [json.loads(line) for line in serve.text.splitlines()]
-    assert {"serve", "decode-0", "prefill-0"} <= {line["role"] for line in lines}
-    assert len(serve.processes()) >= 6  # two workers, two servers, supervisor, guardian
-    process.kill()
-    process.wait()
-    until(lambda: not serve.processes(), serve)
-
-
-def test_ctrl_c_on_a_terminal_under_another_program(workers_only: Callable[..., Serve]) -> None:
+def test_ctrl_c_on_a_terminal_under_another_program(serve: Serve) -> None:
     """As under `make serve`: only pdserve may get the Ctrl-C, and its exit code is 0."""
-    serve = workers_only()
     with Terminal(serve.command, serve.env) as terminal:
         terminal.until("Ready after")
         assert "Starting, " in terminal.text  # the live line
@@ -276,8 +255,7 @@ def test_ctrl_c_on_a_terminal_under_another_program(workers_only: Callable[..., 
     assert serve.processes() == []
 
 
-def test_closing_the_terminal_leaves_nothing(workers_only: Callable[..., Serve]) -> None:
-    serve = workers_only()
+def test_closing_the_terminal_leaves_nothing(serve: Serve) -> None:
     with Terminal(serve.command, serve.env) as terminal:
         terminal.until("Ready after")
         terminal.hang_up()
@@ -308,9 +286,8 @@ def test_a_role_that_is_started_again_has_the_configuration_of_the_first_start(g
         graph.file.write_text(before)
 
 
-def test_ctrl_c_while_it_starts(workers_only: Callable[..., Serve]) -> None:
+def test_ctrl_c_while_it_starts(serve: Serve) -> None:
     """Also while an engine loads in a thread that cannot be stopped. Nothing waits for that, nor for a drain."""
-    serve = workers_only()
     _simulate(serve, "load-seconds: 90")
     serve.file.write_text(serve.file.read_text().replace("drain-timeout: 5", "drain-timeout: 90"))
     process = serve.start()
@@ -320,12 +297,9 @@ def test_ctrl_c_while_it_starts(workers_only: Callable[..., Serve]) -> None:
     assert serve.processes() == []
 
 
-def test_a_configuration_that_a_role_finds_wrong_ends_the_graph_at_once(
-    workers_only: Callable[..., Serve],
-) -> None:
-    serve = workers_only()
+def test_a_configuration_that_a_role_finds_wrong_ends_the_graph_at_once(serve: Serve) -> None:
     _simulate(serve, "no-such-key: 1")
-    assert serve.start().wait(60) == 2
+    assert serve.start().wait(240) == 2
     assert "not started again, for its configuration is wrong" in serve.text
     assert "sim: unknown key no_such_key" in serve.text
     assert "Traceback" not in serve.text

@@ -130,13 +130,6 @@ async def _nothing_missing() -> AsyncIterator[str]:
         yield ""
 
 
-def alive(pid: int) -> bool:
-    """False for zombies too."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
 def _boot(pid: int) -> str:
     """Empty where the process has ended."""
     with contextlib.suppress(OSError):

@@ -10,9 +10,9 @@ import pytest
 from pdserve.graph import ProcessSpec
 from pdserve.records import Role
 from pdserve.supervisor.child import Child, Exit
-from pdserve.supervisor.guardian import is_tracker, members
+from pdserve.supervisor.guardian import alive, is_tracker, members
 from tests.conditions import until
-from tests.supervisor.fakes import alive, fake
+from tests.supervisor.fakes import fake
 
 GRANDCHILD = """
     import os, subprocess, sys, time

@@ -14,11 +14,11 @@ from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
 from pdserve.supervisor import embedded
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer, embedded_servers
-from pdserve.supervisor.guardian import Guardian
+from pdserve.supervisor.guardian import Guardian, alive
 from pdserve.supervisor.restarts import RestartLoop
 from tests.conditions import until
 from tests.servers import kill, pid_of, restart
-from tests.supervisor.fakes import QUICK, alive
+from tests.supervisor.fakes import QUICK
 
 KINDS = pytest.mark.parametrize("kind", [EmbeddedNats, EmbeddedEtcd])
 

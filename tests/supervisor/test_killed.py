@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.supervisor.guardian import alive
 from tests.conditions import until
-from tests.supervisor.fakes import alive
 
 SUPERVISOR = """
     import asyncio, sys
