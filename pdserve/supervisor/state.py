@@ -95,8 +95,8 @@ def make_private(folder: Path) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """An `opener` that makes the file readable by this user alone, as far as the file system has modes: another user
-    who can read a lock file could hold the lock."""
+    """An `opener` that makes the file readable by this user alone, as far as the file system has modes: other users
+    could hold a lock whose file they can read."""
     opened = os.open(path, flags, 0o600)
     with contextlib.suppress(OSError):
         os.fchmod(opened, 0o600)
@@ -138,7 +138,7 @@ def socket_folder(state_dir: Path) -> Iterator[Path]:
 
 
 def _empty(folder: Path) -> None:
-    """Make or empty the folder. Raises ConfigError where it belongs to another user, who may have made it in /tmp."""
+    """Make or empty the folder. Raises ConfigError where another user made it, which is possible in /tmp."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         made = folder.lstat()

@@ -8,7 +8,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 UNREAD = 1 << 20
@@ -39,7 +39,8 @@ def own_foreground() -> Iterator[None]:
     try:
         yield
     finally:
-        os.tcsetpgrp(terminal, before)
+        with suppress(OSError):  # the terminal is closed, or that group has ended
+            os.tcsetpgrp(terminal, before)
 
 
 class NonBlockingStream(io.TextIOBase):

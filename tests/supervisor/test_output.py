@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from pdserve.supervisor import terminal
 from pdserve.supervisor.output import LogFile, ProcessOutput
 from pdserve.supervisor.progress import banner, curl, phase_of
 from pdserve.supervisor.terminal import NonBlockingStream
+from tests.conditions import until
+from tests.terminal import Terminal
 
 OURS = "2026-01-31T12:00:00.123 I decode-0 pdserve.decode.worker: request r1: prefill remote"
 
@@ -212,6 +215,29 @@ def test_what_a_terminal_that_is_gone_did_not_take_is_not_waited_for(monkeypatch
         started = time.monotonic()
         stream.finish()
         assert time.monotonic() - started < 30
+
+
+IN_FRONT = """
+import os, pathlib, signal, sys
+from pdserve.supervisor.terminal import own_foreground
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+said = pathlib.Path(sys.argv[1])
+with own_foreground():
+    said.write_text("in front" if os.tcgetpgrp(0) == os.getpid() else "not in front")
+    try:
+        os.read(0, 1)
+    except OSError:
+        pass
+said.write_text("left")
+"""
+
+
+async def test_a_terminal_that_is_closed_meanwhile_is_left_in_good_order(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    with Terminal([sys.executable, "-c", IN_FRONT, str(said)], os.environ) as shell:
+        await until(lambda: said.exists() and said.read_text() == "in front")
+        shell.hang_up()
+        await until(lambda: said.read_text() == "left", 10)
 
 
 def test_only_its_user_can_read_a_log_file(tmp_path: Path) -> None:
