@@ -80,6 +80,7 @@ class Service(ABC):
             self.tasks.create_task(unending(work, getattr(work, "__qualname__", "a task")))
             for work in (self.connections.follow(), *self.permanent())
         ]
+        await asyncio.sleep(0)  # all begin: a task cancelled before its first step never awaits its work
         await self.warm_up()
         self.ready.set()
         await self.announce()
