@@ -69,7 +69,7 @@ class KvLinks:
     def failed(self, request: DecodeRequest, why: str) -> None:
         """A remote prefill failed. `why` begins with the label of the failure metric and a colon."""
         request.hops.fell_back(time.monotonic(), why, request.prefiller)
-        if request.prefiller:
+        if self.workers.known(request.prefiller):  # not one that is gone, of which nothing is kept
             link = self._of(request.prefiller)
             link.failures, link.failure = link.failures + 1, why
         if not request.warms:
