@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import zmq
 from pdserve_bench.chaos.disk import full
-from pdserve_bench.chaos.garbage import _as_frontend, _to_port, payloads
+from pdserve_bench.chaos.garbage import _as_frontend, _to_port, payloads, subjects_of
 from pdserve_bench.chaos.weights import _other_weights, turned
 from pdserve_bench.launch import small_disk
 from pdserve_bench.watch import series, total
 
 from pdserve.messages import Cancel, Hello
+from pdserve.queue.jetstream.stream import QueueNames
+from pdserve.records import Instance, Role
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 
@@ -50,6 +52,15 @@ async def test_garbage_reaches_a_worker_as_messages_of_a_frontend() -> None:
     assert found.count(("garbage", Cancel(["nobody"]))) == 2
     assert found.count(("garbage", None)) == 2
     assert server._refused == {host: 4}
+
+
+def test_garbage_goes_to_the_subjects_of_what_the_workers_have_loaded() -> None:
+    workers = [Instance(f"decode-{number}-a", Role.DECODE, "m", fingerprint="loaded") for number in range(2)]
+    names = QueueNames("ns", "m", "loaded")
+    answers = [names.answers(worker.id) for worker in workers]
+    assert sorted(subjects_of("ns", "m", workers)) == sorted(
+        [names.requests, names.state, names.notices, *answers]
+    )
 
 
 async def test_a_full_disk_has_no_room_for_a_byte_and_then_has(tmp_path: Path) -> None:

@@ -5,16 +5,16 @@ import asyncio
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from pdserve.messages import Cancel, Hello, encode
-from pdserve.queue.jetstream.client import publish_once
+from pdserve.queue.jetstream.client import short_connection
 from pdserve.queue.jetstream.stream import QueueNames
-from pdserve.records import Role
+from pdserve.records import Instance, Role
 from pdserve.registry import keys
 from pdserve.stream.tcp import GREETING
 from pdserve_bench.chaos.scene import Fault, Scene
@@ -56,12 +56,15 @@ async def spread(scene: Scene) -> float | None:
     ports = list(_listening(scene.running.family()))
     everything = payloads(scene.options.seed)
     await asyncio.gather(*(asyncio.to_thread(_to_port, host, port, everything) for host, port, _ in ports))
-    subjects = await _subjects(scene)
     graph = scene.running.graph
+    subjects = subjects_of(graph.namespace, graph.model, await scene.watch.instances(Role.DECODE))
     credentials = graph.load_credentials()
     tls = credentials.client_context() if credentials else None
-    for subject in subjects:
-        await publish_once(graph.nats, subject, everything, tls)
+    async with short_connection(graph.nats, tls) as client:
+        for subject in subjects:
+            for payload in everything:
+                await client.publish(subject, payload)
+        await client.flush()
     names = await _to_etcd(scene, everything)
     scene.say(f"garbage to {len(ports)} ports, {len(subjects)} subjects, {len(names)} keys")
     await asyncio.sleep(scene.options.hold / 2)
@@ -167,10 +170,13 @@ def _connects(host: str, port: int) -> bool:
     return False
 
 
-async def _subjects(scene: Scene) -> list[str]:
-    names = QueueNames(scene.running.graph.namespace, scene.running.graph.model)
-    workers = await scene.watch.instances(Role.DECODE)
-    return [names.requests, names.state, names.notices, *(names.answers(worker.id) for worker in workers)]
+def subjects_of(namespace: str, model: str, workers: Iterable[Instance]) -> list[str]:
+    """The subjects on which these decode workers and their prefill workers listen."""
+    queues = {worker.id: QueueNames(namespace, model, worker.fingerprint) for worker in workers}
+    shared = {
+        subject for names in queues.values() for subject in (names.requests, names.state, names.notices)
+    }
+    return [*sorted(shared), *(names.answers(worker) for worker, names in queues.items())]
 
 
 async def _to_etcd(scene: Scene, everything: Sequence[bytes]) -> list[str]:
