@@ -255,12 +255,10 @@ async def test_the_queues_depth_stays_true(
 async def test_errors_in_handlers_of_nats_messages_are_seen(
     nats_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def prepare(_: Any) -> None: ...
-
     async def handler(_: Any) -> None:
         raise KeyError("not expected")
 
-    async with connection.NatsConnection(nats_url, prepare) as connected:
+    async with connection.NatsConnection(nats_url, None, "nothing happens") as connected:
         connected.listen("pdserve.test.handler", handler)
         await connected.publish("pdserve.test.handler", b"x")
         await until(lambda: "could not be handled" in caplog.text)

@@ -1,4 +1,4 @@
-"""A model's folder without its weights, as one archive in the blob store: what a frontend on another host needs."""
+"""A model's folder without its weights, as one archive in the blob store, for frontends on other hosts."""
 
 import asyncio
 import gzip
@@ -29,16 +29,16 @@ _WEIGHTS = {
     ".tflite",
 }
 _LARGEST = 100 << 20
-"""bytes of a file; the largest tokenizers have some 40 MB"""
+"""bytes; larger files are left out. The largest tokenizers have some 40 MB"""
 MAX_ARCHIVE = 1 << 30
 """bytes that an archive may unpack to: tokenizers and configs, never weights"""
 RETRY, CHECK = 5.0, 60.0
-"""seconds until an archive is stored again, while NATS is away and while it is there"""
+"""seconds until an archive is stored again: while NATS is away, and while it is there"""
 
 
 def pack_model(folder: Path) -> bytes:
-    """The same bytes for the same files, whenever and wherever they are packed. Only the folder's own files
-    and those one level down (chat templates): hidden folders and deeper ones are other people's copies."""
+    """Return the archive; the same files give the same bytes, whenever and wherever they are packed. It holds the
+    folder's own files and those one level down (chat templates), but no hidden folders, which hold copies."""
     packed = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped,
@@ -54,31 +54,31 @@ def pack_model(folder: Path) -> bytes:
 
 
 def archive_name(archive: bytes) -> str:
-    """Its digest, so that the same files are stored once."""
+    """Return the archive's digest, so that the same files are stored once."""
     return hashlib.sha256(archive).hexdigest()[:32]
 
 
 class StoredArchive:
-    """A model's archive in NATS' object store; without `blobs` there is none. The card may name it before it is
-    there: frontends that need it try again."""
+    """A model's archive in NATS' object store; without `blobs` there is none. The model card may name it before it is
+    stored: frontends that need it try again."""
 
     def __init__(self, model: str, blobs: BlobStore | None) -> None:
         self.name = ""
-        """empty also for a hub id, which every host can load by itself"""
+        """name in the store; empty for a hub id, which every host can load by itself"""
         self._model = Path(model)
         self._blobs = blobs
         self._data = b""
         self._missing = False
 
     async def make(self) -> None:
-        """Pack it, and store it where NATS is there."""
+        """Pack the archive, and store it if NATS is there."""
         if self._blobs is not None and await asyncio.to_thread(self._model.is_dir):
             self._data = await asyncio.to_thread(pack_model, self._model)
             self.name = archive_name(self._data)
             await self._store(self._blobs)
 
     async def keep_stored(self) -> None:
-        """For ever: NATS may come late, or lose its data."""
+        """Store it again and again, for ever: NATS may come late, or lose its data."""
         while True:
             await asyncio.sleep(RETRY if self._missing else CHECK)
             if self._blobs is not None and self.name:

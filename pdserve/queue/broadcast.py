@@ -1,4 +1,4 @@
-"""The seam for what the processes of a graph tell all others of their kind, now and then."""
+"""The seam for occasional messages from a process to all others of its kind."""
 
 from abc import abstractmethod
 from collections.abc import AsyncIterator
@@ -7,8 +7,8 @@ from pdserve.tasks import Lifetime
 
 
 class Broadcast(Lifetime):
-    """One process's side. What is sent reaches, at most once, all that are entered, the sender too. It reconnects by
-    itself: entering does not fail when the server is away, and the iterator goes on when it is back."""
+    """One process's side. A message reaches, at most once, every process that has entered, the sender included. It
+    reconnects by itself: entering does not fail while the server is away, and the iterator goes on when it is back."""
 
     @abstractmethod
     async def send(self, message: bytes) -> None:
@@ -16,4 +16,4 @@ class Broadcast(Lifetime):
 
     @abstractmethod
     def messages(self) -> AsyncIterator[bytes]:
-        """What has come since it was entered and was not read yet. For one reader."""
+        """Yield what has come since entering. There may be one reader."""

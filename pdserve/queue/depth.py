@@ -1,9 +1,8 @@
-"""How long the prefill queue is, without asking the server: a pure value, fed with what a process gets to
-see; and what prefill workers have pulled.
+"""The depth of the prefill queue, computed without asking the server from what a process sees; and the load of prefill
+workers.
 
-Sequence numbers are the stream's: the server counts every stored request, 1, 2, 3, … Deciders see the
-numbers of their own requests when they are stored, and the state that prefill workers broadcast when they
-pull.
+Sequence numbers are the stream's: the server counts the stored requests, 1, 2, 3, … A decode worker sees the numbers
+of its own requests when they are stored, and the queue state that prefill workers broadcast when they pull.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +20,7 @@ class QueueDepth:
     last: int = 0
     """highest sequence known to have been stored"""
     missing: int = 0
-    """how many between the two the server no longer has: past their age, or purged"""
+    """number of requests between the two that the server no longer has: past their age, or purged"""
 
     @property
     def value(self) -> int:
@@ -32,11 +31,10 @@ class QueueDepth:
         return replace(self, last=max(self.last, sequence))
 
     def reported(self, state: QueueState) -> "QueueDepth":
-        """A prefill worker pulled. A lower sequence than known is a redelivery or came late: it says
-        nothing new.
+        """A prefill worker pulled. A lower sequence than the known one is a redelivery or came late, and is ignored.
 
-        What is known to be stored beyond the state's own end was stored after the pull, or is missing: it
-        counts until `synced` says better.
+        Requests known to be stored beyond the state's end were stored after the pull, or are missing: they count until
+        `synced` corrects them.
         """
         if state.delivered_seq < self.delivered:
             return self
@@ -45,8 +43,8 @@ class QueueDepth:
         return QueueDepth(state.delivered_seq, last, min(gone, last - state.delivered_seq - state.pending))
 
     def synced(self, stored: int, state: QueueState, asked: "QueueDepth") -> "QueueDepth":
-        """The server itself answered: `stored` is the stream's last sequence, read before `state`; `asked` is
-        what was known before both. What was stored and is neither delivered nor pending is missing."""
+        """The server answered: `stored` is the stream's last sequence, read before `state`, and `asked` is what was
+        known before both. Requests that were stored and are neither delivered nor pending are missing."""
         end = state.delivered_seq + state.pending
         truth = QueueDepth(state.delivered_seq, max(stored, end), max(0, stored - end))
         if truth.last < asked.last or truth.delivered < asked.delivered:
@@ -64,7 +62,7 @@ class Puller:
     load: Callable[[], PrefillLoad]
 
     def load_with(self, requests: Iterable[PrefillRequest]) -> PrefillLoad:
-        """Its load now, with what it has just pulled."""
+        """Return its load now, including the requests that it has just pulled."""
         load = self.load()
         return msgspec.structs.replace(
             load, tokens=load.tokens + sum(len(request.prompt) for request in requests)

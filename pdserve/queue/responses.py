@@ -1,8 +1,8 @@
-"""The seam for stored responses: what one frontend has answered, kept for all of them, and questions from a frontend to
-the one that is still working on an answer.
+"""The seam for stored responses: responses that one frontend has made, kept for all of them, and questions to the
+frontend that is still working on a response.
 
-What is kept has an owner (an API key), and is found by no other. It is bounded for each owner, by age and bytes: the
-oldest go first, and one owner pushes out nothing of another.
+A stored response has an owner (an API key), and no other owner finds it. Each owner's responses are bounded in age and
+bytes: the oldest go first, and no owner displaces another's.
 """
 
 from abc import abstractmethod
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pdserve.tasks import Lifetime
 
 Answer = Callable[[bytes], AsyncIterator[bytes]]
-"""from a question to the parts of its answer, none of them empty"""
+"""from a question to the parts of its answer, none of which is empty"""
 
 
 @dataclass(frozen=True)
@@ -20,26 +20,26 @@ class StoreLimits:
     age: float = 3600.0
     """seconds"""
     max_bytes: int = 64 << 20
-    """of each owner"""
+    """for each owner"""
 
 
 class ResponseStore(Lifetime):
-    """One frontend's side of it. Methods raise QueueUnavailable while the server is away, and never wait long for it;
-    entering does not fail then."""
+    """One frontend's side of the store. Methods raise QueueUnavailable while the server is away, and never wait long
+    for it; entering does not fail then."""
 
     @abstractmethod
     async def put(self, owner: str, key: str, data: bytes) -> None:
-        """Returns when it can be read by every frontend. In place of what was there."""
+        """Store `data` in place of what was there. Returns when every frontend can read it."""
 
     @abstractmethod
     async def get(self, owner: str, key: str) -> bytes:
-        """Raises KeyError where the owner has none, or no longer."""
+        """Raises KeyError if the owner has no such response, or no longer."""
 
     @abstractmethod
     async def listen(self, frontend: str, answer: Answer) -> None:
-        """From now on `answer` answers what is asked of this frontend, several questions at a time."""
+        """Answer the questions to this frontend with `answer` from now on, several at a time."""
 
     @abstractmethod
     def ask(self, frontend: str, question: bytes) -> AsyncIterator[bytes]:
-        """The parts of its answer, as they come. Raises PeerGone where no such frontend listens, or it is silent for
-        seconds. To be closed where it is not read to its end."""
+        """Yield the parts of the frontend's answer as they come. Raises PeerGone if no such frontend listens, or if it
+        is silent for some seconds. Close the iterator if it is not read to its end."""

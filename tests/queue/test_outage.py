@@ -8,7 +8,6 @@ from pathlib import Path
 import nats
 import nats.js.errors
 import pytest
-from nats.aio.client import Client
 
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, QueueUnavailable
@@ -133,10 +132,8 @@ async def test_a_hung_server(nats_outage: NatsOutage) -> None:
 async def test_what_is_cancelled_at_a_hung_server_stops(nats_outage: NatsOutage) -> None:
     """nats-py swallows a cancellation while it waits for room in its buffer."""
 
-    async def prepare(_: Client) -> None: ...
-
     server = nats_outage.server
-    async with NatsConnection(server.url, prepare, nats_outage.tls) as connection, hung(server):
+    async with NatsConnection(server.url, nats_outage.tls, "nothing happens") as connection, hung(server):
         started = time.monotonic()
         while time.monotonic() - started < 0.5:
             started = time.monotonic()

@@ -1,5 +1,5 @@
-"""Rare operations, each on a connection of its own: model archives in NATS' object store, and how far the clocks are
-apart."""
+"""Rare operations, each on a connection of its own: model archives in NATS' object store, and the difference of the
+clocks."""
 
 import asyncio
 import base64
@@ -17,7 +17,7 @@ from nats.js.api import ObjectInfo, StorageType, StreamConfig
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, ProtocolError, QueueUnavailable
 from pdserve.queue.base import BlobStore
-from pdserve.queue.jetstream.client import PASSING, short_connection
+from pdserve.queue.jetstream.client import available, short_connection
 from pdserve.queue.jetstream.stream import API_TIMEOUT, bucket, measure
 
 CALL_TIMEOUT = 5.0
@@ -25,15 +25,13 @@ PUT_WITHIN = 60.0
 
 
 class NatsBlobs(BlobStore):
-    """Raises QueueUnavailable while NATS is away."""
-
     def __init__(self, nats: str, namespace: str, credentials: Credentials | None = None) -> None:
         self._url = nats
         self._tls = credentials.client if credentials else None
         self._bucket = bucket(namespace)
 
     async def put(self, name: str, data: bytes) -> None:
-        """Putting again what is there does nothing, so that a reader is not disturbed just then."""
+        """Write only if the data differs, so that no reader is disturbed for nothing."""
         async with self._jetstream() as js, asyncio.timeout(PUT_WITHIN):
             store = await js.create_object_store(self._bucket)
             try:
@@ -52,7 +50,7 @@ class NatsBlobs(BlobStore):
                 raise KeyError(name) from None
 
     async def _read(self, js: JetStreamContext, info: ObjectInfo) -> bytes:
-        """Chunk by chunk: nats-py's own `get` waits for ever for a chunk that is not there."""
+        """Read chunk by chunk: nats-py's own `get` waits for ever for a chunk that is missing."""
         data, sequence = bytearray(), 1
         for _ in range(info.chunks or 0):
             chunk = await js.get_msg(
@@ -71,7 +69,7 @@ class NatsBlobs(BlobStore):
 
 
 async def clock_skew(url: str, credentials: Credentials | None = None) -> float | None:
-    """Of this process against the server, with a stream that is there for a moment only. Raises QueueUnavailable."""
+    """As in the seam; measured on a stream that exists only for that moment."""
     stream = f"pdserve-clock-{secrets.token_hex(4)}"
     async with _available(url, credentials.client if credentials else None) as client:
         js = client.jetstream(timeout=API_TIMEOUT)
@@ -85,12 +83,13 @@ async def clock_skew(url: str, credentials: Credentials | None = None) -> float 
 
 @asynccontextmanager
 async def _available(url: str, tls: SSLContext | None) -> AsyncIterator[Client]:
-    """Raises QueueUnavailable for what `short_connection` raises."""
+    """A client for a few operations. Raises QueueUnavailable also if the server is not of this graph."""
     try:
-        async with short_connection(url, tls) as client:
-            yield client
-    except (*PASSING, ConfigError) as error:
-        raise QueueUnavailable(f"NATS at {url}: {error}") from error
+        with available(url):
+            async with short_connection(url, tls) as client:
+                yield client
+    except ConfigError as error:
+        raise QueueUnavailable(str(error)) from error
 
 
 def _digest(data: bytes | bytearray) -> str:

@@ -3,8 +3,6 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from nats.aio.client import Client
-
 from pdserve.credentials import Credentials
 from pdserve.queue.broadcast import Broadcast
 from pdserve.queue.jetstream.connection import NatsConnection, SubjectMessages
@@ -20,8 +18,7 @@ class NatsBroadcast(Broadcast):
         meanwhile: str,
         credentials: Credentials | None = None,
     ) -> None:
-        tls = credentials.client if credentials else None
-        self._connection = NatsConnection(nats, _as_it_is, tls, meanwhile)
+        self._connection = NatsConnection(nats, credentials.client if credentials else None, meanwhile)
         self._subject = f"pdserve.{token(namespace)}.{topic}"
         self._messages = SubjectMessages(self._subject)
 
@@ -37,7 +34,3 @@ class NatsBroadcast(Broadcast):
     async def messages(self) -> AsyncIterator[bytes]:
         async for message in self._messages:
             yield message.data
-
-
-async def _as_it_is(client: Client) -> None:
-    """There is nothing to prepare."""

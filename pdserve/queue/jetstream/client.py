@@ -1,30 +1,30 @@
-"""nats-py's client for one TCP connection: how it is opened, with TLS where the graph has credentials, and ended."""
+"""nats-py's client for one TCP connection: how it is opened, with TLS if the graph has credentials, and ended."""
 
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
 
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, QueueUnavailable
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 2
 PASSING = (nats.errors.Error, OSError, TimeoutError)
-"""what nats-py raises where the server is away, or goes away"""
+"""what nats-py raises when the server is away or goes away"""
 _COPY = "every process of the graph and its NATS need the same one, as `pdserve credentials` makes it."
 
 T = TypeVar("T")
 
 
 async def cancellable(call: Awaitable[T]) -> T:
-    """Await something of nats-py, which at times swallows a cancellation (its own doing, and wait_for's
-    before Python 3.12): a task that was cancelled meanwhile stops here nevertheless."""
+    """Await a call of nats-py, and raise CancelledError if the task was cancelled meanwhile: nats-py sometimes swallows
+    a cancellation, and so does `wait_for` before Python 3.12."""
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
     try:
@@ -35,8 +35,8 @@ async def cancellable(call: Awaitable[T]) -> T:
 
 
 class GraphClient(Client):
-    """Speaks TLS where it has a context for it, and only there. nats-py itself does what the server's first line says,
-    which comes in plain text: whatever took the server's port could so have all that follows in plain text, too."""
+    """Speaks TLS if and only if it has a context for it. nats-py itself obeys the server's first line, which comes in
+    plain text: an impostor on the server's port could have all that follows sent in plain text, too."""
 
     def __init__(self, url: str, tls: ssl.SSLContext | None) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class GraphClient(Client):
         self.tls = tls
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        """Called before anything is sent. Raises ConfigError."""
+        """nats-py calls this before it sends anything. Raises ConfigError."""
         if initial_connection and self.tls is not None:
             if not info.get("tls_required") and not info.get("tls_available"):
                 raise ConfigError(
@@ -57,8 +57,8 @@ class GraphClient(Client):
 
 
 async def open_client(client: GraphClient, on_closed: Callable[[], Awaitable[None]] | None = None) -> None:
-    """For one TCP connection: without pings and reconnections of its own. Raises what nats-py does, and ConfigError
-    where the server is not of this graph."""
+    """Connect, without nats-py's own pings and reconnections. Raises what nats-py does, and ConfigError if the server
+    is not of this graph."""
     try:
         await client.connect(
             [server.strip() for server in client.url.split(",")],
@@ -78,9 +78,8 @@ async def open_client(client: GraphClient, on_closed: Callable[[], Awaitable[Non
 
 
 async def discard(client: GraphClient) -> None:
-    """Close it without sending what it still has: nats-py's close() would wait for ever for a server that
-    hangs to take that, and swallows cancellations meanwhile; and what was reported as failed must not be
-    sent."""
+    """Close without sending what is pending. nats-py's close() would wait for ever for a server that hangs to take it,
+    and swallow cancellations meanwhile; and what was reported as failed must not be sent."""
     client._pending.clear()
     client._pending_data_size = 0
     transport = client._transport
@@ -88,15 +87,14 @@ async def discard(client: GraphClient) -> None:
     if writer is not None:
         writer.transport.abort()
         if client.tls is not None and writer is getattr(transport, "_bare_io_writer", None):
-            # no handshake came to its end, but it may have taken the socket: nats-py would wait for ever to hear of
-            # its end
+            # an unfinished TLS handshake may have taken the socket: nats-py would wait for ever to hear of its end
             client._transport = None
     with suppress(*PASSING):
         await client.close()
 
 
 async def _on_error(error: Exception) -> None:
-    """Also told what a handler raised."""
+    """nats-py also reports here what a message handler raised."""
     if isinstance(error, PASSING):
         log.debug("nats: %s", error)
     else:
@@ -105,7 +103,7 @@ async def _on_error(error: Exception) -> None:
 
 @asynccontextmanager
 async def short_connection(url: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[Client]:
-    """For a few operations. Raises what `open_client` does."""
+    """A client for a few operations. Raises what `open_client` does."""
     client = GraphClient(url, tls)
     try:
         await open_client(client)
@@ -114,11 +112,10 @@ async def short_connection(url: str, tls: ssl.SSLContext | None = None) -> Async
         await discard(client)
 
 
-async def publish_once(
-    url: str, subject: str, payloads: Iterable[bytes], tls: ssl.SSLContext | None = None
-) -> None:
-    """On a connection of its own, whatever the payloads are. Raises what `open_client` does."""
-    async with short_connection(url, tls) as client:
-        for payload in payloads:
-            await client.publish(subject, payload)
-        await client.flush()
+@contextmanager
+def available(url: str) -> Iterator[None]:
+    """Raise QueueUnavailable in place of what nats-py raises when the server is away."""
+    try:
+        yield
+    except PASSING as error:
+        raise QueueUnavailable(f"NATS at {url}: {error or type(error).__name__}") from error

@@ -1,8 +1,8 @@
-"""One connection to NATS that comes back by itself, and pulling over it.
+"""A connection to NATS that comes back by itself, and pulling from a JetStream consumer over it.
 
-nats-py can reconnect too, but then it sends what it buffered while the server was away, may wait for ever
-for the socket of a server that hangs, and on some errors gives up for good. So here each of its clients
-lives for one TCP connection, and a new one is made when the server is gone or does not answer a ping.
+nats-py can reconnect too, but then it sends what it buffered during the outage, may wait for ever for the socket of a
+server that hangs, and on some errors gives up for good. So each of its clients lives for one TCP connection here, and a
+new client is made when the server is gone or does not answer a ping.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from pdserve.errors import ConfigError, QueueUnavailable
-from pdserve.queue.jetstream.client import PASSING, GraphClient, cancellable, discard, open_client
+from pdserve.queue.jetstream.client import PASSING, GraphClient, available, cancellable, discard, open_client
 from pdserve.tasks import Lifetime, Owner
 
 log = logging.getLogger(__name__)
 
 PING_INTERVAL = 2.0
 PING_TIMEOUT = 3
-"""seconds; a ping can't be tried twice: nats-py breaks on a late answer to one that was given up"""
+"""seconds; a ping is not tried twice, since nats-py breaks on a late answer to a ping that was given up"""
 RETRY = 0.3
 _INBOX_BOUND = 100_000
 ANSWER_WITHIN = 2.0
@@ -38,8 +38,8 @@ Handler = Callable[[Msg], Awaitable[None]]
 
 
 class SubjectMessages:
-    """Messages on one subject, from the moment it is listened to. What comes before it is read waits here;
-    beyond a bound it is dropped, as at-most-once allows."""
+    """The messages on one subject, from the moment it is listened to. Unread messages wait here; beyond a bound they
+    are dropped, as at-most-once delivery allows."""
 
     def __init__(self, subject: str) -> None:
         self.subject = subject
@@ -59,31 +59,31 @@ class SubjectMessages:
 
 
 class NatsConnection(Lifetime):
-    """`prepare` gets each new client before it counts as connected; when it fails, the connection does.
+    """`prepare` sets up each new client before it counts as connected; if it fails, so does the connection. `meanwhile`
+    says in the log what an outage means.
 
-    Entering returns after the first try, whatever came of it, but raises a ConfigError: of `prepare`, or where the
+    Entering returns after the first attempt, successful or not. It raises the ConfigError of `prepare`, and one if the
     server and `tls` do not fit.
     """
 
     def __init__(
         self,
         url: str,
-        prepare: Callable[[Client], Awaitable[None]],
-        tls: SSLContext | None = None,
-        meanwhile: str = "prompts are prefilled locally",
+        tls: SSLContext | None,
+        meanwhile: str,
+        prepare: Callable[[Client], Awaitable[None]] | None = None,
     ) -> None:
         self.url = url
         self.lost: asyncio.Future[None] | None = None
-        """of the present client, done when it is lost"""
+        """done when the present client is lost"""
         self._prepare = prepare
         self._tls = tls
         self._meanwhile = meanwhile
-        """for the log: what an outage means"""
         self._client: Client | None = None
         self._handlers: dict[str, Handler] = {}
         self._unsent: set[str] = set()
         self._complaint = ""
-        """logged last; the same is said once"""
+        """the ConfigError that was logged last; each is logged once"""
         self._closing: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -103,43 +103,39 @@ class NatsConnection(Lifetime):
         return self._client is not None and self._client.is_connected
 
     def client(self) -> Client:
-        """The present client, for one operation. Raises QueueUnavailable."""
+        """Return the present client, for one operation. Raises QueueUnavailable."""
         if self._client is None or not self._client.is_connected:
             raise QueueUnavailable(f"NATS at {self.url} is away")
         return self._client
 
     def listen(self, subject: str, handler: Handler) -> None:
-        """From now on `handler` gets what comes on `subject`, also after reconnections. The server knows of
-        it before it sees anything that is published from here later."""
+        """Pass to `handler` what comes on `subject` from now on, also after reconnections. The server learns of it
+        before it sees anything that this connection publishes later."""
         self._handlers[subject] = handler
         self._unsent.add(subject)
 
     async def subscribe(self) -> None:
-        """Tell the server what is listened to. Each operation does."""
+        """Tell the server which subjects are listened to; each operation does so first."""
         client = self.client()
         while self._unsent:
             subject = self._unsent.pop()
             await cancellable(client.subscribe(subject, cb=self._handlers[subject]))
 
     async def flush_subscriptions(self) -> None:
-        """Return when the server knows what is listened to. Raises QueueUnavailable."""
-        try:
+        """Return when the server knows which subjects are listened to. Raises QueueUnavailable."""
+        with available(self.url):
             await self.subscribe()
             for _ in range(2):  # a ping of nats-py overtakes what it has not written yet
                 await cancellable(self.client().flush(PING_TIMEOUT))
-        except (nats.errors.Error, TimeoutError) as error:
-            raise QueueUnavailable(str(error)) from error
 
     async def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
-        """At most once: returns before the server has it. Raises QueueUnavailable."""
-        try:
+        """Publish at most once: returns before the server has the message. Raises QueueUnavailable."""
+        with available(self.url):
             await self.subscribe()
             await cancellable(self.client().publish(subject, payload, reply))
-        except nats.errors.Error as error:
-            raise QueueUnavailable(str(error)) from error
 
     async def _keep_client(self, tried: "asyncio.Future[None]") -> None:
-        """The life of one client: make it, watch it, and part with it when it is lost."""
+        """Make a client, watch it, and close it when it is lost."""
         client, leaving = GraphClient(self.url, self._tls), False
         try:
             await self._use(client, tried)
@@ -157,14 +153,14 @@ class NatsConnection(Lifetime):
             leaving = True
             raise
         finally:
-            # leaving in just this moment must not leave the socket open
+            # a cancellation at this moment must not leave the socket open
             self._closing = asyncio.create_task(self._close_client(client, leaving), name="nats close")
             await asyncio.shield(self._closing)
             if not tried.done():
                 tried.set_result(None)
 
     async def _use(self, client: GraphClient, tried: "asyncio.Future[None]") -> None:
-        """Returns when a connection that worked is lost; raises when there never was one."""
+        """Return when a connection that worked is lost; raise if it could not be made."""
         lost = self.lost = asyncio.get_running_loop().create_future()
 
         async def on_closed() -> None:
@@ -173,7 +169,8 @@ class NatsConnection(Lifetime):
 
         await cancellable(open_client(client, on_closed))
         self._unsent = set(self._handlers)
-        await cancellable(self._prepare(client))
+        if self._prepare is not None:
+            await cancellable(self._prepare(client))
         self._client = client
         await self.subscribe()
         log.info("NATS at %s answers", self.url)
@@ -198,24 +195,23 @@ class ConsumerMissing(Exception):
 class PullConsumer:
     """Pull requests to a JetStream consumer, one at a time.
 
-    nats-py's own `fetch` waits for a full batch, raises plain timeouts, and lets a request that was given up go
-    on catching messages. This is the protocol itself, which is small: publish a request with a reply subject,
-    read messages and status headers there.
+    nats-py's own `fetch` waits for a full batch, raises plain timeouts, and lets an abandoned request go on catching
+    messages. This is the protocol itself, which is small: publish a request with a reply subject, and read messages and
+    status headers there.
 
-    The reply subject serves the next request too, as long as each ended as it should, with a message or a status. It is
-    given up with a request that is left early: then nothing listens there, and the server gives the message to another
-    worker.
+    The reply subject serves the next request too if this one ended as it should, with a message or a status. When a
+    request is abandoned, so is its subject: nothing listens there, and the server gives the message to another worker.
     """
 
     def __init__(self, connection: NatsConnection, stream: str, consumer: str) -> None:
         self._connection = connection
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._inbox: _Inbox | None = None
-        """on which nothing more comes unasked"""
+        """the reply subject of the last request, if it may serve the next"""
 
     async def fetch(self, limit: int, wait: float) -> list[Msg]:
-        """What is there at once, up to `limit`; where nothing is, the first that comes within `wait` seconds.
-        Raises QueueUnavailable and ConsumerMissing."""
+        """Return the messages that are there, up to `limit`; if there are none, the first that comes within `wait`
+        seconds. Raises QueueUnavailable and ConsumerMissing."""
         messages: list[Msg] = []
         if limit > 1 or wait <= 0:
             messages = await self._ask(limit, {"batch": limit, "no_wait": True}, ANSWER_WITHIN)
@@ -251,7 +247,7 @@ class PullConsumer:
     async def _collect(
         self, replies: "asyncio.Queue[Msg | None]", batch: int, within: float, messages: list[Msg]
     ) -> bool:
-        """Whether the server has said all that it says to this request."""
+        """Return whether the server's answer to this request is complete."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within):
                 while len(messages) < batch:
@@ -276,9 +272,9 @@ class PullConsumer:
         replies: "asyncio.Queue[Msg | None]",
         messages: list[Msg],
     ) -> None:
-        """Given up: what was delivered, or still is until the server hears of it, goes to another worker at
-        once. A ping of nats-py overtakes what it has not written yet, so the one within drain() would not
-        prove that the server knows; it does when an earlier one was answered first."""
+        """Abandon a request: messages that were delivered, or are until the server hears of it, go to another worker at
+        once. A ping of nats-py overtakes what it has not written yet, so that the ping within drain() proves that the
+        server knows only if an earlier ping was answered first."""
         with suppress(nats.errors.Error, QueueUnavailable, TimeoutError):
             async with asyncio.timeout(LEAVE_WITHIN):
                 await client._send_unsubscribe(subscription._id)

@@ -78,7 +78,8 @@ class JetStreamQueue(PrefillQueue):
     ) -> None:
         self._names = QueueNames(namespace, model)
         self._limits = limits or StreamLimits()
-        self._connection = NatsConnection(nats, self._prepare, credentials.client if credentials else None)
+        tls = credentials.client if credentials else None
+        self._connection = NatsConnection(nats, tls, "prompts are prefilled locally", self._prepare)
         self._puller = PullConsumer(self._connection, self._names.stream, CONSUMER)
         self._depth = QueueDepth()
         self._loads: RecentKeys[tuple[PrefillLoad, float]] = RecentKeys(_PULLERS)

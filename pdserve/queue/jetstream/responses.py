@@ -4,8 +4,8 @@ questions between frontends as requests with several replies."""
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import cast
 
 import msgspec
@@ -18,7 +18,7 @@ from nats.js.api import DiscardPolicy, StorageType, StreamConfig
 
 from pdserve.credentials import Credentials
 from pdserve.errors import PeerGone, QueueUnavailable
-from pdserve.queue.jetstream.client import cancellable
+from pdserve.queue.jetstream.client import available, cancellable
 from pdserve.queue.jetstream.connection import NatsConnection
 from pdserve.queue.jetstream.stream import API_TIMEOUT, NAME_IN_USE, token
 from pdserve.queue.responses import Answer, ResponseStore, StoreLimits
@@ -27,13 +27,13 @@ from pdserve.tasks import Owner
 CHUNK = 256 << 10
 """bytes of a message: a server takes a megabyte by default"""
 SILENT, ALIVE = 5.0, 1.0
-"""seconds without a word after which a frontend counts as gone; and after which it says that it is not"""
+"""seconds of silence after which a frontend that was asked counts as gone, and after which it sends a sign of life"""
 _PART, _ALIVE, _END = b"+", b"-", b"."
 _NOBODY = "503"
-"""status of a request for which nothing listens"""
+"""status of a request to which nothing listens"""
 
 _Head = tuple[str, int, bytes]
-"""version of what is stored, how many messages it has beside this one, and its first part"""
+"""version of the stored response, number of further messages that it has, and its first part"""
 
 
 class JetStreamResponses(ResponseStore):
@@ -42,15 +42,11 @@ class JetStreamResponses(ResponseStore):
     ) -> None:
         self._namespace = token(namespace)
         self._limits = limits
-        self._connection = NatsConnection(
-            nats,
-            self._forget,
-            credentials.client if credentials else None,
-            "responses are not stored",
-        )
+        tls = credentials.client if credentials else None
+        self._connection = NatsConnection(nats, tls, "responses are not stored", self._forget)
         self._tasks = Owner()
         self._made: set[str] = set()
-        """streams that are there"""
+        """streams that are known to exist"""
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
@@ -58,12 +54,12 @@ class JetStreamResponses(ResponseStore):
             yield
 
     async def put(self, owner: str, key: str, data: bytes) -> None:
-        """What belongs to a head is there before it, under names of its own: a reader finds all of it or the one
-        before."""
+        """Store the parts first, under names of this version, and then the head that names them: a reader finds all of
+        this version or all of the one before."""
         stream, subject, version = self._stream(owner), self._subject(owner, key), secrets.token_hex(4)
         rest = [data[at : at + CHUNK] for at in range(CHUNK, len(data), CHUNK)]
         head: _Head = version, len(rest), data[:CHUNK]
-        with self._available():
+        with available(self._connection.url):
             js = self._connection.client().jetstream(timeout=API_TIMEOUT)
             try:
                 await self._make(js, stream, owner)
@@ -76,7 +72,7 @@ class JetStreamResponses(ResponseStore):
 
     async def get(self, owner: str, key: str) -> bytes:
         stream, subject = self._stream(owner), self._subject(owner, key)
-        with self._available():
+        with available(self._connection.url):
             js = self._connection.client().jetstream(timeout=API_TIMEOUT)
             try:
                 version, count, data = msgspec.msgpack.decode(await _last(js, stream, subject), type=_Head)
@@ -97,7 +93,7 @@ class JetStreamResponses(ResponseStore):
         client, lost = self._connection.client(), self._connection.lost
         assert lost is not None
         inbox, replies = f"_INBOX.{secrets.token_hex(12)}", asyncio.Queue[Msg | None]()
-        with self._available():
+        with available(self._connection.url):
             subscription = await cancellable(client.subscribe(inbox, cb=replies.put))
         lost.add_done_callback(wake := lambda _: replies.put_nowait(None))
         try:
@@ -145,8 +141,8 @@ class JetStreamResponses(ResponseStore):
         await self._connection.publish(message.reply, _END)
 
     async def _stay_alive(self, reply: str) -> None:
-        """Until nothing listens any more: the other frontend's client has left, or NATS is away. The server itself
-        tells at once; the frontend does not answer a sign of life."""
+        """Send signs of life until nothing listens any more: the other frontend's client has left, or NATS is away. The
+        server itself reports that at once; the frontend does not answer."""
         with suppress(nats.errors.Error, QueueUnavailable):
             while True:
                 with suppress(TimeoutError):
@@ -155,13 +151,13 @@ class JetStreamResponses(ResponseStore):
     # on the server
 
     async def _forget(self, _: Client) -> None:
-        self._made.clear()  # it may be another server, or have lost its memory
+        self._made.clear()  # the server may be another one, or have lost its memory
 
     def _stream(self, owner: str) -> str:
         return f"pdserve-responses+{self._namespace}+{token(owner)}"
 
     def _subject(self, owner: str, key: str) -> str:
-        """Clients may choose their keys: nothing of one is in a subject."""
+        """Hold the key's digest only: clients may choose any key."""
         digest = hashlib.sha256(key.encode()).hexdigest()[:32]
         return f"pdserve-responses.{self._namespace}.{token(owner)}.{digest}"
 
@@ -188,15 +184,6 @@ class JetStreamResponses(ResponseStore):
                 raise
             await cancellable(js.update_stream(config))
         self._made.add(stream)
-
-    @contextmanager
-    def _available(self) -> Iterator[None]:
-        try:
-            yield
-        except (nats.errors.Error, OSError, TimeoutError) as error:
-            raise QueueUnavailable(
-                f"NATS at {self._connection.url}: {error or type(error).__name__}"
-            ) from error
 
 
 async def _last(js: JetStreamContext, stream: str, subject: str) -> bytes:

@@ -1,8 +1,8 @@
-"""What a model's queue has on the NATS server: the names, the stream and its consumer, made where they are missing,
-again and again without harm, and the server's clock.
+"""What a model's queue has on the NATS server: names, the stream and its consumer (made if they are missing, and safe
+to make again), and the server's clock.
 
-All ages of queued requests are measured by that clock: the stamp that the server puts on a message is compared with the
-server's own time, never with this host's.
+The age of a queued request is measured by that clock: the server's stamp on a message is compared with the server's own
+time, never with this host's.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 API_TIMEOUT = 2.0
 NAME_IN_USE = 10058
 TOO_MANY = 10077
-"""error code of a stream that has as many messages, or bytes, as it may"""
+"""error code of a stream that has as many messages or bytes as it may"""
 _NO_SPACE = (10028, 10047)
-"""error codes of a server that has not so many bytes, of memory or in files, left to set aside"""
+"""error codes of a server that cannot reserve so many bytes of memory or disk"""
 _NOT_ENABLED = (None, 10039, 10076)
-"""error codes of a server or account without JetStream; None: nothing answers on its subjects at all"""
+"""error codes of a server or account without JetStream; None: nothing answers on its subjects"""
 SAMPLES = 3
 MEASURE_EVERY = 30.0
-"""seconds; clocks of servers are set, too"""
+"""seconds; the server's clock may be set, too"""
 _PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _LONGEST = 120
 """stream names become folder names"""
@@ -44,8 +44,8 @@ _LONGEST = 120
 
 
 def token(text: str) -> str:
-    """`text` as one token of a subject, reversible in principle: all but letters, digits, `_` and `-` is
-    written as `=` and two hex digits. What gets too long ends in a digest instead."""
+    """Return `text` as one token of a subject: each byte of other characters than letters, digits, `_` and `-` becomes
+    `=` and two hex digits. A token that is too long ends in a digest instead."""
     plain = "".join(
         char if char in _PLAIN else "".join(f"={byte:02X}" for byte in char.encode()) for char in text
     )
@@ -59,7 +59,7 @@ class QueueNames:
     namespace: str
     model: str
     fingerprint: str = ""
-    """of what the workers have loaded; those of different ones share nothing"""
+    """of what the workers have loaded; workers of different fingerprints share nothing"""
 
     @property
     def root(self) -> str:
@@ -71,7 +71,7 @@ class QueueNames:
 
     @property
     def streams(self) -> str:
-        """How the names of all streams of the model begin."""
+        """The prefix of the names of all streams of the model."""
         return f"pdserve+{token(self.namespace)}+{token(self.model)}+"
 
     @property
@@ -108,25 +108,24 @@ def bucket(namespace: str) -> str:
 @dataclass(frozen=True)
 class StreamLimits:
     ack_wait: float = 15.0
-    """seconds without a word after which a request is delivered to another worker"""
+    """seconds without ack or progress after which a request is delivered to another worker"""
     max_deliver: int = 5
-    """a request that was delivered so often kills its workers: the next one drops it"""
+    """after so many deliveries without an ack, a request is taken to kill its workers and dropped"""
     bound: int = 1000
-    """requests in the stream, also those that are being worked on"""
+    """requests in the stream, those being worked on included"""
     max_bytes: int = 256 << 20
-    """of them together: they lie in the server's memory, and each may have megabytes"""
+    """of all requests together: they are in the server's memory, and each may have megabytes"""
     max_age: float = 600.0
-    """seconds; the longest deadline that makes sense"""
+    """seconds; above any useful deadline"""
     publish_timeout: float = 1.0
     abandoned: float = 3600.0
-    """seconds after which a stream that is not used is removed; by the server's clock"""
+    """seconds after which an unused stream is removed, by the server's clock"""
     resync: float = 2.0
     """seconds without news while the queue is not empty, after which the server is asked"""
 
 
 async def require_jetstream(client: Client, url: str) -> None:
-    """Raises ConfigError where NATS runs without JetStream: everything would seem to work until the first
-    prefill."""
+    """Raises ConfigError if NATS runs without JetStream: everything would seem to work until the first prefill."""
     try:
         await client.jetstream(timeout=API_TIMEOUT).account_info()
     except nats.js.errors.ServiceUnavailableError as error:
@@ -139,15 +138,16 @@ async def require_jetstream(client: Client, url: str) -> None:
 
 
 async def ensure(client: Client, names: QueueNames, limits: StreamLimits) -> None:
-    """Stream and consumer are there, with these limits; in the server's memory, because a full disk stops a stream in
-    files for as long as the server runs (docs/decisions/0011-queue-in-memory.md)."""
+    """Make the stream and its consumer if they are missing, and give them these limits. The stream is in the server's
+    memory, because a full disk stops a stream in files for as long as the server runs
+    (docs/decisions/0011-queue-in-memory.md)."""
     js = client.jetstream(timeout=API_TIMEOUT)
     try:
         await _make_stream(js, names, limits, {"max_bytes": limits.max_bytes})
     except nats.js.errors.Error as error:
         if getattr(error, "err_code", None) not in _NO_SPACE:
             raise
-        # a bound in bytes is set aside at once; a server that cannot do so has a lower bound of its own
+        # a bound in bytes is reserved at once; a server that cannot do so has a lower bound of its own
         await _make_stream(js, names, limits, {})
     consumer = ConsumerConfig(
         durable_name=CONSUMER,
@@ -175,13 +175,13 @@ async def _make_stream(
     except nats.js.errors.BadRequestError as error:
         if error.err_code != NAME_IN_USE:
             raise
-        # it has other limits: ours now, but what an administrator set beside them (replicas, placement) stays
+        # set our limits, but keep what an administrator has set beside them (replicas, placement)
         await js.update_stream((await js.stream_info(names.stream)).config, **ours)
 
 
 async def remove_abandoned(client: Client, names: QueueNames, limits: StreamLimits) -> None:
-    """The model's other streams that were left behind by workers of another fingerprint: empty, without a prefill
-    worker that pulls, and not used for long. Where they are in use after all, they are made anew at their next use."""
+    """Remove the streams that the model's workers of other fingerprints have left behind: empty, without a prefill
+    worker that pulls, and unused for long. A stream that is in use after all is made anew at its next use."""
     js = client.jetstream(timeout=API_TIMEOUT)
     try:
         for stream in await js.streams_info():
@@ -205,7 +205,7 @@ async def _remove_if_idle(client: Client, stream: str, after: float) -> None:
 
 
 async def _stream_info(client: Client, stream: str) -> dict[str, Any]:
-    """With the server's own time as `ts`, which nats-py leaves out."""
+    """Return the server's answer with its own time as `ts`, which nats-py leaves out."""
     reply = await client.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout=API_TIMEOUT)
     info: dict[str, Any] = json.loads(reply.data)
     return info
@@ -216,7 +216,7 @@ def _seconds(stamp: str | None) -> float:
 
 
 async def read_state(client: Client, names: QueueNames) -> tuple[datetime | None, int, QueueState]:
-    """When the stream was made, the last stored sequence, and then how far the consumer is."""
+    """Return when the stream was made, its last stored sequence, and the consumer's state, read after it."""
     js = client.jetstream(timeout=API_TIMEOUT)
     stream = await js.stream_info(names.stream)
     info = await js.consumer_info(names.stream, CONSUMER)
@@ -242,8 +242,8 @@ class ServerClock:
 
 
 async def measure(client: Client, stream: str) -> ServerClock | None:
-    """The quickest of a few questions tells the most. None where the server (before 2.10) does not tell its time, or
-    there is no such stream. Raises nats' errors and TimeoutError."""
+    """Ask for the server's time a few times, and trust the quickest answer. Return None if the server (before 2.10)
+    does not tell its time, or has no such stream. Raises nats-py's errors and TimeoutError."""
     best: tuple[float, ServerClock] | None = None
     for _ in range(SAMPLES):
         sent = time.monotonic()
