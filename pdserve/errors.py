@@ -4,10 +4,10 @@ PdserveError
 ├── ConfigError             the YAML, a flag or the machine cannot do what was asked; exit code 2
 ├── Unavailable             a peer is not there now; the caller falls back, waits or answers 503
 │   ├── QueueUnavailable        NATS is not connected: prefill locally
-│   │   └── QueueFull               or it is, and takes no more
+│   │   └── QueueFull               NATS is connected, but the queue is full
 │   ├── RegistryUnavailable     etcd is not connected: keep the last known topology
 │   └── PeerGone                the process at the other end of a stream is gone
-├── BadRequest              the client's request cannot be served as it is, and it would not help to repeat it; 400
+├── BadRequest              the client's request cannot be served, and repeating it would not help; 400
 ├── Overloaded              a bound is reached; 429 with Retry-After
 ├── EngineDead              the engine core is gone; the worker process must exit
 └── ProtocolError           a peer sent something that does not fit its contract
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 
 class PdserveError(Exception):
-    """Base of the tree above. Where the error reaches a client its answer has the HTTP `status`, `param`, the field or
-    header of the request that is at fault, `retry_after` in seconds, 0 where trying again makes no sense, and `limit`,
-    the limit of an API key that was reached: `requests` or `tokens`."""
+    """Base of the tree above. The attributes go into the answer of a client that the error reaches: the HTTP `status`;
+    `param`, the field or header of the request that is at fault; `retry_after` in seconds, 0: do not retry; and
+    `limit`, the limit of the API key that was reached, `requests` or `tokens`."""
 
     status = 500
     param: str | None = None
@@ -58,7 +58,7 @@ class RegistryUnavailable(Unavailable):
 
 @dataclass
 class PeerGone(Unavailable):
-    """The process that `peer` names (an instance or frontend id) cannot be reached any more."""
+    """The process `peer` (an instance or frontend id, or an address) cannot be reached any more."""
 
     peer: str
 
@@ -76,7 +76,7 @@ class BadRequest(PdserveError):
 
 @dataclass
 class Overloaded(PdserveError):
-    """A bound was reached."""
+    """The bound that `what` names was reached."""
 
     what: str
     retry_after: float = 1.0
@@ -95,12 +95,12 @@ class ProtocolError(PdserveError):
 
 
 def whole_seconds(seconds: float) -> int:
-    """As HTTP's Retry-After wants them; rounded up, since a client that comes too early is refused again."""
+    """Return seconds for HTTP's Retry-After, rounded up, since a client that comes too early is refused again."""
     return max(1, math.ceil(seconds))
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """The errors themselves, where a task group wrapped them."""
+    """Return the errors inside exception groups, or the error itself."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for inner in error.exceptions for leaf in leaves(inner)]
     return [error]

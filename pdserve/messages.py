@@ -1,9 +1,9 @@
-"""Every message that crosses a process boundary on the way of a request, one section for each receiver. What processes
-say of themselves in the registry is in `records.py`.
+"""Every message that crosses a process boundary on the way of a request, one section for each receiver. The records
+that processes write to the registry are in `records.py`.
 
-All are frozen msgspec structs. A new field gets a default, unknown fields are ignored, so that neighbouring versions
-understand each other. No message names a time: clocks of different hosts differ, and so do their monotonic ones. There
-are only durations, in seconds, and ages at the moment of sending. Nothing is ever pickled.
+All are frozen msgspec structs. A new field gets a default and unknown fields are ignored, so that neighbouring versions
+understand each other. No message holds a point in time, since the clocks of hosts differ, monotonic ones included:
+there are only durations in seconds, and ages at the moment of sending. Nothing is ever pickled.
 """
 
 import math
@@ -19,28 +19,28 @@ T = TypeVar("T")
 
 
 class Hop(Struct, frozen=True):
-    """A part of one request's way, as the process that timed it tells."""
+    """A stage of a request, as measured by one process."""
 
     name: str
-    """of `watch.HOPS`"""
+    """one of `watch.HOPS`"""
     start: float
-    """seconds, from when the process that tells it got the request"""
+    """seconds since the reporting process got the request"""
     seconds: float = 0.0
-    """0 for what takes no time: a migration, a fallback"""
+    """duration; 0 for an event such as a migration or a fallback"""
     instance: str = ""
-    """id of the process in which it was; where two had a part in it (`transfer`), the one that the KV came from"""
+    """id of the process; of the two in a `transfer`, the sender of the KV"""
     why: str = ""
-    """a word or a sentence: the reason of a decision or of a failure"""
+    """the reason of a decision or failure, a word or a sentence"""
 
 
 # ── decode worker, from a frontend ────────────────────────────────────────────────────────────────────────────────
 
 
 class Submit(Struct, frozen=True, tag=True):
-    """Generate. Answered by `Placed`, then `Outputs` until one of them finishes the request, or by `Failed`."""
+    """Generate. Answered by `Placed`, then by `Outputs` until one of them finishes the request, or by `Failed`."""
 
     request_id: str
-    """unique per attempt, for ever: a migrated or retried request comes with a new id"""
+    """unique for each attempt: a migrated or retried request has a new id"""
     prompt: list[int]
     """token ids; never empty"""
     timeout: float
@@ -48,27 +48,28 @@ class Submit(Struct, frozen=True, tag=True):
     body: list[bytes]
     """vLLM's EngineCoreRequest without its prompt, in vLLM's own encoding; opaque to all but engines"""
     migrated: bool = False
-    """a worker that had taken it up lost it: compute its prompt here, and do not go the same way again"""
+    """an earlier worker accepted it and was lost: prefill it locally rather than repeat what failed"""
     engines_died: int = 0
-    """in a row, each while it computed this request's next token: above 0 the request is a suspect"""
+    """number of engines in a row that died while they computed this request's next token; above 0 the request is a
+    suspect"""
     traceparent: str = ""
-    """W3C trace context of the span that it is a part of; empty: not traced"""
+    """W3C trace context of the parent span; empty: not traced"""
 
 
 class Cancel(Struct, frozen=True, tag=True):
-    """Stop these; unknown ids are ignored, and nothing is answered."""
+    """Stop these requests. Unknown ids are ignored, and there is no answer."""
 
     request_ids: list[str]
 
 
 class Hello(Struct, frozen=True, tag=True):
-    """First message of a frontend on a connection; a worker of another vLLM version answers `Refused`."""
+    """The first message of a frontend on a connection; a worker of another vLLM version answers `Refused`."""
 
     vllm_version: str
     follow_cache: bool = False
-    """send `PrefixesChanged` from now on; said again with each change of mind"""
+    """send `PrefixesChanged` from now on; the frontend sends another `Hello` to change this"""
     follow_load: bool = False
-    """send `WorkerLoad`, which an older frontend cannot read"""
+    """send `WorkerLoad`, which older frontends cannot read"""
 
 
 ToDecode = Submit | Cancel | Hello
@@ -78,17 +79,17 @@ ToDecode = Submit | Cancel | Hello
 
 
 class Placed(Struct, frozen=True, tag=True):
-    """How the prompt gets its KV, sent before the request's first output; again where it came otherwise, and with all
-    hops when the decode engine has done its first step for it."""
+    """How the prompt gets its KV, sent before the request's first output. Sent again if it comes otherwise, and with
+    all hops after the decode engine's first step for the request."""
 
     request_id: str
     prefill: str
     """`local` or `remote`"""
     reason: str
     cached: int = 0
-    """prompt tokens that were a prefix hit at this worker or the prefill worker, where it is remote"""
+    """prompt tokens that were a prefix hit: at this worker, or at the prefill worker if remote"""
     hops: list[Hop] = []
-    """all that are known at this worker so far, in the order of their starts"""
+    """all hops known at this worker so far, ordered by start"""
 
 
 class Outputs(Struct, frozen=True, tag=True):
@@ -98,53 +99,54 @@ class Outputs(Struct, frozen=True, tag=True):
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """This request ends here. `retry` is true where another worker may well succeed."""
+    """The request has failed at this worker."""
 
     request_id: str
     message: str
     retry: bool = False
+    """another worker may well succeed"""
     invalid: bool = False
-    """the request itself is at fault, and no worker will do it: a 400"""
+    """the request itself is at fault, and every worker would refuse it: a 400"""
     engines_died: int = 0
-    """as in `Submit`, with those that this worker knows of: only what an engine's own worker reports before it ends
-    counts. A worker that is gone without a word was killed or cut off, which is no request's fault."""
+    """as in `Submit`, this worker's engine included. Only deaths that the engine's own worker reports before it ends
+    count: a worker that vanishes without a report was killed or cut off, which is no request's fault."""
 
 
 class Load(Struct, frozen=True):
-    """What a process is doing."""
+    """The load of a process."""
 
     running: int = 0
-    """requests inside the engine's batch; of a frontend: sequences that are being generated"""
+    """requests inside the engine's batch; for a frontend: sequences that are being generated"""
     waiting: int = 0
-    """requests admitted but not yet running, those out for remote prefill included; of a frontend: requests in line"""
+    """requests admitted but not yet running, those in remote prefill included; for a frontend: queued requests"""
     kv_usage: float = 0.0
     """share of the KV blocks in use, 0 to 1"""
     tokens: int = 0
-    """outstanding: prompts and outputs so far of all that runs or waits, shared prefixes counted for each"""
+    """prompt and output tokens so far of all running and waiting requests; shared prefixes count for each request"""
     queue_depth: int = 0
     """prefill requests not yet pulled, as this process sees the queue"""
     queue_limit: int = 0
-    """of a decode worker: the depth from which on it prefills locally; 0: it has none"""
+    """for a decode worker: the queue depth from which on it prefills locally; 0: no limit"""
 
 
 class WorkerLoad(Struct, frozen=True, tag=True):
-    """To frontends that follow it, when it has changed, a few times a second at most: to route by."""
+    """Sent for routing to frontends that follow it, when the load has changed, a few times a second at most."""
 
     load: Load
 
 
 class PrefixesChanged(Struct, frozen=True, tag=True):
-    """What is new in the worker's prefix cache and what is gone, by the names of `prefixes.py`. For frontends that
-    follow it only, a few times a second at most."""
+    """What was added to the worker's prefix cache and removed from it, by the names of `prefixes.py`. Sent to frontends
+    that follow it, a few times a second at most."""
 
     block_size: int
     """tokens"""
     stride: int
-    """blocks from each name that is told to the next"""
+    """number of blocks from one reported name to the next"""
     stored: list[bytes]
     removed: list[bytes]
     whole: bool = False
-    """what is not here is not cached: the first of these messages"""
+    """true in the first of these messages: what is not in `stored` is not cached"""
 
 
 class Refused(Struct, frozen=True, tag=True):
@@ -160,40 +162,41 @@ ToFrontend = Placed | Outputs | Failed | WorkerLoad | PrefixesChanged | Refused
 
 
 class PrefillRequest(Struct, frozen=True, tag=True):
-    """Compute the KV of `prompt` and keep it until it is pulled."""
+    """Compute the KV of `prompt` and keep it until it is read."""
 
     request_id: str
-    """unique per attempt"""
+    """unique for each attempt"""
     decode: str
     """instance id of the decode worker to answer"""
     prompt: list[int]
     timeout: float
-    """seconds from its storing in the queue to its deadline"""
+    """seconds from the request's storing in the queue to its deadline"""
     block_size: int
-    """the decode side's tokens per KV block; must equal the prefill side's"""
+    """the decode worker's tokens per KV block; must equal the prefill worker's"""
     body: list[bytes]
+    """as in `Submit`"""
     warm_up: bool = False
-    """sent to one prefill worker, beside the queue, so that no client's request is the first between the two"""
+    """sent to one prefill worker, beside the queue, so that no client's request is the first between the two workers"""
     traceparent: str = ""
     """as in `Submit`"""
 
 
 class PrefillCancel(Struct, frozen=True, tag=True):
-    """The decode worker no longer wants these: drop them where queued, abort them where running."""
+    """The decode worker no longer needs these requests: drop them if queued, abort them if running."""
 
     request_ids: list[str]
 
 
 class PrefillConfirm(Struct, frozen=True, tag=True):
-    """Say the answer again whose KV `worker` keeps under `held`, and with it this `token`: the answers so far may have
-    been on their way for too long to be trusted. Where that KV is gone, the answer is `PrefillFailed`."""
+    """Send again the `PrefillDone` whose KV `worker` keeps under `held`, with this `token`: earlier ones may have been
+    in flight for too long to be trusted. If the KV is gone, the answer is `PrefillFailed`."""
 
     request_id: str
     decode: str
     worker: str
     """instance id of the prefill worker"""
     held: str
-    """the handle's own `request_id`"""
+    """the `request_id` of the handle"""
     token: str
 
 
@@ -201,12 +204,12 @@ ToPrefill = PrefillCancel | PrefillConfirm
 
 
 class PrefillLoad(Struct, frozen=True):
-    """What a prefill worker has to do, and how fast it is."""
+    """The outstanding work of a prefill worker, and its speed."""
 
     tokens: int = 0
-    """of prompts that it has pulled and not answered"""
+    """prompt tokens of the requests that it has pulled and not answered"""
     token_seconds: float = 0.0
-    """that it takes for a token of a prompt, as measured; 0: not yet"""
+    """measured seconds per prompt token; 0: not measured yet"""
 
 
 class QueueState(Struct, frozen=True, tag=True):
@@ -220,7 +223,7 @@ class QueueState(Struct, frozen=True, tag=True):
     worker: str = ""
     """instance id of the prefill worker"""
     load: PrefillLoad = PrefillLoad()
-    """of the prefill worker, with what it pulled just now"""
+    """the prefill worker's load, including what it has just pulled"""
 
 
 # ── decode worker, from a prefill worker ──────────────────────────────────────────────────────────────────────────
@@ -230,7 +233,8 @@ class KvHandle(Struct, frozen=True):
     """Where finished KV blocks lie. The prefill worker keeps them for `lease` seconds from their computation."""
 
     engine_id: str
-    """the prefill instance id: it names the boot, so blocks of an earlier life are never read"""
+    """the prefill worker's instance id, which is new at each start, so that blocks of an earlier process are never
+    read"""
     request_id: str
     """the id under which the prefill engine holds the blocks"""
     host: str
@@ -242,51 +246,51 @@ class KvHandle(Struct, frozen=True):
     block_size: int
     tp_size: int = 1
     fingerprint: str = ""
-    """of what the prefill worker has loaded"""
+    """fingerprint of what the prefill worker has loaded"""
     lease: float = 30.0
     """seconds that the blocks are kept, counted from `computed_at`"""
     computed_at: float = -math.inf
-    """When the blocks were computed at the earliest, on the monotonic clock of the host that holds this object. It
-    means nothing elsewhere: a receiver sets it from what it knows of the age (`decode/answers.py`)"""
+    """earliest time at which the blocks were computed, on the monotonic clock of the host that holds this object. A
+    receiver sets it anew from the known age (`decode/answers.py`)"""
     extra: dict[str, object] = {}
-    """further fields of the connector's own handle, passed on as they are"""
+    """further fields of the connector's own handle, passed on unchanged"""
 
 
 class PrefillStarted(Struct, frozen=True, tag=True):
-    """Prefill worker `worker` has the request in its hands: if it dies, so does the answer."""
+    """The prefill worker has the request: if the worker dies, no answer comes."""
 
     request_id: str
     worker: str
-    """its instance id"""
+    """instance id of the prefill worker"""
     queued: float = 0.0
-    """seconds that it was in the queue"""
+    """seconds that the request was in the queue"""
 
 
 class PrefillProgress(Struct, frozen=True, tag=True):
-    """The KV of the beginning of the prompt is there, and may be read ahead: `handle` is good as long as the prefill
-    goes on, and only if `PrefillDone` names the same blocks was it good until then."""
+    """The KV of the beginning of the prompt is there and may be read ahead. What was read counts only if `PrefillDone`
+    names the same blocks."""
 
     request_id: str
     handle: KvHandle
 
 
 class PrefillDone(Struct, frozen=True, tag=True):
-    """Said again every few seconds while the KV is kept and was not read: the decode worker takes it once, and
-    rejects it where no request of its own needs it (any more)."""
+    """The KV is there. Sent again every few seconds while the KV is kept and was not read: the decode worker uses the
+    first, and rejects the KV if none of its requests needs it (any more)."""
 
     request_id: str
     handle: KvHandle
     compute_seconds: float = 0.0
-    """from its pulling to its KV"""
+    """from the pull to the finished KV"""
     queued: float = 0.0
-    """seconds that it was in the queue"""
+    """seconds that the request was in the queue"""
     age: float = 0.0
     """seconds since the KV was computed, when this was sent"""
     token: str = ""
-    """of the `PrefillConfirm` that asked for it"""
+    """the token of the `PrefillConfirm` that asked for this; empty: none did"""
     first: list[bytes] = []
-    """the first token, in vLLM's own encoding of EngineCoreOutputs; opaque to all but engines. Empty where the decode
-    engine has to sample it"""
+    """the first token, in vLLM's own encoding of EngineCoreOutputs; opaque to all but engines. Empty: the decode engine
+    has to sample it"""
 
 
 class PrefillFailed(Struct, frozen=True, tag=True):
@@ -296,15 +300,15 @@ class PrefillFailed(Struct, frozen=True, tag=True):
     reason: str
     message: str = ""
     engine_died: bool = False
-    """while it computed this prompt"""
+    """the engine died while it computed this prompt"""
 
 
 PrefillAnswer = PrefillStarted | PrefillProgress | PrefillDone | PrefillFailed
 
 
 def reader(decode: Callable[[bytes | memoryview], T]) -> Callable[[bytes | memoryview], T]:
-    """`decode`, raising ProtocolError for whatever cannot be read: msgspec lets errors of Python through for text that
-    is not UTF-8 and for what is nested too deep."""
+    """Wrap `decode` to raise ProtocolError for everything that cannot be read: msgspec lets Python's own errors through
+    for text that is not UTF-8 and for data that is nested too deep."""
 
     def read(data: bytes | memoryview) -> T:
         try:
@@ -325,7 +329,7 @@ decode_queue_state = reader(msgspec.msgpack.Decoder(QueueState).decode)
 
 
 def encode_to_decode(message: ToDecode) -> bytes:
-    """Raises ProtocolError for what does not fit the wire."""
+    """Raises ProtocolError if the message cannot be encoded."""
     try:
         return encode(message)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:

@@ -1,5 +1,5 @@
-"""What each process says of itself in the registry (etcd), and what frontends leave for each other in NATS. The rules
-of `messages.py` hold for these records, too."""
+"""The records that processes write to the registry (etcd), and those that frontends leave for each other in NATS. The
+rules of `messages.py` hold for these records, too."""
 
 from enum import StrEnum
 
@@ -32,7 +32,7 @@ class Instance(Struct, frozen=True):
     address: str = ""
     """where its stream listens, `tls://host:port` or `tcp://host:port` (decode, both), or its URL (frontend)"""
     metrics: str = ""
-    """URL of its own Prometheus page; what else it tells is beside it, at `/watch`"""
+    """URL of its Prometheus page; `/watch` beside it has its load and links"""
     host: str = ""
     pid: int = 0
     gpus: list[int] = []
@@ -42,22 +42,22 @@ class Instance(Struct, frozen=True):
     kv_tokens: int = 0
     max_model_len: int = 0
     max_num_seqs: int = 0
-    """requests that its engine runs at once; 0: it does not say"""
+    """requests that its engine runs at once; 0: unknown"""
     max_concurrency: float = 0.0
-    """how many requests of max_model_len tokens fit the KV cache at once"""
+    """number of requests of max_model_len tokens that fit the KV cache at once"""
     vllm_version: str = ""
     fingerprint: str = ""
-    """of its model's files and of the arguments that change KV; workers of different ones never meet"""
+    """of the model's files and of the arguments that change KV; workers share KV only with the same fingerprint"""
     clock_skew: float | None = None
-    """seconds that its clock is ahead of the NATS server's; None where it could not be measured. Nothing depends on
-    it, but logs of different hosts can be compared only where it is small"""
+    """seconds that its clock is ahead of the NATS server's; None: not measured. Nothing depends on it, but the logs of
+    hosts can be compared only if it is small"""
     draining: bool = False
-    """true: finishes what it has and takes nothing new"""
+    """true: the process finishes its requests and takes no new ones"""
 
 
 class SlotState(Struct, frozen=True):
-    """A process that a supervisor keeps alive, as the supervisor sees it, under the supervisor's lease: where the
-    process itself is not there to tell."""
+    """A process that a supervisor keeps alive, as the supervisor sees it; under the supervisor's lease, so that it
+    remains while the process itself is down."""
 
     name: str
     """`decode-0`"""
@@ -66,22 +66,22 @@ class SlotState(Struct, frozen=True):
     state: str = "starting"
     """`starting`, `ready`, `waiting to restart` or `stopped`"""
     restarts: int = 0
-    """since its supervisor started"""
+    """number of restarts since the supervisor started"""
     failed_starts: int = 0
-    """since it was last ready"""
+    """number of failed starts since it was last ready"""
     end: str = ""
-    """how it ended last, `exit code 1`; empty: it never did"""
+    """how it last ended, `exit code 1`; empty: it never did"""
     cause: str = ""
-    """the last thing that it said before"""
+    """its last error or line of output before that"""
     since: float = 0.0
-    """Unix seconds, for people: when it became ready, or ceased to be; 0: not known"""
+    """Unix seconds at which it became ready or ceased to be, for display; 0: unknown"""
 
     @property
     def ready(self) -> bool:
         return self.state == "ready"
 
     def __str__(self) -> str:
-        """Without the cause, which may name what should not be public."""
+        """Leave out the cause, which may hold what should not be public."""
         parts = [self.state]
         if self.failed_starts:
             parts.append(f"failed to start {self.failed_starts} times")
@@ -91,29 +91,29 @@ class SlotState(Struct, frozen=True):
 
 
 class ModelCard(Struct, frozen=True):
-    """What a frontend needs to serve a model; each decode worker writes one under its own lease."""
+    """What a frontend needs to serve a model; each decode worker writes a card under its own lease."""
 
     name: str
     """the served model name"""
     model: str
     """path or hub id, as the worker loaded it"""
     engine_args: dict[str, object] = {}
-    """the vLLM arguments (kebab-case) that tokenizing, templates, parsers and limits depend on"""
+    """the vLLM arguments (kebab-case) on which tokenizing, templates, parsers and limits depend"""
     max_model_len: int = 0
     vllm_version: str = ""
     blob: str = ""
     """name of the archive with config, tokenizer and chat template in NATS' object store; empty: not uploaded"""
     supported_tasks: list[str] = msgspec.field(default_factory=lambda: ["generate"])
     created: int = 0
-    """Unix seconds, for people"""
+    """Unix seconds, for display"""
     fingerprint: str = ""
     """as in the worker's Instance"""
     generation: int = 0
-    """Counts up with each change of what is served under this name: the highest is the newest, whatever the clocks of
-    the workers say"""
+    """incremented with each change of what is served under this name: the highest is the newest, whatever the workers'
+    clocks say"""
 
     def alike(self, other: "ModelCard") -> bool:
-        """Whether a frontend that serves this one serves the other as well."""
+        """Return whether a frontend that serves this card also serves the other."""
         return msgspec.structs.replace(self, created=other.created, generation=other.generation) == other
 
 
@@ -128,7 +128,7 @@ decode_slot_state = reader(msgspec.json.Decoder(SlotState).decode)
 
 
 class StoredResponse(Struct, frozen=True):
-    """A response of /v1/responses, as the frontend that made it left it for all of them."""
+    """A response of /v1/responses, stored by the frontend that made it for all frontends."""
 
     model: str
     """served model name"""
@@ -137,9 +137,9 @@ class StoredResponse(Struct, frozen=True):
     messages: bytes = b""
     """JSON; the conversation before it, for the next turn"""
     events: list[tuple[str, str]] = []
-    """type and JSON of each, where it was made in the background and streamed"""
+    """type and JSON of each event of a response that is made in the background and streamed"""
     frontend: str = ""
-    """instance id of the frontend that is still working on it; empty: this is all there will be"""
+    """instance id of the frontend that is still working on it; empty: it is complete"""
 
 
 class ResponseQuery(Struct, frozen=True):

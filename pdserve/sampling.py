@@ -1,12 +1,12 @@
-"""What sampling parameters say of a request that goes on in another engine, after tokens that it has already. They are
+"""Whether a request can continue in another engine after some of its tokens, by its sampling parameters. These are
 vLLM's SamplingParams, which need not be imported for this."""
 
 from typing import Any
 
 
 def looks_back(params: Any) -> str | None:
-    """What makes the engine look at the output tokens so far, in state that no other engine has: such a request cannot
-    go on from them as from a longer prompt. None where it simply goes on."""
+    """Return the name of a parameter for which the engine keeps state about the output tokens so far. Another engine
+    lacks that state, so the request cannot continue with these tokens as part of its prompt. None: it can."""
     checks = {
         "structured output": params.structured_outputs is not None,
         "presence_penalty": params.presence_penalty != 0,
@@ -20,12 +20,12 @@ def looks_back(params: Any) -> str | None:
 
 
 MAX_LOGPROBS = 20
-"""of a first token that crosses the queue: a message holds no whole vocabulary's"""
+"""logprobs that a first token may have to cross the queue: a message cannot hold those of a whole vocabulary"""
 
 
 def first_elsewhere(params: Any) -> bool:
-    """Whether the first token may be sampled in one engine and the others in another: not where they share random
-    numbers, either, or where a plugin has parameters of its own."""
+    """Return whether the first token may be sampled in one engine and the others in another. Beyond `looks_back` that
+    rules out seeded sampling, whose tokens share random numbers, and the parameters of plugins."""
     drawn = params.seed is not None and params.temperature != 0
     small = 0 <= (params.num_logprobs or 0) <= MAX_LOGPROBS
     return small and not (drawn or params.extra_args or looks_back(params))

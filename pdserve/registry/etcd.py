@@ -1,12 +1,13 @@
 """The registry on etcd: the only place that imports aetcd.
 
 An EtcdSession is one connection with one lease. When anything about it fails, or the server is silent, the session is
-over and a new one is made: the same lease while it lives, then each key that is not there under it. There is no other
-way to recover, hence none to get wrong. What is there is not written again, since each write goes to all that watch: a
-host that is slow for a moment would make a thousand processes write to a thousand, and so stay slow.
+over and a new one is made, with the same lease if that still lives. The new session then writes each key that is not
+there under its lease. There is no other way to recover, hence none to get wrong. A key that is there is not written
+again, since each write goes to all that watch: after a short stall of the host, a thousand processes would write to a
+thousand, and keep the host slow.
 
-Of aetcd we use the channel, the stubs and the message types. Its own watcher loses compaction errors and
-deadlocks when its stream breaks, so watches and keep-alives here are gRPC streams of their own.
+Of aetcd only the channel, the stubs and the message types are used. Its watcher loses compaction errors and deadlocks
+when its stream breaks, so watches and keep-alives are gRPC streams of this module.
 """
 
 import asyncio
@@ -36,8 +37,9 @@ LEASE_TTL = 10
 """seconds after which others see that this process is gone"""
 CONNECT_WITHIN = 10.0
 SAY_AFTER = 1.0
+"""seconds after which a patient registry logs that it waits for a server"""
 SETTLE = 2.0
-"""seconds that others get to register again after an outage before they count as gone"""
+"""seconds that other processes get to register again after an outage before they count as gone"""
 RETRY = 0.3
 CALL_TIMEOUT = 2.0
 _CHANNEL = {
@@ -49,21 +51,21 @@ _CHANNEL = {
 
 
 class SessionLost(Exception):
-    """The session, or the watch that raised it, cannot be used any more."""
+    """The session, or the watch that raised this, cannot be used any more."""
 
 
 class TlsClient(aetcd.Client):  # type: ignore[misc]
-    """aetcd's own channel is a plain one. Of its stubs, those that a session uses are made."""
+    """An aetcd client with a TLS channel, which aetcd cannot make, and only the stubs that a session uses."""
 
     def __init__(self, host: str, port: int, tls: grpc.ChannelCredentials) -> None:
         super().__init__(host, port, timeout=CALL_TIMEOUT)
-        # all certificates of a graph have this name; the name of the server's host is nothing to rely on
+        # all certificates of a graph have this name; the host's own name proves nothing
         options = _CHANNEL | {"grpc.ssl_target_name_override": NAME}
         self.channel = rpc.secure_channel(f"{host}:{port}", tls, options=list(options.items()))
         self.kvstub, self.leasestub = rpc.KVStub(self.channel), rpc.LeaseStub(self.channel)
 
     async def connect(self) -> None:
-        """It is, from the beginning until it is closed."""
+        """aetcd calls this before each operation. The client is connected until it is closed."""
         if self.channel is None:
             raise aetcd.ClientError("the session was closed")
 
@@ -87,7 +89,7 @@ class EtcdSession:
         )
 
     async def open(self, lease: int) -> None:
-        """With this lease, if it is one and still lives, else with a new one."""
+        """Keep this lease if it still lives (0: there is none), else take a new one."""
         if lease and getattr(await self._call(self._client.refresh_lease(lease)), "TTL", 0) > 0:
             self.lease = lease
         else:
@@ -104,7 +106,7 @@ class EtcdSession:
         await self._call(self._client.put(key.encode(), value, lease=self.lease if leased else None))
 
     async def holds(self, key: str, value: bytes) -> bool:
-        """Under this lease."""
+        """Return whether the key has this value, under the session's lease."""
         found = await self._call(self._client.get(key.encode()))
         return found is not None and (found.value, found.lease) == (value, self.lease)
 
@@ -112,7 +114,7 @@ class EtcdSession:
         await self._call(self._client.delete(key.encode()))
 
     async def read(self, root: str, *prefixes: str) -> tuple[dict[str, bytes], int]:
-        """Keys without the root, and the revision at which they were read; some may be newer."""
+        """Return the keys without the root, and the revision at which they were read; some may be newer."""
         values, revisions = dict[str, bytes](), []
         for prefix in prefixes:
             found = await self._call(self._client.get_prefix((root + prefix).encode()))
@@ -121,10 +123,10 @@ class EtcdSession:
         return values, min(revisions)
 
     async def keep_alive(self) -> None:
-        """Ends only with SessionLost.
+        """Keep the lease alive until SessionLost is raised.
 
-        A read is always waiting on the stream, so that a broken connection is noticed at once; a server that
-        hangs is noticed by its missing answer.
+        A read always waits on the stream, so that a broken connection is noticed at once. A server that hangs is
+        noticed by its missing answer.
         """
         call = self._client.leasestub.LeaseKeepAlive()
         failed = asyncio.create_task(self.lost.wait())
@@ -152,8 +154,8 @@ class EtcdSession:
             await asyncio.gather(answer, failed, return_exceptions=True)
 
     async def watch(self, root: str, prefixes: Iterable[str], revision: int) -> AsyncIterator[list[Change]]:
-        """Raises SessionLost also where only this watch is over (compacted, cancelled by the server)."""
-        if self.lost.is_set():  # closed, it has no channel any more
+        """Raises SessionLost also if only this watch is over (compacted, or cancelled by the server)."""
+        if self.lost.is_set():  # a closed session has no channel any more
             raise self._fail("the session was closed")
         call = rpc.WatchStub(self._client.channel).Watch()
         try:
@@ -174,7 +176,8 @@ class EtcdSession:
             call.cancel()
 
     async def _write(self, stream: Any, request: Any) -> None:
-        """Within a time: on a channel that is closed before the stream's head was sent grpc.aio waits for ever."""
+        """Write within a bounded time: if the channel closes before the stream's header is sent, grpc.aio waits for
+        ever."""
         try:
             async with asyncio.timeout(CALL_TIMEOUT):
                 await self._call(stream.write(request))
@@ -187,7 +190,7 @@ class EtcdSession:
         except (aetcd.ClientError, rpc.AioRpcError, rpc.BaseError, asyncio.InvalidStateError) as error:
             raise self._fail(_say(error)) from error
         except asyncio.CancelledError:
-            # grpc.aio also says so when the channel is closed under a call; then this task was not cancelled
+            # grpc.aio also raises this when the channel is closed during a call; then this task was not cancelled
             if self.lost.is_set() and not asked_to_stop():
                 raise self._fail("the session was closed") from None
             raise
@@ -214,7 +217,7 @@ class EtcdRegistry(Registry):
         self._root = f"/{namespace}/"
         self._ttl = ttl
         self._lease = 0
-        """of the last session"""
+        """the lease of the last session; 0: there was none"""
         self._leased: dict[str, bytes] = {}
         self._deleted: set[str] = set()
         self._writing = asyncio.Lock()
@@ -289,7 +292,7 @@ class EtcdRegistry(Registry):
     # sessions
 
     async def _keep_session(self) -> None:
-        """The life of one session: make it, and keep its lease alive until it is lost."""
+        """Make a session, and keep its lease alive until it is lost."""
         session = EtcdSession(next(self._endpoints), self._ttl, self._tls)
         try:
             await session.open(self._lease)
@@ -304,7 +307,7 @@ class EtcdRegistry(Registry):
                 self._cause = f" ({session.reason})"
                 await asyncio.sleep(RETRY)
         except BaseException:
-            if self._session is not session or not asked_to_stop():  # else leaving revokes its lease
+            if self._session is not session or not asked_to_stop():  # else `_lifetime` revokes its lease
                 await self._end(session)
             raise
 
@@ -313,8 +316,8 @@ class EtcdRegistry(Registry):
         await session.close()
 
     async def _register(self, session: EtcdSession) -> None:
-        """Everything that is to be there, under the session's lease. What an earlier lease of ours still holds
-        beyond that runs out with it."""
+        """Write every leased key that is missing under the session's lease. Keys that an earlier lease of this process
+        holds run out with that lease."""
         async with self._writing:
             for key in self._deleted:
                 await session.delete(self._root + key)
@@ -341,8 +344,7 @@ class EtcdRegistry(Registry):
                 session = await self._live_session()
                 now, revision = await session.read(self._root, *prefixes)
                 if known is not None and not known.keys() <= now.keys():
-                    # etcd lost its data, or leases ran out while it was away: the living are about to
-                    # register
+                    # etcd lost its data, or leases ran out while it was away: live processes are about to register
                     await asyncio.sleep(SETTLE)
                     now, revision = await session.read(self._root, *prefixes)
                 changes = difference(known or {}, now)
@@ -357,7 +359,7 @@ class EtcdRegistry(Registry):
 
 
 def _endpoints(etcd: str) -> list[tuple[str, int]]:
-    """`host:port,host:port`, each maybe with `http://` or `https://` before it: credentials alone mean TLS."""
+    """Parse `host:port,host:port`. A leading `http://` or `https://` means nothing: credentials alone mean TLS."""
     endpoints = []
     for address in etcd.split(","):
         host, colon, port = (
@@ -380,7 +382,7 @@ def _say(error: BaseException) -> str:
 
 
 def _name(root: str, key: bytes) -> str:
-    """Without the root. Keys of ours are UTF-8; others must not end a watch."""
+    """Return the key without the root. pdserve's keys are UTF-8; others must not end a watch."""
     return key.decode(errors="replace").removeprefix(root)
 
 

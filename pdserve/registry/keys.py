@@ -6,12 +6,12 @@ INSTANCES = "instances/"
 CARDS = "models/"
 SETTINGS = "settings/"
 NEWCOMERS = "newcomers/"
-"""workers before they can serve: only the workers that warm up with them look here"""
+"""workers that cannot serve yet; only the workers that warm up with them read these"""
 SLOTS = "slots/"
 
 
 def instances(role: Role) -> list[str]:
-    """What the keys of all processes begin with that do the work of this role."""
+    """Return the prefixes of the keys of all processes that do the work of this role."""
     return [f"{INSTANCES}{each.value}/" for each in Role if each.does(role)]
 
 
@@ -36,6 +36,6 @@ def slot(state: SlotState) -> str:
 
 
 def split_card(key: str) -> tuple[str, str]:
-    """Model name and instance id of a card's key."""
+    """Return the model name and the instance id of a card's key."""
     model, _, instance_id = key.removeprefix(CARDS).rpartition("/")
     return model, instance_id

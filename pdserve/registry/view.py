@@ -1,4 +1,4 @@
-"""A live, typed picture of the registry, to route, decide and report by."""
+"""A live, typed view of the registry, for routing, decisions and reports."""
 
 import asyncio
 import logging
@@ -29,18 +29,18 @@ PAUSE = 0.05
 
 
 class RegistryView(Lifetime):
-    """Follows what is below the prefixes, or the whole namespace: each change goes to all that follow it, so that a
-    process should follow only what it needs. `async with RegistryView(registry)`, inside the registry's own
-    `async with`, returns when all that is there has been read; raises RegistryUnavailable when that takes longer than a
-    few seconds and the registry is not a patient one.
+    """Follows the keys below the prefixes, or the whole namespace. Each change goes to all processes that follow it, so
+    a process should follow only what it needs. Enter it inside the registry's own `async with`. Entering returns when
+    the present keys have been read, and raises RegistryUnavailable if that takes longer than a few seconds, unless the
+    registry is patient.
 
-    During an outage it stands still. Values that cannot be decoded are logged and left out. The order of
-    instances and cards is that of their keys, so that every process sees the same.
+    During an outage the view stands still. Values that cannot be decoded are logged and left out. Instances and cards
+    are in the order of their keys, so that every process sees the same order.
     """
 
     def __init__(self, registry: Registry, *prefixes: str) -> None:
         self.version = 0
-        """counts up with each change; 0 until what is there has been read"""
+        """counts the changes; 0 until the present keys have been read"""
         self._registry = registry
         self._prefixes = prefixes or ("",)
         self._instances = _Records(keys.INSTANCES, decode_instance)
@@ -56,7 +56,7 @@ class RegistryView(Lifetime):
             self._slots,
         )
         self._chosen: dict[tuple[Role | None, str | None], list[Instance]] = {}
-        """answers of `instances`, until an instance changes"""
+        """cached answers of `instances`, until something changes"""
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
@@ -71,7 +71,7 @@ class RegistryView(Lifetime):
             yield
 
     def instances(self, role: Role | None = None, model: str | None = None) -> list[Instance]:
-        """Live instances that do the work of this role, also draining ones; a frontend has model ''."""
+        """Return the live instances that do the work of this role, draining ones included. A frontend's model is ''."""
         found = self._chosen.get((role, model))
         if found is None:
             found = self._chosen[role, model] = [
@@ -82,12 +82,12 @@ class RegistryView(Lifetime):
         return found.copy()
 
     def newcomers(self, role: Role, model: str) -> list[Instance]:
-        """Workers that have not announced themselves yet; they warm up with each other."""
+        """Return the workers that have not announced themselves yet; they warm up with each other."""
         found = [worker for _, worker in sorted(self._newcomers.items())]
         return [worker for worker in found if worker.role.does(role) and worker.model == model]
 
     def cards(self) -> dict[str, list[tuple[str, ModelCard]]]:
-        """Model name -> the cards of it that are there, each with the id of the instance that wrote it."""
+        """Return, for each model name, its cards, each with the id of the instance that wrote it."""
         cards: dict[str, list[tuple[str, ModelCard]]] = {}
         for key, card in sorted(self._cards.items()):
             model, instance_id = keys.split_card(key)
@@ -95,16 +95,16 @@ class RegistryView(Lifetime):
         return cards
 
     def settings(self) -> dict[str, str]:
-        """Live settings as they were written."""
+        """Return the live settings as they were written."""
         return {key.removeprefix(keys.SETTINGS): value for key, value in self._settings.items()}
 
     def slots(self) -> list[SlotState]:
-        """What the supervisors keep alive; empty where roles were started by themselves."""
+        """Return the processes that supervisors keep alive; none if roles were started by hand."""
         return [state for _, state in sorted(self._slots.items())]
 
     async def changes(self) -> AsyncIterator[None]:
-        """Yields once what is there has been read, and then after every change; several may be yielded as one, so that
-        reading all that is there after each costs little also while hundreds of processes come or go."""
+        """Yield when the present keys have been read, and then after every change. Several changes may be yielded as
+        one, so that a caller may read everything each time even while hundreds of processes come or go."""
         seen = 0
         while True:
             seen = await self._newer_than(seen)
@@ -117,7 +117,7 @@ class RegistryView(Lifetime):
         return self.version
 
     async def _follow(self) -> None:
-        """A watch begins with all that is there."""
+        """A watch begins with all present keys."""
         anew = True
         async for changes in self._registry.watch(*self._prefixes):
             if anew:
@@ -138,7 +138,7 @@ class RegistryView(Lifetime):
 
 
 class _Records(dict[str, T]):
-    """What there is below `prefix`, by key."""
+    """The decoded values below `prefix`, by key."""
 
     def __init__(self, prefix: str, decode: Callable[[bytes], T]) -> None:
         super().__init__()
