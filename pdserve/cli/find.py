@@ -66,7 +66,7 @@ async def view_of(graph: GraphAddress) -> AsyncIterator[tuple[Registry, Registry
             )
             view = await stack.enter_async_context(RegistryView(registry))
         except RegistryUnavailable as error:
-            raise NoGraph(f"{error}: no graph runs there.") from None
+            raise NoGraph(f"{error}: no graph runs there, or its etcd is away.") from None
         yield registry, view
 
 

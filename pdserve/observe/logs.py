@@ -1,8 +1,8 @@
-"""Log lines: one format for our processes and for every process that vLLM starts below them.
+"""Log lines: one format for pdserve's processes and for those that vLLM starts below them.
 
 Text is one line per record, `2026-01-31T12:00:00.123 I decode-0 pdserve.decode.worker: message`, with
 continuation lines for tracebacks; JSON is one object per line. vLLM applies the same configuration in its own
-processes: VLLM_LOGGING_CONFIG_PATH names ours, and `handler` finds name, format and levels in the environment.
+processes: VLLM_LOGGING_CONFIG_PATH names it, and `handler` finds name, format and levels in the environment.
 """
 
 import json
@@ -24,7 +24,7 @@ _LEVELS = {"D": "debug", "I": "info", "W": "warning", "E": "error", "C": "critic
 _LETTERS = {word: letter for letter, word in _LEVELS.items()}
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}) ([DIWEC]) (\S+) (\S+): (.*)", re.DOTALL)
 
-# What vLLM and torch log at every start, and a user can do nothing about.
+# What vLLM and torch log at every start, though a user can do nothing about it.
 _NOISE = re.compile(
     r"Enforce eager set|Inductor compilation was disabled|Reset SSM cache type|is not found in LD_PRELOAD"
     r"|[Tt]riton (is )?not |Triton is installed|NUMA binding: Using MEMBIND"
@@ -159,8 +159,8 @@ def as_json(line: LogLine, trace: str = "") -> str:
 
 
 def parse(raw: str, name: str) -> LogLine:
-    """A line that process `name` wrote: one of our records, in either format, or any other text (of a C++ library, a
-    crash, print)."""
+    """Parse a line that process `name` wrote: a record of pdserve's, in either format, or any other text (of a C++
+    library, a crash, print)."""
     raw = _ANSI.sub("", raw)
     if match := _LINE.fullmatch(raw):
         time_, level, own_name, logger, message = match.groups()

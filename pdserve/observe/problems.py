@@ -74,7 +74,7 @@ class Problem(Struct, frozen=True):
 
 def nodes(state: GraphState, now: float) -> list[Node]:
     """In the order of `GraphState.instances`; a process keeps its place when it goes and comes back. `now`: Unix
-    seconds, for people."""
+    seconds."""
     slots = {(slot.host, slot.name): slot for slot in state.slots}
     names = short_names(each.instance.id for each in state.instances)
     found = []
