@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 from uuid import uuid4
@@ -81,17 +82,7 @@ class Finding:
     """what to do; empty where all is well"""
 
 
-def ok(subject: str, text: str) -> Finding:
-    return Finding(Grade.OK, subject, text)
-
-
-def warn(subject: str, text: str, advice: str) -> Finding:
-    return Finding(Grade.WARN, subject, text, advice)
-
-
-def fail(subject: str, text: str, advice: str) -> Finding:
-    return Finding(Grade.FAIL, subject, text, advice)
-
+ok, warn, fail = (partial(Finding, grade) for grade in Grade)
 
 _STYLES = {Grade.OK: "green", Grade.WARN: "yellow", Grade.FAIL: "bold red"}
 
