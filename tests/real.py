@@ -57,11 +57,11 @@ class Reference:
 
 @contextmanager
 def one_graph(folder: Path) -> Iterator[Graph]:
-    """It sends traces to `Graph.collector`."""
+    """It sends traces to `Graph.collector`, of requests that come with a `traceparent`."""
     yaml = GRAPH.format(port=free_port("127.0.0.1"), kv_port=free_port("127.0.0.1", 2), decode=1, prefill=1)
     with collecting() as collector:
         env = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "100"}
-        with serving(yaml, folder, env) as graph:
+        with serving(yaml, folder, env | {"OTEL_TRACES_SAMPLER": "parentbased_always_off"}) as graph:
             graph.collector = collector
             yield graph
 
