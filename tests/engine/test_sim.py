@@ -19,6 +19,8 @@ from tests.conditions import until
 from tests.engine.sims import body, collect, sim, tokens
 
 PROMPT = list(range(3, 203))
+PATIENT = {"transfer-timeout": 30.0}
+"""so that no transfer fails because this machine is busy"""
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ async def prefill() -> AsyncIterator[SimEngine]:
 
 @pytest.fixture
 async def decode() -> AsyncIterator[SimEngine]:
-    async with sim(Role.DECODE, "d") as engine:
+    async with sim(Role.DECODE, "d", **PATIENT) as engine:
         yield engine
 
 
@@ -86,7 +88,7 @@ async def test_pulled_kv_gives_the_tokens_of_local_kv(
 
 async def test_kv_of_a_long_prompt_is_pulled() -> None:
     """4,000 blocks: what lies in them takes more than asyncio's 64 KiB for a line."""
-    large = {"num_gpu_blocks_override": 5000, "max_model_len": 80_000}
+    large = PATIENT | {"num_gpu_blocks_override": 5000, "max_model_len": 80_000}
     prompt = [5] * 64_000
     async with sim(Role.PREFILL, "p", **large) as prefill, sim(Role.DECODE, "d", **large) as decode:
         await decode.generate("r", prompt, body(1), await prefilled(prefill, "r", prompt))
@@ -153,17 +155,16 @@ async def test_answers_are_cached_and_salts_separate_prefixes(decode: SimEngine)
 
 
 @pytest.mark.parametrize("change", [{}, {"engine_id": "an earlier boot"}, {"port": 1}])
-async def test_kv_that_cannot_be_read_is_recomputed(
-    prefill: SimEngine, decode: SimEngine, change: dict[str, object]
-) -> None:
+async def test_kv_that_cannot_be_read_is_recomputed(prefill: SimEngine, change: dict[str, object]) -> None:
     """From an engine that is silent, has another boot's KV at that port, or is gone."""
     handle = msgspec.structs.replace(await prefilled(prefill, "r", PROMPT), **change)
     prefill.faults.drop_transfers = not change
-    await decode.generate("r", PROMPT, body(5), handle)
-    step = await decode.step()
-    assert step.transfers == Transfers(failures=1)
-    assert list(step.unread) == ["r"]
-    assert tokens(await collect(decode, "r")) == await computed_alone(PROMPT, 5)
+    async with sim(Role.DECODE, "d") as decode:
+        await decode.generate("r", PROMPT, body(5), handle)
+        step = await decode.step()
+        assert step.transfers == Transfers(failures=1)
+        assert list(step.unread) == ["r"]
+        assert tokens(await collect(decode, "r")) == await computed_alone(PROMPT, 5)
 
 
 async def test_blocks_read_after_their_lease_give_wrong_tokens(decode: SimEngine) -> None:
@@ -191,7 +192,7 @@ async def test_a_handle_that_does_not_fit_is_refused_and_starts_nothing(
 
 
 async def test_cancel_frees_blocks_at_every_phase(prefill: SimEngine) -> None:
-    async with sim(Role.DECODE, "d", max_num_seqs=1) as decode:
+    async with sim(Role.DECODE, "d", max_num_seqs=1, **PATIENT) as decode:
         handle = await prefilled(prefill, "pulling", PROMPT)
         prefill.faults.drop_transfers = True
         await decode.generate("pulling", PROMPT, body(), handle)
