@@ -22,7 +22,7 @@ def etcd_server(state_dir: Path, port: int = 0, credentials: Credentials | None 
 
 @contextmanager
 def running(server: EmbeddedServer) -> Iterator[EmbeddedServer]:
-    """For session fixtures: the server outlives the event loops of the tests."""
+    """Run a server that outlives the event loops of the tests, for session fixtures."""
     asyncio.run(server.start())
     try:
         yield server
@@ -32,7 +32,7 @@ def running(server: EmbeddedServer) -> Iterator[EmbeddedServer]:
 
 @asynccontextmanager
 async def hung(server: EmbeddedServer) -> AsyncIterator[None]:
-    """The process is there, its port accepts, and nothing answers."""
+    """Stop the server's process: its port accepts connections, and nothing answers."""
     pid = pid_of(server)
     os.kill(pid, signal.SIGSTOP)
     while not _stopped(pid):  # noqa: ASYNC110 (the kernel has no event for it)
@@ -44,7 +44,7 @@ async def hung(server: EmbeddedServer) -> AsyncIterator[None]:
 
 
 def _stopped(pid: int) -> bool:
-    """All of its threads: the signal needs a moment to reach them."""
+    """Return whether all of its threads are stopped, which takes the signal a moment."""
     states = [
         path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")
     ]
@@ -59,7 +59,7 @@ async def kill(server: EmbeddedServer) -> None:
 
 
 async def restart(server: EmbeddedServer) -> None:
-    """On the same port and data, whether it runs or not."""
+    """Start the server anew on the same port and data, whether it runs or not."""
     await server.stop()
     await server.start()
 

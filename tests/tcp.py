@@ -1,18 +1,20 @@
-"""Servers of a test's own."""
+"""TCP servers within a test, and the TLS of clients that are not of the graph."""
 
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from pdserve.credentials import Credentials
+
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
 async def tcp_server(serve: Serve, context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-    """A port of 127.0.0.1 on which `serve` gets each connection. Leaving ends all: of handlers that are cancelled with
-    their loop, asyncio's own server leaves them open (Python 3.11), for the garbage collector to find in a test of
-    another file."""
+    """Yield a port of 127.0.0.1 on which `serve` gets each connection. Leaving ends all connections: if handlers are
+    cancelled with their loop, asyncio's own server (Python 3.11) leaves them open, for the garbage collector to find in
+    a test of another file."""
     serving: dict[asyncio.Future[None], asyncio.StreamWriter] = {}
 
     def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -28,3 +30,15 @@ async def tcp_server(serve: Serve, context: ssl.SSLContext | None = None) -> Asy
         await asyncio.gather(*serving, return_exceptions=True)
         for writer in serving.values():
             writer.transport.abort()
+
+
+def without_certificate(_: Credentials) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def of_another_graph(others: Credentials) -> ssl.SSLContext:
+    context = without_certificate(others)
+    context.load_cert_chain(others.certificate, others.key)
+    return context

@@ -1,14 +1,17 @@
-"""Messages that cannot be read, on every port and subject: they are logged and skipped, and everything goes on."""
+"""Messages that cannot be read, on every port and subject, are logged and skipped, and everything goes on."""
 
 import asyncio
 from pathlib import Path
 
+import msgspec
 import nats
 import pytest
 import zmq
 
+from pdserve.errors import Unavailable
 from pdserve.messages import Hello, PrefillCancel, PrefillFailed, encode
 from pdserve.queue import connect_blobs
+from pdserve.queue.archives import unpack
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import QueueNames
 from pdserve.records import Instance, Role, encode_record
@@ -74,11 +77,11 @@ async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pyte
         await client.flush()
         await client.flush()  # the first one overtakes what is not written yet
         await publish(decode, "a")
-        pulled = await prefill.pull(1, 2)
+        pulled = await prefill.pull(1, 30)
         assert ids(pulled) == ["a"]
         await prefill.answer("decode-0", PrefillFailed("a", "x"))
         await decode.cancel(["b"])
-        assert await asyncio.wait_for(asyncio.gather(*reading), 3) == [
+        assert await asyncio.gather(*reading) == [
             PrefillFailed("a", "x"),
             PrefillCancel(["b"]),
         ]
@@ -89,9 +92,6 @@ async def test_every_subject_of_nats(nats_url: str, namespace: str, caplog: pyte
 
 
 async def test_a_damaged_model_archive(nats_url: str, namespace: str, tmp_path: Path) -> None:
-    from pdserve.errors import Unavailable
-    from pdserve.queue.archives import unpack
-
     blobs = connect_blobs(nats_url, namespace)
     await blobs.put("archive", b"garbage")
     with pytest.raises(Unavailable, match="cannot be unpacked"):
@@ -114,16 +114,14 @@ async def test_frames_at_a_decode_worker() -> None:
             received = server.received()
             heard: set[str] = set()
             while len(heard) < 2:
-                _, message = await asyncio.wait_for(anext(received), 3)
+                _, message = await anext(received)
                 assert isinstance(message, Hello)
                 heard.add(message.vllm_version)
             assert heard == {"after garbage", "good"}
 
 
 async def test_cache_events_of_an_engine() -> None:
-    import msgspec
-
-    from pdserve.engine.vllm import api
+    from pdserve.engine.vllm import api  # vLLM takes seconds to import
     from pdserve.engine.vllm.cache import CacheMirror
 
     stored = api.BlockStored([7], None, [1], 1, None, None, None)

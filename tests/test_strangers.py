@@ -1,4 +1,5 @@
-"""What is not of the graph gets nothing from its servers, and takes in none of its processes."""
+"""A process outside of the graph gets nothing from the graph's servers, and a server outside of it gets nothing from
+the graph's processes."""
 
 import asyncio
 import ssl
@@ -17,32 +18,21 @@ from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
 from pdserve.queue import clock_skew, connect, connect_blobs
 from pdserve.registry import etcd
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
-from tests.queue.requests import publish, until
+from tests.conditions import until
+from tests.queue.requests import publish
 from tests.servers import etcd_server, nats_server, pid_of
+from tests.tcp import of_another_graph, without_certificate
 
 Stranger = Callable[[Credentials], ssl.SSLContext | None]
 ASKED = {
     EmbeddedNats: (b'CONNECT {"verbose":false}\r\nPING\r\n', b"PONG"),
     EmbeddedEtcd: (b"GET /health HTTP/1.0\r\n\r\n", b'"health":"true"'),
 }
-"""what members ask, and what they are told"""
+"""what a member of the graph sends, and what is in the answer"""
 
 
 def in_plain(_: Credentials) -> None:
     return None
-
-
-def without_certificate(_: Credentials) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
-
-
-def of_another_graph(other: Credentials) -> ssl.SSLContext:
-    context = without_certificate(other)
-    context.load_cert_chain(other.certificate, other.key)
-    return context
 
 
 STRANGERS = pytest.mark.parametrize("stranger", [in_plain, without_certificate, of_another_graph])
@@ -62,7 +52,7 @@ async def server(
 
 
 async def told(port: int, question: bytes, tls: ssl.SSLContext | None) -> bytes:
-    """All that the port says to this client."""
+    """Return everything that the port sends to this client."""
     answer = b""
     with suppress(OSError):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -139,7 +129,8 @@ async def test_no_prompt_goes_to_a_nats_without_tls(
 
     server = nats_server(tmp_path / "ours", credentials=credentials)
     impostor = create(tmp_path / "theirs" / "credentials")
-    async with connect((await started(server)).url, "ns", "m", credentials) as queue:
+    await server.start()
+    async with connect(server.url, "ns", "m", credentials) as queue:
         for made_by in (None, impostor):
             await publish(queue, "before")
             await server.stop()
@@ -152,11 +143,6 @@ async def test_no_prompt_goes_to_a_nats_without_tls(
             await server.start()
             await until(lambda: queue.connected)
         await server.stop()
-
-
-async def started(server: EmbeddedNats) -> EmbeddedNats:
-    await server.start()
-    return server
 
 
 async def test_etcd_serves_no_stranger(

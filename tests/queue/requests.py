@@ -1,7 +1,4 @@
-"""Small things that the queue's tests share."""
-
-import asyncio
-from collections.abc import Callable
+"""Requests and deliveries for the tests of the queue."""
 
 from pdserve.messages import PrefillRequest
 from pdserve.queue.base import Delivery, PrefillQueue
@@ -13,12 +10,6 @@ def request(name: str, deadline: float = 60.0, prompt: int = 4) -> PrefillReques
 
 def ids(deliveries: list[Delivery]) -> list[str]:
     return [delivery.request.request_id for delivery in deliveries]
-
-
-async def until(condition: Callable[[], bool], within: float = 10.0) -> None:
-    async with asyncio.timeout(within):
-        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
-            await asyncio.sleep(0.01)
 
 
 async def publish(queue: PrefillQueue, *names: str) -> None:

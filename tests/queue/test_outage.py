@@ -2,24 +2,28 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
 import nats
 import nats.js.errors
 import pytest
+from nats.js import JetStreamContext
 
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError, QueueUnavailable
 from pdserve.messages import PrefillCancel, PrefillFailed
 from pdserve.ports import free_port
 from pdserve.queue import clock_skew, connect, connect_blobs, server_info
+from pdserve.queue.jetstream import connection
 from pdserve.queue.jetstream.client import cancellable
 from pdserve.queue.jetstream.connection import NatsConnection
 from pdserve.supervisor.embedded import EmbeddedNats
+from tests.conditions import until
 from tests.full_disk import small_disk
 from tests.queue.conftest import NatsOutage, Outage
-from tests.queue.requests import ids, publish, request, until
+from tests.queue.requests import ids, publish, request
 from tests.servers import hung, nats_server, restart
 from tests.tcp import tcp_server
 
@@ -104,28 +108,28 @@ async def test_a_pull_ends_when_the_server_dies(outage: Outage) -> None:
     await asyncio.wait({pulling}, timeout=0.3)
     await outage.down()
     with pytest.raises(QueueUnavailable):
-        await asyncio.wait_for(pulling, 5)
+        await pulling
 
 
-async def test_a_hung_server(nats_outage: NatsOutage) -> None:
+async def test_a_hung_server(nats_outage: NatsOutage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PING_INTERVAL", 0.2)
+    monkeypatch.setattr(connection, "PING_TIMEOUT", 1)
     decode, prefill = await nats_outage.queues(), await nats_outage.queues()
+    cancels = prefill.notices()
     await prefill.pull(1, 0)
     async with hung(nats_outage.server):
-        started = time.monotonic()
         with pytest.raises(QueueUnavailable):
             await publish(decode, "unsure")
-        assert time.monotonic() - started < 1.5
-        await until(lambda: not decode.connected, 8)
-        started = time.monotonic()
+        await until(lambda: not decode.connected)
         with pytest.raises(QueueUnavailable):
             await publish(decode, "at once")
-        assert time.monotonic() - started < 0.1
+    assert await anext(cancels) == PrefillCancel(["unsure"]), "withdrawn: it was not confirmed"
     await until(lambda: decode.connected and prefill.connected)
     await publish(decode, "new")
     pulled: list[str] = []
     while "new" not in pulled:
         pulled += ids(await prefill.pull(5, 1))
-    # it reached the server's socket before it hung, so it may come; what was refused at once must not
+    # the first one reached the server's socket before it hung, so it may come; what was refused at once must not
     assert "at once" not in pulled
 
 
@@ -133,11 +137,11 @@ async def test_what_is_cancelled_at_a_hung_server_stops(nats_outage: NatsOutage)
     """nats-py swallows a cancellation while it waits for room in its buffer."""
 
     server = nats_outage.server
-    async with NatsConnection(server.url, nats_outage.tls, "nothing happens") as connection, hung(server):
+    async with NatsConnection(server.url, nats_outage.tls, "nothing happens") as connected, hung(server):
         started = time.monotonic()
         while time.monotonic() - started < 0.5:
             started = time.monotonic()
-            publishing = asyncio.create_task(connection.publish("a", b"x" * 1_000_000))
+            publishing = asyncio.create_task(connected.publish("a", b"x" * 1_000_000))
             await asyncio.wait({publishing}, timeout=0.5)
         publishing.cancel()
         await asyncio.wait({publishing})
@@ -158,64 +162,43 @@ async def test_a_cancellation_that_ends_in_an_error_is_one() -> None:
         await task
 
 
-async def test_what_was_not_confirmed_is_withdrawn(nats_outage: NatsOutage) -> None:
-    decode, prefill = await nats_outage.queues(), await nats_outage.queues()
-    cancels = prefill.notices()
-    await prefill.pull(1, 0)
-    async with hung(nats_outage.server):
-        with pytest.raises(QueueUnavailable):
-            await publish(decode, "unsure")
-        await until(lambda: not decode.connected, 8)
-    async with asyncio.timeout(8):
-        assert await anext(cancels) == PrefillCancel(["unsure"])
-
-
 async def test_the_stream_is_made_anew_when_it_is_deleted(nats_outage: NatsOutage) -> None:
     decode, prefill = await nats_outage.queues(), await nats_outage.queues()
     pulling = asyncio.create_task(prefill.pull(1, 5))
     await publish(decode, "a")
     assert ids(await pulling) == ["a"]
     for _ in range(2):
-        await _delete_streams(nats_outage)
+        await _to_all_streams(nats_outage, JetStreamContext.delete_stream)
         await publish(decode, "b")
         assert ids(await prefill.pull(1, 2)) == ["b"]
-        await _delete_streams(nats_outage)
+        await _to_all_streams(nats_outage, JetStreamContext.delete_stream)
         assert await prefill.pull(1, 0.1) == []
-
-
-async def _delete_streams(outage: NatsOutage) -> None:
-    client = await nats.connect(outage.server.url, tls=outage.tls)
-    js = client.jetstream()
-    for stream in await js.streams_info():
-        assert stream.config.name
-        await js.delete_stream(stream.config.name)
-    await client.close()
 
 
 async def test_depth_is_asked_for_when_no_worker_reports(nats_outage: NatsOutage) -> None:
     decode = await nats_outage.queues()
     await publish(decode, "a", "b")
     assert decode.depth == 2
-    await _purge(nats_outage)
-    await until(lambda: decode.depth == 0, 3)
+    await _to_all_streams(nats_outage, JetStreamContext.purge_stream)
+    await until(lambda: decode.depth == 0)
     await publish(decode, "c")
     assert decode.depth == 1
 
 
-async def _purge(outage: NatsOutage) -> None:
+async def _to_all_streams(
+    outage: NatsOutage, what: Callable[[JetStreamContext, str], Awaitable[bool]]
+) -> None:
     client = await nats.connect(outage.server.url, tls=outage.tls)
     js = client.jetstream()
     for stream in await js.streams_info():
         assert stream.config.name
-        await js.purge_stream(stream.config.name)
+        await what(js, stream.config.name)
     await client.close()
 
 
 async def test_a_server_that_comes_late(tmp_path: Path) -> None:
     port = free_port("127.0.0.1")
-    started = time.monotonic()
     async with connect(f"nats://127.0.0.1:{port}", "ns", "m") as queue:
-        assert time.monotonic() - started < 1
         assert not queue.connected
         with pytest.raises(QueueUnavailable):
             await publish(queue, "a")

@@ -66,7 +66,7 @@ class _SharedEtcd(Stage):
         self._url, self._namespace = url, namespace
 
     def registry(self) -> Registry:
-        return EtcdRegistry(self._url, self._namespace, TTL)
+        return EtcdRegistry(self._url, self._namespace)
 
     async def down(self) -> None:
         raise NotImplementedError("other tests use it")

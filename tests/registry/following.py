@@ -1,10 +1,11 @@
 """A watch, followed in the background."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from pdserve.registry.base import Change, Registry, apply
+from tests.conditions import until
 
 
 class Following:
@@ -18,7 +19,7 @@ class Following:
             apply(changes, self.state)
             self.changes += changes
 
-    async def until(self, state: dict[str, bytes], within: float = 10.0) -> None:
+    async def until(self, state: dict[str, bytes], within: float = 30.0) -> None:
         await until(lambda: self.state == state, within)
 
 
@@ -34,9 +35,3 @@ async def following(registry: Registry, prefix: str = "") -> AsyncIterator[Follo
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-
-
-async def until(condition: Callable[[], bool], within: float = 10.0) -> None:
-    async with asyncio.timeout(within):
-        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
-            await asyncio.sleep(0.005)

@@ -6,6 +6,7 @@ import pytest
 
 from pdserve.registry import connect
 from pdserve.registry.base import Change
+from pdserve.registry.etcd import LEASE_TTL
 from tests.registry.conftest import Stage
 from tests.registry.following import following
 
@@ -30,7 +31,7 @@ async def test_what_is_leased_vanishes_with_its_process(stage: Stage) -> None:
             await first.put("a", b"1")
             await first.put("b", b"2", leased=False)
             await seen.until({"a": b"1", "b": b"2"})
-        await seen.until({"b": b"2"}, 1)
+        await seen.until({"b": b"2"}, LEASE_TTL / 2)
         await other.delete("b")
 
 

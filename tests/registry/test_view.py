@@ -8,8 +8,8 @@ from pdserve.registry import keys
 from pdserve.registry.base import Change
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView
+from tests.conditions import until
 from tests.registry.conftest import Stage
-from tests.registry.following import until
 
 DECODE = Instance("decode-0-a", Role.DECODE, "org/model")
 PREFILL = Instance("prefill-0-b", Role.PREFILL, "org/model", draining=True)

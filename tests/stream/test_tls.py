@@ -18,32 +18,20 @@ from pdserve.stream.tcp import GREETING, TcpStreamClient, TcpStreamServer
 from tests.conditions import until
 from tests.stream.conftest import HOST
 from tests.stream.raw import frame, raw
-from tests.tcp import tcp_server
+from tests.tcp import of_another_graph, tcp_server, without_certificate
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
 GREETS = frame(GREETING + b" stranger")
 
 
-def _without_certificate(_: Credentials) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context
-
-
-def _of_another_graph(others: Credentials) -> ssl.SSLContext:
-    context = _without_certificate(others)
-    context.load_cert_chain(others.certificate, others.key)
-    return context
-
-
 def _older_tls(others: Credentials) -> ssl.SSLContext:
-    context = _of_another_graph(others)
+    context = of_another_graph(others)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     return context
 
 
-@pytest.mark.parametrize("context", [_without_certificate, _of_another_graph, _older_tls])
+@pytest.mark.parametrize("context", [without_certificate, of_another_graph, _older_tls])
 async def test_a_frontend_of_no_or_another_graph_is_refused(
     credentials: Credentials,
     strangers: Credentials,
@@ -67,7 +55,7 @@ async def test_a_frontend_of_no_or_another_graph_is_refused(
     assert "is not of this graph" in caplog.text
 
 
-async def test_a_worker_of_another_graph_gets_nothing(
+async def test_a_workerof_another_graph_gets_nothing(
     credentials: Credentials, strangers: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its address may stand in etcd, or a port has been given to another process since."""
@@ -87,7 +75,7 @@ async def test_a_frontend_that_is_refused_is_told(
 
     class Gullible(Credentials):
         def client_context(self) -> ssl.SSLContext:
-            return _of_another_graph(strangers)
+            return of_another_graph(strangers)
 
     caplog.set_level("INFO")
     async with TcpStreamServer(HOST, credentials) as server:
