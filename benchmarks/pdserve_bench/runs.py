@@ -4,6 +4,7 @@ import asyncio
 import re
 import signal
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from pdserve.errors import PdserveError
 from pdserve.process.signals import STOPPERS
 from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint
@@ -123,11 +125,29 @@ class Scalable(Protocol):
         arrivals."""
 
 
-def conclude(report: Report, json: Path | None, plot: Path | None, *, complete: bool, failed: bool) -> int:
-    """Show and write what there is; the command's exit code."""
-    report.show()
-    report.write(json, plot)
-    return int(failed) if complete else INTERRUPTED
+def run_and_show(
+    work: Callable[[], Coroutine[None, None, object]],
+    report: Callable[[bool], Report | None],
+    json: Path | None,
+    plot: Path | None,
+    failed: Callable[[], bool] = lambda: False,
+) -> int:
+    """Run the work to its end or until a signal; then show and write what there is, also where it has failed. `report`
+    is told whether it is complete, and returns None where nothing was measured. Returns the command's exit code; raises
+    the work's PdserveError."""
+    complete, problem = False, None
+    try:
+        complete = run_until_stopped(work)
+    except PdserveError as error:
+        problem = error
+    if found := report(complete):
+        found.show()
+        found.write(json, plot)
+    elif problem is None:
+        print("Broken off before anything was measured.", file=sys.stderr)
+    if problem:
+        raise problem
+    return int(failed()) if complete else INTERRUPTED
 
 
 def run_until_stopped(work: Callable[[], Coroutine[None, None, object]]) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from pdserve.cli.options import File
-from pdserve.errors import ConfigError, PdserveError
+from pdserve.errors import ConfigError
 from pdserve_bench.compare.comparison import CompareOptions, Comparison, UserLoad
 from pdserve_bench.compare.shown import report_of, winning_file
 from pdserve_bench.compare.trace import read_trace
@@ -15,8 +15,8 @@ from pdserve_bench.goodput.requests import PoissonRequests
 from pdserve_bench.multi_round.workload import MultiRound
 from pdserve_bench.options import Gap, Json, Plot, Ttft, numbers
 from pdserve_bench.progress import Schedule
-from pdserve_bench.report import check_outputs
-from pdserve_bench.runs import INTERRUPTED, Scalable, run_until_stopped
+from pdserve_bench.report import Report, check_outputs
+from pdserve_bench.runs import Scalable, run_and_show
 from pdserve_bench.slo import read_slo
 
 _SHARED = 0.05
@@ -116,28 +116,21 @@ def compare(
         seed,
     )
     comparison = Comparison.prepare(options, load)
-    finished, schedule = False, Schedule()
-    try:
-        with schedule:
-            finished = run_until_stopped(lambda: comparison.run(schedule))
-    except PdserveError:
-        if any(each.probes for each in comparison.entrants):
-            _finish(comparison, False, write, json, plot)
-        raise
-    _finish(comparison, finished, write, json, plot)
-    return 0 if finished else INTERRUPTED
 
+    async def work() -> None:
+        with Schedule() as schedule:
+            await comparison.run(schedule)
 
-def _finish(
-    comparison: Comparison, complete: bool, write: Path | None, json: Path | None, plot: Path | None
-) -> None:
-    found = comparison.recommendation()
-    winner = comparison.candidate(found)
-    if write is not None and winner is not None:
-        write.write_text(winning_file(comparison, winner, found))
-    report = report_of(comparison, complete, write if winner is not None else None)
-    report.show()
-    report.write(json, plot)
+    def report(complete: bool) -> Report | None:
+        if not complete and not any(each.probes for each in comparison.entrants):
+            return None
+        found = comparison.recommendation()
+        winner = comparison.candidate(found)
+        if write is not None and winner is not None:
+            write.write_text(winning_file(comparison, winner, found))
+        return report_of(comparison, complete, write if winner is not None else None)
+
+    return run_and_show(work, report, json, plot)
 
 
 def _trace(trace: Path, file: Path) -> tuple[UserLoad, float | None]:

@@ -1,12 +1,11 @@
 """`pdserve bench goodput`."""
 
 import random
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pdserve.errors import ConfigError, PdserveError
+from pdserve.errors import ConfigError
 from pdserve_bench.endpoint import base_url as checked_url
 from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts
 from pdserve_bench.goodput.found import line_of, report_of
@@ -15,7 +14,7 @@ from pdserve_bench.goodput.requests import PATIENCE, PoissonRequests
 from pdserve_bench.options import ApiKey, Gap, Json, Plot, Ttft
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import check_outputs
-from pdserve_bench.runs import INTERRUPTED, run_until_stopped
+from pdserve_bench.runs import run_and_show
 from pdserve_bench.slo import read_slo, seconds
 
 
@@ -85,7 +84,6 @@ def goodput(
     check_outputs(json, plot)
     found = FoundGoodput(options)
     title = [f"Goodput of {base_url}"]
-    schedule = Schedule()
 
     async def work() -> None:
         endpoint = await find_endpoint(base_url, model, key_headers(api_key), chat)
@@ -102,28 +100,18 @@ def goodput(
         title[0] = (
             f"Goodput of {endpoint.model} at {endpoint.url}: {prompt_tokens} tokens in, {answer_len} out"
         )
-        await find_goodput(
-            endpoint, users, found, schedule, ended=lambda probe: schedule.say(line_of(found, probe))
-        )
+        with Schedule() as schedule:
+            await find_goodput(
+                endpoint, users, found, schedule, ended=lambda probe: schedule.say(line_of(found, probe))
+            )
 
-    finished = False
-    try:
-        with schedule:
-            finished = run_until_stopped(work)
-    except PdserveError:
-        if found.probes:
-            _report(found, title[0], json, plot)
-        raise
-    _report(found, title[0], json, plot)
-    if not finished:
-        return INTERRUPTED
-    return 0 if found.search.carried or found.search.broken else 1  # out of time before anything was known
-
-
-def _report(found: FoundGoodput, title: str, json: Path | None, plot: Path | None) -> None:
-    report = report_of(found, title)
-    report.show()
-    report.write(json, plot)
+    return run_and_show(
+        work,
+        lambda complete: report_of(found, title[0]) if complete or found.probes else None,
+        json,
+        plot,
+        lambda: not (found.search.carried or found.search.broken),  # out of time before anything was known
+    )
 
 
 def _time(option: str, text: str) -> float:

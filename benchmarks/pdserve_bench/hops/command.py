@@ -14,7 +14,7 @@ from pdserve_bench.hops.section import HopOptions, MeasuredHop
 from pdserve_bench.options import Json, Plot
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Report, check_outputs
-from pdserve_bench.runs import conclude, run_until_stopped
+from pdserve_bench.runs import run_and_show
 
 HOPS = {
     "frontend": "pdserve_bench.hops.frontend",
@@ -67,10 +67,13 @@ def hops(
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="pdserve-hops-") as folder:
         options = HopOptions(Path(folder), seconds, rounds, seed, link)
-        complete = run_until_stopped(lambda: _measure(chosen, options, found, failures))
-    report = make_report(found, complete and not failures)
-    report.notes += failures
-    return conclude(report, json, plot, complete=complete, failed=bool(failures))
+        return run_and_show(
+            lambda: _measure(chosen, options, found, failures),
+            lambda complete: make_report(found, complete, failures),
+            json,
+            plot,
+            lambda: bool(failures),
+        )
 
 
 def choose(only: str) -> list[str]:
@@ -81,16 +84,16 @@ def choose(only: str) -> list[str]:
     return [name for name in HOPS if name in names]
 
 
-def make_report(found: dict[str, Report], complete: bool) -> Report:
+def make_report(found: dict[str, Report], complete: bool, failures: list[str]) -> Report:
     sections = found.values()
     return Report(
         title="Each hop alone",
         lead=" ".join(section.lead for section in sections if section.lead),
         tables=[table for section in sections for table in section.tables],
         charts=[chart for section in sections for chart in section.charts],
-        notes=[note for section in sections for note in section.notes],
+        notes=[*(note for section in sections for note in section.notes), *failures],
         data={name: section.data for name, section in found.items()},
-        complete=complete,
+        complete=complete and not failures,
     )
 
 

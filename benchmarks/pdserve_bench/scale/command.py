@@ -13,7 +13,7 @@ from pdserve.errors import ConfigError, PdserveError
 from pdserve_bench.options import Json, Plot, numbers
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Column, Report, Rows, check_outputs
-from pdserve_bench.runs import conclude, run_until_stopped
+from pdserve_bench.runs import run_and_show
 from pdserve_bench.samples import percentile
 from pdserve_bench.scale.choice import choice_seconds
 from pdserve_bench.scale.graph import ScaleGraph
@@ -70,9 +70,13 @@ def scale(
         raise ConfigError(["--workers: give numbers of 2 and more, as in 10,100,1000."])
     turns: list[ScaleTurn] = []
     failures: list[str] = []
-    complete = run_until_stopped(lambda: _measure(sizes, seconds, turns, failures))
-    report = make_report(turns, complete and not failures, failures)
-    return conclude(report, json, plot, complete=complete, failed=bool(failures))
+    return run_and_show(
+        lambda: _measure(sizes, seconds, turns, failures),
+        lambda complete: make_report(turns, complete and not failures, failures),
+        json,
+        plot,
+        lambda: bool(failures),
+    )
 
 
 async def _measure(sizes: list[int], seconds: float, turns: list[ScaleTurn], failures: list[str]) -> None:

@@ -11,14 +11,14 @@ import typer
 
 import pdserve
 from pdserve.config.load import load
-from pdserve.errors import ConfigError, PdserveError
+from pdserve.errors import ConfigError
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import Plan, make_plan
 from pdserve_bench.launch import derive
 from pdserve_bench.options import Json, Plot, numbers
 from pdserve_bench.progress import Schedule, told
-from pdserve_bench.report import check_outputs
-from pdserve_bench.runs import INTERRUPTED, run_until_stopped
+from pdserve_bench.report import Report, check_outputs
+from pdserve_bench.runs import run_and_show
 from pdserve_bench.systems.aggregated import batches, candidates, gpus_of
 from pdserve_bench.systems.alternation import alternate
 from pdserve_bench.systems.contest import GRAPH, Contest, Contestant, Record, graph_contestants
@@ -111,44 +111,27 @@ def systems(
     logging.basicConfig(level=logging.ERROR)
     folder = Path(tempfile.mkdtemp(prefix="pdserve-systems-"))
     graph: dict[str, System] = {GRAPH: GraphSystem(GRAPH, derive(plan.config.path, 1, 8000, 5600, dtype))}
-    problem: PdserveError | None = None
-    complete = False
-    with Schedule() as schedule:
-        stage = Stage(folder, schedule.update)
-        contest = Contest(plan, record, stage, schedule, graph, screening, seed, _START_SECONDS[kind])
-        contest.announce()
-        schedule.say(f"{plan.config.path}: about {told(schedule.seconds_left)}; logs in {folder}")
-        try:
-            complete = run_until_stopped(contest.run)
-        except PdserveError as error:
-            problem = error
-    return _finish(record, plan, folder, complete, problem, json, plot)
 
+    async def work() -> None:
+        with Schedule() as schedule:
+            stage = Stage(folder, schedule.update)
+            contest = Contest(plan, record, stage, schedule, graph, screening, seed, _START_SECONDS[kind])
+            contest.announce()
+            schedule.say(f"{plan.config.path}: about {told(schedule.seconds_left)}; logs in {folder}")
+            await contest.run()
 
-def _finish(
-    record: Record,
-    plan: Plan,
-    folder: Path,
-    complete: bool,
-    problem: PdserveError | None,
-    json: Path | None,
-    plot: Path | None,
-) -> int:
-    """Show what there is, however it ended. The logs are kept where something went wrong."""
-    if record.measurements or record.screened:
-        report = make_report(record, plan, complete)
-        report.show()
-        report.write(json, plot)
-    elif problem is None:
-        print("Broken off before anything was measured.", file=sys.stderr)
-    failed = record.outcomes.get("failed", 0)
-    if problem is not None or (complete and failed):
-        print(f"kept for a look at it: {folder}", file=sys.stderr)
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-    if problem is not None:
-        raise problem
-    return INTERRUPTED if not complete else int(failed > 0)
+    def report(complete: bool) -> Report | None:
+        return make_report(record, plan, complete) if record.measurements or record.screened else None
+
+    code = 1
+    try:
+        code = run_and_show(work, report, json, plot, lambda: record.outcomes["failed"] > 0)
+    finally:
+        if code == 1:  # something went wrong
+            print(f"kept for a look at it: {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    return code
 
 
 def _default_file() -> Path:
