@@ -11,7 +11,7 @@ from pdserve_bench.chaos.judge import Judgement
 from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.chaos.questions import Case
 
-from tests.tcp import tcp_server
+from tests.bench.answers import Asked, tiny_server
 
 ANSWER = (7, 8, 9)
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\nx-pdserve-prefill: remote\r\n"
@@ -45,18 +45,14 @@ SAYS = {
 
 @asynccontextmanager
 async def _server(kind: str) -> AsyncIterator[str]:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
-        asked = json.loads(await reader.readexactly(int(length.split(b":")[1])))
-        assert asked["prompt"] == [1, 2]
+    async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        assert asked.body["prompt"] == [1, 2]
         writer.write(SAYS[kind])
         if kind == "hangs":
-            await reader.read()
-        writer.close()
+            await asyncio.Event().wait()
 
-    async with tcp_server(answer) as port:
-        yield f"http://127.0.0.1:{port}"
+    async with tiny_server(answer) as server:
+        yield server.url
 
 
 def _cases(stream: bool) -> Iterator[Case]:

@@ -2,7 +2,6 @@
 is asked."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import count, islice
@@ -25,7 +24,7 @@ from pdserve_bench.client import LoadClient
 
 from pdserve.config.load import load
 from pdserve.errors import Unavailable
-from tests.tcp import tcp_server
+from tests.bench.answers import DONE, STREAM, Asked, event, tiny_server, whole
 
 YAML = """
 Common: {model: demo}
@@ -81,18 +80,12 @@ Answer = Callable[[dict[str, Any]], list[int]]
 
 @asynccontextmanager
 async def _client(answer: Answer) -> AsyncIterator[LoadClient]:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        length = int(head.partition("content-length:")[2].split("\r\n")[0])
-        asked = json.loads(await reader.readexactly(length))
-        text = json.dumps({"choices": [{"token_ids": answer(asked)}]})
-        if asked["stream"]:
-            text = f"data: {text}\n\ndata: [DONE]\n\n"
-        writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode())
-        writer.close()
+    async def respond(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        found = {"choices": [{"token_ids": answer(asked.body)}]}
+        writer.write(STREAM + event(found) + DONE if asked.body["stream"] else whole(found))
 
-    async with tcp_server(serve) as port:
-        yield LoadClient(f"http://127.0.0.1:{port}")
+    async with tiny_server(respond) as server:
+        yield LoadClient(server.url)
 
 
 def _prompt(asked: dict[str, Any]) -> int:
