@@ -6,14 +6,13 @@ of the same hardware, and thresholds, which are live settings of one running gra
 and twice the hardware.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pdserve.config.schema import Config, WorkerConfig
 from pdserve.errors import ConfigError
-from pdserve.plan.machine import Machine
+from pdserve.plan.machine import GIB, Machine
 from pdserve.plan.memory import CPU_KV_GIB
 from pdserve.plan.model_folder import ModelFacts
 from pdserve.plan.plan import make_plan
@@ -186,14 +185,14 @@ class CandidateMaker:
     machine: Machine
     model: ModelFacts | None = None
     """None where its files are not there, and for simulated engines"""
-    weights_gib: float = 0.0
 
     def aggregated(self, batches: Sequence[int] = ()) -> list[Candidate]:
         """One engine with all of the hardware; where that cannot be, several engines. At several batch
         sizes; on the CPU with several numbers of threads at the first size, for `rebatched` has the others."""
         sizes = self._batches(batches)
         if self.here.kind is HardwareKind.CPU:
-            return [self._one_engine(layout, sizes[0]) for layout in self._layouts()]
+            plan = make_plan(self.config, self.machine)
+            return [self._one_engine(layout, sizes[0]) for layout in layouts(plan)]
         if self.here.kind is not HardwareKind.SIM and self._one_engine_fits():
             return [self._one_engine(Layout(tensor=self.here.units), batch) for batch in sizes]
         return [self._engines(self._width(), batch) for batch in sizes]
@@ -202,8 +201,9 @@ class CandidateMaker:
         """One engine on the CPU of so many threads at the batch sizes that `aggregated` leaves out."""
         return [self._one_engine(Layout(threads=threads), batch) for batch in self._batches(batches)[1:]]
 
-    def _layouts(self) -> list[Layout]:
-        return layouts(make_plan(self.config, self.machine))
+    @property
+    def _weights_gib(self) -> float:
+        return sum(self.model.stored.values()) / GIB if self.model else 0.0
 
     def replicas(self, batch: int) -> list[Candidate]:
         """A graph of as many engines as the file has workers, where `aggregated` has one with all of the hardware."""
@@ -297,7 +297,7 @@ class CandidateMaker:
         threads = f" x {counted(layout.threads, 'thread')}" if layout.threads else self._each(1)
         name = f"aggregated: 1 engine{threads}{_batch(batch)}"
         system = Baseline(make_plan(self.config, self.machine), layout, batch or None).system(name)
-        memory = 0.0 if on_gpu else 2.1 + CPU_KV_GIB * here.slots + self.weights_gib
+        memory = 0.0 if on_gpu else 2.1 + CPU_KV_GIB * here.slots + self._weights_gib
         launch = Launch(f"vllm{threads}{_batch(batch)}", system, True, memory)
         shape = Shape(0, 1, batch, (0, tensor))
         return Candidate(name, True, shape, launch, split="1 engine", threads=layout.threads % here.units)
@@ -338,7 +338,7 @@ class CandidateMaker:
         real = real and self.here.kind is not HardwareKind.SIM
         workers = shape.prefill + shape.decode
         on_cpu = real and self.here.kind is HardwareKind.CPU
-        memory = 1.0 + (2.1 + CPU_KV_GIB + self.weights_gib) * workers if on_cpu else 0.0
+        memory = 1.0 + (2.1 + CPU_KV_GIB + self._weights_gib) * workers if on_cpu else 0.0
         if not real:
             memory = 1.0 + 0.2 * workers
         return Launch(key, GraphSystem(name, sections), real, memory)
@@ -350,7 +350,3 @@ def _batch(size: int) -> str:
 
 def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
-
-
-def weights_gib(model: ModelFacts | None) -> float:
-    return sum(model.stored.values()) / math.pow(2, 30) if model else 0.0

@@ -31,7 +31,6 @@ from pdserve_bench.compare.candidates import (
     Launch,
     hardware,
     own_settings,
-    weights_gib,
 )
 from pdserve_bench.compare.measuring import Entrant, Measuring, best_of, common_rate, noise, unstarted
 from pdserve_bench.compare.recommend import CandidateResult, Criteria, Recommendation, recommend
@@ -41,7 +40,7 @@ from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import Scalable
 from pdserve_bench.sections import read_sections
 from pdserve_bench.slo import Slo
-from pdserve_bench.systems.system import Stage
+from pdserve_bench.systems.system import PlainVllm, Stage
 
 _START = {
     HardwareKind.CPU: (30.0, 50.0),
@@ -138,14 +137,8 @@ class Comparison:
         if options.measure and (problems := make_plan(config, machine).problems):
             raise ConfigError(list(problems))
         model = None if here.kind is HardwareKind.SIM else _model(config)
-        base = read_sections(options.file)
-        return cls(
-            options,
-            asked,
-            config,
-            here,
-            CandidateMaker(config, base, here, machine, model, weights_gib(model)),
-        )
+        maker = CandidateMaker(config, read_sections(options.file), here, machine, model)
+        return cls(options, asked, config, here, maker)
 
     # what is known
 
@@ -293,7 +286,7 @@ class Comparison:
     ) -> None:
         """Start them and warm them up. Raises Unavailable where nothing has come up, and nothing is known."""
         plain, graph = _START[self.here.kind if launches[0].real else HardwareKind.SIM]
-        expected = max(plain if launch.key.startswith("vllm") else graph for launch in launches)
+        expected = max(plain if isinstance(launch.system, PlainVllm) else graph for launch in launches)
         told = ", ".join(launch.key for launch in launches)
         with measuring.phase(f"starting {told}", expected + 0.5 * expected * (len(launches) - 1)):
             problems = await measuring.start(launches)

@@ -12,6 +12,7 @@ from pdserve_bench.compare.comparison import Comparison
 from pdserve_bench.compare.recommend import CandidateResult, Recommendation, Verdict
 from pdserve_bench.report import Cell, Chart, Column, Report, Rows, Series
 from pdserve_bench.sections import read_sections, reshape, with_model
+from pdserve_bench.systems.system import PlainVllm
 
 _COLUMNS = (
     Column("candidate"),
@@ -187,7 +188,7 @@ def winning_file(comparison: Comparison, candidate: Candidate, found: Recommenda
         f"Load: {comparison.asked.described}, SLO: {comparison.options.slo}, on {comparison.here}.",
         *([found.reason] if candidate.shape else []),
     ]
-    if candidate.launch.key.startswith("vllm"):
+    if isinstance(candidate.launch.system, PlainVllm):
         head.append(
             "It was measured as plain vLLM (`vllm serve` with these arguments), which has no frontend before it."
         )
