@@ -105,7 +105,7 @@ class EngineSpeed:
     """keys of `sim` that say how large the engine is, where that is known"""
 
     def speeds(self) -> dict[str, float]:
-        """The keys of `sim` in an engine's `additional-config`."""
+        """The keys of `sim` in an engine's `additional-config`, which takes no float for a whole number."""
         model = self.model
         found = {
             "step-seconds": model.step_seconds,
@@ -117,7 +117,8 @@ class EngineSpeed:
             "bandwidth": model.bandwidth,
             "bytes-per-token": model.bytes_per_token,
         }
-        return {name: float(f"{value:.4g}") for name, value in found.items()} | dict(self.sizes)
+        rounded = {name: float(f"{value:.4g}") for name, value in found.items() if isinstance(value, float)}
+        return {**found, **rounded, **dict(self.sizes)}
 
     def errors(self) -> dict[str, float]:
         """Point -> predicted by measured, less 1."""
