@@ -90,8 +90,9 @@ async def test_frontend(tmp_path: Path) -> None:
     ]
     for turn in streams:
         assert turn["failed"] == 0, turn["error"]
-        most = turn["load"] * ((turn["seconds"] + 2.0) / step_seconds(turn["load"]) + 2)
-        assert 0 < turn["tokens"] <= most, "one token of each stream in each step, and some that came late"
+        assert 0 < turn["tokens"] < turn["load"] * tokens_needed(turn["load"], options.seconds), (
+            "no stream ended"
+        )
         assert turn["chunks"] <= turn["tokens"]
     for turn in requests:
         assert turn["failed"] == 0, turn["error"]
