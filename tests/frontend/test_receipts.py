@@ -218,7 +218,7 @@ async def test_ticks(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
         await post(graph, temperature=-1)
         worker.fail = Failed("", "it broke")
         await post(graph)
-        await asyncio.sleep(0.03)
+        await until(lambda: sum(tick.requests for tick in kept.ticks) == 3)
     ticking.cancel()
     told = list(kept.ticks)
     assert sum(tick.requests for tick in told) == 3
