@@ -86,14 +86,18 @@ async def test_reads_that_fail_and_a_worker_that_goes(graph: Graph) -> None:
 
 async def test_nothing_is_kept_of_a_worker_that_goes_with_a_request(graph: Graph) -> None:
     """Which is given up a moment after its link was forgotten."""
-    registry, frontend, queue = await act_prefill(graph), await graph.frontend(), await graph.queue()
+    registry, frontend, queue = (
+        await act_prefill(graph, "prefill-left"),
+        await graph.frontend(),
+        await graph.queue(),
+    )
     request = await frontend.submit(LONG)
     await queue.pull(1, 5.0)
-    await queue.answer("decode-0", PrefillStarted(request, "prefill-x"))
-    await until(lambda: [r.prefiller for r in graph.decode.requests.clients()] == ["prefill-x"])
-    await registry.delete("instances/prefill/prefill-x")
+    await queue.answer("decode-0", PrefillStarted(request, "prefill-left"))
+    await until(lambda: [r.prefiller for r in graph.decode.requests.clients()] == ["prefill-left"])
+    await registry.delete("instances/prefill/prefill-left")
     assert (await frontend.end_of(request)).way == ("local", "fallback")
-    assert handshake_failures("prefill-x") is None
+    assert handshake_failures("prefill-left") is None
 
 
 async def test_a_graph_without_remote_prefill_has_no_links() -> None:
