@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-import uvloop
 from msgspec.structs import replace
 from starlette.types import ASGIApp
 
@@ -38,6 +37,7 @@ from pdserve.registry.view import RegistryView
 from pdserve.stream import connect
 from tests.conditions import until
 from tests.frontend.model.echo import EchoWorker
+from tests.uvloops import Loop
 
 VERSION = installed_vllm().version
 MODEL = Path(__file__).parents[2] / "pdserve" / "demo" / "model"
@@ -200,7 +200,7 @@ def either(request: pytest.FixtureRequest, certificate: ServerCertificate) -> Se
 
 @pytest.fixture(scope="session")
 def uvloops() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=Loop) as runner:
         yield runner
 
 

@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 
 import httpx
 import pytest
-import uvloop
 from starlette.types import Receive, Scope, Send
 
 from pdserve.certificate import ServerCertificate
@@ -25,6 +24,7 @@ from tests.conditions import until
 from tests.frontend.conftest import Graph, on_uvloop, serve, trusting
 from tests.frontend.test_generate import completion
 from tests.frontend.test_overload import NAME, PLACES, worker
+from tests.uvloops import Loop
 
 Address = tuple[str, int]
 
@@ -105,7 +105,7 @@ def test_connections_are_not_accepted_in_a_turn_each() -> None:
             await serving
         return turns
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=Loop) as runner:
         assert runner.run(turns_until_all_are_open(100)) < 20
 
 

@@ -7,13 +7,13 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 import pytest
-import uvloop
 
 from pdserve.credentials import Credentials, create
 from pdserve.stream import connect, framing, listen, tcp
 from pdserve.stream.base import StreamClient, StreamServer
 from pdserve.stream.tcp import FRONTEND_SILENCE, WORKER_SILENCE, TcpStreamClient, TcpStreamServer
 from tests.stream.raw import Raw, raw
+from tests.uvloops import Loop
 
 HOST = "127.0.0.1"
 
@@ -88,4 +88,4 @@ def wire(request: pytest.FixtureRequest, credentials: Credentials) -> Wire:
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Roles run on uvloop."""
-    return {"asyncio": asyncio.SelectorEventLoop, "uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.SelectorEventLoop, "uvloop": Loop}

@@ -55,7 +55,7 @@ async def test_a_frontend_of_no_or_another_graph_is_refused(
     assert "is not of this graph" in caplog.text
 
 
-async def test_a_workerof_another_graph_gets_nothing(
+async def test_a_worker_of_another_graph_gets_nothing(
     credentials: Credentials, strangers: Credentials, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its address may stand in etcd, or a port has been given to another process since."""
