@@ -2,6 +2,8 @@
 
 import asyncio
 
+from msgspec.structs import replace
+
 from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.workers import Link, WorkerPool
 from pdserve.messages import Cancel, Failed, Load, ToFrontend
@@ -53,6 +55,19 @@ async def test_a_workers_last_messages_are_read_though_nothing_can_be_sent_to_it
     assert decisions() == [1]
     await pool.close()
     assert decisions() == [], "the metrics of a model's workers end with the model"
+
+
+async def test_a_worker_that_drains_is_not_even_the_last_resort() -> None:
+    listener = Listener()
+    pool = WorkerPool("round-robin", "0", lambda address: connect(address, "frontend-0"), listener)
+    async with TcpStreamServer("127.0.0.1") as server:
+        worker = Instance("decode-0", Role.DECODE, address=server.address, vllm_version="0")
+        for draining in (False, True, False):
+            pool.update([replace(worker, draining=draining)], 1)
+            await listener.up.wait()
+            chosen = pool.pick(Generation(request([1]), trace()), only_others=False)
+            assert (chosen is None) == draining
+        await pool.close()
 
 
 def test_what_is_outstanding_counts_other_frontends_and_what_they_will_have_chosen_since() -> None:
