@@ -80,7 +80,7 @@ class KeyUsage(msgspec.Struct, frozen=True, array_like=True):
 
 class UsageReport(msgspec.Struct, frozen=True):
     """From a frontend to all others: the keys whose use changed or goes on. A key that is missing has no request
-    there."""
+    there, unless the report is full: then it is as it was last reported."""
 
     frontend: str
     keys: dict[str, KeyUsage]
@@ -202,7 +202,8 @@ class KeyLedger:
         return sum(other.keys[name].running for other in self._others.values() if name in other.keys)
 
     def report(self, now: float) -> UsageReport | None:
-        """Return what the other frontends do not know yet, and every HEARTBEAT all of it; None if there is nothing."""
+        """Return what the other frontends do not know yet, and every HEARTBEAT all of it; None if there is nothing.
+        What does not fit comes first in the next reports."""
         self._others = {id: other for id, other in self._others.items() if now - other.heard < SILENT}
         whole = now - self._told_at >= HEARTBEAT
         if not whole and not any(quota.untold for quota in self._quotas.values()):
@@ -214,13 +215,18 @@ class KeyLedger:
             for name, quota in self._quotas.items()
             if quota.running or quota.untold or (whole and not quota.full(now))
         )
-        return UsageReport(self._frontend, dict(islice(keys, MOST_TOLD)))
+        told = dict(islice(keys, MOST_TOLD))
+        if len(told) == MOST_TOLD:
+            for name in told:
+                self._quotas[name] = self._quotas.pop(name)
+        return UsageReport(self._frontend, told)
 
     def heard(self, report: UsageReport, now: float) -> None:
         if report.frontend == self._frontend:
             return
         other = self._others.setdefault(report.frontend, _Other(now))
-        other.heard, other.keys = now, report.keys
+        full = len(report.keys) >= MOST_TOLD
+        other.heard, other.keys = now, {**other.keys, **report.keys} if full else report.keys
         for name, usage in report.keys.items():
             if quota := self._quotas.get(name):
                 quota.heard(usage, other.used.get(name), now)

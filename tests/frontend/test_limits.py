@@ -240,6 +240,32 @@ def test_reports_are_sent_where_there_is_something_to_tell() -> None:
     assert report.keys["alice"].running == 0
 
 
+def test_of_very_many_busy_keys_all_are_reported_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.frontend.limits.MOST_TOLD", 2)
+    names = ["alice", "bob", "carol", "dave", "erin"]
+    one, other = KeyLedger("one"), KeyLedger("other")
+    for ledger in (one, other):
+        ledger.replace([ApiKey.of(name, name, KeyLimits(concurrent_requests=1)) for name in names], 0.0)
+    quotas = [quota for name in names if (quota := one.quota(name))]
+    for quota in quotas:
+        quota.begin(0, 0.0)
+
+    def report(at: float) -> None:
+        found = one.report(at)
+        assert found
+        assert len(found.keys) <= 2
+        other.heard(found, at)
+
+    for turn in range(3):
+        report(turn * 0.25)
+    assert [other.elsewhere(name) for name in names] == [1, 1, 1, 1, 1]
+    for quota in quotas[1:]:
+        quota.running -= 1
+    for turn in range(2):
+        report(0.75 + turn * 0.25)
+    assert [other.elsewhere(name) for name in names] == [1, 0, 0, 0, 0]
+
+
 def test_keys_that_come_and_go_leave_nothing() -> None:
     frontends = Frontends(2, requests_per_minute=60)
     frontends.report()
