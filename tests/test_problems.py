@@ -88,6 +88,12 @@ WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
             ["bad: decode-1 is down: killed by SIGKILL: no memory; it is starting again (4 s)"],
         ),
         (
+            state(slots=[replace(KILLED, failed_starts=3)], instances=WITHOUT_1),
+            [
+                "bad: decode-1 is down: killed by SIGKILL; it failed to start 3 times; it will be started again (4 s)"
+            ],
+        ),
+        (
             state(slots=[replace(KILLED, state="ready", restarts=1)], receipts=[MOVED]),
             ["warn: decode-1 is back after its end: killed by SIGKILL; 1 request went on elsewhere (4 s)"],
         ),

@@ -52,6 +52,10 @@ class Node(Struct, frozen=True):
     seconds: float | None = None
     """since it became ready, or ceased to be; None where no supervisor knows"""
     restarts: int = 0
+    failed_starts: int = 0
+    """since it was last ready"""
+    host: str = ""
+    """of its supervisor"""
     instance: Instance | None = None
     load: Load | None = None
     links: list[LinkState] = []
@@ -115,7 +119,7 @@ def problems(state: GraphState, found: Sequence[Node]) -> list[Problem]:
 def _node(slot: SlotState, now: float) -> Node:
     why = ": ".join(filter(None, (slot.end, slot.cause)))
     seconds = max(0.0, now - slot.since) if slot.since else None
-    return Node(slot.name, slot.role, slot.state, why, seconds, slot.restarts)
+    return Node(slot.name, slot.role, slot.state, why, seconds, slot.restarts, slot.failed_starts, slot.host)
 
 
 def _silent(node: Node) -> Node:
@@ -151,7 +155,8 @@ def _processes(found: Sequence[Node], migrated: Mapping[str, list[str]]) -> Iter
             yield Problem("info", f"{name} is starting", [name], node.seconds)
         elif not node.up:
             next_ = {STARTING: "; it is starting again", "waiting to restart": "; it will be started again"}
-            text = f"{name} is down: {node.why or node.state}{next_.get(node.state, '')}{elsewhere}"
+            failed = f"; it failed to start {count(node.failed_starts, 'time')}" if node.failed_starts else ""
+            text = f"{name} is down: {node.why or node.state}{failed}{next_.get(node.state, '')}{elsewhere}"
             yield Problem("bad", text, [name], node.seconds)
         elif node.restarts and node.seconds is not None and node.seconds < LATELY:
             text = f"{name} is back after its end: {node.why}{elsewhere}"
