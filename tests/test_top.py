@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.cli.find import GraphAddress
-from pdserve.cli.status import as_dict, lasting
+from pdserve.cli.status import as_dict, lasting, render
 from pdserve.cli.top import screen, share, spark
 from pdserve.observe.graph_state import GraphState, graph_state
 from pdserve.observe.problems import duration
@@ -146,6 +146,13 @@ def test_what_time_alone_changes_is_no_change() -> None:
     assert told(replace(later, queue_depth=7)) != told(before)
     assert told(replace(later, receipts=[replace(aged[0], output_tokens=99), *aged[1:]])) != told(before)
     assert told(loaded(slow=True)) != told(before)
+
+
+def test_plain_status_says_on_which_host_a_process_is_down() -> None:
+    lines = lines_of(render(loaded(down=True), GraphAddress("etcd", "pdserve")), 200)
+    (row,) = [line for line in lines if line.lstrip().startswith("decode-1 ")]
+    assert "waiting to restart" in row
+    assert row.endswith("127.0.0.1")
 
 
 def test_the_json_has_all_of_it() -> None:

@@ -156,7 +156,7 @@ def _row(node: Node, mixed: Container[str]) -> tuple[str | Text, ...]:
     state = Text(node.state + since, state_style(node))
     instance, load = node.instance, node.load
     if instance is None:
-        return node.name, state
+        return node.name, state, "", node.host
     name = Text(instance.id)
     if instance.fingerprint in mixed:
         name.append(f"\n{instance.fingerprint}", "yellow")

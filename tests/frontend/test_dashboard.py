@@ -36,7 +36,7 @@ from pdserve.registry import connect, keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView
 from pdserve.tasks import Owner
-from pdserve.watch import LinkState, Receipt, Watched
+from pdserve.watch import LinkState, Outage, Receipt, Watched
 from tests.conditions import until
 from tests.frontend.conftest import MODEL
 
@@ -470,8 +470,9 @@ async def test_a_key_sees_what_is_its_own() -> None:
     frontend = Instance("frontend-0-x", Role.FRONTEND, address="http://secret", host="secret", pid=7)
     link = LinkState("decode-0-x", "requests", up=False, failures=1, failure="secret:1234 refused")
     receipts = [Receipt(name, frontend.id, "/", 1.0, key=name) for name in ("alice", "bob")]
-    slot = SlotState("decode-0", Role.DECODE, state="stopped", end="exit code 1", cause="/secret/path")
-    state = graph_state([frontend], [slot], {}, {}, {frontend.id: Watched(links=[link], receipts=receipts)})
+    slot = SlotState("decode-0", Role.DECODE, "secret", "stopped", end="exit code 1", cause="/secret/path")
+    watched = Watched(links=[link], receipts=receipts, outages=[Outage("etcd", "secret:2379", 1.0)])
+    state = graph_state([frontend], [slot], {}, {}, {frontend.id: watched})
     own = told(state, Viewer("alice", everything=False), frontend.id, 0.0)
     assert [receipt.key for receipt in own.receipts] == ["alice"]
     assert "secret" not in str(own)

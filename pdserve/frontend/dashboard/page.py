@@ -155,7 +155,7 @@ def _public(state: GraphState, key: str) -> GraphState:
 def _placeless(node: Node) -> Node:
     """Leave out where the process runs: why a link failed may name addresses."""
     instance = node.instance and replace(node.instance, address="", metrics="", host="", pid=0, gpus=[])
-    return replace(node, instance=instance, links=[replace(link, failure="") for link in node.links])
+    return replace(node, host="", instance=instance, links=[replace(link, failure="") for link in node.links])
 
 
 def _notable(node: Node) -> list[LinkState]:
