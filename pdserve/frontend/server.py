@@ -40,7 +40,8 @@ from pdserve.observe.metrics import CONNECTIONS_CLOSED
 from pdserve.plan.slots import Slot
 from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id, registered_skew
-from pdserve.queue.responses import StoreLimits
+from pdserve.queue.broadcast import Broadcast
+from pdserve.queue.responses import ResponseStore, StoreLimits
 from pdserve.recent import RecentKeys
 from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
@@ -81,6 +82,7 @@ class Frontend(Service):
         self.connections.add("etcd", config.etcd, lambda: connection.connected)
         view = await stack.enter_async_context(RegistryView(connection))
         stored = await self._stored_responses(frontend, config.nats, credentials, stack)
+        at_nats: list[ResponseStore | Broadcast] = [stored.store] if stored else []
         context = self._model_context(frontend, config.nats, credentials, stored)
         models = await stack.enter_async_context(
             serve_models(view, context, config.served_model_name, frontend)
@@ -94,6 +96,9 @@ class Frontend(Service):
                 credentials,
             )
             await stack.enter_async_context(UsageExchange(self._keys.keys.ledger, broadcast))
+            at_nats.append(broadcast)
+        if at_nats:
+            self.connections.add("NATS", config.nats, lambda: all(each.connected for each in at_nats))
         client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
         if view.instances(Role.FRONTEND):  # they answer on this port meanwhile
             with suppress(TimeoutError):

@@ -31,10 +31,9 @@ MOST = 12
 FULL = 0.97
 """share of the KV blocks in use"""
 
-_WITHOUT = {
-    "NATS": "prompts are computed at decode workers until it is back",
-    "etcd": "the processes are those of before, and new ones are not seen until it is back",
-}
+_WITHOUT_QUEUE = "prompts are computed at decode workers"
+_WITHOUT_STORE = "frontends share no stored responses and no use of API keys"
+_WITHOUT_REGISTRY = "the processes are those of before, and new ones are not seen"
 
 READY, DRAINING, SILENT, STARTING = "ready", "draining", "does not answer", "starting"
 
@@ -128,17 +127,20 @@ def _silent(node: Node) -> Node:
 
 
 def _outages(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
-    names = {node.instance.id: node.name for node in found if node.instance}
-    lost: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    by_id = {node.instance.id: node for node in found if node.instance}
+    lost: defaultdict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
     for watcher, outages in state.outages.items():
+        node = by_id.get(watcher)
+        at_nats = _WITHOUT_STORE if node and node.role is Role.FRONTEND else _WITHOUT_QUEUE
         for outage in outages:
-            lost[outage.server, outage.address][names.get(watcher, watcher)] = outage.seconds
-    for (server, address), seconds in lost.items():
+            without = at_nats if outage.server == "NATS" else _WITHOUT_REGISTRY
+            lost[outage.server, outage.address, without][node.name if node else watcher] = outage.seconds
+    for (server, address, without), seconds in lost.items():
         at = f" at {address}" if address else ""
         whom = ", ".join(seconds) if len(seconds) <= 3 else f"{len(seconds)} processes"
-        about = ["queue"] if server == "NATS" else []
-        text = f"{server}{at} does not answer {whom}: {_WITHOUT[server]}"
-        yield Problem("bad", text, about, max(seconds.values()))
+        text = f"{server}{at} does not answer {whom}: {without} until it is back"
+        level = "warn" if without is _WITHOUT_STORE else "bad"
+        yield Problem(level, text, ["queue"] * (without is _WITHOUT_QUEUE), max(seconds.values()))
 
 
 def _processes(found: Sequence[Node], migrated: Mapping[str, list[str]]) -> Iterator[Problem]:

@@ -10,6 +10,10 @@ class Broadcast(Lifetime):
     """One process's side. A message reaches, at most once, every process that has entered, the sender included. It
     reconnects by itself: entering does not fail while the server is away, and the iterator goes on when it is back."""
 
+    @property
+    @abstractmethod
+    def connected(self) -> bool: ...
+
     @abstractmethod
     async def send(self, message: bytes) -> None:
         """Raises QueueUnavailable while the server is away."""

@@ -287,6 +287,10 @@ class MemoryBroadcast(Broadcast):
         finally:
             self._listeners.remove(self._inbox)
 
+    @property
+    def connected(self) -> bool:
+        return self._broker.alive
+
     async def send(self, message: bytes) -> None:
         self._broker.check()
         for inbox in self._listeners:
@@ -311,6 +315,10 @@ class MemoryResponses(ResponseStore):
         finally:
             for frontend in self._listening:
                 self._broker.frontends.pop(frontend, None)
+
+    @property
+    def connected(self) -> bool:
+        return self._broker.alive
 
     async def put(self, owner: str, key: str, data: bytes) -> None:
         self._broker.check()

@@ -27,6 +27,10 @@ class ResponseStore(Lifetime):
     """One frontend's side of the store. Methods raise QueueUnavailable while the server is away, and never wait long
     for it; entering does not fail then."""
 
+    @property
+    @abstractmethod
+    def connected(self) -> bool: ...
+
     @abstractmethod
     async def put(self, owner: str, key: str, data: bytes) -> None:
         """Store `data` in place of what was there. Returns when every frontend can read it."""

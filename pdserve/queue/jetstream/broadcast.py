@@ -28,6 +28,10 @@ class NatsBroadcast(Broadcast):
         async with self._connection:
             yield
 
+    @property
+    def connected(self) -> bool:
+        return self._connection.connected
+
     async def send(self, message: bytes) -> None:
         await self._connection.publish(self._subject, message)
 

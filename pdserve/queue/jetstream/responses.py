@@ -53,6 +53,10 @@ class JetStreamResponses(ResponseStore):
         async with self._connection, self._tasks:
             yield
 
+    @property
+    def connected(self) -> bool:
+        return self._connection.connected
+
     async def put(self, owner: str, key: str, data: bytes) -> None:
         """Store the parts first, under names of this version, and then the head that names them: a reader finds all of
         this version or all of the one before."""
