@@ -168,7 +168,9 @@ class Connections:
         """by server: monotonic time of the first look that found it lost"""
 
     def add(self, server: str, url: str, connected: Callable[[], bool]) -> None:
-        self._servers.append((server, url.rpartition("://")[2].rpartition("@")[2], connected))
+        """`url`: several of them are separated by commas."""
+        hosts = [each.rpartition("://")[2].rpartition("@")[2].strip() for each in url.split(",")]
+        self._servers.append((server, ",".join(hosts), connected))
 
     def outages(self) -> list[Outage]:
         now = time.monotonic()
