@@ -1,5 +1,6 @@
 """What `pdserve status --watch` shows of a graph."""
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.cli.find import GraphAddress
+from pdserve.cli.live import _Screen
 from pdserve.cli.status import as_dict, lasting, render
 from pdserve.cli.top import screen, share, spark
 from pdserve.observe.graph_state import GraphState, graph_state
@@ -146,6 +148,17 @@ def test_what_time_alone_changes_is_no_change() -> None:
     assert told(replace(later, queue_depth=7)) != told(before)
     assert told(replace(later, receipts=[replace(aged[0], output_tokens=99), *aged[1:]])) != told(before)
     assert told(loaded(slow=True)) != told(before)
+
+
+def test_a_terminal_without_a_size_is_taken_for_80_by_25(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, for rich
+    monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((0, 0)))
+    shown = _Screen(GraphAddress("etcd", "pdserve"))
+    with shown.console.screen():
+        shown.show(loaded(down=True))
+    assert "decode-1 is down" in capsys.readouterr().out
 
 
 def test_plain_status_says_on_which_host_a_process_is_down() -> None:

@@ -80,7 +80,8 @@ class _Screen:
     def draw(self) -> None:
         """Draw the last state, also after a resize."""
         if self._state is not None:
-            self.console.size = os.get_terminal_size()  # LINES, which rich prefers, follows no resize
+            columns, lines = os.get_terminal_size()  # LINES, which rich prefers, follows no resize
+            self.console.size = columns or 80, lines or 25  # a pseudo-terminal may have no size yet
             self.console.update_screen(screen(self._state, self._title, *self.console.size, clock.unix()))
 
 
