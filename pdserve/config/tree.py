@@ -122,9 +122,8 @@ class _Reader:
     def children(self, path: str, node: yaml.MappingNode, above: tuple[yaml.Node, ...]) -> dict[str, Entry]:
         """`above`: the nodes that contain this node; an alias to one of them would never end."""
         self._find_duplicates(path, node)
-        self._construct.flatten_mapping(
-            node
-        )  # `<<: *defaults`: the mapping's own keys come after those and win
+        # `<<: *defaults`: the mapping's own keys come after those and win
+        self._construct.flatten_mapping(node)
         entries = {}
         for key_node, value_node in node.value:
             entry = self._entry(path, key_node, value_node, (*above, node))

@@ -163,7 +163,7 @@ class RequestTrace:
     output_tokens: int = 0
     failure: RequestFailure | None = None
     admission: Admission | None = None
-    """that permits its sequences; None: they begin at once"""
+    """that permits its sequences; None: it generates nothing"""
     deltas: DeltaStream | None = None
     """of a plain stream"""
     retries: int = 0
