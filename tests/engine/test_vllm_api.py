@@ -3,6 +3,9 @@ on."""
 
 import dataclasses
 import inspect
+import os
+import subprocess
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -169,3 +172,8 @@ def test_where_an_engine_on_the_cpu_computes(
     )
     api.compute_in_core(config)
     assert config.parallel_config.distributed_executor_backend == expected
+
+
+def test_a_worker_starts_where_torch_may_not_compile() -> None:
+    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
+    subprocess.run([sys.executable, "-c", "import pdserve.engine.vllm.worker"], env=environment, check=True)

@@ -46,8 +46,10 @@ def _keep_generators(runner: type) -> None:
 
 if current_platform.is_cpu():
     _keep_generators(CPUModelRunner)
-    # vLLM compiles this at the first request for logprobs, for 10 s and more in which the whole engine stands still
-    sampler.batched_count_greater_than = logprobs.batched_count_greater_than.__wrapped__
+    # vLLM compiles this at the first request for logprobs, for 10 s and more in which the whole engine stands still;
+    # with TORCHDYNAMO_DISABLE=1 it is not to be compiled anyway, and has no wrapper
+    ranks = logprobs.batched_count_greater_than
+    sampler.batched_count_greater_than = getattr(ranks, "__wrapped__", ranks)
 
 
 class WorkerExtension:
