@@ -33,7 +33,7 @@ class EngineSpec:
     credentials: Credentials | None = None
     """that prove to other engines that this engine is of the graph"""
     kv_port: int = 0
-    """first port of the KV side channel; the engine takes one for each TP rank"""
+    """port of the KV side channel, one for all ranks of the engine; 0: a free one"""
 
 
 def make_engine(kind: str, spec: EngineSpec) -> Engine:
