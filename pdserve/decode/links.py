@@ -69,14 +69,13 @@ class KvLinks:
     def failed(self, request: DecodeRequest, why: str) -> None:
         """A remote prefill failed. `why` begins with the label of the failure metric and a colon."""
         request.hops.fell_back(time.monotonic(), why, request.prefiller)
-        if self.workers.known(request.prefiller):  # not one that is gone, of which nothing is kept
-            link = self._of(request.prefiller)
-            link.failures, link.failure = link.failures + 1, why
+        link = self._of(request.prefiller)
+        link.failures, link.failure = link.failures + 1, why
         if not request.warms:
             REMOTE_PREFILL_FAILURES.labels(self.workers.model, why.partition(":")[0]).inc()
 
     def unreachable(self, workers: Iterable[str]) -> None:
-        for worker in workers:
+        for worker in filter(self.workers.known, workers):
             self._of(worker)
             HANDSHAKE_FAILURES.labels(self.workers.model, worker).inc()
 
@@ -106,7 +105,10 @@ class KvLinks:
             HANDSHAKE_FAILURES.remove(self.workers.model, worker)
 
     def _of(self, worker: str) -> _Link:
+        """What is counted of the link; not kept for a worker that is gone, whose last reads may end later."""
         if worker not in self._links:
+            if not self.workers.known(worker):
+                return _Link()
             self._links[worker] = _Link()
             # the counter must exist at 0: a series that begins at 1 shows no increase
             HANDSHAKE_FAILURES.labels(self.workers.model, worker)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client import REGISTRY
 
+from pdserve.engine.base import Read, Transfers
 from pdserve.engine.sim.model import SimModel
 from pdserve.messages import PrefillStarted
 from pdserve.watch import LinkState
@@ -98,6 +99,12 @@ async def test_nothing_is_kept_of_a_worker_that_goes_with_a_request(graph: Graph
     await registry.delete("instances/prefill/prefill-left")
     assert (await frontend.end_of(request)).way == ("local", "fallback")
     assert handshake_failures("prefill-left") is None
+
+
+async def test_nothing_is_kept_of_a_worker_that_is_gone_before_its_last_read(graph: Graph) -> None:
+    graph.decode._links.read(Transfers([Read("prefill-gone", 0.1, 100)]))
+    graph.decode._links.unreachable(["prefill-gone"])
+    assert handshake_failures("prefill-gone") is None
 
 
 async def test_a_graph_without_remote_prefill_has_no_links() -> None:
