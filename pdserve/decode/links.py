@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pdserve.decode.policy import Decision
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.engine.base import Transfers
@@ -63,7 +62,7 @@ class KvLinks:
         request.hops.add("transfer", request.since, time.monotonic(), request.prefiller)
         self.failed(request, f"transfer: {why}")
         if not request.warms:
-            request.decision, request.cached = Decision("local", "transfer"), 0
+            request.recompute("transfer")
             request.since = time.monotonic()
 
     def failed(self, request: DecodeRequest, why: str) -> None:

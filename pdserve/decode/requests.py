@@ -154,6 +154,11 @@ class DecodeRequest:
         remote = self.decision is not None and self.decision.mode == "remote"
         return not self.proven and (self.awaits or remote)
 
+    def recompute(self, reason: str) -> None:
+        """The KV that was to be read is lost: this engine computes the prompt."""
+        self.decision, self.cached = Decision("local", reason), 0
+        self.computes = len(self.submit.prompt) - self.hit
+
     @property
     def outcome(self) -> Outcome | None:
         """Of the remote prefill; None if it was not asked for, or is under way."""

@@ -179,8 +179,8 @@ class RequestRunner:
                 await request.computed.wait()
 
     async def _generate(self, request: DecodeRequest, handle: KvHandle | None, after: Sequence[int]) -> None:
-        """Hand the request to the engine. It is RUNNING before the call, so that a cancellation during the call reaches
-        the engine after it."""
+        """Hand the request to the engine, or, if its KV has expired, compute its prompt when it is its turn. The
+        request is RUNNING before the call, so that a cancellation during the call reaches the engine after it."""
         request.phase, request.since = Phase.RUNNING, time.monotonic()
         self.busy()
         submit = request.submit
@@ -191,12 +191,12 @@ class RequestRunner:
                 raise
             # the KV's lease ran out since it was checked: sending to a slow frontend may take a second
             log.warning("request %s: its KV is refused (%s), prefilling locally", request.id, error)
+            request.phase = Phase.WAITING
             await self.engine.reject(handle)
             self.links.failed(request, f"expired: {error}")
-            request.since = time.monotonic()
-            request.decision, request.cached = Decision("local", "fallback"), 0
+            request.recompute("fallback")
             await self.frontends.send(request.frontend, request.placed)
-            await self.engine.generate(request.id, submit.prompt, submit.body, None, after)
+            await self._compute(request, after)
         if request.cancelled:
             await self.engine.cancel([request.id])
 

@@ -462,8 +462,12 @@ async def test_kv_that_could_not_be_read_is_rejected_when_its_request_is_over(im
     async with Graph() as graph:
         prefill = await graph.prefill()
         prefill.engine.faults.drop_transfers = True
-        before = failures("transfer")
-        assert (await (await graph.frontend()).ask(LONG)).tokens == expected(LONG, 4)
+        before, frontend = failures("transfer"), await graph.frontend()
+        graph.decode_engine.faults.going.clear()
+        request_id = await frontend.submit(LONG)
+        await until(lambda: [each.computes for each in graph.decode.requests.clients()] == [len(LONG)])
+        graph.decode_engine.faults.going.set()
+        assert (await frontend.end_of(request_id)).tokens == expected(LONG, 4)
         assert failures("transfer") == before + 1
         assert not await prefill.engine.all_blocks_free()
         prefill.engine.faults.drop_transfers = False
@@ -552,7 +556,7 @@ async def test_cancel_in_the_same_breath_sends_nothing_out() -> None:
 async def test_kv_whose_lease_runs_out_at_the_last_moment_is_computed_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While the frontend is told how its prompt gets its KV, which may take a second."""
+    """While the frontend is told how its prompt gets its KV, which may take a second. When it is the prompt's turn."""
     tell = MemoryStreamServer.send
 
     async def slowly(server: MemoryStreamServer, frontend: str, message: ToFrontend) -> None:
@@ -560,18 +564,23 @@ async def test_kv_whose_lease_runs_out_at_the_last_moment_is_computed_here(
             await asyncio.sleep(0.6)
         await tell(server, frontend, message)
 
-    async with Graph() as graph:
+    async with Graph(engine_args={"long-prefill-token-threshold": 16}) as graph:
         prefill = await graph.prefill(lease=LEASE_MARGIN + 0.4)
         monkeypatch.setattr(MemoryStreamServer, "send", slowly)
-        answered = await (await graph.frontend()).ask(LONG)
+        frontend = await graph.frontend()
+        async with graph.decode._runner.turns.turn(16):
+            request_id = await frontend.submit(LONG)
+            await until(lambda: [each.computes for each in graph.decode.requests.clients()] == [len(LONG)])
+            assert graph.decode.requests.waiting == 1
+        answered = await frontend.end_of(request_id)
         assert answered.failed is None
         assert answered.tokens == expected(LONG, 4)
         assert answered.way == ("local", "fallback")
         assert answered.placed is not None
         hops = answered.placed.hops
-        assert [hop.name for hop in hops] == ["queue", "prefill", "fallback", "prefill"]
+        assert [hop.name for hop in hops] == ["queue", "prefill", "fallback", "turn", "prefill"]
         assert hops[2].why.startswith("expired: ")
-        assert hops[3].start >= hops[2].start
+        assert hops[4].start >= hops[3].start >= hops[2].start
         await until(prefill.engine.all_blocks_free)
         await until(graph.decode_engine.all_blocks_free)
 
