@@ -1,5 +1,5 @@
-"""What moved in vLLM? Each line names something that `pdserve/engine/vllm/api.py` or the connector relies
-on."""
+"""What moved in vLLM? `tools/vllm_surface.py` names what pdserve relies on; here it is held against the vLLM that is
+installed."""
 
 import dataclasses
 import inspect
@@ -7,8 +7,7 @@ import os
 import subprocess
 import sys
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,16 +16,21 @@ from vllm.config import ParallelConfig
 from pdserve.config.host import VLLM_VERSION
 from pdserve.engine.vllm import api
 from pdserve.kv import FAILED, RELEASED, STALLED, UNREACHABLE, connector
+from tools.vllm_diff import Release, imports
+from tools.vllm_surface import FIELDS, FUNCTIONS, MESSAGES, REPLACED, SOURCES
 
-NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
-"""imported after our connector, which provides NIXL to it"""
-NixlBaseConnector = import_module(f"{NIXL}.connector").NixlBaseConnector
-NixlBaseConnectorWorker = import_module(f"{NIXL}.base_worker").NixlBaseConnectorWorker
-NixlPullConnectorScheduler = import_module(f"{NIXL}.pull_scheduler").NixlPullConnectorScheduler
-NixlPullConnectorWorker = import_module(f"{NIXL}.pull_worker").NixlPullConnectorWorker
-NixlKVConnectorStats = import_module(f"{NIXL}.stats").NixlKVConnectorStats
+ADVICE = (
+    "moved in vLLM: read what became of it, adapt pdserve/engine or pdserve/kv, then tools/vllm_surface.py"
+)
+installed = Release("installed")
 
-ADVICE = "moved in vLLM: read what became of it, adapt pdserve/engine or pdserve/kv, then this table"
+
+def resolve(dotted: str) -> Any:
+    owner, _, name = dotted.rpartition(".")
+    try:
+        return getattr(import_module(owner), name)
+    except ModuleNotFoundError:
+        return getattr(resolve(owner), name)
 
 
 def fields(struct: type) -> list[str]:
@@ -35,114 +39,45 @@ def fields(struct: type) -> list[str]:
     return [field.name for field in msgspec.structs.fields(struct)]
 
 
-def parameters(function: object) -> list[str]:
-    return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
-
-
 def test_the_version_is_the_one_that_was_read() -> None:
     assert api.VERSION == VLLM_VERSION, (
         f"vLLM {api.VERSION} is installed; run the engine tests, then set VLLM_VERSION"
     )
 
 
-@pytest.mark.parametrize(
-    ("struct", "expected"),
-    [
-        (
-            api.EngineCoreRequest,
-            "request_id prompt_token_ids mm_features sampling_params pooling_params arrival_time "
-            "lora_request cache_salt data_parallel_rank prompt_embeds prompt_is_token_ids client_index "
-            "current_wave priority trace_headers resumable external_req_id reasoning_ended "
-            "reasoning_parser_kwargs abort_immediately session_id kv_hints",
-        ),
-        (
-            api.EngineCoreOutput,
-            "request_id new_token_ids new_logprobs new_prompt_logprobs_tensors pooling_output "
-            "finish_reason stop_reason events kv_transfer_params ec_transfer_params trace_headers "
-            "prefill_stats routed_experts num_nans_in_logits mm_cache_miss_hashes new_sampling_mask "
-            "spec_decode_metrics prompt_token_id_logprobs",
-        ),
-        (
-            api.EngineCoreOutputs,
-            "engine_index outputs scheduler_stats timestamp utility_output finished_requests "
-            "wave_complete start_wave weight_version",
-        ),
-        (api.KVEventBatch, "ts events data_parallel_rank"),
-    ],
-)
-def test_a_messages_fields(struct: type, expected: str) -> None:
-    assert fields(struct) == expected.split(), f"{struct.__name__} {ADVICE}"
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_messages_fields(name: str) -> None:
+    """As the installed class has them, and as the syntax tree tells, by which `vllm_diff` compares."""
+    assert fields(resolve(name)) == MESSAGES[name].split() == installed.fields(name), f"{name} {ADVICE}"
 
 
-@pytest.mark.parametrize(
-    ("struct", "needed"),
-    [
-        (api.SchedulerStats, "num_running_reqs num_waiting_reqs num_skipped_waiting_reqs kv_cache_usage"),
-        (api.SchedulerStats, "kv_connector_stats prefix_cache_stats"),
-        (api.SamplingParams, "max_tokens temperature detokenize extra_args skip_reading_prefix_cache"),
-        (api.BlockStored, "block_hashes parent_block_hash token_ids lora_name extra_keys group_idx"),
-        (api.BlockRemoved, "block_hashes group_idx"),
-    ],
-)
-def test_fields_that_are_used(struct: type, needed: str) -> None:
-    assert set(needed.split()) <= set(fields(struct)), f"{struct.__name__} {ADVICE}"
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields_that_are_used(name: str) -> None:
+    assert set(FIELDS[name].split()) <= set(fields(resolve(name))), f"{name} {ADVICE}"
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (api.AsyncMPClient.add_request_async, "self request"),
-        (api.AsyncMPClient.abort_requests_async, "self request_ids"),
-        (api.AsyncMPClient.get_output_async, "self"),
-        (api.AsyncMPClient.get_supported_tasks_async, "self"),
-        (api.AsyncMPClient.reset_prefix_cache_async, "self reset_running_requests reset_connector"),
-        (api.AsyncMPClient.shutdown, "self timeout"),
-        (api.PrometheusStatLogger.record, "self scheduler_stats iteration_stats mm_cache_stats engine_idx"),
-        (NixlBaseConnector.__init__, "self vllm_config role kv_cache_config"),
-        (NixlPullConnectorScheduler.__init__, "self vllm_config engine_id kv_cache_config"),
-        (NixlPullConnectorWorker.__init__, "self vllm_config engine_id kv_cache_config"),
-        (NixlPullConnectorWorker._pop_done_transfers, "self transfers"),
-        (NixlPullConnectorWorker._read_blocks_for_req, "self req_id meta"),
-        (NixlPullConnectorWorker.get_transfer_results, "self"),
-        (
-            NixlPullConnectorWorker._handle_failed_transfer,
-            "self req_id handle failed_req_ids record_failed_transfer",
-        ),
-        (NixlPullConnectorWorker._mark_remote_engine_invalid, "self engine_id now"),
-    ],
-)
-def test_a_functions_parameters(function: object, expected: str) -> None:
-    assert parameters(function) == expected.split(), f"{getattr(function, '__qualname__', function)} {ADVICE}"
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_functions_parameters(name: str) -> None:
+    parameters = list(inspect.signature(resolve(name)).parameters)
+    assert parameters == FUNCTIONS[name].split() == installed.parameters(name), f"{name} {ADVICE}"
 
 
-def test_what_the_connector_reads_of_vllms() -> None:
-    source = inspect.getsource(NixlBaseConnectorWorker) + inspect.getsource(NixlPullConnectorWorker)
-    for name in (
-        "self._recving_metadata",
-        "self.block_len_per_layer",
-        "self.xfer_stats",
-        "local_physical_block_ids",
-        "self._recv_failures",
-        "blocks_expiry_time",
-        "finished_sending",
-    ):
-        assert name in source, f"{name} {ADVICE}"
-    assert fields(NixlKVConnectorStats) == ["data"]
+@pytest.mark.parametrize("module", SOURCES)
+def test_attributes_that_only_the_source_shows(module: str) -> None:
+    source = installed.source(module) or ""
+    assert [text for text in SOURCES[module] if text not in source] == [], f"{module} {ADVICE}"
 
 
-def test_what_is_read_of_vllms_memory_profile() -> None:
-    """Of its GPU worker, whose module is not imported here: it needs a GPU's libraries."""
-    folder = Path(str(find_spec("vllm.v1.worker").submodule_search_locations[0]))  # type: ignore[union-attr, index]
-    worker = (folder / "gpu_worker.py").read_text()
-    assert "self.total_consumed = profile_result.total_consumed" in worker, f"total_consumed {ADVICE}"
-    assert "self.peak_activation_memory = (" in worker, f"peak_activation_memory {ADVICE}"
-    for runner in ("gpu_model_runner.py", "gpu/model_runner.py"):
-        assert "self.model_memory_usage = m.consumed_memory" in (folder / runner).read_text(), ADVICE
+def test_every_name_that_pdserve_imports_or_replaces_is_there() -> None:
+    names = [*imports(), *REPLACED]
+    assert len(names) > 50
+    assert [name for name in names if installed.find(name) is None] == [], ADVICE
 
 
 @pytest.mark.parametrize("key", [STALLED, FAILED, RELEASED, UNREACHABLE])
 def test_the_connectors_statistics_carry_our_own(key: str) -> None:
     stats = connector.PdserveConnector.build_kv_connector_stats()
+    assert list(vars(stats)) == ["data"]
     assert stats.is_empty()
     stats.data[key].append("r1")
     assert not stats.is_empty()

@@ -1,0 +1,82 @@
+"""What pdserve relies on in vLLM beyond names that it imports and members that it overrides, which its source tells.
+
+`tests/engine/test_vllm_api.py` holds this table against the installed vLLM, `tools/vllm_diff.py` against a release that
+is not installed yet."""
+
+_NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+_PULL = f"{_NIXL}.pull_worker.NixlPullConnectorWorker"
+_CLIENT = "vllm.v1.engine.core_client.AsyncMPClient"
+
+MESSAGES = {
+    "vllm.v1.engine.EngineCoreRequest": "request_id prompt_token_ids mm_features sampling_params pooling_params "
+    "arrival_time lora_request cache_salt data_parallel_rank prompt_embeds prompt_is_token_ids client_index "
+    "current_wave priority trace_headers resumable external_req_id reasoning_ended reasoning_parser_kwargs "
+    "abort_immediately session_id kv_hints",
+    "vllm.v1.engine.EngineCoreOutput": "request_id new_token_ids new_logprobs new_prompt_logprobs_tensors "
+    "pooling_output finish_reason stop_reason events kv_transfer_params ec_transfer_params trace_headers "
+    "prefill_stats routed_experts num_nans_in_logits mm_cache_miss_hashes new_sampling_mask spec_decode_metrics "
+    "prompt_token_id_logprobs",
+    "vllm.v1.engine.EngineCoreOutputs": "engine_index outputs scheduler_stats timestamp utility_output "
+    "finished_requests wave_complete start_wave weight_version",
+    "vllm.distributed.kv_events.KVEventBatch": "ts events data_parallel_rank",
+}
+"""structure on the wire -> all its fields, in their order"""
+
+FIELDS = {
+    "vllm.v1.metrics.stats.SchedulerStats": "num_running_reqs num_waiting_reqs num_skipped_waiting_reqs "
+    "kv_cache_usage kv_connector_stats prefix_cache_stats",
+    "vllm.sampling_params.SamplingParams": "max_tokens temperature detokenize extra_args skip_reading_prefix_cache",
+    "vllm.distributed.kv_events.BlockStored": "block_hashes parent_block_hash token_ids lora_name extra_keys group_idx",
+    "vllm.distributed.kv_events.BlockRemoved": "block_hashes group_idx",
+}
+"""structure -> the fields that are used"""
+
+FUNCTIONS = {
+    f"{_CLIENT}.add_request_async": "self request",
+    f"{_CLIENT}.abort_requests_async": "self request_ids",
+    f"{_CLIENT}.get_output_async": "self",
+    f"{_CLIENT}.get_supported_tasks_async": "self",
+    f"{_CLIENT}.reset_prefix_cache_async": "self reset_running_requests reset_connector",
+    f"{_CLIENT}.shutdown": "self timeout",
+    "vllm.v1.metrics.loggers.PrometheusStatLogger.record": "self scheduler_stats iteration_stats mm_cache_stats "
+    "engine_idx",
+    f"{_NIXL}.connector.NixlBaseConnector.__init__": "self vllm_config role kv_cache_config",
+    f"{_NIXL}.pull_scheduler.NixlPullConnectorScheduler.__init__": "self vllm_config engine_id kv_cache_config",
+    f"{_PULL}.__init__": "self vllm_config engine_id kv_cache_config",
+    f"{_PULL}._pop_done_transfers": "self transfers",
+    f"{_PULL}._read_blocks_for_req": "self req_id meta",
+    f"{_PULL}.get_transfer_results": "self",
+    f"{_PULL}._handle_failed_transfer": "self req_id handle failed_req_ids record_failed_transfer",
+    f"{_PULL}._mark_remote_engine_invalid": "self engine_id now",
+}
+"""function that is called or overridden -> its parameters"""
+
+REPLACED = (
+    "vllm.v1.worker.cpu_model_runner.CPUModelRunner._sample",
+    "vllm.v1.worker.cpu_model_runner.CPUModelRunner._bookkeeping_sync",
+    "vllm.v1.engine.core_client.EngineCoreClient.make_async_mp_client",
+    "vllm.v1.engine.input_processor.InputProcessor._validate_params",
+    "vllm.v1.engine.output_processor.RequestState.make_request_output",
+    "vllm.renderers.base.BaseRenderer._tokenize_prompt",
+)
+"""members that pdserve wraps or replaces in objects of vLLM"""
+
+SOURCES = {
+    f"{_NIXL}.base_worker": (
+        "self._recving_metadata",
+        "self.block_len_per_layer",
+        "self.xfer_stats",
+        "local_physical_block_ids",
+        "self._recv_failures",
+        "finished_sending",
+    ),
+    f"{_NIXL}.pull_worker": ("blocks_expiry_time",),
+    "vllm.renderers.base": ("self._tokenize_prompt_async = make_async(",),
+    "vllm.v1.worker.gpu_worker": (
+        "self.total_consumed = profile_result.total_consumed",
+        "self.peak_activation_memory = (",
+    ),
+    "vllm.v1.worker.gpu_model_runner": ("self.model_memory_usage = m.consumed_memory",),
+    "vllm.v1.worker.gpu.model_runner": ("self.model_memory_usage = m.consumed_memory",),
+}
+"""module -> text that its source must have: attributes that no signature shows, or that need a GPU's libraries"""
