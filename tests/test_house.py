@@ -276,7 +276,9 @@ def _blocks(markdown: Path) -> Iterator[str]:
 
 
 def _documents() -> list[Path]:
-    return [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()]
+    return [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(
+        (ROOT / "docs").rglob("*.md")
+    )
 
 
 @pytest.mark.parametrize("document", _documents(), ids=lambda path: path.name)
