@@ -60,7 +60,7 @@ class Release:
         if (module := self.tree(owner)) is not None:
             return self._name(owner, module, name)
         holder = self.find(owner) if owner else None
-        return self._member(*holder, name) if holder and isinstance(holder[1], ast.ClassDef) else None
+        return self._member(*holder, name) if holder else None
 
     def _name(self, module: str, tree: ast.Module, name: str) -> tuple[str, ast.AST] | None:
         """A name at a module's top level, imported from elsewhere or not."""
@@ -84,13 +84,15 @@ class Release:
         parts = parts[: len(parts) - node.level + package]
         return ".".join([*parts, *([node.module] if node.module else [])])
 
-    def _member(self, module: str, owner: ast.ClassDef, name: str) -> tuple[str, ast.AST] | None:
+    def _member(self, module: str, owner: ast.AST, name: str) -> tuple[str, ast.AST] | None:
+        if not isinstance(owner, ast.ClassDef):
+            return None
         for node in owner.body:
             if isinstance(node, Function) and node.name == name:
                 return module, node
         for base in owner.bases:
             holder = self.find(f"{module}.{ast.unparse(base).partition('[')[0]}")
-            if holder and isinstance(holder[1], ast.ClassDef) and (found := self._member(*holder, name)):
+            if holder and (found := self._member(*holder, name)):
                 return found
         return None
 
