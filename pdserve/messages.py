@@ -291,6 +291,8 @@ class PrefillDone(Struct, frozen=True, tag=True):
     first: list[bytes] = []
     """the first token, in vLLM's own encoding of EngineCoreOutputs; opaque to all but engines. Empty: the decode engine
     has to sample it"""
+    engine_queued: float = 0.0
+    """of `compute_seconds`: in the engine's own queue"""
 
 
 class PrefillFailed(Struct, frozen=True, tag=True):

@@ -15,15 +15,20 @@ HOPS = {
     "admission": "the frontend holds the request until it is its client's turn and a worker has room",
     "queue": "in the prefill queue: published by the decode worker, to be pulled by a prefill worker",
     "turn": "the decode worker holds the prompt while its engine computes those before it",
-    "prefill": "the prompt is computed: at a prefill worker from its pulling to its KV, at a decode worker from its "
-    "entering the engine to the first token",
-    "transfer": "the decode engine waits for the KV that it reads from the prefill engine",
+    "engine-queue": "an engine has the prompt and no room for it: as many sequences as it runs at once, or no free KV "
+    "blocks; left out below `BRIEF`",
+    "prefill": "the prompt is computed: at a prefill worker until its KV is there, at a decode worker until the first "
+    "token",
+    "transfer": "the decode engine waits for room and for the KV that it reads from the prefill engine",
     "first-step": "from the KV in its place to the end of the decode engine's first step for the request",
     "decode": "from the first token to the last",
     "fallback": "remote prefill came to nothing, and the decode worker computes the prompt; takes no time itself",
     "migration": "a decode worker lost the request, which goes on at another one; takes no time itself",
 }
 """the parts of a request's life: in receipts, in the `server-timing` header, and as spans of a trace"""
+
+BRIEF = 0.1
+"""seconds of a wait in an engine that are no hop of their own: mostly the rest of the step that runs"""
 
 DETOURS = ("fallback", "migration")
 """hops without a duration, which say that something failed and the request took another way"""

@@ -27,6 +27,7 @@ from pdserve.watch import KEPT_FOR, MOST_KEPT, Receipt, newest
 _COLORS = {
     "admission": "yellow",
     "queue": "magenta",
+    "engine-queue": "magenta",
     "prefill": "blue",
     "transfer": "cyan",
     "fallback": "red",
@@ -53,15 +54,16 @@ def trace(
     answer's body does as well. Without ID: the last requests, of all frontends. Exit code 1 where it is not found.
 
     The parts, in their order (a request has those that it went through):
-      admission   held by the frontend, until it is its client's turn and a worker has room
-      queue       in the prefill queue
-      turn        held by the decode worker, while its engine computes the prompts before it
-      prefill     its prompt is computed
-      transfer    the decode worker waits for the KV that the prefill worker computed
-      first-step  from the KV in its place to the first token
-      decode      from the first token to the last
-      fallback    remote prefill came to nothing: the decode worker computes the prompt
-      migration   its decode worker lost it: another one goes on
+      admission     held by the frontend, until it is its client's turn and a worker has room
+      queue         in the prefill queue
+      turn          held by the decode worker, while its engine computes the prompts before it
+      engine-queue  the engine has the prompt, and no room for it yet
+      prefill       its prompt is computed
+      transfer      the decode worker waits for room and for the KV that the prefill worker computed
+      first-step    from the KV in its place to the first token
+      decode        from the first token to the last
+      fallback      remote prefill came to nothing: the decode worker computes the prompt
+      migration     its decode worker lost it: another one goes on
 
     examples:
       pdserve trace                                    the last requests

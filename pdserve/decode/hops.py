@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from pdserve.messages import Hop
+from pdserve.watch import BRIEF
 
 
 @dataclass(eq=False)
@@ -25,7 +26,11 @@ class RequestHops:
     def here(self) -> list[Hop]:
         """All but the prefills at prefill workers, which trace those themselves."""
         there = {worker for worker, _ in self._pulls}
-        return [hop for hop in self.known if hop.name != "prefill" or hop.instance not in there]
+        return [
+            hop
+            for hop in self.known
+            if hop.name not in ("engine-queue", "prefill") or hop.instance not in there
+        ]
 
     def add(self, name: str, start: float, end: float, instance: str = "", why: str = "") -> None:
         self.known.append(Hop(name, start - self.arrived, max(0.0, end - start), instance, why))
@@ -38,21 +43,33 @@ class RequestHops:
         if not self._pulls or self._pulls[-1][0] != worker:
             self._pulls.append((worker, queued))
 
-    def answered(self, worker: str, queued: float, computed: float, now: float) -> None:
+    def answered(
+        self, worker: str, queued: float, computed: float, now: float, engine_queued: float = 0.0
+    ) -> None:
         """The prefill worker answered. If `queued` is not known (0), all but the computation counts as queue."""
         self.pulled(worker, queued or now - self._asked - computed)
-        self._remote(min(now, self._asked + self._pulls[-1][1] + computed))
+        self._remote(min(now, self._asked + self._pulls[-1][1] + computed), engine_queued)
 
     def ended(self, now: float) -> None:
         """The wait for a remote prefill ended without a usable answer."""
         self._remote(now)
 
-    def _remote(self, end: float) -> None:
+    def _remote(self, end: float, engine_queued: float = 0.0) -> None:
         """Add the hops of a remote prefill. The time of its messages is a gap between them and the next hop."""
         marks = [min(end, self._asked + max(0.0, queued)) for _, queued in self._pulls] + [end]
         self.add("queue", self._asked, marks[0], why=self._why)
-        for (worker, _), (start, until) in zip(self._pulls, pairwise(marks), strict=True):
+        for (worker, _), (start, until) in zip(self._pulls[:-1], pairwise(marks[:-1]), strict=True):
             self.add("prefill", start, until, worker)
+        if self._pulls:
+            self.prefilled(marks[-2], marks[-2] + engine_queued, end, self._pulls[-1][0])
+
+    def prefilled(self, since: float, begun: float | None, end: float, instance: str, why: str = "") -> None:
+        """An engine had the prompt `since`, began to compute it at `begun` (None: unknown) and has done so."""
+        begun = min(end, max(since, begun or since))
+        if begun - since >= BRIEF:
+            self.add("engine-queue", since, begun, instance)
+            since = begun
+        self.add("prefill", since, end, instance, why)
 
     def fell_back(self, now: float, why: str, instance: str = "") -> None:
         """The remote prefill failed. `why` begins with the label of the failure metric; `instance`: the prefill

@@ -48,7 +48,7 @@ class KvLinks:
         """The engine has done its first step for a client's request."""
         now, here = time.monotonic(), self.workers.instance
         if request.placed.prefill == "local":
-            request.hops.add("prefill", request.since, now, here, request.placed.reason)
+            request.hops.prefilled(request.since, begun, now, here, request.placed.reason)
             return
         seconds = request.hops.read(request.since, begun, now, request.prefiller, here)
         KV_TRANSFER_SECONDS.labels(self.workers.model).observe(seconds)

@@ -88,7 +88,7 @@ class RemotePrefill:
         match outcome:
             case PrefillDone(handle=handle, compute_seconds=seconds) as done:
                 request.prefiller = handle.engine_id
-                request.hops.answered(handle.engine_id, done.queued, seconds, now)
+                request.hops.answered(handle.engine_id, done.queued, seconds, now, done.engine_queued)
                 if not request.warms:  # a warm-up's prompt is too short to measure the worker's speed
                     self.timeout.learn(tokens, seconds)
                 await self._check(handle, tokens)

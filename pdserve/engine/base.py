@@ -89,8 +89,8 @@ class Output:
     recomputed: bool = False
     """on the first output of a request with `kv`: its KV could not be read, so the prompt was computed here"""
     begun: float | None = None
-    """on the first output of a request: monotonic time at which the engine, having the KV, began to compute; None:
-    unknown"""
+    """on the first output of a request: monotonic time at which the engine, having room and the KV, began to compute;
+    None: unknown"""
     raw: Any = None
     """the engine's own output, for `pack`"""
 

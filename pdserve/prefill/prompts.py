@@ -185,6 +185,7 @@ class PromptRunner:
     async def _finished(self, output: Output) -> None:
         running = self._running.of_engine(output.request_id)
         if running is not None:
+            running.begun = output.begun
             self._running.drop(running, output.failed)
             self.pulling.learn(time.monotonic() - running.started)
             await self._answer(running.delivery, self._outcome(running, output))
@@ -199,7 +200,8 @@ class PromptRunner:
             return PrefillFailed(name, "engine", "the prefill engine failed this request")
         log.info("request %s: %d tokens prefilled in %.3f s", name, tokens, seconds)
         first = self._engine.pack([output]) if output.tokens else []
-        return PrefillDone(name, output.handle, seconds, running.queued, first=first)
+        waited = running.engine_queued
+        return PrefillDone(name, output.handle, seconds, running.queued, first=first, engine_queued=waited)
 
     async def _answer(self, delivery: Delivery, answer: PrefillAnswer) -> None:
         """Answer, then ack: if this worker dies between the two, the prompt is computed twice and the second answer

@@ -13,6 +13,7 @@ from pdserve.messages import PrefillRequest
 from pdserve.observe.tracing import Tracer
 from pdserve.queue.base import Delivery
 from pdserve.recent import RecentKeys
+from pdserve.watch import BRIEF
 
 _REMEMBERED = 1000
 
@@ -27,10 +28,17 @@ class RunningPrefill:
     queued: float
     """seconds in the queue at the first delivery"""
     started: float = field(default_factory=time.monotonic)
+    begun: float | None = None
+    """when the engine began to compute it, monotonic; None: unknown"""
 
     @property
     def request(self) -> PrefillRequest:
         return self.delivery.request
+
+    @property
+    def engine_queued(self) -> float:
+        """Seconds in the engine's own queue, as far as known."""
+        return max(0.0, self.begun - self.started) if self.begun is not None else 0.0
 
 
 class RunningPrefills:
@@ -59,7 +67,12 @@ class RunningPrefills:
         request = running.request
         if not request.traceparent:
             return
-        if span := self._tracer.part("prefill", running.started, request.traceparent):
+        begins = running.started
+        if running.engine_queued >= BRIEF:
+            begins += running.engine_queued
+            if waited := self._tracer.part("engine-queue", running.started, request.traceparent):
+                waited.end(begins)
+        if span := self._tracer.part("prefill", begins, request.traceparent):
             span.end(time.monotonic(), {"pdserve.prompt_tokens": len(request.prompt)}, error)
 
     def cancel(self, running: RunningPrefill) -> None:

@@ -226,6 +226,7 @@ class SimEngine(Engine):
             request.computed = request.cached = hit * self._model.block_size
             if request.kv is None:
                 left -= len(request.prompt) - request.computed
+                request.begun = time.monotonic()
                 self._running.append(request)
             else:
                 work = self._pull(request, request.kv)

@@ -137,7 +137,7 @@ class SimRequest:
     """of a prefill: blocks that were named as complete"""
     pulled: int = 0
     begun: float | None = None
-    """monotonic time at which its KV was read, or could not be"""
+    """monotonic time at which it got room and its KV was read, or could not be"""
     tokens: list[int] = field(default_factory=list)
     unread: bool = False
     """the KV could not be read"""
