@@ -1,0 +1,62 @@
+"""Faults of vLLM 0.32 on the CPU that pdserve works around. Look at each when vLLM is upgraded (`tools/vllm_diff.py`
+shows whether the code around it changed), and remove it when it can go.
+None was reported for vLLM itself in November 2026.
+
+- `keep_generators`: a request with a seed whose prompt takes several steps ends the engine. A plugin met it, too:
+  RBLN-SW/vllm-rbln#1025. Unchanged in 0.33; goes when `_bookkeeping_sync` leaves generators without an offset alone.
+- `rank_without_compiler`: the first request for logprobs compiles for 10 s in which the engine stands still. A plugin
+  met it: torch-spyre/sendnn-inference#550. Unchanged in 0.33; goes when CPU engines compile it at start or never.
+- `instruction_sets.request_amx`: SIGILL where a decode step comes before the first prefill on a CPU with AMX. Goes when
+  vLLM's CPU worker asks for the tiles itself.
+- `api.compute_in_core`: an engine of one rank computes in a second process, and both spin. By design; goes when a CPU
+  engine with one rank has the executor `uni`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from vllm.v1.sample import sampler
+from vllm.v1.sample.ops import logprobs
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+
+def work_around() -> None:
+    """Call it in each worker process on the CPU, before the worker is made."""
+    keep_generators(CPUModelRunner)
+    rank_without_compiler()
+
+
+def rank_without_compiler() -> None:
+    """Use the plain function behind the compiled one; with TORCHDYNAMO_DISABLE=1 it is not wrapped."""
+    ranks = logprobs.batched_count_greater_than
+    sampler.batched_count_greater_than = getattr(ranks, "__wrapped__", ranks)
+
+
+def keep_generators(runner: type) -> None:
+    """In each step of a prompt but the last, vLLM draws a token and discards it. If the request has a seed, its own
+    generator draws the token, and vLLM then turns it back. CPU generators cannot be turned back, and the error ends the
+    engine (vLLM 0.32): so let the common generator draw such tokens."""
+
+    def without(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, *args: Any, **named: Any) -> Any:
+            with _discarding(self):
+                return method(self, *args, **named)
+
+        return wrapped
+
+    for name in ("_sample", "_bookkeeping_sync"):
+        setattr(runner, name, without(getattr(runner, name)))
+
+
+@contextmanager
+def _discarding(runner: Any) -> Iterator[None]:
+    """Hide the generators of requests whose prompts continue in the next step."""
+    batch = runner.input_batch
+    discarded = np.nonzero(runner.discard_request_mask.np[: batch.num_reqs])[0]
+    kept = {row: batch.generators.pop(row) for row in map(int, discarded) if row in batch.generators}
+    try:
+        yield
+    finally:
+        batch.generators.update(kept)
