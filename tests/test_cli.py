@@ -5,6 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
+import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -180,6 +182,47 @@ def test_plan_that_does_not_fit_says_why(pdserve: Run, too_big: Path) -> None:
     result = pdserve("plan", "-f", too_big)
     assert result.returncode == 2
     assert "model folder /not/there not found" in " ".join(result.stdout.split())
+
+
+def test_plan_cannot_say_what_it_does_not_know(pdserve: Run, tmp_path: Path) -> None:
+    (tmp_path / "hub.yaml").write_text("VllmWorker: {model: nobody/nothing-of-the-kind}\n")
+    result = pdserve("plan", "-f", tmp_path / "hub.yaml")
+    assert result.returncode == 3
+    assert "Cannot say whether it fits" in result.stdout
+    assert json.loads(pdserve("plan", "-f", tmp_path / "hub.yaml", "--json").stdout)["fits"] is None
+
+
+@pytest.fixture(scope="module")
+def without_vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that has all of this one's packages but vLLM."""
+    folder = tmp_path_factory.mktemp("env")
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith("vllm") and entry.suffix != ".pth":
+            (packages / entry.name).symlink_to(entry)
+    return folder / "bin/python"
+
+
+@pytest.mark.parametrize("command", ["serve", "decode", "frontend", "plan"])
+def test_without_an_engine_one_sentence_says_what_to_install(
+    without_vllm: Path, tmp_path: Path, command: str
+) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
+    env |= {"PYTHONPATH": str(LOCAL.parents[1]), "PDSERVE_STATE_DIR": str(tmp_path / "state")}
+    done = subprocess.run(
+        [without_vllm, "-m", "pdserve", command, "-f", LOCAL],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    told = done.stderr if command != "plan" else " ".join(done.stdout.split()).partition(" demo ")[0]
+    assert done.returncode == 2, done.stderr
+    assert len(told.splitlines()) == 1, told
+    assert f"vLLM 0.32.0 is not installed for {without_vllm}: run `make install`" in told
+    assert not (tmp_path / "state").exists()
 
 
 def test_serve_refuses_before_it_starts_anything(too_big: Path, tmp_path: Path) -> None:

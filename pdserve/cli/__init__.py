@@ -67,7 +67,7 @@ environment:
   PDSERVE_NATS, PDSERVE_ETCD       servers to use, over what the file says
   PDSERVE_CREDENTIALS              folder of `pdserve credentials`, over what the file says
 
-exit codes: 0 done, 1 failed, 2 wrong configuration or command line.
+exit codes: 0 done, 1 failed, 2 wrong configuration or command line; of plan also 3, cannot say whether it fits.
 """
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 _PLAIN: dict[str, Any] = {"rich_markup_mode": None, "add_completion": False, "context_settings": _SETTINGS}

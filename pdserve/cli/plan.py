@@ -7,6 +7,9 @@ import typer
 
 from pdserve.cli.options import File
 
+_UNKNOWN = 3
+"""exit code"""
+
 
 def plan(
     file: File,
@@ -17,7 +20,8 @@ def plan(
 ) -> int:
     """Show what would run where on this machine: GPUs, memory, KV capacity, the most requests at once, ports, every
     vLLM argument and where it came from. Reads the model's config.json and safetensors index; loads no weights,
-    starts nothing. Exit code 0 where the graph fits, else 2 with the reasons.
+    starts nothing. Of weights that are not here the size is estimated from config.json. Exit code 0 where the graph
+    fits, 2 with the reasons where `pdserve serve` would refuse it, 3 where it cannot be said.
 
     examples:
       pdserve plan -f configs/disagg.yaml
@@ -36,4 +40,4 @@ def plan(
         print(json.dumps(plan_as_dict(found), indent=2))
     else:
         show(render(found))
-    return 2 if found.problems else 0
+    return {True: 0, False: 2, None: _UNKNOWN}[found.fits]

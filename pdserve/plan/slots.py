@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from pdserve.config.schema import Config, WorkerConfig
-from pdserve.plan.machine import Machine
+from pdserve.plan.machine import Gpu, Machine
 from pdserve.plan.memory import CPU_KV_GIB, CPU_KV_VARIABLE, Memory
 from pdserve.records import Role
 
@@ -35,6 +35,12 @@ class PlannedWorker:
     """GPUs that it needs; its slot has none if they were not found"""
     memory: Memory | None = None
     """None for a simulated engine, and if sizes are unknown (see the plan's notes)"""
+
+
+def card_of(worker: PlannedWorker, machine: Machine) -> Gpu | None:
+    """The worker's GPU with the least memory, which bounds all its ranks; None if it has none."""
+    cards = [gpu for gpu in machine.gpus if gpu.index in worker.slot.gpus]
+    return min(cards, key=lambda gpu: gpu.memory, default=None)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from pdserve.config.api_keys import VARIABLE, read_keys
+from pdserve.config.api_keys import VARIABLE
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials, expiring
 from pdserve.errors import ConfigError, RegistryUnavailable
@@ -50,11 +50,9 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
     ):
         if busy := busy_ports(config, plan.slots):
             raise ConfigError(busy)
-        if config.frontend:
-            read_keys(config.security.api_keys, os.environ)  # a mistake in them ends the start here
         _allow_many_files()
         adopt_orphans()
-        for note in plan.notes:
+        for note in filter(None, (*plan.notes, plan.unknown)):
             log.info("%s", note)
         try:
             asyncio.run(_serve(config, plan.slots, output, lock))

