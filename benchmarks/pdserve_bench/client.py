@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import re
+import socket
 import ssl
 import time
 import uuid
@@ -26,6 +27,7 @@ import msgspec
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+_CONNECT_WITHIN = 10.0
 
 
 class BadAnswer(Exception):
@@ -428,6 +430,24 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def on_message_complete(self) -> None:
         self._over = True
+
+
+def send_unread(url: str, request: bytes, source: str = "") -> socket.socket:
+    """Send a request whose answer is not read: return its connection, which takes next to nothing. Raises OSError."""
+    target = urlsplit(url)
+    sock = socket.socket()
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        sock.settimeout(_CONNECT_WITHIN)
+        sock.bind((source, 0))
+        sock.connect((target.hostname, target.port or 80))
+        if target.scheme == "https":
+            sock = trusted().wrap_socket(sock, server_hostname=target.hostname)
+        sock.sendall(request)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def trusted() -> ssl.SSLContext:

@@ -215,12 +215,15 @@ async def started(
     own_model: bool = False,
     own_disk: bool = False,
     thresholds: bool = False,
+    frontends: int = 1,
+    security: Mapping[str, str] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> AsyncIterator[StartedGraph]:
     """A graph that serves, stopped as by Ctrl-C on leaving. With `own_model` it gets a copy of its model, with
     `own_disk` a small file system for its state, as far as that can be done. With `thresholds`, prompts go by their
-    length where the file has the policy `adaptive`, so that remote prefills are there to be broken. Raises ConfigError,
-    and Unavailable with the end of its output where it does not come up."""
+    length where the file has the policy `adaptive`, so that remote prefills are there to be broken. `frontends` are at
+    least so many; `security` is the file's section of that name, without which clients come by plain http. Raises
+    ConfigError, and Unavailable with the end of its output where it does not come up."""
     config = load(file, {})
     model = _copied(Path(config.model), folder) if own_model else None
     ports = free_port(config.host), free_port(config.host, 16 * workers)
@@ -228,6 +231,11 @@ async def started(
     if thresholds and config.decode is not None and config.decode.policy == "adaptive":
         take(sections["VllmWorker"], "policy")
         sections["VllmWorker"]["max-local-prefill-length"] = SHORT
+    _multiply(
+        sections["Frontend"], max(frontends, workers, config.frontend.processes if config.frontend else 1)
+    )
+    if security:
+        sections["Security"] = dict(security)
     serve = ServeRun(folder, write(sections, folder / "graph.yaml"), variables=variables)
     with small_disk(serve.state_dir) if own_disk else nullcontext(False) as disk:
         nothing = state.GraphRecord(0, "", "", "", "", "")

@@ -4,13 +4,13 @@ import asyncio
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
 
 from pdserve.records import Role
 from pdserve_bench.chaos.questions import LONGEST, simulated
 from pdserve_bench.chaos.scene import Fault, Scene
-from pdserve_bench.client import Exchange, LoadClient, post
+from pdserve_bench.client import Exchange, LoadClient, post, send_unread
 
 GREEDY, POLITE = "127.0.0.2", "127.0.0.3"
 """addresses of this machine that a client may come from"""
@@ -34,7 +34,8 @@ async def read_nothing(scene: Scene) -> float | None:
     waits: list[float] = []
     with ExitStack() as stack:
         for number in range(STREAMS):
-            stack.enter_context(await asyncio.to_thread(_unread, scene, address.port or 80, number))
+            if sock := await asyncio.to_thread(_unread, scene, number):
+                stack.enter_context(sock)
         scene.say(f"{STREAMS} streams of {OUTPUT} tokens that are not read, from {GREEDY}")
         end = time.monotonic() + max(most, scene.options.hold)
         while time.monotonic() < end:
@@ -49,7 +50,9 @@ async def read_nothing(scene: Scene) -> float | None:
     return await scene.recovery()
 
 
-def _unread(scene: Scene, port: int, number: int) -> socket.socket:
+def _unread(scene: Scene, number: int) -> socket.socket | None:
+    """None if it is refused: that is an answer too."""
+    url = scene.running.graph.url
     body = {
         "model": scene.running.graph.model,
         "prompt": [300 + number, 301, 302],
@@ -57,16 +60,9 @@ def _unread(scene: Scene, port: int, number: int) -> socket.socket:
         "ignore_eos": True,
         "stream": True,
     }
-    end = socket.socket()
-    try:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        end.settimeout(10)
-        end.bind((GREEDY, 0))
-        end.connect(("127.0.0.1", port))
-        end.sendall(post(scene.running.graph.url, body))
-    except OSError:
-        pass  # refused: that is an answer too
-    return end
+    with suppress(OSError):
+        return send_unread(url, post(url, body), GREEDY)
+    return None
 
 
 async def _ask(scene: Scene, prompt: Sequence[int], source: str = "") -> Exchange:

@@ -1,6 +1,7 @@
 """Requests of every shape to every route, and what is left of them in the graph.
 
     python -m pdserve_bench.fuzz [--requests 10000] [--seed 1] [--real [--vllm]] [--only NUMBER | --nasty NAME]
+    python -m pdserve_bench.fuzz --attack [KIND,...] [--seconds 600] [--real]
 
 Starts a graph of its own with simulated engines (with --real those of configs/local.yaml). First come the requests that
 were made by hand (`nasties.py`), then schemathesis by the graph's own /openapi.json (a tenth), then valid requests with
@@ -8,8 +9,8 @@ some changes each. Beside them a client asks all the time what it knows the answ
 command is printed that sends it again: a 5xx, an answer that is none (an error in no dialect, a stream without its
 end), no answer in time; and whatever is left behind: KV blocks, requests, places, processes that ended, memory,
 tracebacks. With --vllm each 5xx is sent to vLLM's own server too: what that answers with a 5xx as well is not counted.
-Request NUMBER of a seed is always the same: `--only NUMBER` sends it alone and shows the answer. Exit code 1 where
-anything was found.
+Request NUMBER of a seed is always the same: `--only NUMBER` sends it alone and shows the answer. With --attack clients
+take all that they can get (`attack.py`) instead. Exit code 1 where anything was found.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from pdserve.config.load import load
 from pdserve.supervisor.state import GraphRecord
-from pdserve_bench.fuzz import schema
+from pdserve_bench.fuzz import attack, schema
 from pdserve_bench.fuzz.bodies import make
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, FuzzReport
 from pdserve_bench.fuzz.nasties import nasties
@@ -61,8 +62,12 @@ async def fuzz(fuzzer: Fuzzer, model: str, url: str, args: argparse.Namespace, f
         await fuzzer.run(make(args.seed, number, model) for number in range(rest))
 
 
-async def _main(args: argparse.Namespace, folder: Path) -> tuple[FuzzReport, GraphRecord]:
-    file = REAL if args.real else write(SIMULATED, folder / "sim.yaml")
+async def _main(args: argparse.Namespace, folder: Path) -> tuple[FuzzReport, GraphRecord | None]:
+    sim = attack.SIMULATED if args.attack is not None else SIMULATED
+    file = REAL if args.real else write(sim, folder / "sim.yaml")
+    if args.attack is not None:
+        kinds = args.attack.split(",") if args.attack else [*attack.KINDS]
+        return await attack.attacked(file, folder, kinds, args.seconds, say), None
     async with started(file, folder, say, thresholds=True) as running:
         graph = running.graph
         fuzzer = Fuzzer(graph, running.state_dir / "logs", say)
@@ -81,11 +86,11 @@ async def _main(args: argparse.Namespace, folder: Path) -> tuple[FuzzReport, Gra
     return fuzzer.report, graph
 
 
-def show(report: FuzzReport, graph: GraphRecord, seed: int) -> None:
+def show(report: FuzzReport, graph: GraphRecord | None, seed: int) -> None:
     print("\n".join(f"{count:6} {status}" for status, count in sorted(report.statuses.items())))
     for finding in report.findings[:SHOWN]:
         print(finding.what)
-        if request := finding.request:
+        if graph and (request := finding.request):
             number = request.name.removeprefix("body ")
             again = f"--seed {seed} --only {number}" if number.isdecimal() else f"--nasty '{request.name}'"
             print(f"    {request.name}, again: {again}\n    {request.curl(graph.url, FINDINGS)}")
@@ -103,6 +108,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, metavar="NUMBER")
     parser.add_argument("--nasty", metavar="NAME", help="one of those that were made by hand")
+    parser.add_argument(
+        "--attack", nargs="?", const="", metavar="KIND,...", help=f"clients: {', '.join(attack.KINDS)}"
+    )
+    parser.add_argument("--seconds", type=float, default=600.0, help="of the attack")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for the graph and its logs, to be kept")
     parser.add_argument("--real", action="store_true", help="engines that are not simulated")
     parser.add_argument("--vllm", action="store_true", help="send each 5xx to vLLM's own server too")

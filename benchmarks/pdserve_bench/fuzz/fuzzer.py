@@ -21,7 +21,7 @@ from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.chaos.judge import Judgement
 from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.chaos.questions import Case, again, computed, endless, learn, prompt_lengths, simulated
-from pdserve_bench.client import Exchange, HttpConnection, LoadClient, completion
+from pdserve_bench.client import Exchange, HttpConnection, LoadClient, completion, trusted
 from pdserve_bench.fuzz.answers import is_excused, problem
 from pdserve_bench.fuzz.request import FuzzRequest
 from pdserve_bench.load import side_by_side
@@ -101,26 +101,31 @@ class Fuzzer:
     """What it finds is in `report`."""
 
     def __init__(
-        self, graph: GraphRecord, logs: Path | None = None, say: Callable[[str], None] = print
+        self,
+        graph: GraphRecord,
+        logs: Path | None = None,
+        say: Callable[[str], None] = print,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`logs` is the folder of the graph's logs, where they are to be read."""
+        """`logs` is the folder of the graph's logs, where they are to be read; `headers` are of the client beside."""
         self.report = FuzzReport()
-        self._graph, self._logs, self._say = graph, logs, say
+        self.graph, self._logs, self._say = graph, logs, say
+        self._headers = dict(headers or {})
         self._source = ELSEWHERE if (urlsplit(graph.url).hostname or "").startswith("127.") else ""
         self._told = time.monotonic()
 
     @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
+    async def watching(self) -> AsyncIterator[JudgedLoad]:
         """Send in here: a client asks beside what it knows the answers of, and leaving looks what is left."""
         began = time.monotonic()
         read = {file: file.stat().st_size for file in self._log_files()}
         async with GraphWatch() as watch:
-            await watch.move(self._graph)
+            await watch.move(self.graph)
             before = await watch.learn()
-            held = await picture(self._graph.pid, before, {})
+            held = await picture(self.graph.pid, before, {})
             load = await self._canary()
             async with load:
-                yield
+                yield load
             self._judge(load)
             await self._look_after(watch, held, {instance.id for instance in before})
         for file, size in read.items():
@@ -132,7 +137,7 @@ class Fuzzer:
 
     async def send(self, request: FuzzRequest) -> bytes:
         """The answer, as far as it was read."""
-        answer = await send(self._graph.url, request, self._source)
+        answer = await send(self.graph.url, request, self._source)
         if answer.hung:
             self._count("left")
             if request.leaves is None:
@@ -166,17 +171,22 @@ class Fuzzer:
     # the client beside
 
     async def _canary(self) -> JudgedLoad:
-        config, url, model = load(Path(self._graph.config), {}), self._graph.url, self._graph.model
-        async with httpx.AsyncClient(trust_env=False) as http:
-            listed = (await http.get(f"{url}/v1/models")).json()["data"]
-        longest = next(entry["max_model_len"] for entry in listed if entry["id"] == model)
-        cases = endless(prompt_lengths(config, longest), seed=7)
+        config, url, model = load(Path(self.graph.config), {}), self.graph.url, self.graph.model
+        cases = endless(prompt_lengths(config, await self.max_model_len()), seed=7)
         if sim := simulated(config):
             known: Iterator[Case] = (replace(case, expected=computed(case, sim)) for case in cases)
         else:
-            client = LoadClient(url)
+            client = LoadClient(url, self._headers)
             known = again(await learn(client, model, islice(cases, KNOWN_CASES), TIMEOUT))
-        return JudgedLoad(url, model, known, 1, TIMEOUT)
+        return JudgedLoad(url, model, known, 1, TIMEOUT, self._headers)
+
+    async def max_model_len(self) -> int:
+        async with self._http() as http:
+            listed = (await http.get(f"{self.graph.url}/v1/models")).json()["data"]
+        return next(int(entry["max_model_len"]) for entry in listed if entry["id"] == self.graph.model)
+
+    def _http(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(trust_env=False, timeout=10, verify=trusted(), headers=self._headers)
 
     def _judge(self, load: JudgedLoad) -> None:
         for seen in load.seen("fuzz", 0.0):
@@ -201,22 +211,22 @@ class Fuzzer:
                 self._found(f"{instance}: {now}")
         if ids != (there := {instance.id for instance in after}):
             self._found(f"processes ended or began: {sorted(ids ^ there)}")
-        async with httpx.AsyncClient(trust_env=False, timeout=10) as http:
-            if (answer := await http.get(f"{self._graph.url}/health")).status_code != 200:
+        async with self._http() as http:
+            if (answer := await http.get(f"{self.graph.url}/health")).status_code != 200:
                 self._found(f"/health: {answer.status_code} {answer.text}")
-            elif there_load := (await http.get(f"{self._graph.url}/load")).json()["server_load"]:
+            elif there_load := (await http.get(f"{self.graph.url}/load")).json()["server_load"]:
                 self._found(f"/load: {there_load}")
         await self._burst(sum(worker.max_num_seqs for worker in after if worker.role.does(Role.DECODE)))
-        for growth in leaks(before, await picture(self._graph.pid, await watch.instances(), {}), GROWTH):
+        for growth in leaks(before, await picture(self.graph.pid, await watch.instances(), {}), GROWTH):
             self._found(growth)
 
     async def _burst(self, places: int) -> None:
         """As many requests as the workers run at once, all of which have to be in the middle at the same moment: a
         place that is still taken makes one of them wait for another's end, each time. On a busy machine some of a
         burst begin late too, but not in every burst."""
-        client = LoadClient(self._graph.url)
+        client = LoadClient(self.graph.url, self._headers)
         for _ in range(BURSTS):
-            burst = [Exchange(completion(self._graph.model, [300 + n], BURST_OUTPUT)) for n in range(places)]
+            burst = [Exchange(completion(self.graph.model, [300 + n], BURST_OUTPUT)) for n in range(places)]
             await asyncio.gather(*(client.ask(exchange, TIMEOUT) for exchange in burst))
             for error in (exchange.error for exchange in burst if exchange.error):
                 self._found(f"burst: {error}")

@@ -1,0 +1,228 @@
+"""Clients that take all that they can get, each kind with an API key of its own, and what a client beside them waits.
+
+    python -m pdserve_bench.fuzz --attack [KIND,...] [--seconds 600] [--real]
+
+A graph with two frontends, https and keys. The client beside asks first without attackers, then with them: its longest
+wait for a token may be `BEYOND` seconds longer than before, and each of its answers has to be right. The attackers run
+in a process of their own with a lower priority, as they would not share its machine.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from urllib.parse import urlsplit
+
+from pdserve.credentials import create
+from pdserve_bench.chaos.judge import longest_pause
+from pdserve_bench.chaos.load import JudgedLoad
+from pdserve_bench.client import HttpConnection, post, send_unread, trusted
+from pdserve_bench.endpoint import key_headers
+from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, FuzzReport
+from pdserve_bench.launch import ServerRun, started
+from pdserve_bench.simulated import simulated
+
+SIMULATED = simulated(
+    {"step-seconds": 0.02, "prefill-rate": 50000},
+    decode={"max-num-seqs": 32},
+    common={"num-gpu-blocks-override": 8192},
+)
+"""as slow as real engines without a GPU: a greedy answer takes half a minute"""
+BEYOND = 1.0
+"""seconds that the client beside may wait longer for a token than without attackers"""
+QUIET = 20.0
+"""seconds without attackers"""
+FRONTENDS = 2
+CANARY = "canary-key"
+OUTPUT = 1500
+"""tokens of each greedy answer, if the model can"""
+PATIENCE = 60.0
+"""seconds for an attacker's request"""
+NICE = 10
+AGAIN = 0.05
+"""seconds between two requests of an attacker: a refusal comes at once"""
+
+
+@dataclass
+class Attackers:
+    url: str
+    model: str
+    max_model_len: int
+    statuses: Counter[str] = field(default_factory=Counter)
+    """what came of their requests, by kind"""
+
+    def __post_init__(self) -> None:
+        self._dice = Random(4711)
+
+    async def run(self, kinds: Iterable[str]) -> None:
+        """Attack until this is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for kind in kinds:
+                clients, attack = KINDS[kind]
+                for _ in range(clients):
+                    group.create_task(self._again(kind, attack))
+
+    async def _again(self, kind: str, attack: "Attack") -> None:
+        while True:
+            status = "unfinished"
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    status = await attack(self, key_headers(kind))
+            except (OSError, EOFError) as error:  # a TimeoutError among them
+                status = type(error).__name__
+            finally:
+                self.statuses[f"{kind}: {status}"] += 1
+            await asyncio.sleep(AGAIN)
+
+    # the kinds
+
+    async def unread(self, headers: dict[str, str]) -> str:
+        """A stream that is not read, until the server ends it."""
+        request = post(self.url, self._body(stream=True), headers=headers)
+        with closing(await asyncio.to_thread(send_unread, self.url, request)):
+            await asyncio.sleep(PATIENCE / 2)
+        return "held"
+
+    async def many(self, headers: dict[str, str]) -> str:
+        return await self._ask(self._body(n=128, temperature=1.0), headers)
+
+    async def fixed(self, headers: dict[str, str]) -> str:
+        """A stream that cannot go on from its tokens at another worker: it looks back at them."""
+        return await self._ask(self._body(stream=True, presence_penalty=0.1), headers)
+
+    async def streams(self, headers: dict[str, str]) -> str:
+        return await self._ask(self._body(stream=True), headers)
+
+    async def prompts(self, headers: dict[str, str]) -> str:
+        """A hundred long prompts, half of the time such as no prefix cache knows."""
+        prompt = [self._dice.choice([300, self._dice.randint(301, 999)])] * (self.max_model_len - 96)
+        return await self._ask(self._body(prompt=[prompt] * 100, max_tokens=1), headers)
+
+    async def logprobs(self, headers: dict[str, str]) -> str:
+        prompt = [300] * (self.max_model_len - 96)
+        return await self._ask(self._body(prompt=prompt, n=64, prompt_logprobs=5, max_tokens=1), headers)
+
+    async def names(self, headers: dict[str, str]) -> str:
+        """A name of 4 MB that each output might carry."""
+        return await self._ask(self._body(n=8, request_id="x" * (4 << 20)), headers)
+
+    async def hang_up(self, headers: dict[str, str]) -> str:
+        """A connection that is closed as soon as it is open, or before."""
+        target = urlsplit(self.url)
+        if self._dice.random() < 0.5:
+            with closing(socket.create_connection((target.hostname, target.port), 10)) as sock:
+                sock.send(b"\x16\x03\x01")
+        else:
+            secure = trusted() if target.scheme == "https" else None
+            _, writer = await asyncio.open_connection(target.hostname, target.port, ssl=secure)
+            writer.transport.abort()
+        return "closed"
+
+    def _body(self, **fields: object) -> dict[str, object]:
+        prompt = [self._dice.randint(300, 999) for _ in range(16)]
+        tokens = min(OUTPUT, self.max_model_len - 64)
+        return {"model": self.model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **fields}
+
+    async def _ask(self, body: dict[str, object], headers: dict[str, str]) -> str:
+        """Read all of the answer."""
+        connection = await HttpConnection.open(self.url, body, headers=headers)
+        try:
+            status = await connection.status()
+            await connection.lines(lambda _: False)
+            return str(status)
+        finally:
+            connection.abort()
+
+
+Attack = Callable[[Attackers, dict[str, str]], Awaitable[str]]
+KINDS: dict[str, tuple[int, Attack]] = {
+    "unread": (100, Attackers.unread),
+    "many": (2, Attackers.many),
+    "streams": (60, Attackers.streams),
+    "fixed": (60, Attackers.fixed),
+    "prompts": (2, Attackers.prompts),
+    "logprobs": (2, Attackers.logprobs),
+    "names": (2, Attackers.names),
+    "hang-up": (2, Attackers.hang_up),
+}
+"""clients of each kind, and what they do"""
+
+
+async def attacked(
+    file: Path, folder: Path, kinds: list[str], seconds: float, say: Callable[[str], None]
+) -> FuzzReport:
+    """Start the graph of the file, and attack it."""
+    made = create(folder / "tls")
+    os.environ["SSL_CERT_FILE"] = str(made.authority)
+    security = {"tls-certificate": str(made.certificate), "tls-key": str(made.key)}
+    keys = {"PDSERVE_API_KEYS": ",".join([CANARY, *KINDS])}
+    async with started(
+        file, folder, say, thresholds=True, frontends=FRONTENDS, security=security, variables=keys
+    ) as running:
+        fuzzer = Fuzzer(running.graph, running.state_dir / "logs", say, key_headers(CANARY))
+        async with fuzzer.watching() as load:
+            await asyncio.sleep(QUIET)
+            quiet, _ = _longest(load, 0)
+            asked = len(load.done)
+            child = _attackers(fuzzer, folder, await fuzzer.max_model_len(), kinds)
+            child.start()
+            say(f"{quiet:.2f} s between tokens at most, of {asked} requests; now beside {', '.join(kinds)}")
+            await _watch(load, asked, seconds, say)
+            await child.stop()
+        fuzzer.report.statuses.update(_statuses(child.text))
+    longest, slowest = _longest(load, asked)
+    if longest > quiet + BEYOND:
+        what = f"a token came after {longest:.2f} s ({slowest}), {quiet:.2f} s at most without attackers"
+        fuzzer.report.findings.append(FuzzFinding(what))
+    return fuzzer.report
+
+
+def _attackers(fuzzer: Fuzzer, folder: Path, max_model_len: int, kinds: list[str]) -> ServerRun:
+    told = json.dumps([fuzzer.graph.url, fuzzer.graph.model, max_model_len, kinds])
+    command = ["nice", "-n", str(NICE), sys.executable, "-m", "pdserve_bench.fuzz.attack", told]
+    return ServerRun(command, folder / "attackers.log")
+
+
+async def _watch(load: JudgedLoad, first: int, seconds: float, say: Callable[[str], None]) -> None:
+    for _ in range(max(1, round(seconds / 10))):
+        await asyncio.sleep(min(10, seconds))
+        longest, slowest = _longest(load, first)
+        say(f"{len(load.done) - first} requests, {longest:.2f} s at most ({slowest})")
+
+
+def _longest(load: JudgedLoad, first: int) -> tuple[float, str]:
+    """The longest wait for a token of the streamed requests from that one on, and the id of its request."""
+    now = time.monotonic()
+    running = [replace(attempt, arrivals=[*attempt.arrivals, now], ended=now) for attempt in load.running]
+    waits = (
+        (longest_pause(attempt.started, attempt.arrivals, attempt.ended), attempt.request_id)
+        for attempt in [*load.done[first:], *running]
+        if attempt.case.stream
+    )
+    return max(waits, default=(0.0, ""))
+
+
+def _statuses(text: str) -> Counter[str]:
+    return Counter(json.loads(text.splitlines()[-1]))
+
+
+async def _main() -> None:
+    url, model, max_model_len, kinds = json.loads(sys.argv[1])
+    attackers = Attackers(url, model, max_model_len)
+    try:
+        await attackers.run(kinds)
+    finally:
+        print(json.dumps(attackers.statuses), flush=True)
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        asyncio.run(_main())
