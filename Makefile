@@ -17,7 +17,7 @@ help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 	@echo
 	@echo "Options: CONFIG=configs/disagg.yaml (serve, chaos, bench)  RESULTS=bench-results (bench)"
-	@echo "         SYSTEMS=--quick HOPS='--only stream,queue' (bench: more options of each)"
+	@echo "         SYSTEMS=--quick HOPS='--only stream' (bench: more options of each)"
 	@echo "         REQUESTS=10000 FUZZ='--real --vllm' (fuzz: requests, more options)"
 	@echo "         TESTS=tests/queue PARALLEL= (test)  PLATFORM=cpu|gpu  PYTHON=python3.12"
 
@@ -36,7 +36,7 @@ chaos: install  ## inject every fault into the graph of CONFIG under load, print
 fuzz: dev  ## send 10,000 requests of every shape to a graph of simulated engines (FUZZ=--real: real ones)
 	@$(BIN)/python -m pdserve_bench.fuzz --requests $(REQUESTS) $(FUZZ)
 
-bench: install  ## measure one engine against the graph of CONFIG, then each hop alone, into RESULTS (some 15 minutes)
+bench: install  ## measure one engine against the graph of CONFIG, then its hops alone, into RESULTS (some 13 minutes)
 	@mkdir -p $(RESULTS); failed=; code=0; \
 	measure() { \
 	  echo; echo "pdserve bench $$*"; \

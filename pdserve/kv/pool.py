@@ -1,4 +1,4 @@
-"""The two ends of a KV transfer without an engine, to measure with (`pdserve doctor`, `pdserve bench hops`).
+"""The two ends of a KV transfer without an engine, to measure with (`pdserve doctor`).
 
 Each end is a process with a NIXL agent configured like an engine's, and a pool of host memory, laid out and registered
 like vLLM's KV cache: a region for each layer, with its blocks. A read is like one of vLLM's connector: a descriptor for
@@ -71,10 +71,6 @@ class KvPool:
         """To a pool with as many layers, and blocks of the same size. UCX itself connects with the first read."""
         peer = self.agent.add_remote_agent(offer.agent)
         return RemotePool(self, offer.shape, self._prepare(peer, offer.addresses, offer.shape))
-
-    def forget_notifications(self) -> None:
-        """NIXL keeps them until they are asked for."""
-        self.agent.get_new_notifs()
 
     def _prepare(self, agent: str, addresses: Sequence[int], shape: PoolShape) -> Any:
         offsets = np.arange(shape.blocks, dtype=np.uint64) * np.uint64(shape.block_bytes)

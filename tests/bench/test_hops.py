@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pdserve_bench.hops import frontend, queue, stream
+from pdserve_bench.hops import frontend, stream
 from pdserve_bench.hops.command import HOPS, choose
 from pdserve_bench.hops.frontend_load import RAMP, step_seconds, tokens_needed
 from pdserve_bench.hops.section import HopOptions, Pair, spread
@@ -60,21 +60,6 @@ async def test_stream(tmp_path: Path) -> None:
     assert all(turn["frontend_cpu"] + turn["worker_cpu"] <= 2 * turn["seconds"] + 0.5 for turn in turns)
     sent_first = [turn["system"] for turn in turns[:: 2 * 2 * len(SIZES)]]
     assert sent_first == [stream.OURS, stream.BASELINE], "the order alternates"
-
-
-async def test_queue(tmp_path: Path) -> None:
-    options = HopOptions(tmp_path, seconds=0.6, rounds=1)
-    with Schedule(queue.phases(options)) as schedule:
-        section = await last(queue.measure(options, schedule))
-        assert schedule.seconds_left == 0
-    times, cpu = section.tables
-    assert [tuple(row[:2]) for row in times.rows] == [(300, 1), (300, 8), (3000, 1), (3000, 8)]
-    assert all(figure > 0 for table in (times, cpu) for figure in figures(table))
-    for stored, answered in zip(
-        column(times, "stored p50, ms"), column(times, "answered p50, ms"), strict=True
-    ):
-        assert stored < answered
-    assert all(ratio > 1 for ratio in column(times, "ratio")), "it stores, and a plain request does not"
 
 
 async def test_frontend(tmp_path: Path) -> None:
@@ -134,15 +119,15 @@ def test_spread_is_half_of_the_range() -> None:
 
 @pytest.mark.parametrize(
     ("only", "expected"),
-    [("", list(HOPS)), ("queue", ["queue"]), ("kv, stream", ["stream", "kv"]), ("stream,stream", ["stream"])],
+    [("", list(HOPS)), ("stream, frontend", ["frontend", "stream"]), ("stream,stream", ["stream"])],
 )
 def test_only(only: str, expected: list[str]) -> None:
     assert choose(only) == expected
 
 
 def test_an_unknown_hop_is_an_error_that_names_the_others() -> None:
-    with pytest.raises(ConfigError, match="--only streem: the hops are frontend, stream, queue, kv"):
-        choose("queue,streem")
+    with pytest.raises(ConfigError, match="--only streem: the hops are frontend, stream"):
+        choose("frontend,streem")
 
 
 def test_all_of_it_takes_some_minutes(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""What each hop of a request costs, alone: frontend, stream, prefill queue, KV transfer."""
+"""What pdserve's own hops of a request cost, alone: frontend and stream."""

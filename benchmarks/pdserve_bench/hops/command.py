@@ -19,45 +19,35 @@ from pdserve_bench.runs import run_and_show
 HOPS = {
     "frontend": "pdserve_bench.hops.frontend",
     "stream": "pdserve_bench.hops.stream",
-    "queue": "pdserve_bench.hops.queue",
-    "kv": "pdserve_bench.hops.kv",
 }
 """in the order in which they are measured"""
 
 
 def hops(
-    only: Annotated[
-        str, typer.Option(metavar="NAMES", help="frontend,stream,queue,kv: these hops only")
-    ] = "",
+    only: Annotated[str, typer.Option(metavar="NAMES", help="frontend or stream: this hop only")] = "",
     seconds: Annotated[
         float, typer.Option(metavar="S", min=0.1, help="of load for each figure in each round")
     ] = HopOptions.seconds,
     rounds: Annotated[
         int, typer.Option(metavar="N", min=1, help="of each figure; the tables have medians")
     ] = HopOptions.rounds,
-    link: Annotated[
-        str, typer.Option(metavar="RATE", help="of the link over which KV is moved: 200mbit, 10gbit")
-    ] = HopOptions.link,
     seed: Annotated[int, typer.Option(metavar="N", help="of the prompts")] = HopOptions.seed,
     json: Json = None,
     plot: Plot = None,
 ) -> int:
-    """What each part of the graph costs, alone, against the simplest thing that does the same work:
+    """What pdserve's own parts cost for each token, alone, against the simplest thing that does the same work:
 
       frontend  CPU for each streamed token and each request, at 1, 32, 128 and 1,000 streams, on a simulated
                 engine that costs nothing; against vLLM's own API server on an equal one
       stream    a message between decode worker and frontend; against a bare TCP echo of the same bytes
-      queue     a prefill request through NATS JetStream, to its ack; against a plain NATS request and reply
-      kv        KV blocks from one engine's memory to the other's, over UCX; against copying memory, and
-                against the rate of a shaped link
 
     Needs no GPU and no running graph: it starts what it measures in a temporary folder, and stops it. Each figure is
-    measured in every round, its baseline right before or after it. All of it takes some 6 minutes. Ctrl-C
-    shows what is there by then.
+    measured in every round, its baseline right before or after it. All of it takes some 4 minutes. Ctrl-C
+    shows what is there by then. NATS, NIXL and UCX have benchmarks of their own: nats bench, nixlbench, ucx_perftest.
 
     examples:
       pdserve bench hops                                 everything
-      pdserve bench hops --only stream,queue             half a minute
+      pdserve bench hops --only stream                   a quarter of a minute
       pdserve bench hops --only frontend --seconds 10 --rounds 5
       pdserve bench hops --json hops.json --plot hops    hops.png and hops.html too
     """
@@ -66,7 +56,7 @@ def hops(
     found: dict[str, Report] = {}
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="pdserve-hops-") as folder:
-        options = HopOptions(Path(folder), seconds, rounds, seed, link)
+        options = HopOptions(Path(folder), seconds, rounds, seed)
         return run_and_show(
             lambda: _measure(chosen, options, found, failures),
             lambda complete: make_report(found, complete, failures),

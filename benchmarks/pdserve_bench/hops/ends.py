@@ -15,7 +15,6 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from pdserve.errors import Unavailable
-from pdserve_bench.hops.link import NetNamespace
 
 PATIENCE = 120.0
 """seconds for any answer, beside those of the load"""
@@ -63,13 +62,12 @@ async def end(
     module: str,
     *arguments: str,
     variables: Mapping[str, str] | None = None,
-    place: NetNamespace | None = None,
 ) -> AsyncIterator[End]:
     """The program `module`, in a process group of its own: Ctrl-C is for this process, which ends it."""
     command = (sys.executable, "-m", module, *arguments)
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
-            *(place.command(*command) if place else command),
+            *command,
             stdin=PIPE,
             stdout=PIPE,
             stderr=log,

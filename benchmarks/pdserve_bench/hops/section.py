@@ -21,12 +21,10 @@ class HopOptions:
     rounds: int = 3
     """how often each figure is measured, its baseline just before or just after it (`alternate`)"""
     seed: int = 1
-    link: str = "1gbit"
-    """rate of the link between two network namespaces over which KV is moved; a word of tc's"""
 
 
 class MeasuredHop(Protocol):
-    """A module of this folder: `frontend`, `stream`, `queue`, `kv`."""
+    """A module of this folder: `frontend`, `stream`."""
 
     def phases(self, options: HopOptions) -> Mapping[str, float]:
         """All that it goes through, with the expected seconds of each: announced to the schedule before any begins."""
