@@ -4,9 +4,9 @@ A background task is a task that nothing awaits while it runs: heartbeats, watch
 ends by mistake, its process goes on without a part of itself and looks healthy. So such tasks are made here and
 nowhere else (`tests/test_house.py` checks it); a task that the next lines await may be made anywhere.
 
-`forever` restarts work that must not end. `unending` raises where such work ends, so that the process ends with it.
-`Owner` holds the tasks of one object, `process_owner` those of all objects of a process. `Lifetime` is the base class
-of objects that are entered with `async with`.
+`forever` restarts work that must not end. `Apart` keeps an error about one of many, such as one connection of all, from
+the others. `Owner` holds the tasks of one object, `process_owner` those of all objects of a process. `Lifetime` is the
+base class of objects that are entered with `async with`.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from pdserve.errors import EngineDead
 from pdserve.observe.metrics import TASK_FAILURES
@@ -94,7 +94,7 @@ class Owner:
 
         def ended(task: asyncio.Task[None]) -> None:
             if (error := _failure(task)) is not None:
-                TASK_FAILURES.labels(_kind(name)).inc()
+                TASK_FAILURES.labels(_kind_of(name)).inc()
                 log.error("%s failed", name, exc_info=error)
                 if on_failure is not None:
                     on_failure(error)
@@ -134,7 +134,7 @@ async def forever(
             if until_done:
                 return
             if again_after is None:
-                _ended_unasked(name)
+                raise RuntimeError(f"{name} ended by itself")
             pause = FIRST_PAUSE
             await asyncio.sleep(again_after)
             continue
@@ -148,7 +148,7 @@ async def forever(
             failure = error
         if time.monotonic() - started > HEALTHY:
             pause = FIRST_PAUSE
-        TASK_FAILURES.labels(_kind(name)).inc()
+        TASK_FAILURES.labels(_kind_of(name)).inc()
         what = _fingerprint(failure)
         if what not in seen and len(seen) < _REMEMBERED:
             seen.add(what)
@@ -157,19 +157,25 @@ async def forever(
         pause = min(2 * pause, LAST_PAUSE)
 
 
-async def unending(work: Awaitable[None], name: str) -> None:
-    """Await `work`, which must go on until it is cancelled. Raises RuntimeError where it returns, or is cancelled
-    though this task was not asked to stop: a TaskGroup would take both for success."""
-    try:
-        await work
-    except asyncio.CancelledError:
-        if asked_to_stop():
-            raise
-    _ended_unasked(name)
+class Apart:
+    """Handle one of many (a connection, a request, a message) apart from the others: an error in the block is logged
+    and counted, ends the block and is kept in `error`. EngineDead passes, as cancellations do."""
 
+    def __init__(self, name: str) -> None:
+        self.error: Exception | None = None
+        self._name = name
 
-def _ended_unasked(name: str) -> NoReturn:
-    raise RuntimeError(f"{name} ended by itself")
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, EngineDead):
+            return False
+        self.error = error
+        TASK_FAILURES.labels(_kind_of(self._name)).inc()
+        # logged as of the line of the block, by which repetitions are left out
+        log.error("%s: failed for one of them, the others go on", self._name, exc_info=error, stacklevel=2)
+        return True
 
 
 def asked_to_stop() -> bool:
@@ -185,7 +191,7 @@ def _failure(task: asyncio.Task[None]) -> BaseException | None:
     return task.exception()
 
 
-def _kind(name: str) -> str:
+def _kind_of(name: str) -> str:
     """The label of the metric: the name up to a colon, so that there are few of them."""
     return name.partition(":")[0]
 

@@ -140,15 +140,23 @@ async def test_a_single_run_that_a_library_cancels_is_told(caplog: pytest.LogCap
     assert "work failed" in caplog.text
 
 
-@pytest.mark.parametrize("end", [None, asyncio.CancelledError()])
-async def test_permanent_work_that_ends_in_silence_raises(end: BaseException | None) -> None:
-    async def work() -> None:
-        if end is not None:
-            raise end
+async def test_one_of_many_fails_apart(caplog: pytest.LogCaptureFixture) -> None:
+    before, done = failures("some members"), []
+    for member in range(5):
+        with tasks.Apart("some members: of a test") as one:
+            if member % 2:
+                raise KeyError(member)
+            done.append(member)
+        assert (one.error is not None) == bool(member % 2)
+    assert done == [0, 2, 4]
+    assert failures("some members") == before + 2
+    assert [record.filename for record in caplog.records if record.exc_info] == ["test_tasks.py"] * 2
 
-    with pytest.raises(RuntimeError, match="a part ended by itself"):
-        async with asyncio.timeout(30):
-            await tasks.unending(work(), "a part")
+
+@pytest.mark.parametrize("passes", [EngineDead("dead"), asyncio.CancelledError()])
+async def test_dead_engines_and_cancellations_are_no_members(passes: BaseException) -> None:
+    with pytest.raises(type(passes)), tasks.Apart("some members"):
+        raise passes
 
 
 # the seams

@@ -6,8 +6,7 @@ the engine and picks its own requests: the ids of the two kinds differ."""
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 
@@ -19,6 +18,7 @@ from pdserve.messages import Load
 from pdserve.prefill.prompts import PromptRunner
 from pdserve.prefill.pull import LOOK, Beside
 from pdserve.registry import keys
+from pdserve.tasks import Work
 
 UNTAKEN = 3 * LOOK
 """seconds within which a worker with free capacity takes the next prompt from the queue"""
@@ -65,9 +65,9 @@ class BothWorker(DecodeWorker):
 
     # its life
 
-    def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
+    def permanent(self) -> Mapping[str, Work]:
         prompts = self._prompts.permanent(self._presence.announced)
-        return [*super().permanent(), *prompts, self._take_back_untaken()]
+        return {**super().permanent(), **prompts, "untaken prompts": self._take_back_untaken}
 
     def load(self) -> Load:
         load = super().load()

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
 
 from pdserve.decode.answers import AnswerReader
 from pdserve.decode.estimator import Estimator
@@ -28,7 +28,7 @@ from pdserve.queue.archives import StoredArchive
 from pdserve.records import ModelCard, Role
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
-from pdserve.tasks import forever
+from pdserve.tasks import Work
 from pdserve.watch import LinkState
 
 log = logging.getLogger(__name__)
@@ -77,18 +77,22 @@ class DecodeWorker(EngineWorker):
             others = [card for _, card in there.cards().get(name, [])]
         return model_card(self._config, self._engine.facts, self._archive.name, others)
 
-    def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
-        return [
-            *super().permanent(),
-            self._read_frontends(),
-            self._frontends.watch_deadlines(),
-            self._frontends.report_load(self.load),
-            self._frontends.report_prefixes(),
-            forever(self._answers.read, "prefill answers"),
-            forever(self._follow_registry, "registry changes"),
-            *([self._warm_up.run()] if self.settings.current.remote_prefill else []),
-            forever(self._archive.keep_stored, "model archive"),
-        ]
+    def permanent(self) -> Mapping[str, Work]:
+        return {
+            **super().permanent(),
+            "messages of frontends": self._read_frontends,
+            "deadlines": self._frontends.watch_deadlines,
+            "load": partial(self._frontends.report_load, self.load),
+            "prefixes": self._frontends.report_prefixes,
+            "prefill answers": self._answers.read,
+            "registry changes": self._follow_registry,
+            "model archive": self._archive.keep_stored,
+            **(
+                {"warm-ups with prefill workers": self._warm_up.run}
+                if self.settings.current.remote_prefill
+                else {}
+            ),
+        }
 
     async def warm_up(self) -> None:
         if self.settings.current.remote_prefill:

@@ -23,6 +23,7 @@ from uvicorn.server import ServerState
 from pdserve.frontend.answer import HttpError, error_body
 from pdserve.frontend.deltas import ChunkWriter
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
+from pdserve.tasks import Apart
 
 logger = logging.getLogger(__name__)
 _uvicorn = logging.getLogger(f"{__name__}.uvicorn")
@@ -90,7 +91,7 @@ class ClientConnection(HttpToolsProtocol):
         self._owner.open.add(self)
         self._head_since = time.monotonic()
         sock = transport.get_extra_info("socket")
-        if sock.family != socket.AF_UNIX:
+        if sock is not None and sock.family != socket.AF_UNIX:  # None: the client has left
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
         if self.scheme == "https":
             transport.set_write_buffer_limits(BUFFERED)
@@ -271,6 +272,8 @@ class ClientConnection(HttpToolsProtocol):
         if not waiting and self.scheme == "http":
             return -1, False
         sock = self.transport.get_extra_info("socket")
+        if sock is None:  # the TCP connection is gone, and `connection_lost` is on its way
+            return -1, False
         try:
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except OSError:
@@ -358,20 +361,29 @@ class ClientConnections:
             self._sweep(time.monotonic())
 
     def _sweep(self, now: float) -> None:
+        """Look at each connection; one at which that fails is ended."""
         for connection in list(self.open):
-            client = connection.client[0] if connection.client else "a client"
-            unread = connection.unread_seconds(now)
-            connection.tell_request(unread > self._pause_after)
-            if unread > self._write_timeout:
-                logger.warning("%s has read nothing for %g s: its request ends", client, self._write_timeout)
-                CONNECTIONS_CLOSED.labels("unread").inc()
-                connection.abort()
-            elif connection.closing_seconds(now) > LINGER:
-                connection.abort()
-            elif connection.head_seconds(now) > self.header_timeout:
-                logger.info("%s has sent no whole request head for %g s", client, self.header_timeout)
-                CONNECTIONS_CLOSED.labels("head").inc()
-                connection.refuse(408, f"no whole request head came within {self.header_timeout:g} s")
+            with Apart("client connections") as one:
+                self._look(connection, now)
+            if one.error is not None:
+                self.leave(connection)
+                with Apart("client connections"):
+                    connection.abort()
+
+    def _look(self, connection: ClientConnection, now: float) -> None:
+        client = connection.client[0] if connection.client else "a client"
+        unread = connection.unread_seconds(now)
+        connection.tell_request(unread > self._pause_after)
+        if unread > self._write_timeout:
+            logger.warning("%s has read nothing for %g s: its request ends", client, self._write_timeout)
+            CONNECTIONS_CLOSED.labels("unread").inc()
+            connection.abort()
+        elif connection.closing_seconds(now) > LINGER:
+            connection.abort()
+        elif connection.head_seconds(now) > self.header_timeout:
+            logger.info("%s has sent no whole request head for %g s", client, self.header_timeout)
+            CONNECTIONS_CLOSED.labels("head").inc()
+            connection.refuse(408, f"no whole request head came within {self.header_timeout:g} s")
 
 
 def _origin(address: str) -> str:

@@ -7,10 +7,10 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import httpx
 import uvicorn
@@ -45,7 +45,7 @@ from pdserve.queue.responses import ResponseStore, StoreLimits
 from pdserve.recent import RecentKeys
 from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
-from pdserve.tasks import Owner
+from pdserve.tasks import Owner, Work
 from pdserve.watch import Receipt, Watched
 
 logger = logging.getLogger(__name__)
@@ -132,9 +132,13 @@ class Frontend(Service):
             http_config(edge, self._connections, config.drain_timeout), self._connections, self._certificate
         )
 
-    def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
-        renewing = [self._certificate.watch()] if self._certificate else []
-        return [self._connections.watch(), self._keys.follow(), self._app.receipts.tick(), *renewing]
+    def permanent(self) -> Mapping[str, Work]:
+        return {
+            "client connections": self._connections.watch,
+            "API keys": self._keys.follow,
+            "receipts": self._app.receipts.tick,
+            **({"certificate": self._certificate.watch} if self._certificate else {}),
+        }
 
     def watched(self) -> Watched:
         receipts = self._app.receipts

@@ -7,8 +7,8 @@ queue delivers it to another worker if this process dies."""
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from pdserve.config.schema import Config
 from pdserve.engine.base import Engine, Output, Step
@@ -30,7 +30,7 @@ from pdserve.prefill.running import RunningPrefill, RunningPrefills, until
 from pdserve.process.engine_checks import may_have_killed, watch_side_channel
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.registry.view import RegistryView
-from pdserve.tasks import forever
+from pdserve.tasks import Work
 
 log = logging.getLogger(__name__)
 
@@ -64,15 +64,15 @@ class PromptRunner:
 
     # its life
 
-    def permanent(self, announced: asyncio.Event) -> Sequence[Coroutine[Any, Any, None]]:
-        return [
-            self._pull(announced),
-            forever(self._read_warm_ups, "warm-ups"),
-            forever(self._read_notices, "notices"),
-            forever(self._report_progress, "progress reports"),
-            forever(self._answers.repeat, "repeated answers"),
-            forever(lambda: watch_side_channel(self._engine), "side channel watch"),
-        ]
+    def permanent(self, announced: asyncio.Event) -> Mapping[str, Work]:
+        return {
+            "prompts": partial(self._pull, announced),
+            "warm-ups": self._read_warm_ups,
+            "notices": self._read_notices,
+            "progress reports": self._report_progress,
+            "repeated answers": self._answers.repeat,
+            "side channel watch": partial(watch_side_channel, self._engine),
+        }
 
     @property
     def tokens(self) -> int:

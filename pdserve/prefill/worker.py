@@ -1,7 +1,6 @@
 """The prefill worker: what it does in each stage of its life (`process/life.py`); its prompts are in `prompts.py`."""
 
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 
@@ -12,6 +11,7 @@ from pdserve.prefill.prompts import PromptRunner
 from pdserve.process.worker import EngineWorker
 from pdserve.records import Role
 from pdserve.registry import keys
+from pdserve.tasks import Work
 
 
 class PrefillWorker(EngineWorker):
@@ -23,8 +23,8 @@ class PrefillWorker(EngineWorker):
     def load(self) -> Load:
         return msgspec.structs.replace(super().load(), tokens=self._prompts.tokens)
 
-    def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
-        return [*super().permanent(), *self._prompts.permanent(self._presence.announced)]
+    def permanent(self) -> Mapping[str, Work]:
+        return {**super().permanent(), **self._prompts.permanent(self._presence.announced)}
 
     async def warm_up(self) -> None:
         await self._queue.expect_warm_ups(self.id)

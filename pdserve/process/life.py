@@ -8,10 +8,9 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from importlib import import_module
-from typing import Any
 
 import psutil
 import uvloop
@@ -23,7 +22,7 @@ from pdserve.observe.pages import serve_pages
 from pdserve.observe.tracing import make_tracer
 from pdserve.plan.slots import Slot
 from pdserve.process.signals import STOPPERS, SUPERVISOR_DIED
-from pdserve.tasks import process_owner, unending
+from pdserve.tasks import Work, forever, process_owner
 from pdserve.watch import Connections, Receipt, Watched
 
 log = logging.getLogger(__name__)
@@ -60,9 +59,8 @@ class Service(ABC):
         self._stop.set()
 
     async def run(self) -> None:
-        """Return after `stop` and the drain. The first task that fails ends the service. Raises EngineDead as itself,
-        after `engine_died`, and other failures of tasks as a group. No background task outlives it, those of the seams
-        included."""
+        """Return after `stop` and the drain. Raises EngineDead as itself, after `engine_died`, and what else the parts
+        raise as a group. No background task outlives it, those of the seams included."""
         async with process_owner(), AsyncExitStack() as stack:
             await self.start(stack)
             await stack.enter_async_context(self.tracer)
@@ -77,10 +75,9 @@ class Service(ABC):
 
     async def _serve(self) -> None:
         permanent = [
-            self.tasks.create_task(unending(work, getattr(work, "__qualname__", "a task")))
-            for work in (self.connections.follow(), *self.permanent())
+            self.tasks.create_task(forever(work, name))
+            for name, work in {"outages": self.connections.follow, **self.permanent()}.items()
         ]
-        await asyncio.sleep(0)  # all begin: a task cancelled before its first step never awaits its work
         await self.warm_up()
         self.ready.set()
         await self.announce()
@@ -96,9 +93,9 @@ class Service(ABC):
         """Enter on `stack` all that is needed to serve; it is left at the end in the opposite order."""
 
     @abstractmethod
-    def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """Work that never ends by itself: if any of it does, the service fails. It goes on during the drain, since
-        running requests need it."""
+    def permanent(self) -> Mapping[str, Work]:
+        """Work that never ends, by name. What fails or returns is started again: only EngineDead ends the service. It
+        goes on during the drain, since running requests need it."""
 
     async def warm_up(self) -> None:
         """Do what should be done before the first request."""

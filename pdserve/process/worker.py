@@ -1,15 +1,17 @@
 """What decode and prefill workers have in common: an engine, the queue, the registry, and how they start."""
 
 from abc import abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Self
+from functools import partial
+from typing import Self
 
 from pdserve import queue, registry, stream
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
 from pdserve.engine.base import Engine, Step
 from pdserve.engine.spec import EngineSpec, make_engine
+from pdserve.errors import EngineDead
 from pdserve.messages import Load
 from pdserve.observe.metrics import ENGINE_REQUESTS, KV_USAGE
 from pdserve.plan.slots import Slot
@@ -21,7 +23,7 @@ from pdserve.records import ModelCard, Role
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.stream.base import StreamServer
-from pdserve.tasks import forever
+from pdserve.tasks import Work
 from pdserve.watch import LinkState, Watched
 
 
@@ -120,16 +122,23 @@ class EngineWorker(Service):
         """Handle the outputs of an engine step."""
 
     async def _read_engine(self) -> None:
-        """Handle steps until the engine is dead; raises EngineDead then."""
+        """Handle steps until the engine is dead; raises EngineDead then, and where a step cannot be read: the tokens
+        in it are lost."""
         while True:
-            await self._read_step(await self._engine.step())
+            try:
+                step = await self._engine.step()
+            except EngineDead:
+                raise
+            except Exception as error:
+                raise EngineDead(f"a step of it cannot be read: {error or type(error).__name__}") from error
+            await self._read_step(step)
 
-    def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
-        return [
-            self._read_engine(),
-            forever(self._presence.keep_current, "clock report"),
-            watch_engine(self._engine),
-        ]
+    def permanent(self) -> Mapping[str, Work]:
+        return {
+            "engine steps": self._read_engine,
+            "engine watch": partial(watch_engine, self._engine),
+            "clock report": self._presence.keep_current,
+        }
 
 
 def _make_engine(config: Config, slot: Slot, instance_id: str, credentials: Credentials | None) -> Engine:

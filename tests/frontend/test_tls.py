@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
 )
 from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from pdserve.certificate import ServerCertificate
 from pdserve.errors import ConfigError
@@ -28,7 +29,7 @@ from pdserve.frontend.connections import ClientConnections
 from pdserve.frontend.renewal import RenewedCertificate
 from pdserve.frontend.server import QuietServer, http_config
 from pdserve.frontend.sockets import bind
-from pdserve.observe.metrics import CONNECTIONS_CLOSED
+from pdserve.observe.metrics import CONNECTIONS_CLOSED, TASK_FAILURES
 from tests.conditions import until
 from tests.frontend.conftest import Graph, on_uvloop, serve, trusting
 from tests.frontend.test_generate import completion
@@ -98,6 +99,51 @@ async def test_a_client_that_never_says_goodbye_is_left(edge: Graph, certificate
         await until(lambda: bool(connections.open))
         await until(lambda: not connections.open)
         assert b"vllm" in sock.recv(4096) + sock.recv(4096)
+
+
+async def _silent(scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+@on_uvloop
+async def test_a_connection_whose_socket_is_gone_costs_no_other(certificate: ServerCertificate) -> None:
+    """Between the end of the TCP connection and `connection_lost` a TLS transport has no socket."""
+    connections = ClientConnections(2.0, 30.0)
+    async with AsyncExitStack() as stack:
+        url = httpx.URL(await serve(_silent, stack, connections, RenewedCertificate(certificate)))
+        assert url.port is not None
+        address = url.host, url.port
+        await stack.enter_async_context(client(address, certificate))
+        await until(lambda: len(connections.open) == 1)
+        (going,) = connections.open
+        there = await stack.enter_async_context(client(address, certificate))
+        await until(lambda: len(connections.open) == 2)
+        failed = TASK_FAILURES.labels("client connections")._value.get()
+        going.transport.abort()
+        for _ in range(100):
+            if going.transport.get_extra_info("socket") is not None:
+                await asyncio.sleep(0)
+        assert going in connections.open
+        connections._sweep(time.monotonic())
+        assert TASK_FAILURES.labels("client connections")._value.get() == failed
+        await until(lambda: going not in connections.open)
+        assert b" 408 " in await asyncio.to_thread(there.recv, 4096)
+
+
+@on_uvloop
+async def test_a_connection_that_cannot_be_looked_at_ends_alone(certificate: ServerCertificate) -> None:
+    connections = ClientConnections(0.4, 30.0)
+    async with AsyncExitStack() as stack:
+        url = httpx.URL(await serve(_silent, stack, connections, RenewedCertificate(certificate)))
+        assert url.port is not None
+        failed = TASK_FAILURES.labels("client connections")._value.get()
+        broken = connections(http_config(_silent, connections, 1.0), ServerState(), {})
+        assert connections.enter(broken, "127.0.0.1")
+        connections.open.add(broken)  # without a transport, so that looking and ending fail
+        there = await stack.enter_async_context(client((url.host, url.port), certificate))
+        assert b" 408 " in await asyncio.to_thread(there.recv, 4096), "the sweeps go on"
+        assert broken not in connections.open
+        assert TASK_FAILURES.labels("client connections")._value.get() >= failed + 2
+        await until(lambda: not connections._of_origin)
 
 
 @pytest.mark.parametrize("way", ["goodbye", "half-close", "vanish"])

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
 
 import pytest
 
+from pdserve import tasks
 from pdserve.config.schema import Config
 from pdserve.errors import EngineDead
 from pdserve.plan.slots import Slot
@@ -20,7 +20,7 @@ from pdserve.process import life
 from pdserve.process.life import Service
 from pdserve.process.signals import STOPPERS, SUPERVISOR_DIED
 from pdserve.records import Role
-from pdserve.tasks import Owner
+from pdserve.tasks import Owner, Work
 from tests.conditions import until
 from tests.decode.graph import config
 
@@ -28,7 +28,7 @@ from tests.decode.graph import config
 class Idle(Service):
     """Notes what happens to it."""
 
-    def __init__(self, *work: Coroutine[Any, Any, None]) -> None:
+    def __init__(self, work: Work | None = None) -> None:
         super().__init__(config(), Slot(Role.PREFILL, 0), "idle-0", "")
         self.told: list[str] = []
         self._work = work
@@ -39,8 +39,8 @@ class Idle(Service):
         stack.callback(self.told.append, "left")
         self.told.append("start")
 
-    def permanent(self) -> Sequence[Coroutine[Any, Any, None]]:
-        return self._work
+    def permanent(self) -> Mapping[str, Work]:
+        return {"work": self._work} if self._work else {}
 
     async def warm_up(self) -> None:
         assert not self.ready.is_set()
@@ -105,19 +105,31 @@ async def test_a_life_in_its_order() -> None:
     assert service.left_behind.cancelled(), "no task outlives the service"
 
 
-async def test_permanent_work_that_ends_ends_the_service() -> None:
-    service = Idle(asyncio.sleep(0))
-    with pytest.raises(ExceptionGroup) as failures:
-        await asyncio.wait_for(service.run(), 30)
-    assert failures.group_contains(RuntimeError, match="ended by itself")
-    assert service.told[-1] == "left"
+async def test_permanent_work_that_fails_or_ends_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE", 0.001)
+    ends = [KeyError("x"), asyncio.CancelledError(), None, OSError()]
+    goes_on = asyncio.Event()
+
+    async def work() -> None:
+        if not ends:
+            goes_on.set()
+            await asyncio.sleep(60)
+        if (end := ends.pop()) is not None:
+            raise end
+
+    service = Idle(work)
+    running = asyncio.create_task(service.run())
+    await asyncio.wait_for(goes_on.wait(), 30)
+    service.stop()
+    await asyncio.wait_for(running, 30)
+    assert service.told[-2:] == ["drain", "left"]
 
 
 async def test_a_dead_engine_is_told_of_before_the_seams_are_left() -> None:
     async def die() -> None:
         raise EngineDead("boom")
 
-    service = Idle(die())
+    service = Idle(die)
     with pytest.raises(EngineDead, match="boom"):
         await asyncio.wait_for(service.run(), 30)
     assert service.told[-2:] == ["boom", "left"]
