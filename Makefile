@@ -44,7 +44,7 @@ bench: install  ## measure one engine against the graph of CONFIG, then its hops
 	  code=$$?; [ $$code -eq 130 ] && exit 130; failed="$$failed $$1"; \
 	}; \
 	measure systems -f $(CONFIG) $(SYSTEMS); measure hops $(HOPS); \
-	echo; echo "To look at: $(RESULTS)/*.html; all figures are in the .json beside them."; \
+	echo; echo "To look at: $(RESULTS)/*.png; all figures are in the .json beside them."; \
 	[ -z "$$failed" ] || echo "FAILED:$$failed (see above)"; exit $$code
 
 test: lint  ## install what is missing, lint, type-check, and run the tests (what CI runs)

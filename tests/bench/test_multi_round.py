@@ -315,13 +315,13 @@ SMALL = ("multi-round", "--warm-up", 2, "--num-users", 4, "--answer-len", 3)
 
 async def test_the_command(tmp_path: Path) -> None:
     """Against a server that refuses what is not in OpenAI's API, and tells no usage."""
-    file, page = tmp_path / "rounds.json", tmp_path / "rounds.html"
+    file, picture = tmp_path / "rounds.json", tmp_path / "rounds.png"
     tiny = OpenAi(gap=0.01, usage=False)
     tiny.refused = frozenset({"ignore_eos"})
     async with (
         tiny_server(tiny) as server,
         Bench(
-            *SMALL, "--base-url", f"{server.url}/v1", "--time", 3, "--json", file, "--plot", page
+            *SMALL, "--base-url", f"{server.url}/v1", "--time", 3, "--json", file, "--plot", picture
         ) as command,
     ):
         code, out, err = await command.ended()
@@ -335,7 +335,7 @@ async def test_the_command(tmp_path: Path) -> None:
     assert "  QPS: 10.0000 reqs/s\n" in out
     assert "The server tells no usage" in out
     assert "Broken off" not in out
-    assert "<svg" in page.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert "questions (3 s left)" in err
     assert "refuses ignore_eos" in err
 

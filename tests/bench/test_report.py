@@ -233,11 +233,12 @@ def test_the_machine_is_described() -> None:
     [
         ("no/x.json", None, "no folder"),
         (None, "no/x", "no folder"),
-        (None, "x.svg", ".png or .html"),
+        (None, "x.svg", "ends with .png"),
+        (None, "x.html", "ends with .png"),
         (".", None, "is a folder"),
         (None, "..", "is a folder"),
         ("x.json", "qwen-2.5", ""),
-        ("x.json", "x.html", ""),
+        ("x.json", "x.png", ""),
         (None, None, ""),
     ],
 )

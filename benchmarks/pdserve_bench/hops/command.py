@@ -49,7 +49,7 @@ def hops(
       pdserve bench hops                                 everything
       pdserve bench hops --only stream                   a quarter of a minute
       pdserve bench hops --only frontend --seconds 10 --rounds 5
-      pdserve bench hops --json hops.json --plot hops    hops.png and hops.html too
+      pdserve bench hops --json hops.json --plot hops    hops.png too
     """
     check_outputs(json, plot)
     chosen = choose(only)

@@ -1,8 +1,8 @@
-"""What a benchmark found, as tables, charts and sentences: for the terminal, as JSON, as PNG and as one HTML page.
+"""What a benchmark found, as tables, charts and sentences: for the terminal, as JSON and as one PNG.
 
-Charts are data, so that the JSON has all that the pictures show. `terminal.py` prints a report, `charts.py` draws its
-charts, `page.py` makes the page, `saved.py` writes and reads the JSON; `python -m pdserve_bench.report` makes pictures
-of JSON files again. Texts may come from servers (a model's name, an error): each of them escapes what it must.
+Charts are data, so that the JSON has all that the picture shows. `terminal.py` prints a report, `charts.py` draws its
+charts, `saved.py` writes and reads the JSON; `python -m pdserve_bench.report` makes the picture of JSON files again.
+Texts may come from servers (a model's name, an error): each of them escapes what it must.
 """
 
 import os
@@ -124,27 +124,25 @@ class Report:
         if json_file is not None:
             json_file.write_text(self.as_json())
             _wrote(json_file)
-        if plot is None:
-            return
-        from pdserve_bench.report import charts, page  # matplotlib is slow to load
+        if plot is not None:
+            from pdserve_bench.report import charts  # matplotlib is slow to load
 
-        for file in _pictures(plot):
-            (page.write_html if file.suffix == ".html" else charts.write_png)(self, file)
-            _wrote(file)
+            charts.write_png(self, _picture(plot))
+            _wrote(_picture(plot))
 
 
 BROKEN_OFF = "Broken off: this is what was there by then."
-_OTHER_PICTURES = (".svg", ".pdf", ".jpg", ".jpeg", ".gif", ".webp", ".htm")
+_OTHER_PICTURES = (".svg", ".pdf", ".jpg", ".jpeg", ".gif", ".webp", ".htm", ".html")
 
 
 def check_outputs(json_file: Path | None, plot: Path | None) -> None:
     """Before hours of work: raises ConfigError where a result could not be written, and notes how loaded the machine
-    is. `plot` is a name without an end, for both a PNG and a page, or has the end of one of them."""
+    is. `plot` may leave its end, `.png`, out."""
     machine()
     if plot is not None and plot.name in ("", ".."):
         raise ConfigError([f"--plot {plot}: is a folder; give the name of a file."])
     problems = []
-    for file in ([json_file] if json_file else []) + (_pictures(plot) if plot else []):
+    for file in ([json_file] if json_file else []) + ([_picture(plot)] if plot else []):
         if not file.absolute().parent.is_dir():
             problems.append(f"{file}: there is no folder {file.parent}.")
         elif file.is_dir():
@@ -152,16 +150,14 @@ def check_outputs(json_file: Path | None, plot: Path | None) -> None:
         elif not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
             problems.append(f"{file}: must not be written by this user.")
     if plot is not None and plot.suffix in _OTHER_PICTURES:
-        problems.append(f"--plot {plot}: give a name without an end, or one that ends with .png or .html.")
+        problems.append(f"--plot {plot}: give a name that ends with .png, or without an end.")
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def _pictures(plot: Path) -> list[Path]:
-    """The files of `--plot`."""
-    if plot.suffix in (".png", ".html"):
-        return [plot]
-    return [plot.with_name(f"{plot.name}.png"), plot.with_name(f"{plot.name}.html")]
+def _picture(plot: Path) -> Path:
+    """The file of `--plot`."""
+    return plot if plot.suffix == ".png" else plot.with_name(f"{plot.name}.png")
 
 
 def _wrote(file: Path) -> None:

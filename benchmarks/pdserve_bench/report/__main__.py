@@ -1,7 +1,7 @@
 """Shows reports again that were written with --json, or draws them: no benchmark runs.
 
     python -m pdserve_bench.report goodput.json                         the tables, in the terminal
-    python -m pdserve_bench.report goodput.json --plot goodput          goodput.png and goodput.html
+    python -m pdserve_bench.report goodput.json --plot goodput          goodput.png
     python -m pdserve_bench.report systems.json goodput.json --plot docs/performance.png \\
         --charts goodput,latency --title "One engine against the graph"   several reports in one picture
     python -m pdserve_bench.report systems.json --list                  its charts, by number and title
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 for a wrong command line or file."""
     parser = program(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON that --json wrote")
-    parser.add_argument("--plot", type=Path, metavar="NAME", help="write NAME.png and NAME.html")
+    parser.add_argument("--plot", type=Path, metavar="NAME", help="write NAME.png")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report of all files there")
     parser.add_argument(
         "--charts", default="", metavar="LIST", help="only these: numbers, or parts of titles"

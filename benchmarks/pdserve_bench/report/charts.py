@@ -1,12 +1,10 @@
-"""Draws a report's charts: each for itself in a page, or all of them, under the report's answer, in one picture."""
+"""Draws a report's charts, under its answer, in one picture."""
 
-import io
 import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,6 @@ from pdserve_bench.report.lettering import folded, label, number, width
 _DPI = 150
 _WIDTH, _MARGIN, _GUTTER = 1600 / _DPI, 0.3, 0.45
 """inches of the picture, which reads well in a README"""
-_PAGE_WIDTH = 5.2
-"""inches of a chart in a page; its letters are as large as the page's on a screen of 500 pixels"""
 _TALL, _BAR, _LINE = 3.0, 0.21, 0.19
 """inches of a chart without its legend, of a bar, of a line of small text"""
 _SMALL = 9.0
@@ -35,8 +31,6 @@ _SMALL = 9.0
 _MARKERS = "osD^vPX*"
 _DASHES: tuple[Any, ...] = ((0, (4, 3)), (0, (1, 2)), (0, (6, 2, 1, 2)))
 _WHISKERS: dict[str, Any] = {"elinewidth": 1.2, "capthick": 1.2}
-_SWARM = 3000
-"""dots from which on a page gets them as an image"""
 _CDF_POINTS = 250
 _ARROWS = {"higher": "↑ higher is better", "lower": "↓ lower is better"}
 _LOOK: dict[Any, Any] = {
@@ -59,7 +53,6 @@ _LOOK: dict[Any, Any] = {
     "lines.linewidth": 2,
     "lines.markersize": 5,
     "lines.markeredgewidth": 0,
-    "svg.fonttype": "none",
 }
 
 
@@ -67,21 +60,6 @@ def subtitle(chart: Chart) -> str:
     """What the values are, and which are better."""
     values = label(chart.y_label) or ("share of the samples" if chart.kind == "cdf" else "")
     return "  ·  ".join(filter(None, (values, _ARROWS.get(chart.better, ""))))
-
-
-def svg(chart: Chart, colours: Mapping[str, str]) -> str:
-    """To be put into a page that has the variables of `palette.css` and says the title itself: the colours are those
-    variables, so that the chart follows the page's theme. `colours` are those of all charts of the page."""
-    file = io.StringIO()
-    with _drawing(chart.title):
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        _panel(chart, colours, _PAGE_WIDTH).savefig(file, format="svg", transparent=True, metadata=nothing)
-    text = file.getvalue()
-    text = re.sub(r"(?<=: )#[0-9a-f]{6}\b", lambda found: f"var({palette.variable(found[0])})", text)
-    text = re.sub(
-        r' id="(?!C\d)[\w.]+_\d+"', "", text
-    )  # nothing refers to these, and each chart has the same
-    return f'<svg role="img" aria-label="{escape(chart.title)}"' + text[text.index("<svg") + 4 :]
 
 
 def write_png(report: Report, file: Path) -> None:
@@ -95,7 +73,7 @@ def write_png(report: Report, file: Path) -> None:
     top = sheet.write(
         "" if report.complete else BROKEN_OFF, _MARGIN, top, inner, 11.5, palette.WARNING, bold=True
     )
-    with _drawing(report.title):
+    with drawing():
         first = len(charts) % 2  # has a row of its own
         for row in [charts[:first], *(charts[place : place + 2] for place in range(first, len(charts), 2))]:
             wide = (inner - _GUTTER * (len(row) - 1)) / max(1, len(row))
@@ -104,7 +82,7 @@ def write_png(report: Report, file: Path) -> None:
                 left = _MARGIN + place * (wide + _GUTTER)
                 end = sheet.write(chart.title, left, top + 0.25, wide, 11.5, bold=True) - 0.05
                 end = sheet.write(subtitle(chart), left, end, wide, _SMALL, palette.MUTED)
-                ends.append(sheet.paste(_panel(chart, colours, wide), left, end))
+                ends.append(sheet.paste(panel(chart, colours, wide), left, end))
             top = max(ends)
         bottom = sheet.write(origins, _MARGIN, top + 0.25, inner, 8, palette.MUTED) + _MARGIN
         sheet.save(file, bottom, label(report.title))
@@ -160,8 +138,8 @@ class _Sheet:
 
 
 @contextmanager
-def _drawing(salt: str) -> Iterator[None]:
-    with matplotlib.rc_context({**_LOOK, "svg.hashsalt": salt}), warnings.catch_warnings():
+def drawing() -> Iterator[None]:
+    with matplotlib.rc_context(_LOOK), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a letter that the font does not have becomes a box
         yield
 
@@ -169,7 +147,7 @@ def _drawing(salt: str) -> Iterator[None]:
 # ----- one chart
 
 
-def _panel(chart: Chart, colours: Mapping[str, str], wide: float) -> Figure:
+def panel(chart: Chart, colours: Mapping[str, str], wide: float) -> Figure:
     """Draw a chart so many inches wide, without title, and as high as it needs."""
     figure = Figure(dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
@@ -227,9 +205,7 @@ def _points(chart: Chart, colours: Mapping[str, str], axes: Axes, wide: float) -
         ys = _numbers(series.ys, chart.log_y)
         marker = _marker(chart, place, series)
         if chart.kind == "dots":
-            axes.scatter(
-                places, ys, 14, marker=marker, alpha=0.65, linewidths=0, rasterized=len(ys) > _SWARM, **style
-            )
+            axes.scatter(places, ys, 14, marker=marker, alpha=0.65, linewidths=0, **style)
         else:
             axes.plot(places, ys, marker=marker, **style)
             down, up = _whiskers(series, ys)

@@ -1,5 +1,4 @@
-"""The colours of charts and pages. Series colours can be told apart with any kind of colour blindness (after Okabe and
-Ito); each has a counterpart for dark pages."""
+"""The colours of charts. Series colours can be told apart with any kind of colour blindness (after Okabe and Ito)."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -8,36 +7,14 @@ from pdserve_bench.report import Chart
 
 INK, MUTED, GRID, PAPER = "#1f2328", "#59636f", "#dfe3e8", "#fefefe"
 VERDICT, WARNING = "#0072b2", "#d55e00"
-_STRONG = {
-    "#0072b2": "#58aee8",
-    "#d55e00": "#f79457",
-    "#009e73": "#35c79c",
-    "#b8558f": "#e49ac6",
-    "#c98500": "#f4bd4a",
-    "#2b9bd6": "#9bd6f7",
-    "#4b3aa5": "#a99bf5",
-    "#7d7a1d": "#cdc95f",
-}
-_GREY = {"#7a828c": "#9aa3ad", "#a4abb3": "#747d87", "#545b64": "#c3c9d0"}
-GREYS = tuple(_GREY)
+_STRONG = ("#0072b2", "#d55e00", "#009e73", "#b8558f", "#c98500", "#2b9bd6", "#4b3aa5", "#7d7a1d")
+GREYS = ("#7a828c", "#a4abb3", "#545b64")
 _NEUTRAL = "#4d6f8f"
 """of what stands alone in a chart beside others that have systems"""
-_OTHERS = {_NEUTRAL: "#8db4d6", INK: "#e6edf3", MUTED: "#9aa4af", GRID: "#30363d", PAPER: "#161b22"}
 
 _BASELINE = re.compile(
     r"(plain|bare|baseline|aggregated|one (vllm )?engine|memory copy|memcpy|line rate)\b|vllm($|[,:(])", re.I
 )
-
-
-def variable(colour: str) -> str:
-    """The CSS variable that a page has for it."""
-    return f"--c{colour.removeprefix('#')}"
-
-
-def css(dark: bool) -> str:
-    """Declarations of all variables."""
-    pairs = {**_STRONG, **_GREY, **_OTHERS}.items()
-    return " ".join(f"{variable(light)}: {night if dark else light};" for light, night in pairs)
 
 
 def of_labels(charts: Sequence[Chart]) -> Mapping[str, str]:
@@ -59,7 +36,7 @@ def of_labels(charts: Sequence[Chart]) -> Mapping[str, str]:
     return {
         **dict.fromkeys(alone, _NEUTRAL),
         **_dealt(grey, GREYS, together),
-        **_dealt(strong, list(_STRONG), together),
+        **_dealt(strong, _STRONG, together),
     }
 
 

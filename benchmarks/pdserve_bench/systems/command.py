@@ -80,7 +80,7 @@ def systems(
 
     examples:
       pdserve bench systems                                 the demo model, some 9 minutes
-      pdserve bench systems --quick --plot systems          some 5 minutes, and a page with charts
+      pdserve bench systems --quick --plot systems          some 5 minutes, and a picture with charts
       pdserve bench systems -f mine.yaml --batch 512,2048,8192 --rounds 5 --json systems.json
       pdserve bench systems --dtype float32 --clients 1     are the answers the same, token for token?
     """
