@@ -45,6 +45,12 @@ def names_this_machine(authority: str) -> bool:
         return False
 
 
+def in_url(host: str, everywhere: str) -> str:
+    """Return `host` as it is written in a URL; `everywhere` in its place where it listens on all addresses."""
+    host = everywhere if host in ("0.0.0.0", "::", "") else host
+    return f"[{host}]" if ":" in host else host
+
+
 def free_port(host: str, count: int = 1) -> int:
     """Return the first of `count` free ports in a row. None of them was given to any process lately, since a server may
     take seconds until it listens on its port. Raises OSError where there are none."""

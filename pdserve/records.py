@@ -53,6 +53,8 @@ class Instance(Struct, frozen=True):
     hosts can be compared only if it is small"""
     draining: bool = False
     """true: the process finishes its requests and takes no new ones"""
+    settings: dict[str, str] = {}
+    """what its file says of the live settings that it goes by (`settings.py`)"""
 
 
 class SlotState(Struct, frozen=True):

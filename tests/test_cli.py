@@ -281,6 +281,8 @@ def test_status_of_an_empty_graph(pdserve: Run, etcd_url: str, namespace: str) -
         (["max-local-prefill-length=many"], "whole number"),
         (["max-prefill-queue-size=2147483648"], "from 0 to 2147483647"),
         (["max-prefill-queue-size=" + "9" * 5000], "from 0 to 2147483647"),
+        (["max-prefill-queue-size=\uff15"], "from 0 to 2147483647"),
+        (["max-prefill-queue-size=5\n"], "'5\\n': it takes"),
         (["router=random"], "round-robin"),
         (["router"], "not KEY=VALUE"),
     ],
@@ -296,7 +298,7 @@ def test_set_shows_writes_and_unsets(pdserve: Run, etcd_url: str, namespace: str
     assert "router = (as in the file)" in pdserve("set", *where).stdout
     result = pdserve("set", "max_local_prefill_length=7", "router=least-loaded", *where)
     assert result.returncode == 0
-    assert "policy = threshold " in result.stdout, "which a threshold alone means"
+    assert "policy = threshold, since max-local-prefill-length is set " in result.stdout
     assert "max-local-prefill-length = 7 " in pdserve("set", *where).stdout
     assert "router = (as in the file)" in pdserve("set", "--unset", "router", *where).stdout
 

@@ -75,6 +75,7 @@ LEAVES = (
     "ports",
     "prefixes",
     "messages",
+    "settings",
     "records",
     "watch",
     "sampling",
@@ -106,7 +107,7 @@ ARROWS = {
     "frontend": "frontend/dashboard frontend/model frontend/deltas frontend/trace frontend/admission process config "
     "plan queue registry stream observe tasks",
     "supervisor": "process config plan graph queue registry observe tasks",
-    "cli": "supervisor decode process config plan graph engine kv queue registry observe",
+    "cli": "supervisor process config plan graph engine kv queue registry observe",
     "__main__": "cli",
 }
 """room -> the rooms that it may import from, besides the leaves. What is absent is forbidden: a new arrow is a

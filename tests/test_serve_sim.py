@@ -117,6 +117,26 @@ def test_a_setting_reaches_the_workers(graph: Serve) -> None:
     until(lambda: graph.text.count("settings now: policy threshold, max-local-prefill-length 64") == 2, graph)
 
 
+def test_live_settings_are_of_one_file(serve: Serve, tmp_path: Path) -> None:
+    """They stay when it is served again, and say so; another file on the same state directory begins without them."""
+    with running(serve):
+        assert serve.pdserve("set", "policy=adaptive").returncode == 0
+    again = Serve(tmp_path, WORKERS.format(kv_port=kv_ports(), workers=1))
+    with running(again):
+        assert "policy = adaptive (file: threshold)" in again.text
+        told = again.pdserve("set", "max-local-prefill-length=0").stdout
+        assert "max-local-prefill-length = 0 (file: 64), without effect under policy adaptive" in told
+        shown = " ".join(again.pdserve("status").stdout.split())
+        assert "set policy = adaptive (file: threshold)" in shown
+    (folder := tmp_path / "other").mkdir()
+    other = Serve(folder, WORKERS.format(kv_port=kv_ports(), workers=1))
+    other.env["PDSERVE_STATE_DIR"] = serve.env["PDSERVE_STATE_DIR"]
+    with running(other):
+        assert f"live setting policy=adaptive dropped: it was set on {tmp_path / 'graph.yaml'}" in other.text
+        assert "(file: " not in other.text
+        assert "policy = threshold (as in the file)" in other.pdserve("set").stdout
+
+
 @pytest.fixture
 def watching(graph: Serve) -> Iterator[Terminal]:
     with Terminal([*PDSERVE, "status", "--watch"], graph.env | {"LINES": "24"}) as terminal:

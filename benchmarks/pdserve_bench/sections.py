@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.config.arguments import arguments
-from pdserve.config.schema import THRESHOLDS, kebab
+from pdserve.config.schema import kebab
 from pdserve.config.tree import Findings, read_tree
+from pdserve.settings import THRESHOLDS
 
 Sections = dict[str, dict[str, Any]]
 

@@ -1,25 +1,20 @@
 """`pdserve set`: live settings, keys in etcd that change a running graph."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
 from pdserve.cli.find import GraphAddress, find_graph
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
-from pdserve.config.schema import POLICIES, PREFILL_POLICIES, THRESHOLDS
 from pdserve.config.tree import or_nearest
-from pdserve.decode import settings
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, ProtocolError
+from pdserve.records import decode_instance
 from pdserve.registry import connect, keys
-
-SETTINGS = {
-    "policy": f"which way a prompt goes: {', '.join(PREFILL_POLICIES)}",
-    "max-local-prefill-length": "tokens; a prompt with more than these to compute goes to a prefill worker",
-    "max-prefill-queue-size": "requests; with these many waiting, prefill locally",
-    "router": f"how frontends choose a decode worker: {', '.join(POLICIES)}",
-}
+from pdserve.registry.base import Registry
+from pdserve.settings import SETTINGS, explained, of_files, problem
 
 
 def change_settings(
@@ -31,7 +26,8 @@ def change_settings(
     credentials: CredentialsFolder = None,
 ) -> int:
     """Change settings of a running graph, at once and without a restart. They are kept in etcd and win over the file
-    until unset. Without arguments: show them.
+    until unset, also when the graph is started again; where `serve` runs its own etcd, until another file is served.
+    A threshold alone means the policy threshold. Without arguments: show them.
 
     examples:
       pdserve set                                   what can be set, and what is
@@ -40,13 +36,11 @@ def change_settings(
       pdserve set --unset router                    back to the file's
     """
     wanted = _parse(changes or [], unset or [])
-    if problems := [problem for name, value in wanted.items() if (problem := _problem(name, value))]:
+    if problems := [found for name, value in wanted.items() if (found := _problem(name, value))]:
         raise ConfigError(problems)
-    found = asyncio.run(_change(find_graph(file, etcd, namespace, credentials), wanted))
-    if found.keys() & set(THRESHOLDS):
-        found.setdefault("policy", "threshold")  # as decode workers read it
+    shown = asyncio.run(_change(find_graph(file, etcd, namespace, credentials), wanted))
     for name, what in SETTINGS.items():
-        print(f"{name} = {found.get(name, '(as in the file)')}   # {what}")
+        print(f"{name} = {shown[name]}   # {what}")
     return 0
 
 
@@ -56,7 +50,9 @@ def _parse(pairs: Sequence[str], unset: Sequence[str]) -> dict[str, str | None]:
     if wrong := [pair for pair in pairs if "=" not in pair]:
         raise ConfigError([f"{pair} is not KEY=VALUE." for pair in wrong])
     changes: dict[str, str | None] = {_key(name): None for name in unset}
-    return changes | {_key(name): value.strip() for name, _, value in (pair.partition("=") for pair in pairs)}
+    return changes | {
+        _key(name): value.strip(" ") for name, _, value in (pair.partition("=") for pair in pairs)
+    }
 
 
 def _key(name: str) -> str:
@@ -67,17 +63,13 @@ def _problem(name: str, value: str | None) -> str | None:
     if name not in SETTINGS:
         hint = or_nearest(name, SETTINGS, f"use one of {', '.join(SETTINGS)}.")
         return f"{name} is no live setting: {hint}"
-    if value is None:
-        return None
-    if name == "router" and value not in POLICIES:
-        return f"router={value}: there are {', '.join(POLICIES)}."
-    if name != "router" and (wanted := settings.problem(name, value)):
-        return f"{name}={value[:40]}: it takes {wanted}."
+    if value is not None and (wanted := problem(name, value)):
+        return f"{name}={value[:40]!r}: it takes {wanted}."
     return None
 
 
 async def _change(graph: GraphAddress, changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Write the changes; return all settings then. Raises RegistryUnavailable."""
+    """Write the changes; return what each setting is then. Raises RegistryUnavailable."""
     async with connect(graph.etcd, graph.namespace, graph.credentials) as registry:
         for name, value in changes.items():
             if value is None:
@@ -85,4 +77,13 @@ async def _change(graph: GraphAddress, changes: Mapping[str, str | None]) -> dic
             else:
                 await registry.put(keys.setting(name), value.encode(), leased=False)
         found = await registry.read(keys.SETTINGS)
-    return {key.removeprefix(keys.SETTINGS): value.decode(errors="replace") for key, value in found.items()}
+        file = of_files([settings async for settings in _files(registry)])
+    live = {key.removeprefix(keys.SETTINGS): value.decode(errors="replace") for key, value in found.items()}
+    return explained(file, live)
+
+
+async def _files(registry: Registry) -> AsyncIterator[dict[str, str]]:
+    """What the files of the running processes say."""
+    for value in (await registry.read(keys.INSTANCES)).values():
+        with suppress(ProtocolError):
+            yield decode_instance(value).settings

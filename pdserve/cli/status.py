@@ -19,7 +19,7 @@ from pdserve.cli.find import GraphAddress, find_graph, view_of
 from pdserve.cli.live import live, read_state, states
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.cli.top import problem_line, state_style
-from pdserve.observe.graph_state import GraphState
+from pdserve.observe.graph_state import GraphState, settings_changed
 from pdserve.observe.problems import Node, count, duration, nodes, problems
 from pdserve.observe.tables import show, table
 from pdserve.records import Instance
@@ -126,8 +126,8 @@ def render(state: GraphState, graph: GraphAddress) -> RenderableType:
             times = count(node.restarts, "time")
             summary.add_row("restarts", Text(f"{node.name}: {times}, last end: {node.why}"))
     summary.add_row("queue", f"{state.queue_depth} prefill requests waiting")
-    for name, value in sorted(state.settings.items()):
-        summary.add_row("setting", f"{name} = {value}")
+    for line in settings_changed(state):
+        summary.add_row("set", line)
     if graph.url:
         summary.add_row("URL", f"{graph.url}/v1")
     summary.add_row("etcd", f"{graph.etcd}, namespace {graph.namespace}")

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.observe.graph_state import GraphState, Moment, detours, slot_name
+from pdserve.observe.graph_state import GraphState, Moment, detours, settings_changed, slot_name
 from pdserve.observe.problems import (
     DRAINING,
     NOW,
@@ -209,8 +209,9 @@ def _queue(state: GraphState, found: Iterable[Node], width: int) -> Text:
 
 def _foot(state: GraphState) -> Text:
     models = [f"{name} ({count(len(cards), 'decode worker')})" for name, cards in state.cards.items()]
-    parts = [*models, *(f"{name} = {value}" for name, value in sorted(state.settings.items()))]
-    return Text(" · ".join(["q ends", *parts]), "dim", overflow="ellipsis", no_wrap=True)
+    return Text(
+        " · ".join(["q ends", *models, *settings_changed(state)]), "dim", overflow="ellipsis", no_wrap=True
+    )
 
 
 def _processes(found: Sequence[Node], width: int) -> ListPart:

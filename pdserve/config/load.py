@@ -17,7 +17,6 @@ from pdserve.config.arguments import arguments, shapes_answers
 from pdserve.config.exposure import Opening, openings
 from pdserve.config.host import resolve_model, with_home
 from pdserve.config.schema import (
-    THRESHOLDS,
     Config,
     DecodeConfig,
     DecodeSection,
@@ -36,6 +35,7 @@ from pdserve.config.schema import (
 )
 from pdserve.config.sections import KINDS, SectionRead, SectionReader
 from pdserve.config.tree import Entry, Findings, or_nearest, read_tree
+from pdserve.settings import THRESHOLDS
 
 W = TypeVar("W", bound=WorkerConfig)
 Arguments = dict[str, Entry]

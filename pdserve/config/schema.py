@@ -16,14 +16,9 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from pdserve.config.host import with_home
+from pdserve.settings import PrefillPolicy, RouterPolicy
 
-RouterPolicy = Literal["round-robin", "least-loaded", "kv"]
-POLICIES: tuple[str, ...] = get_args(RouterPolicy)
 WorkerRole = Literal["decode", "both"]
-PrefillPolicy = Literal["threshold", "adaptive"]
-PREFILL_POLICIES: tuple[str, ...] = get_args(PrefillPolicy)
-THRESHOLDS = ("max-local-prefill-length", "max-prefill-queue-size")
-"""keys that imply the policy `threshold` if no policy is set"""
 Allowance = Literal["no-keys", "plain-http", "plain-graph"]
 EngineKind = Literal["vllm", "sim"]
 ENGINES: tuple[str, ...] = get_args(EngineKind)

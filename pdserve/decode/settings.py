@@ -4,22 +4,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pdserve.config.schema import PREFILL_POLICIES, THRESHOLDS, DecodeSection
+from pdserve.config.schema import DecodeSection
+from pdserve.settings import THRESHOLDS, in_force, problem
 
 log = logging.getLogger(__name__)
 
-MAX_THRESHOLD = 2**31 - 1
-"""tokens or requests"""
 _LIVE = ("policy", *THRESHOLDS)
-
-
-def problem(key: str, text: str) -> str:
-    """What the setting takes, if `text` is not a valid value of it; else empty."""
-    if key == "policy":
-        return "" if text in PREFILL_POLICIES else f"one of {', '.join(PREFILL_POLICIES)}"
-    if text.isdecimal() and len(text) <= len(str(MAX_THRESHOLD)) and int(text) <= MAX_THRESHOLD:
-        return ""
-    return f"a whole number from 0 to {MAX_THRESHOLD}"
 
 
 def thresholds(settings: DecodeSection) -> str:
@@ -28,8 +18,7 @@ def thresholds(settings: DecodeSection) -> str:
 
 
 class LiveSettings:
-    """The YAML's settings, overridden by those of the registry. As in a file, a threshold without a policy means the
-    policy `threshold`."""
+    """The YAML's settings, overridden by those of the registry (`pdserve/settings.py`)."""
 
     def __init__(self, config: DecodeSection) -> None:
         self._configured = self.current = config
@@ -42,13 +31,11 @@ class LiveSettings:
         if relevant == self._seen:
             return
         self._seen = relevant
-        found: dict[str, str] = {}
         for key, text in relevant.items():
-            if wanted := problem(key, text.strip()):
-                log.warning("setting %s=%.40s ignored: it takes %s", key, text, wanted)
-            else:
-                found[key.replace("-", "_")] = text.strip()
-        policy = found.pop("policy", "threshold" if found else self._configured.policy)
-        numbers = {key: int(text) for key, text in found.items()}
+            if wanted := problem(key, text):
+                log.warning("setting %s=%.40r ignored: it takes %s", key, text, wanted)
+        now = in_force({}, relevant)
+        numbers = {key.replace("-", "_"): int(now[key]) for key in THRESHOLDS if key in now}
+        policy = now.get("policy", self._configured.policy)
         self.current = replace(self._configured, policy=policy, **numbers)  # type: ignore[arg-type]
         log.info("settings now: policy %s, %s", policy, thresholds(self.current))

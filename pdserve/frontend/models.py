@@ -12,7 +12,7 @@ from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pdserve.config.schema import POLICIES, AdmissionLimits
+from pdserve.config.schema import AdmissionLimits
 from pdserve.errors import BadRequest, ConfigError, Unavailable
 from pdserve.frontend.admission.capacity import Capacity
 from pdserve.frontend.admission.control import AdmissionControl, ModelReplaced
@@ -25,6 +25,7 @@ from pdserve.messages import Load
 from pdserve.observe.metrics import INSTANCES, LINKS, RUNNING, WAITING
 from pdserve.records import Instance, ModelCard, Role
 from pdserve.registry.view import RegistryView
+from pdserve.settings import in_force
 from pdserve.tasks import Owner, forever
 from pdserve.watch import LinkState
 
@@ -288,9 +289,8 @@ class ServedModels:
             workers = self._view.instances(Role.DECODE, model.card.name)
             ours = [worker for worker in workers if worker.fingerprint == model.card.fingerprint]
             model.processor.workers.update(ours, max(1, frontends))
-            policy = self._view.settings().get("router", self._context.router)
-            if policy in POLICIES:
-                model.processor.workers.policy = policy
+            now = in_force({"router": self._context.router}, self._view.settings())
+            model.processor.workers.policy = now["router"]
             model.admission.advance()
         if model.retired.is_set():
             model.replace(model.card.name in self._models and not model.live)

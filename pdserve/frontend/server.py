@@ -38,6 +38,7 @@ from pdserve.frontend.sockets import accept_all, begins_tls, bind
 from pdserve.frontend.usage import UsageExchange
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
 from pdserve.plan.slots import Slot
+from pdserve.ports import in_url
 from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id, registered_skew
 from pdserve.queue.broadcast import Broadcast
@@ -207,15 +208,19 @@ class Frontend(Service):
         )
 
     def _instance(self, clock_skew: float | None) -> Instance:
+        config, frontend = self._config, self._config.frontend
+        assert frontend is not None
+        host = in_url(frontend.host, config.host)
         return Instance(
             id=self.id,
             role=self._slot.role,
-            address=f"{self._config.scheme}://{self._config.host}:{self._socket.getsockname()[1]}",
+            address=f"{config.scheme}://{host}:{self._socket.getsockname()[1]}",
             metrics=self._metrics_url,
-            host=self._config.host,
+            host=config.host,
             pid=os.getpid(),
             vllm_version=installed_vllm().version,
             clock_skew=clock_skew,
+            settings={"router": frontend.router},
         )
 
 

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from pdserve.messages import Hop, Load
 from pdserve.records import Instance, ModelCard, Role, SlotState
+from pdserve.settings import changed, of_files
 from pdserve.watch import (
     BUCKETS,
     DETOURS,
@@ -93,6 +94,11 @@ def graph_state(
         receipts=receipts[:MAX_TOLD] + astray[:MAX_ASTRAY],
         outages={name: told.outages for name, told in watched.items() if told.outages},
     )
+
+
+def settings_changed(state: GraphState) -> list[str]:
+    """Return a line for each live setting that is not as in the processes' file. Pure."""
+    return changed(of_files(each.instance.settings for each in state.instances), state.settings)
 
 
 def slot_name(instance_id: str) -> str:

@@ -17,7 +17,7 @@ from pdserve.engine.base import EngineFacts
 from pdserve.errors import RegistryUnavailable
 from pdserve.graph import BOOT_VARIABLE
 from pdserve.plan.slots import Slot
-from pdserve.records import Instance, ModelCard, encode_record
+from pdserve.records import Instance, ModelCard, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
@@ -69,7 +69,20 @@ def worker_instance(
         max_concurrency=round(facts.max_concurrency, 2),
         vllm_version=facts.vllm_version,
         fingerprint=facts.fingerprint,
+        settings=_settings(config, slot.role),
     )
+
+
+def _settings(config: Config, role: Role) -> dict[str, str]:
+    """The settings by which a decode worker chooses between local and remote prefill, if it does."""
+    decode = config.decode if role.does(Role.DECODE) else None
+    if decode is None or not (decode.remote_prefill and decode.conditional_disagg):
+        return {}
+    return {
+        "policy": str(decode.policy),
+        "max-local-prefill-length": str(decode.max_local_prefill_length),
+        "max-prefill-queue-size": str(decode.max_prefill_queue_size),
+    }
 
 
 def model_card(config: Config, facts: EngineFacts, archive: str, others: Iterable[ModelCard]) -> ModelCard:

@@ -8,6 +8,8 @@ SETTINGS = "settings/"
 NEWCOMERS = "newcomers/"
 """workers that cannot serve yet; only the workers that warm up with them read these"""
 SLOTS = "slots/"
+FILE = "file"
+"""path of the file that the settings were set on, where `serve` runs its own etcd"""
 
 
 def instances(role: Role) -> list[str]:

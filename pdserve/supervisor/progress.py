@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -20,7 +20,9 @@ from rich.text import Text
 from pdserve.config.api_keys import configured
 from pdserve.config.schema import Config
 from pdserve.observe.tables import table
+from pdserve.ports import in_url
 from pdserve.records import Instance
+from pdserve.settings import changed, of_files
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.restarts import ProcessState
 
@@ -132,13 +134,17 @@ class StartProgress:
         return Text("\n".join([f"Starting, {self.elapsed:.0f} s so far (Ctrl-C stops)", *lines]), "dim")
 
 
-def banner(config: Config, instances: Sequence[Instance], seconds: float, log_dir: Path) -> RenderableType:
-    """The table of what is ready and how to use it, at most 100 columns wide."""
+def banner(
+    config: Config, instances: Sequence[Instance], seconds: float, log_dir: Path, live: Mapping[str, str]
+) -> RenderableType:
+    """The table of what is ready and how to use it, at most 100 columns wide. `live`: the live settings."""
     facts = Table.grid(padding=(0, 2))
     facts.add_row("model", f"{config.served_model_name}  [dim]({config.model})[/]")
     if config.frontend is not None:
         facts.add_row("URL", f"[bold]{url_of(config)}/v1[/]")
         facts.add_row("page", f"{url_of(config)}/dashboard")
+    for line in changed(of_files(each.settings for each in instances), live):
+        facts.add_row("set", f"{line}  [dim](pdserve set --unset {line.partition(' ')[0]})[/]")
     facts.add_row("logs", str(log_dir))
     facts.add_row("look", f"pdserve status -f {config.path}")
     facts.add_row("stop", "Ctrl-C")
@@ -161,10 +167,7 @@ def url_of(config: Config) -> str:
     """The URL of the frontends of this machine; empty where it has none."""
     if config.frontend is None:
         return ""
-    host, port = config.frontend.host, config.frontend.port
-    host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-    host = f"[{host}]" if ":" in host else host
-    return f"{config.scheme}://{host}:{port}"
+    return f"{config.scheme}://{in_url(config.frontend.host, '127.0.0.1')}:{config.frontend.port}"
 
 
 def curl(config: Config) -> str:

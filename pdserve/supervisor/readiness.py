@@ -47,6 +47,10 @@ class RegisteredInstances:
         self._host = host
         self._patience = MISSING + leaving
 
+    def settings(self) -> dict[str, str]:
+        """Return the live settings."""
+        return self._view.settings()
+
     async def until_registered(self, instance_id: str, pid: int) -> Instance:
         """Wait until this instance is registered by the process `pid`."""
         async for _ in self._view.changes():

@@ -18,6 +18,7 @@ from pdserve.plan.slots import Slot
 from pdserve.process.signals import STOPPERS
 from pdserve.records import Instance, Role
 from pdserve.registry import connect, keys
+from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor import state
 from pdserve.supervisor.checks import busy_ports
@@ -79,19 +80,19 @@ async def _serve(config: Config, slots: Sequence[Slot], output: ProcessOutput, l
         credentials = _credentials(config)
         urls = await stack.enter_async_context(embedded_servers(config, guardian, policy, credentials))
         graph = _record(config, urls, credentials)
-        instances = await _registered_instances(stack, graph, config, credentials)
+        registered = await _registered_instances(stack, graph, config, credentials)
         state.write(config.state_dir, graph)
         sockets = stack.enter_context(state.socket_folder(config.state_dir))
         specs = [
             process_spec(slot, config.path, _environment(slot, config, graph, sockets)) for slot in slots
         ]
-        roles = RoleSupervisor(specs, instances, output, guardian, policy)
+        roles = RoleSupervisor(specs, registered, output, guardian, policy)
         _on_stop_signals(roles.stop)
 
         def show_ready(instances: Sequence[Instance], seconds: float) -> None:
             if output.json:
                 log.info("Ready after %.0f s: %s at %s", seconds, graph.model, graph.url)
-            output.print(banner(config, instances, seconds, output.log_dir))
+            output.print(banner(config, instances, seconds, output.log_dir, registered.settings()))
             if config.frontend:
                 output.plain(f"Try it:\n{curl(config)}\n")
 
@@ -115,10 +116,23 @@ async def _registered_instances(
 ) -> RegisteredInstances:
     try:
         registry = await stack.enter_async_context(connect(graph.etcd, graph.namespace, credentials))
-        view = await stack.enter_async_context(RegistryView(registry, keys.INSTANCES))
+        if config.etcd is None:
+            await _drop_settings_of_another_file(registry, str(config.path.resolve()))
+        view = await stack.enter_async_context(RegistryView(registry, keys.INSTANCES, keys.SETTINGS))
     except RegistryUnavailable as error:
         raise ConfigError([f"etcd is needed: {error}. Start it, or leave Graph.etcd out."]) from None
     return RegisteredInstances(registry, view, config.host, config.drain_timeout)
+
+
+async def _drop_settings_of_another_file(registry: Registry, file: str) -> None:
+    """The data of the graph's own etcd outlive the graph, and what `pdserve set` wrote with them. That stays where the
+    same file is served again, and means nothing to another one."""
+    before = (await registry.read(keys.FILE)).get(keys.FILE, b"").decode(errors="replace")
+    for key, value in (await registry.read(keys.SETTINGS) if before != file else {}).items():
+        setting = f"{key.removeprefix(keys.SETTINGS)}={value.decode(errors='replace')}"
+        log.warning("live setting %s dropped: it was set on %s", setting, before or "another file")
+        await registry.delete(key)
+    await registry.put(keys.FILE, file.encode(), leased=False)
 
 
 def _record(

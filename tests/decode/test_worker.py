@@ -752,7 +752,7 @@ async def test_thresholds_change_while_it_runs(caplog: pytest.LogCaptureFixture)
         await registry.put("settings/max-prefill-queue-size", b"many", leased=False)
         await until(lambda: graph.decode.settings.current.max_local_prefill_length == 10)
         assert graph.decode.settings.current.max_prefill_queue_size == 4
-        assert "max-prefill-queue-size=many ignored" in caplog.text
+        assert "max-prefill-queue-size='many' ignored" in caplog.text
         answered = await frontend.ask(SHORT)
         assert answered.way[0] == "remote"
         await registry.delete("settings/max-local-prefill-length")
@@ -787,7 +787,7 @@ async def test_a_policy_is_set_while_it_runs(caplog: pytest.LogCaptureFixture) -
         assert settings.current.max_local_prefill_length == 7
         await registry.put("settings/policy", b"best", leased=False)
         await until(lambda: settings.current.policy == "threshold")
-        assert "policy=best ignored: it takes one of threshold, adaptive" in caplog.text
+        assert "policy='best' ignored: it takes one of threshold, adaptive" in caplog.text
         await registry.delete("settings/max-local-prefill-length")
         await until(lambda: settings.current.policy == "adaptive")
 

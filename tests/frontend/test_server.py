@@ -146,6 +146,12 @@ class Stream:
                     assert line == "data: [DONE]"
 
 
+async def test_its_registered_address_is_where_it_listens(config: Config) -> None:
+    """Which need not be at `Graph.host`, where other machines reach the workers."""
+    async with frontend(replace(config, host="127.0.0.2")) as client:
+        assert (await client.get("/version")).status_code == 200
+
+
 async def test_serves_and_loses_a_worker(config: Config) -> None:
     async with frontend(config) as client:
         before = await client.get("/health")

@@ -139,17 +139,25 @@ def test_phases_are_told_from_vllms_words(message: str, phase: str | None) -> No
 def test_the_banner_fits_a_hundred_columns_and_its_curl_is_json(tmp_path: Path) -> None:
     config = Config(tmp_path / "graph.yaml", str(MODEL_DIR), "demo", FrontendConfig(port=8123), None, None)
     workers = [
-        Instance(f"{role}-0-ab12cd34", role, kv_blocks=16384, block_size=32, kv_tokens=524288)
+        Instance(
+            f"{role}-0-ab12cd34",
+            role,
+            kv_blocks=16384,
+            block_size=32,
+            kv_tokens=524288,
+            settings={"policy": "threshold"},
+        )
         for role in (Role.DECODE, Role.PREFILL)
     ]
     console = Console(file=StringIO(), width=100)
-    console.print(banner(config, workers, 61.7, tmp_path / "logs"))
+    console.print(banner(config, workers, 61.7, tmp_path / "logs", {"policy": "adaptive"}))
     assert isinstance(console.file, StringIO)
     text = console.file.getvalue()
     assert "Ready after 62 s" in text
     assert "http://127.0.0.1:8123/v1" in text
     assert "524,288 tokens" in text
     assert "decode-0 " in text
+    assert "policy = adaptive (file: threshold)  (pdserve set --unset policy)" in text
     assert max(map(len, text.splitlines())) <= 100
     body = json.loads(curl(config).split("-d ", 1)[1].strip("'"))
     assert body["stream"] is True

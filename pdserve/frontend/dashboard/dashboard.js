@@ -38,6 +38,8 @@ function render() {
   if (!state) return;
   showProblems();
   show($("models"), state.models.join(", "));
+  show($("settings"), `set: ${state.settings.join("; ")}`);
+  $("settings").hidden = !state.settings.length;
   showModels(state);
   showGraph(state);
   showLinks(state);

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdserve import clock
-from pdserve.observe.graph_state import GraphState, Moment, graph_state
+from pdserve.observe.graph_state import GraphState, Moment, graph_state, settings_changed
 from pdserve.observe.pages import read_watched
 from pdserve.observe.problems import Node, Problem, nodes, problems
 from pdserve.records import encode_record
@@ -60,7 +60,8 @@ class DashboardState(Struct, frozen=True):
     key: str
     everything: bool
     models: list[str]
-    settings: dict[str, str]
+    settings: list[str]
+    """those that are not as in the file, a line each"""
     queue_depth: int
     queue_limit: int
     nodes: list[Node]
@@ -129,7 +130,7 @@ def told(state: GraphState, viewer: Viewer, own: str, now: float) -> DashboardSt
         key=viewer.key,
         everything=viewer.everything,
         models=sorted(state.cards),
-        settings=state.settings,
+        settings=settings_changed(state),
         queue_depth=state.queue_depth,
         queue_limit=state.queue_limit,
         nodes=found,

@@ -9,7 +9,6 @@ from functools import partial
 from heapq import nlargest
 from typing import TYPE_CHECKING, Protocol
 
-from pdserve.config.schema import POLICIES
 from pdserve.errors import PeerGone, ProtocolError, leaves
 from pdserve.frontend.admission.capacity import Capacity, worker_capacity
 from pdserve.frontend.model import Connect
@@ -29,6 +28,7 @@ from pdserve.messages import (
 )
 from pdserve.observe.metrics import IN_FLIGHT, ROUTER_DECISIONS
 from pdserve.records import Instance
+from pdserve.settings import POLICIES
 from pdserve.stream.base import StreamClient
 from pdserve.tasks import Owner
 from pdserve.watch import LinkState

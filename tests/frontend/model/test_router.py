@@ -1,8 +1,8 @@
 import pytest
 
-from pdserve.config.schema import POLICIES
 from pdserve.frontend.model.router import choose
 from pdserve.records import Instance, Role
+from pdserve.settings import POLICIES
 
 
 def worker(name: str, *, kv_tokens: int = 10_000) -> Instance:
