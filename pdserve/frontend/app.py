@@ -25,6 +25,7 @@ from pdserve.frontend.admission.estimate import RequestSize
 from pdserve.frontend.answer import HttpError, ResponseWriter, error_response, log_request
 from pdserve.frontend.auth import ApiKeys, client_of, is_open_here
 from pdserve.frontend.body import (
+    SANE_ID,
     BodyReader,
     ParsedBody,
     app_scope,
@@ -70,7 +71,6 @@ GRACE = 0.3
 """seconds after the deadline within which the model's own, more exact answer may still come"""
 _END_WITHIN = 5.0
 """seconds for a model's app to end after it was told of a disconnect"""
-_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _ERRORS = (HttpError, BadRequest, Overloaded)
 
 
@@ -101,7 +101,7 @@ class FrontendApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         given = request.headers.get("x-request-id", "")
-        request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
         trace = RequestTrace(request_id, scope["path"], time.monotonic() + self._request_timeout)
         response = ResponseWriter(send, trace)
         try:

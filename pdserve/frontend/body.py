@@ -3,6 +3,7 @@ app."""
 
 import asyncio
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from types import UnionType
 
 import msgspec
+from pydantic_core import SchemaValidator, ValidationError, core_schema
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope
@@ -36,8 +38,13 @@ _BOUNDS = {
     "/v1/responses": ("max_output_tokens",),
 }
 """fields that bound the tokens of an output, the first that is set, on routes where that is not `max_tokens` alone"""
+_SEVERAL = {"/generative_scoring": ("items", str | list)}
+"""field that holds several prompts, and the kind of each, on routes where that is neither `prompt` nor `messages`"""
 _LARGEST = 1 << 40
 """above every bound; larger numbers, which JSON may spell, overflow what is computed from them"""
+SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""ids that clients may give to requests: they are in each log line and, inside the graph, in each output"""
+_read_int = SchemaValidator(core_schema.int_schema()).validate_python
 
 # Where KV comes from is decided inside the graph. vLLM would take these from any client, and some values kill an
 # engine.
@@ -141,9 +148,12 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
             )
     if not isinstance(fields.get("structured_outputs") or {}, dict):  # vLLM 0.32 answers 500
         raise BadRequest("structured_outputs must be an object", "structured_outputs")
+    given = fields.get("request_id")
+    if isinstance(given, str) and not SANE_ID.fullmatch(given):
+        raise BadRequest("request_id must be 1 to 128 letters, digits and . _ : - of ASCII", "request_id")
     model = fields.get("model")
     named = model if isinstance(model, str) and model else None
-    has_id = fields.get("request_id") is not None
+    has_id = given is not None
     background, previous = bool(fields.get("background")), fields.get("previous_response_id")
     previous = previous if isinstance(previous, str) else ""
     return ParsedBody(raw, named, _size(path, raw, fields), is_plain(fields), has_id, background, previous)
@@ -165,9 +175,18 @@ def _fields(raw: bytes) -> dict[str, object]:
 def _size(path: str, raw: bytes, fields: Mapping[str, object]) -> RequestSize:
     """Ignore invalid values: vLLM's app will refuse them."""
     bounds = (_count(fields.get(name)) for name in _BOUNDS.get(path, ("max_tokens",)))
-    prompts = max(_several(fields.get("prompt"), str | list), _several(fields.get("messages"), list))
-    n = _count(fields.get("n")) or 1
-    return RequestSize(len(raw) // _BYTES_PER_TOKEN, next(filter(None, bounds), None), prompts * n, n)
+    bound, n = next(filter(None, bounds), None), _count(fields.get("n")) or 1
+    several, kind = _SEVERAL.get(path, ("prompt", str | list))
+    prompts = max(_several(fields.get(several), kind), _several(fields.get("messages"), list))
+    size = len(raw)
+    if several == "items":
+        bound, n, size = 1, 1, size + (prompts - 1) * _length(fields.get("query"))
+    return RequestSize(size // _BYTES_PER_TOKEN, bound, prompts * n, n, several)
+
+
+def _length(text: object) -> int:
+    """Bytes of a text, or of a list of tokens, about."""
+    return len(text) if isinstance(text, str) else _BYTES_PER_TOKEN * len(text) if isinstance(text, list) else 0
 
 
 def _several(value: object, kind: type | UnionType) -> int:
@@ -176,14 +195,12 @@ def _several(value: object, kind: type | UnionType) -> int:
 
 
 def _count(value: object) -> int | None:
-    """Read a number above 0 as vLLM's app does: "3" and 3.0 are 3."""
-    if isinstance(value, str):
-        value = int(value) if len(value) < 20 and value.strip().isdecimal() else None
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+    """Read a number above 0 as vLLM's app does, with pydantic: "+3", "3.0" and 3.0 are 3."""
+    try:
+        number = _read_int(value)
+    except ValidationError:
         return None
-    return min(value, _LARGEST)
+    return min(number, _LARGEST) if number > 0 else None
 
 
 def replay(raw: bytes, gone: asyncio.Event) -> Receive:

@@ -1,6 +1,11 @@
+import json
+
 import pytest
+from pydantic import ValidationError
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from pdserve.errors import BadRequest
+from pdserve.frontend.app import GENERATING
 from pdserve.frontend.body import max_body, parse_body
 
 CHAT = "/v1/chat/completions"
@@ -38,15 +43,58 @@ def test_max_body(tokens: int, tokenizing: bool, expected: int) -> None:
         ("completions", b'{"prompt": [], "n": true, "max_tokens": "x"}', None, 1),
         ("completions", b'{"n": -4, "max_tokens": 0}', None, 1),
         ("completions", b'{"n": "4", "max_tokens": 5.0}', 5, 4),
-        ("completions", b'{"n": 1e300, "max_tokens": "\xd9\xa3"}', 3, 1 << 40),
+        ("completions", b'{"n": 1e300, "max_tokens": "\xd9\xa3"}', None, 1),
+        ("completions", b'{"n": "+500", "max_tokens": "+200"}', 200, 500),
+        ("completions", b'{"n": "5_00", "max_tokens": " 200.0 "}', 200, 500),
+        ("completions", b'{"n": "500.0", "max_tokens": "0200"}', 200, 500),
         ("completions", b'{"n": 1%b}' % (b"0" * 4299), None, 1 << 40),
         ("chat/completions", b'{"messages": [[], [], []]}', None, 3),
         ("chat/completions", b'{"messages": [{}, {}]}', None, 1),
+        ("chat/completions", b'{"messages": [{}], "items": ["a", "b"]}', None, 1),
     ],
 )
 def test_the_size_of_a_request(path: str, body: bytes, max_tokens: int | None, sequences: int) -> None:
     size = parse_body(f"/v1/{path}", body).size
     assert (size.prompt_tokens, size.max_tokens, size.sequences) == (len(body) // 4, max_tokens, sequences)
+
+
+@pytest.mark.parametrize("items", [["a"] * 20_000, [[300]] * 20_000])
+def test_each_scored_item_is_an_output_of_one_token(items: list[object]) -> None:
+    size = parse_body("/generative_scoring", json.dumps({"query": "a" * 4000, "items": items}).encode()).size
+    assert (size.sequences, size.max_tokens, size.several) == (20_000, 1, "items")
+    assert size.prompt_tokens > 20_000 * 1000  # the query is in each prompt
+
+
+@pytest.mark.parametrize("spelled", [500, 500.0, True, "500", "+500", "5_00", "500.0", " 500\n", "0500", "+5_00.00"])
+def test_a_number_is_what_vllm_reads(spelled: object) -> None:
+    asked = CompletionRequest(prompt="a", n=spelled, max_tokens=spelled)
+    size = parse_body("/v1/completions", json.dumps({"n": spelled, "max_tokens": spelled}).encode()).size
+    assert (size.n, size.max_tokens) == (asked.n, asked.max_tokens)
+
+
+@pytest.mark.parametrize("spelled", ["500.5", "5__00", "0x10", "5e2", "\u0665", "\uff15", "", "+", 1e300, "9" * 5000])
+def test_a_number_that_vllm_refuses_is_none(spelled: object) -> None:
+    with pytest.raises(ValidationError):
+        CompletionRequest(prompt="a", n=spelled)
+    size = parse_body("/v1/completions", json.dumps({"n": spelled, "max_tokens": spelled}).encode()).size
+    assert (size.n, size.max_tokens) == (1, None)
+
+
+ODD_IDS = ["", "x" * 129, "a\nb", "a\x1b[2Jb", "a b", "\ud800", "\xe9", "a/b"]
+
+
+@pytest.mark.parametrize("path", sorted(GENERATING))
+@pytest.mark.parametrize("given", ODD_IDS)
+def test_an_id_that_is_long_or_odd_is_refused(path: str, given: str) -> None:
+    """It is in each output and each log line."""
+    with pytest.raises(BadRequest, match="request_id must") as refused:
+        parse_body(path, json.dumps({"request_id": given}).encode())
+    assert refused.value.param == "request_id"
+
+
+@pytest.mark.parametrize("given", ["x" * 128, "cmpl-1.2:3_A", None, 5, ["a"]])
+def test_other_ids_are_left_to_the_app(given: object) -> None:
+    parse_body(CHAT, json.dumps({"request_id": given}).encode())
 
 
 @pytest.mark.parametrize(

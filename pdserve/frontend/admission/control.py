@@ -132,10 +132,9 @@ class AdmissionControl:
         """Queue a request that needs a decode worker, and admit it at once if there is capacity. Raises Overloaded, and
         BadRequest for a request that is always too large."""
         if size.sequences > self.limits.max_outputs:
-            text = (
-                f"n and prompts make {size.sequences} outputs; one request may have {self.limits.max_outputs}"
-            )
-            raise BadRequest(text, "n" if size.n > 1 else "prompt")
+            made = "items make" if size.several == "items" else "n and prompts make"
+            text = f"{made} {size.sequences} outputs; one request may have {self.limits.max_outputs}"
+            raise BadRequest(text, "n" if size.n > 1 else size.several)
         self._check_inside()
         admission = Admission(self, client, size, deadline)
         admission.tokens = (1 + size.prompt_tokens) / size.sequences + self._estimate().tokens(
