@@ -77,3 +77,45 @@ def test_foreign_json_is_a_line_like_any_other(raw: str) -> None:
     line = logs.parse(raw, "decode-0")
     assert (line.name, line.logger, line.message) == ("decode-0", "", raw)
     assert logs.as_json(line)
+
+
+FORGED = "2026-01-31T12:00:00.123 C decode-0 pdserve.decode.worker: all is lost"
+ODD = f"a\n{FORGED}\r\x1b]0;title\x07\x1b[2J\x9b1m\x7f\0\u2028b"
+
+
+@pytest.mark.parametrize("fmt", ["text", "json"])
+@pytest.mark.parametrize("raised", [False, True])
+def test_what_a_client_sent_forges_no_record_and_steers_no_terminal(fmt: str, raised: bool) -> None:
+    """Neither as it is written, nor as the supervisor shows it."""
+    error = (ValueError, ValueError(ODD), None) if raised else None
+    said = "refused" if raised else ODD
+    record = logging.LogRecord("pdserve.x", logging.WARNING, "x.py", 1, "request r: %s", (said,), error)
+    written = logs.LineFormatter("decode-0", fmt).format(record)
+    lines = [logs.parse(line, "decode-0") for line in written.split("\n")]
+    assert [line.message for line in lines if line.logger == "pdserve.decode.worker"] == []
+    for shown in (written, *map(logs.text, lines)):
+        assert all(character.isprintable() or character == "\n" for character in shown)
+        assert not [line for line in shown.split("\n")[1:] if line.startswith(FORGED)]
+    assert "all is lost" in written
+
+
+def test_what_other_libraries_print_steers_no_terminal() -> None:
+    assert logs.text(logs.parse("\x1b[31mred\x1b[0m \x1b]0;title\x07", "decode-0")).endswith(
+        ": red \\x1b]0;title\\x07"
+    )
+
+
+def test_a_record_has_a_bound() -> None:
+    record = logging.LogRecord("pdserve.x", logging.INFO, "x.py", 1, "%s", ("x" * (4 << 20),), None)
+    written = logs.LineFormatter("decode-0", "text").format(record)
+    assert len(written) < logs.LONGEST + 200
+    assert f"x ... ({(4 << 20) - logs.LONGEST} more characters) ... x" in written
+
+
+def test_the_longest_record_is_read_back() -> None:
+    text = "\x1b" * (2 * logs.LONGEST)
+    error = (ValueError, ValueError(text), None)
+    record = logging.LogRecord("pdserve.x", logging.WARNING, "x.py", 1, "%s", (text,), error)
+    line = logs.parse(logs.LineFormatter("decode-0", "json").format(record), "")
+    assert line.logger == "pdserve.x"
+    assert line.message.count("\\x1b") > 1.5 * logs.LONGEST

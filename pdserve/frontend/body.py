@@ -186,7 +186,9 @@ def _size(path: str, raw: bytes, fields: Mapping[str, object]) -> RequestSize:
 
 def _length(text: object) -> int:
     """Bytes of a text, or of a list of tokens, about."""
-    return len(text) if isinstance(text, str) else _BYTES_PER_TOKEN * len(text) if isinstance(text, list) else 0
+    return (
+        len(text) if isinstance(text, str) else _BYTES_PER_TOKEN * len(text) if isinstance(text, list) else 0
+    )
 
 
 def _several(value: object, kind: type | UnionType) -> int:

@@ -18,11 +18,17 @@ from pathlib import Path
 
 from pdserve import clock
 
+LONGEST = 20_000
+"""characters of a record's message, and of its traceback"""
+
 _CONFIG = Path(__file__).with_name("logging.json")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 _LEVELS = {"D": "debug", "I": "info", "W": "warning", "E": "error", "C": "critical"}
 _LETTERS = {word: letter for letter, word in _LEVELS.items()}
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}) ([DIWEC]) (\S+) (\S+): (.*)", re.DOTALL)
+_FORGED = re.compile(r"\n(?=\d{4}-|\{)")
+"""a line inside of a record that `parse` would take for another one"""
 
 # What vLLM and torch log at every start, though a user can do nothing about it.
 _NOISE = re.compile(
@@ -129,9 +135,21 @@ class LineFormatter(logging.Formatter):
         self._show = as_json if fmt == "json" else text
 
     def format(self, record: logging.LogRecord) -> str:
-        level, message = record.levelname[0], record.getMessage()
-        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        level, message = record.levelname[0], quoted(_cut(record.getMessage()))
+        trace = quoted(_cut(self.formatException(record.exc_info))) if record.exc_info else ""
         return self._show(LogLine(stamp(record.created), level, self._name, record.name, message), trace)
+
+
+def quoted(text: str) -> str:
+    """Quote text in which there may be a client's: it must neither begin a record of its own, nor steer a terminal."""
+    return _FORGED.sub("\n| ", _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text))
+
+
+def _cut(text: str) -> str:
+    if len(text) <= LONGEST:
+        return text
+    half = LONGEST // 2
+    return f"{text[:half]} ... ({len(text) - LONGEST} more characters) ... {text[-half:]}"
 
 
 def stamp(seconds: float | None = None) -> str:
@@ -161,7 +179,7 @@ def as_json(line: LogLine, trace: str = "") -> str:
 def parse(raw: str, name: str) -> LogLine:
     """Parse a line that process `name` wrote: a record of pdserve's, in either format, or any other text (of a C++
     library, a crash, print)."""
-    raw = _ANSI.sub("", raw)
+    raw = quoted(_ANSI.sub("", raw))
     if match := _LINE.fullmatch(raw):
         time_, level, own_name, logger, message = match.groups()
         return LogLine(time_, level, own_name, "" if logger == "-" else logger, message)
@@ -170,7 +188,7 @@ def parse(raw: str, name: str) -> LogLine:
             record = json.loads(raw)
             said = [record[key] for key in ("time", "level", "role", "logger", "message")]
             time_, level, own_name, logger, message = map(str, said)
-            message = "\n".join(filter(None, (message, record.get("trace"))))
+            message = quoted("\n".join(filter(None, (message, record.get("trace")))))
             return LogLine(time_, _LETTERS[level], own_name, logger, message)
         except (ValueError, LookupError, TypeError):  # JSON that is no record of ours
             pass

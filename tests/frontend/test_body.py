@@ -65,14 +65,18 @@ def test_each_scored_item_is_an_output_of_one_token(items: list[object]) -> None
     assert size.prompt_tokens > 20_000 * 1000  # the query is in each prompt
 
 
-@pytest.mark.parametrize("spelled", [500, 500.0, True, "500", "+500", "5_00", "500.0", " 500\n", "0500", "+5_00.00"])
+@pytest.mark.parametrize(
+    "spelled", [500, 500.0, True, "500", "+500", "5_00", "500.0", " 500\n", "0500", "+5_00.00"]
+)
 def test_a_number_is_what_vllm_reads(spelled: object) -> None:
     asked = CompletionRequest(prompt="a", n=spelled, max_tokens=spelled)
     size = parse_body("/v1/completions", json.dumps({"n": spelled, "max_tokens": spelled}).encode()).size
     assert (size.n, size.max_tokens) == (asked.n, asked.max_tokens)
 
 
-@pytest.mark.parametrize("spelled", ["500.5", "5__00", "0x10", "5e2", "\u0665", "\uff15", "", "+", 1e300, "9" * 5000])
+@pytest.mark.parametrize(
+    "spelled", ["500.5", "5__00", "0x10", "5e2", "\u0665", "\uff15", "", "+", 1e300, "9" * 5000]
+)
 def test_a_number_that_vllm_refuses_is_none(spelled: object) -> None:
     with pytest.raises(ValidationError):
         CompletionRequest(prompt="a", n=spelled)
