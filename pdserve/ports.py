@@ -5,7 +5,7 @@ import os
 import random
 import socket
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 from urllib.parse import urlsplit
@@ -81,10 +81,10 @@ def _claim(ports: Iterable[int]) -> bool:
     return True
 
 
-def port_holder(host: str, port: int) -> str | None:
+def port_holder(host: str, port: int, ours: Collection[int] = ()) -> str | None:
     """Return the name and pid of the process that listens on this port, as far as this user may know; None where it is
-    free. Raises ConfigError where this user cannot listen at all: the address is not this machine's, or the port is
-    reserved for root."""
+    free, or held by one of `ours` (pids). Raises ConfigError where this user cannot listen at all: the address is not
+    this machine's, or the port is reserved for root."""
     try:
         if _is_free(host, port, again=True):
             return None
@@ -92,6 +92,8 @@ def port_holder(host: str, port: int) -> str | None:
         raise ConfigError([f"{host}:{port} cannot be listened on: {error.strerror or error}."]) from error
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            if connection.pid in ours:
+                return None
             with suppress(psutil.Error):  # it has just ended
                 return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
     return "another process"

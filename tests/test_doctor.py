@@ -1,21 +1,28 @@
 """The checks of `pdserve doctor`, against real servers and a real transfer."""
 
+import os
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdserve import clock
 from pdserve.cli import doctor
 from pdserve.cli.doctor import Finding, Grade
 from pdserve.config.host import InstalledVllm
+from pdserve.config.load import load
 from pdserve.config.schema import Config, FrontendConfig, SecuritySection
 from pdserve.credentials import Credentials, create
 from pdserve.plan.machine import GIB, Gpu, Machine
+from pdserve.plan.plan import Plan, make_plan
 from pdserve.ports import free_port, port_holder
 from pdserve.registry import etcd
+from pdserve.supervisor import state
 from pdserve.supervisor.embedded import nats_binary
+from pdserve.supervisor.state import GraphRecord
 from tests.conditions import until
 from tests.servers import etcd_server, nats_server
 
@@ -136,8 +143,82 @@ def test_what_is_open_is_a_warning(
             expires, closed = found(credentials=credentials.folder)
         assert expires.startswith(f"warn {credentials.certificate} {text} 20")
     assert clock.unix() - now < 60
-    missing, _ = found(credentials=tmp_path)
-    assert missing.startswith(f"fail {tmp_path / 'node.pem'} cannot be read")
+
+
+GRAPH = """\
+Graph: {{kv-port: {kv_port}, state-dir: state}}
+Frontend: {{port: {port}}}
+VllmWorker: {{model: demo, {key}}}
+"""
+
+
+def graph(folder: Path, more: str = "", key: str = "block-size: 32") -> Path:
+    """A file with ports that are free."""
+    port = free_port("127.0.0.1", 2)
+    file = folder / "graph.yaml"
+    file.write_text(GRAPH.format(port=port, kv_port=port + 1, key=key) + more)
+    return file
+
+
+def refusals(plan: Plan) -> list[str]:
+    findings = (*doctor.check_graph(plan), *doctor.check_ports(plan.config, plan.slots))
+    return [finding.text for finding in findings if finding.grade is Grade.FAIL]
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "problem"),
+    [
+        ("", "ServiceArgs: {resources: {gpu: 1}}", "The graph needs 1 GPU"),
+        ("Common: {model: /no/model}\n", "common-configs: [model]", "model folder /no/model not found"),
+        ("Security: {credentials: nowhere}\n", "block-size: 32", "Security.credentials"),
+        ("Processor: {tool-parser-plugin: /no/p.py}\n", "block-size: 32", "/no/p.py is no file"),
+    ],
+)
+def test_what_serve_refuses_fails(tmp_path: Path, more: str, key: str, problem: str) -> None:
+    file = graph(tmp_path, more, key)
+    if "Common" in more:
+        file.write_text(file.read_text().replace("model: demo, ", ""))
+    plan = make_plan(load(file, {}), machine(), env={})
+    (refusal,) = refusals(plan)
+    assert problem in refusal
+    assert refusal in plan.problems, "what serve says"
+
+
+def test_a_graph_that_can_be_served_is_ok(tmp_path: Path) -> None:
+    plan = make_plan(load(graph(tmp_path), {}), machine(), env={})
+    assert refusals(plan) == []
+    assert [each.grade for each in doctor.check_graph(plan)] == [Grade.OK]
+    file = graph(tmp_path)
+    file.write_text(file.read_text().replace("demo", "nobody/nothing-of-the-kind"))
+    (unknown,) = doctor.check_graph(make_plan(load(file, {}), machine(), env={}))
+    assert (unknown.grade, unknown.text) == (Grade.WARN, "it cannot be said whether it fits")
+
+
+def test_a_busy_port_and_a_state_directory_that_cannot_be_used_fail(tmp_path: Path) -> None:
+    plan = make_plan(load(graph(tmp_path), {}), machine(), env={})
+    assert plan.config.frontend is not None
+    with socket.create_server(("127.0.0.1", plan.config.frontend.port)):
+        (busy,) = refusals(plan)
+    assert f"Port {plan.config.frontend.port} on 127.0.0.1 is held by" in busy
+    (tmp_path / "state").write_text("a file")
+    (unusable,) = refusals(plan)
+    assert unusable == f"The state directory {tmp_path / 'state'} cannot be written (Graph: state-dir)."
+
+
+def test_ports_of_the_running_graph_of_this_file_are_its_own(tmp_path: Path) -> None:
+    file = graph(tmp_path)
+    plan = make_plan(load(file, {}), machine(), env={})
+    record = GraphRecord(os.getpid(), str(file.resolve()), "demo", "pdserve", "", "")
+    plan.config.state_dir.mkdir()
+    state.write(plan.config.state_dir, record)
+    assert plan.config.frontend is not None
+    with socket.create_server(("127.0.0.1", plan.config.frontend.port)):
+        assert refusals(plan) == []
+        state.write(plan.config.state_dir, msgspec.structs.replace(record, config="/another.yaml"))
+        (other,) = refusals(plan)
+    assert other.startswith(
+        f"Another graph runs on {plan.config.state_dir} (of /another.yaml, pid {os.getpid()})"
+    )
 
 
 async def test_a_wrong_clock_is_a_warning(nats_url: str) -> None:

@@ -9,9 +9,9 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -32,12 +32,12 @@ from pdserve.config.schema import Config, FrontendConfig
 from pdserve.credentials import Credentials, expiring
 from pdserve.errors import ConfigError, QueueUnavailable, RegistryUnavailable
 from pdserve.plan.machine import GIB, Machine
-from pdserve.plan.plan import make_plan
+from pdserve.plan.plan import Plan, make_plan
 from pdserve.plan.slots import Slot
 from pdserve.queue import server_info
 from pdserve.records import Role
 from pdserve.registry import connect
-from pdserve.supervisor.checks import busy_ports
+from pdserve.supervisor.checks import busy_ports, running_graph
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer
 
 _FILES = 4096
@@ -55,8 +55,9 @@ def doctor(
     ] = None,
 ) -> int:
     """Check whether this machine is fit: Python and vLLM versions, GPUs, memory and limits, ports, NATS with
-    JetStream, etcd, and KV transfer, whose speed between two processes is measured. Each line is ok, warn or
-    fail, and says what to do. Exit code 1 where something failed.
+    JetStream, etcd, and KV transfer, whose speed between two processes is measured; with a file also all for which
+    `pdserve serve` would refuse it. Each line is ok, warn or fail, and says what to do. Exit code 1 where something
+    failed.
 
     examples:
       pdserve doctor                            the defaults, with servers of its own
@@ -99,7 +100,8 @@ async def _report(file: Path | None) -> int:
 
 async def checks(file: Path | None) -> AsyncIterator[Finding]:
     machine = Machine.detect()
-    config, slots = _graph(file, machine)
+    plan = make_plan(load(file), machine) if file else None
+    config = plan.config if plan else _defaults()
     yield check_python()
     yield check_vllm(installed_vllm())
     yield check_gpus(machine)
@@ -107,14 +109,14 @@ async def checks(file: Path | None) -> AsyncIterator[Finding]:
     yield check_memory(machine)
     yield check_open_files()
     yield check_shared_memory()
-    for finding in check_ports(config, slots):
+    for finding in (*check_graph(plan), *check_ports(config, plan.slots)) if plan else _default_ports(config):
         yield finding
     for finding in check_security(config):
         yield finding
     try:
         credentials = Credentials.load(config.security.credentials)
-    except ConfigError as error:
-        yield fail("credentials", str(error), "NATS and etcd are not asked without them.")
+    except ConfigError:  # a problem of the plan
+        yield fail("NATS, etcd", "not asked without the credentials that the file names")
     else:
         yield await check_nats(config.nats, credentials)
         if clock := await check_clock(config.nats, credentials):
@@ -123,14 +125,17 @@ async def checks(file: Path | None) -> AsyncIterator[Finding]:
     yield await check_transfer()
 
 
-def _graph(file: Path | None, machine: Machine) -> tuple[Config, tuple[Slot, ...]]:
-    """Without a file: the default ports, one worker of each kind."""
-    if file is not None:
-        config = load(file)
-        return config, make_plan(config, machine).slots
-    config = Config(Path("(no file)"), "", "", FrontendConfig(), None, None)
-    workers = (Slot(Role.DECODE, 0, (), config.kv_port), Slot(Role.PREFILL, 0, (), config.kv_port + 1))
-    return config, workers
+def _defaults() -> Config:
+    state_dir = Path(os.environ.get("PDSERVE_STATE_DIR", Config.state_dir)).expanduser()
+    return Config(Path("(no file)"), "", "", FrontendConfig(), None, None, state_dir=state_dir)
+
+
+def _default_ports(config: Config) -> Iterator[Finding]:
+    """With one worker of each kind. A file may name others, so that busy ones are no failure."""
+    slots = Slot(Role.DECODE, 0, (), config.kv_port), Slot(Role.PREFILL, 0, (), config.kv_port + 1)
+    for finding in check_ports(config, slots):
+        if finding.subject == "ports":
+            yield replace(finding, grade=min(finding.grade, Grade.WARN, key=list(Grade).index))
 
 
 def _line(finding: Finding) -> Text:
@@ -210,20 +215,32 @@ def check_shared_memory() -> Finding:
     return ok("/dev/shm", f"{free / GIB:.1f} GiB free")
 
 
-def check_ports(config: Config, slots: Iterable[Slot]) -> Iterator[Finding]:
-    slots = list(slots)
+def check_graph(plan: Plan) -> Iterator[Finding]:
+    """Ask what `serve` asks before it starts anything."""
+    for problem in plan.problems:
+        yield fail("graph", problem)
+    if plan.fits is None:
+        yield warn("graph", "it cannot be said whether it fits", plan.unknown)
+    elif plan.fits:
+        yield ok("graph", f"{plan.config.path} fits this machine")
+
+
+def check_ports(config: Config, slots: Sequence[Slot]) -> Iterator[Finding]:
+    """And the state directory. The ports of a running graph of this file are its own."""
+    ours, problem = running_graph(config)
+    if problem:
+        yield fail("state", problem)
     try:
-        problems = busy_ports(config, slots)
+        problems = busy_ports(config, slots, ours)
     except ConfigError as error:
         problems = error.problems
-    if problems:
-        for problem in problems:
-            text, _, advice = problem.partition(": ")
-            yield warn("ports", text, advice)
-        return
-    taken = [str(slot.kv_port) for slot in slots if slot.kv_port]
-    frontend = [str(config.frontend.port)] if config.frontend else []
-    yield ok("ports", f"{', '.join(frontend + taken)} are free")
+    for busy in problems:
+        text, _, advice = busy.partition(": ")
+        yield fail("ports", text, advice)
+    if not problems:
+        needed = [config.frontend.port] if config.frontend else []
+        needed += [slot.kv_port for slot in slots if slot.kv_port]
+        yield ok("ports", f"{', '.join(map(str, needed))} are free{', or of the running graph' * bool(ours)}")
 
 
 def check_security(config: Config) -> Iterator[Finding]:
@@ -239,8 +256,8 @@ def check_security(config: Config) -> Iterator[Finding]:
         try:
             if text := expiring(file):
                 yield warn("security", f"{file} {text}", "replace it before that, on all hosts.")
-        except (OSError, ValueError) as error:
-            yield fail("security", f"{file} cannot be read: {error}", "correct Security in the file.")
+        except (OSError, ValueError):
+            closed = False  # a problem of the plan
     if closed:
         yield ok("security", "other machines reach nothing that has no credentials, keys or TLS")
 

@@ -1,31 +1,57 @@
-"""Checks of ports before anything is started."""
+"""What `serve` asks of this moment before it starts anything, beside the plan's checks (`plan/checks.py`): ports and
+state directory."""
 
-from collections.abc import Iterable
+import os
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+
+import psutil
 
 from pdserve.config.schema import Config
 from pdserve.plan.slots import Slot
 from pdserve.ports import port_holder
+from pdserve.supervisor import state
 
 
-def busy_ports(config: Config, slots: Iterable[Slot]) -> list[str]:
-    """A sentence for each port that the graph needs and another process holds. Raises ConfigError where this user
-    cannot listen on one."""
+def running_graph(config: Config) -> tuple[set[int], str]:
+    """The processes of the graph that runs on the state directory, and a sentence where it is the graph of another
+    file, or the directory cannot be used: `serve` would be refused."""
+    graph = state.read(config.state_dir)
+    if graph is None:
+        folder = next(path for path in (config.state_dir, *config.state_dir.parents) if path.exists())
+        if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
+            return set(), ""
+        return set(), f"The state directory {config.state_dir} cannot be written (Graph: state-dir)."
+    pids = {graph.pid}
+    with suppress(psutil.Error):
+        pids |= {process.pid for process in psutil.Process(graph.pid).children(recursive=True)}
+    if graph.config == str(config.path.resolve()):
+        return pids, ""
+    return pids, (
+        f"Another graph runs on {config.state_dir} (of {graph.config}, pid {graph.pid}): stop it, or give this one a "
+        "folder of its own (Graph: state-dir)."
+    )
+
+
+def busy_ports(config: Config, slots: Iterable[Slot], ours: Collection[int] = ()) -> list[str]:
+    """A sentence for each port that the graph needs and another process holds, which is none of `ours` (pids). Raises
+    ConfigError where this user cannot listen on one."""
     problems = []
-    if config.frontend and (holder := port_holder(config.frontend.host, config.frontend.port)):
+    if config.frontend and (holder := port_holder(config.frontend.host, config.frontend.port, ours)):
         problems.append(
             f"Port {config.frontend.port} on {config.frontend.host} is held by {holder}: stop that, or set "
             "another port in Frontend."
         )
     for slot in slots:
-        if problem := busy_kv_port(config, slot):
+        if problem := busy_kv_port(config, slot, ours):
             problems.append(problem)
     return problems
 
 
-def busy_kv_port(config: Config, slot: Slot) -> str | None:
+def busy_kv_port(config: Config, slot: Slot, ours: Collection[int] = ()) -> str | None:
     """A sentence where the port of the slot's side channel is taken, most likely by an orphan: the engine would hang at
     start for ever."""
-    if slot.kv_port and (holder := port_holder(config.host, slot.kv_port)):
+    if slot.kv_port and (holder := port_holder(config.host, slot.kv_port, ours)):
         return (
             f"Port {slot.kv_port} on {config.host}, where {slot.name} hands out its KV, is held by {holder}: "
             "stop that, or set another kv-port in Graph."
