@@ -1,6 +1,6 @@
 # One command per task. PLATFORM=cpu|gpu chooses the build, PYTHON=python3.12 the interpreter.
 .DEFAULT_GOAL := help
-.PHONY: help install dev serve chaos fuzz bench test lint format lock clean
+.PHONY: help install dev serve chaos fuzz bench docs test lint format lock clean
 SHELL := /bin/bash
 
 CONFIG ?= configs/local.yaml
@@ -55,6 +55,9 @@ lint: dev  ## ruff and mypy, strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: dev  ## build README and docs/ as a site into build/site, every link checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: dev  ## format the code with ruff
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,18 @@
+"""The site of README.md and docs/ (`make docs`)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """Strict: a page that is in no list, a link or an anchor that leads nowhere fails."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "make serve" in (tmp_path / "index.html").read_text()
+    assert "0001: " in (tmp_path / "decisions/index.html").read_text()
