@@ -6,6 +6,8 @@ there under its lease. There is no other way to recover, hence none to get wrong
 again, since each write goes to all that watch: after a short stall of the host, a thousand processes would write to a
 thousand, and keep the host slow.
 
+Each own key is watched as long as this process has it: one that somebody else deletes or changes is written again.
+
 Of aetcd only the channel, the stubs and the message types are used. Its watcher loses compaction errors and deadlocks
 when its stream breaks, so watches and keep-alives are gRPC streams of this module.
 """
@@ -15,6 +17,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -41,6 +44,8 @@ SAY_AFTER = 1.0
 SETTLE = 2.0
 """seconds that other processes get to register again after an outage before they count as gone"""
 RETRY = 0.3
+AGAIN = 1.0
+"""seconds between two writes of a key that others keep on changing"""
 CALL_TIMEOUT = 2.0
 _CHANNEL = {
     "grpc.max_receive_message_length": -1,
@@ -220,6 +225,9 @@ class EtcdRegistry(Registry):
         """the lease of the last session; 0: there was none"""
         self._leased: dict[str, bytes] = {}
         self._deleted: set[str] = set()
+        self._guards: dict[str, asyncio.Task[None]] = {}
+        """by leased key, what writes it again"""
+        self._tasks = Owner()
         self._writing = asyncio.Lock()
         self._session: EtcdSession | None = None
         self._session_made = asyncio.Condition()
@@ -229,7 +237,7 @@ class EtcdRegistry(Registry):
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
         try:
-            async with Owner() as tasks:
+            async with self._tasks as tasks:
                 tasks.forever(self._keep_session, "etcd session", again_after=0)
                 await self._first_session()
                 yield
@@ -262,6 +270,8 @@ class EtcdRegistry(Registry):
             if leased:
                 self._leased[key] = value
                 self._deleted.discard(key)
+                if key not in self._guards:
+                    self._guards[key] = self._tasks.forever(partial(self._guard, key), f"own key: {key}")
             try:
                 await self._now().put(self._root + key, value, leased=leased)
             except SessionLost as error:
@@ -271,12 +281,31 @@ class EtcdRegistry(Registry):
     async def delete(self, key: str) -> None:
         async with self._writing:
             ours = self._leased.pop(key, None) is not None
+            if ours:
+                self._guards.pop(key).cancel()
             try:
                 await self._now().delete(self._root + key)
             except SessionLost as error:
                 if not ours:
                     raise RegistryUnavailable(str(error)) from error
                 self._deleted.add(key)
+
+    async def _guard(self, key: str) -> None:
+        """Compare an own key with what this process wrote, now and after each change; never returns. A key that two
+        processes claim is written once in `AGAIN` seconds by each."""
+        async for _ in self.watch(key):
+            if await self._restored(key):
+                await asyncio.sleep(AGAIN)
+
+    async def _restored(self, key: str) -> bool:
+        async with self._writing:
+            with suppress(SessionLost):  # the next session compares all keys
+                session = self._now()
+                if key in self._leased and not await session.holds(self._root + key, self._leased[key]):
+                    log.warning("%s was deleted or changed in etcd by somebody; writing it again", key)
+                    await session.put(self._root + key, self._leased[key], leased=True)
+                    return True
+        return False
 
     async def read(self, prefix: str) -> dict[str, bytes]:
         try:

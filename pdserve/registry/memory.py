@@ -73,6 +73,13 @@ class MemoryServer:
     def read(self, prefix: str) -> dict[str, bytes]:
         return {key: value for key, value in sorted(self.data.items()) if key.startswith(prefix)}
 
+    async def changed_by(self, client: "MemoryRegistry") -> None:
+        """Let the others write again what this client deleted or overwrote of theirs."""
+        for other in self.clients if self.alive else ():
+            if other is not client:
+                other.register()
+        await self.tell()
+
     async def tell(self) -> None:
         self.version += 1
         async with self._changed:
@@ -113,7 +120,7 @@ class MemoryRegistry(Registry):
             raise RegistryUnavailable("the server is down")
         if self.connected:
             self._server.write(self._root + key, value, self if leased else None)
-            await self._server.tell()
+            await self._server.changed_by(self)
 
     async def delete(self, key: str) -> None:
         if self._leased.pop(key, None) is None and not self.connected:
@@ -121,7 +128,7 @@ class MemoryRegistry(Registry):
         self._deleted.add(key)
         if self.connected:
             self.register()
-            await self._server.tell()
+            await self._server.changed_by(self)
 
     def register(self) -> None:
         """Bring the server up to date with what this process wrote while it was away."""

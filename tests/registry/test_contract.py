@@ -7,6 +7,7 @@ import pytest
 from pdserve.registry import connect
 from pdserve.registry.base import Change
 from pdserve.registry.etcd import LEASE_TTL
+from tests.conditions import until
 from tests.registry.conftest import Stage
 from tests.registry.following import following
 
@@ -33,6 +34,28 @@ async def test_what_is_leased_vanishes_with_its_process(stage: Stage) -> None:
             await seen.until({"a": b"1", "b": b"2"})
         await seen.until({"b": b"2"}, LEASE_TTL / 2)
         await other.delete("b")
+
+
+async def test_a_leased_key_that_another_process_takes_away_is_written_again(stage: Stage) -> None:
+    async with stage.registry() as other:
+
+        async def until_there_is(state: dict[str, bytes]) -> None:
+            async def there() -> bool:
+                return await other.read("") == state
+
+            await until(there)
+
+        async with stage.registry() as first:
+            for value in (b"1", b"2"):
+                await first.put("a", value)
+                await first.put("b", b"x")
+                await other.delete("a")
+                await until_there_is({"a": value, "b": b"x"})
+                await other.put("b", b"y", leased=False)
+                await until_there_is({"a": value, "b": b"x"})
+            await first.delete("a")
+            await until_there_is({"b": b"x"})
+        await until_there_is({})
 
 
 async def test_a_watch_starts_with_what_is_there(stage: Stage) -> None:

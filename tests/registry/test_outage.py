@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 
 import pytest
 
@@ -80,6 +81,30 @@ async def test_a_revoked_lease_is_taken_anew(etcd_stage: EtcdStage) -> None:
         await first._session.revoke()
         await seen.until({})
         await seen.until({"a": b"1"})
+
+
+async def test_a_key_that_somebody_writes_without_its_lease_is_under_it_again(etcd_stage: EtcdStage) -> None:
+    async with etcd_stage.registry() as first, etcd_stage.registry() as other, following(other) as seen:
+        await first.put("a", b"1")
+        await seen.until({"a": b"1"})
+        await other.put("a", b"1", leased=False)
+        await until(lambda: len(seen.changes) == 3)  # the third one is the first process's
+        await first.__aexit__(None, None, None)
+        await seen.until({})
+
+
+async def test_two_processes_that_claim_one_key_do_not_write_without_end(
+    etcd_stage: EtcdStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd, "AGAIN", 0.3)
+    async with etcd_stage.registry() as first, etcd_stage.registry() as other, following(other) as seen:
+        began = time.monotonic()
+        await first.put("a", b"1")
+        await other.put("a", b"2")
+        await until(lambda: len(seen.changes) >= 10)
+        assert time.monotonic() - began >= 3 * 0.3
+        await first.delete("a")
+        await seen.until({"a": b"2"})
 
 
 async def test_a_connection_lost_within_the_lease_writes_only_what_is_not_there(
