@@ -141,7 +141,12 @@ class SupervisedProcess(ABC):
     @abstractmethod
     async def watch(self, child: Child, ready: Callable[[], None]) -> str:
         """Call `ready` when the child is ready. Return what is wrong where it does not become ready, or hangs: the loop
-        kills it then. May be called again for the same child."""
+        ends it then. May be called again for the same child."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds that it gets to finish its work where it seems to hang; 0: it is killed at once."""
+        return 0.0
 
     @property
     @abstractmethod
@@ -236,7 +241,7 @@ class RestartLoop(Generic[AnyProcess]):
         return PastRun(time.monotonic() - started, ready, self._failed_start or exit_)
 
     async def _watch(self, child: Child) -> None:
-        """Kill a child that hangs, unless it is being stopped."""
+        """End a child that hangs, unless it is being stopped."""
 
         def ready() -> None:
             child.note_memory()
@@ -248,9 +253,11 @@ class RestartLoop(Generic[AnyProcess]):
         if child.running and not self._stopping.is_set():
             was_ready = self.state is ProcessState.READY
             what = "hangs" if was_ready else "does not become ready"
-            log.error("%s %s: %s; killing it", self.process.name, what, problem)
+            patience = self.process.patience if was_ready else 0.0
+            how = f"telling it to end, and killing it after {patience:g} s" if patience else "killing it"
+            log.error("%s %s: %s; %s", self.process.name, what, problem, how)
             self._failed_start = None if was_ready else Exit(1, (problem,))
-            child.kill()
+            await child.stop(patience)
 
     async def _back_off(self, exit_: Exit) -> None:
         name, kind_was_ready = self.process.name, self.process.kind_was_ready

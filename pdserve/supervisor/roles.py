@@ -39,6 +39,7 @@ class SupervisedRole(SupervisedProcess):
     ready_roles: set[Role]
     """roles of which a process has been ready; all processes share this set"""
     on_line: Callable[[str], None]
+    drains_within: float
     instance: Instance | None = None
     _instance_id: str = ""
 
@@ -53,6 +54,11 @@ class SupervisedRole(SupervisedProcess):
     @property
     def kind_was_ready(self) -> bool:
         return self.spec.role in self.ready_roles
+
+    @property
+    def patience(self) -> float:
+        """It may be healthy, with requests, and only unable to reach etcd."""
+        return self.drains_within
 
     def spawn(self) -> Child:
         boot = new_boot()
@@ -73,7 +79,7 @@ class SupervisedRole(SupervisedProcess):
         self.ready_roles.add(self.spec.role)
         ready()
         seconds = await self.instances.until_missing(self.instance)
-        return f"its process {child.pid} lives, but its lease in etcd ended {seconds:g} s ago"
+        return f"its process {child.pid} lives, but has been missing in etcd for {seconds:g} s"
 
     async def ended(self, exit_: Exit) -> None:
         if self.instance and exit_.code:
@@ -90,13 +96,18 @@ class RoleSupervisor:
         output: ProcessOutput,
         guardian: Guardian,
         policy: RestartPolicy,
+        patience: float,
     ) -> None:
+        """`patience` are the seconds that a role gets to drain and end."""
         ready_roles: set[Role] = set()
         self._instances = instances
         self._output = output
+        self._patience = patience
         self._loops = [
             RestartLoop(
-                SupervisedRole(spec, instances, guardian, ready_roles, partial(self._show, spec.name)),
+                SupervisedRole(
+                    spec, instances, guardian, ready_roles, partial(self._show, spec.name), patience
+                ),
                 policy,
                 self._on_change,
             )
@@ -109,10 +120,7 @@ class RoleSupervisor:
         self._cause: CannotStart | None = None
 
     async def run(
-        self,
-        missing: AsyncIterator[str],
-        on_ready: Callable[[list[Instance], float], None],
-        patience: float,
+        self, missing: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
     ) -> None:
         """Start all roles; return after `stop`, when nothing of them is left. `missing` yields what the frontends still
         lack; at its end `on_ready` is called, with the instances and the seconds that the start took. Raises
@@ -123,7 +131,7 @@ class RoleSupervisor:
             reporting = group.create_task(forever(self._report, "slot records"))
             await self._stop.wait()
             starting.cancel()
-            await self._stop_all(patience)
+            await self._stop_all()
             await asyncio.gather(*running)
             reporting.cancel()
         if self._cause:
@@ -165,7 +173,7 @@ class RoleSupervisor:
             self._cause = self._cause or cause
             self._stop.set()
 
-    async def _stop_all(self, patience: float) -> None:
+    async def _stop_all(self) -> None:
         """Stop the ready roles in waves, and beside that the others, which have nothing to drain. Ready roles may have
         requests even if the graph never became ready, as where a worker is killed whenever it starts."""
         ready = [loop for loop in self._loops if loop.state is ProcessState.READY]
@@ -173,7 +181,9 @@ class RoleSupervisor:
 
         async def stop_ready() -> None:
             for wave in sorted({loop.process.wave for loop in ready}):
-                await asyncio.gather(*(loop.stop(patience) for loop in ready if loop.process.wave == wave))
+                await asyncio.gather(
+                    *(loop.stop(self._patience) for loop in ready if loop.process.wave == wave)
+                )
 
         await asyncio.gather(stop_ready(), *(loop.stop(LOADING_PATIENCE) for loop in loading))
 

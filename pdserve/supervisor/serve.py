@@ -86,7 +86,7 @@ async def _serve(config: Config, slots: Sequence[Slot], output: ProcessOutput, l
         specs = [
             process_spec(slot, config.path, _environment(slot, config, graph, sockets)) for slot in slots
         ]
-        roles = RoleSupervisor(specs, registered, output, guardian, policy)
+        roles = RoleSupervisor(specs, registered, output, guardian, policy, patience)
         _on_stop_signals(roles.stop)
 
         def show_ready(instances: Sequence[Instance], seconds: float) -> None:
@@ -97,7 +97,7 @@ async def _serve(config: Config, slots: Sequence[Slot], output: ProcessOutput, l
                 output.plain(f"Try it:\n{curl(config)}\n")
 
         frontends = config.frontend.processes if config.frontend else 0
-        await roles.run(until_frontends_ready(graph.url, frontends), show_ready, patience)
+        await roles.run(until_frontends_ready(graph.url, frontends), show_ready)
 
 
 def _credentials(config: Config) -> Credentials | None:

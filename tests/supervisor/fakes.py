@@ -61,9 +61,9 @@ class Graph:
         """pids of instances that were taken off the registry"""
         self._registered = registered
         self._specs, self._policy, self._patience = specs, policy, patience
-        self._server = MemoryServer()
-        self._registry = MemoryRegistry(self._server)
-        self._leases: dict[int, MemoryRegistry] = {}
+        self._registry = MemoryRegistry(MemoryServer())
+        self._registrations: dict[int, str] = {}
+        """by pid: the key, which no process writes again"""
 
     async def __aenter__(self) -> "Graph":
         async with contextlib.AsyncExitStack() as stack:
@@ -75,8 +75,10 @@ class Graph:
                 tasks.forever(self._register, "fake registrations")
             view = await stack.enter_async_context(RegistryView(self._registry))
             instances = RegisteredInstances(self._registry, view, "10.0.0.1")
-            self.supervisor = RoleSupervisor(self._specs, instances, self.output, guardian, self._policy)
-            work = self.supervisor.run(_nothing_missing(), lambda *_: self.ready.set(), self._patience)
+            self.supervisor = RoleSupervisor(
+                self._specs, instances, self.output, guardian, self._policy, self._patience
+            )
+            work = self.supervisor.run(_nothing_missing(), lambda *_: self.ready.set())
             self.running = asyncio.create_task(work)
             self._stack = stack.pop_all()
         return self
@@ -91,7 +93,7 @@ class Graph:
 
     async def lease_ends(self, pid: int) -> None:
         """The process stays, its registration goes."""
-        await self._server.kill(self._leases[pid])
+        await self._registry.delete(self._registrations[pid])
 
     @property
     def text(self) -> str:
@@ -106,11 +108,11 @@ class Graph:
         while True:
             for line in [line for line in self.text.splitlines() if " up " in line]:
                 pid = int(line.rsplit(" ", 1)[1])
-                if pid not in self._leases and (boot := _boot(pid)):
+                if pid not in self._registrations and (boot := _boot(pid)):
                     name = line.split()[2]
                     instance = Instance(instance_id(name, boot), Role(name.split("-")[0]), pid=pid)
-                    self._leases[pid] = await MemoryRegistry(self._server).__aenter__()
-                    await self._leases[pid].put(keys.instance(instance), encode_record(instance))
+                    self._registrations[pid] = keys.instance(instance)
+                    await self._registry.put(keys.instance(instance), encode_record(instance), leased=False)
             await asyncio.sleep(0.005)
 
     async def _follow(self) -> None:

@@ -231,12 +231,26 @@ def _times(graph: Graph, word: str) -> dict[str, float]:
     return {line[2]: float(line[-1]) for line in lines}
 
 
+async def test_a_healthy_role_that_is_missing_in_etcd_for_long_finishes_its_requests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "CHECK_EVERY", 0.01)
+    monkeypatch.setattr(readiness, "MISSING", 0.1)
+    async with Graph(tmp_path, fake(SERVE), patience=60) as graph:
+        await asyncio.wait_for(graph.ready.wait(), 30)
+        await graph.lease_ends(graph.pids()[0])
+        await until(lambda: len(graph.pids()) == 2)
+        assert "drained" in graph.text
+        assert "decode-0 ended (exit code 0)" in caplog.text
+        assert "missing in etcd" in caplog.text
+
+
 async def test_a_role_whose_lease_is_over_for_long_is_killed_and_started_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readiness, "CHECK_EVERY", 0.01)
     monkeypatch.setattr(readiness, "MISSING", 0.1)
-    async with Graph(tmp_path, fake(DEAF)) as graph:
+    async with Graph(tmp_path, fake(DEAF), patience=0.2) as graph:
         await until(lambda: len(graph.pids()) == 1)
         await asyncio.wait_for(graph.ready.wait(), 30)
         os.kill(graph.pids()[0], signal.SIGSTOP)
