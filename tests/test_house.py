@@ -15,8 +15,8 @@ SOURCES = sorted((ROOT / "pdserve").rglob("*.py"))
 BENCH = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 ALLOWED = {
-    "aetcd": ("registry/etcd",),
-    "grpc": ("registry/etcd",),
+    "aetcd": ("registry/etcd_session.py",),
+    "grpc": ("registry/etcd_session.py",),
     "nats": ("queue/jetstream/",),
     "zmq": ("engine/vllm/cache.py", "kv/side_channel.py"),  # vLLM itself speaks it there
     "pynvml": ("plan/machine.py",),
@@ -240,7 +240,7 @@ AWAITED_TASKS = {
     "frontend/peers.py": 3,
     "queue/jetstream/connection.py": 1,
     "queue/jetstream/responses.py": 2,
-    "registry/etcd.py": 3,
+    "registry/etcd_session.py": 3,
     "supervisor/child.py": 1,
     "supervisor/restarts.py": 1,
     "process/engine_checks.py": 3,

@@ -16,7 +16,8 @@ from pdserve.queue.jetstream import connection
 from pdserve.queue.jetstream.queue import JetStreamQueue
 from pdserve.queue.jetstream.stream import StreamLimits
 from pdserve.records import Instance, Role, encode_record
-from pdserve.registry.etcd import EtcdRegistry, EtcdSession
+from pdserve.registry.etcd import EtcdRegistry
+from pdserve.registry.etcd_session import EtcdSession
 from pdserve.registry.view import RegistryView
 from pdserve.stream.tcp import TcpStreamClient, TcpStreamServer
 from tests.conditions import until

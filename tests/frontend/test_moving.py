@@ -233,8 +233,10 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
 ) -> None:
     """Its link held all the time, so there is no new connection."""
     monkeypatch.setattr("pdserve.frontend.model.migration.PAUSE", 0.01)
-    async with graph.worker() as away, MemoryRegistry(graph.registry) as registry:
+    async with EchoWorker("decode-0-away") as away, MemoryRegistry(graph.registry) as registry:
         async with graph.worker(pace=None) as first:
+            await registry.put(keys.instance(away.instance), encode_record(away.instance))
+            await away.until(lambda: away.hello)
             await registry.delete(keys.instance(away.instance))
             await until(lambda: graph.models.live().get("demo") == 1)
             request = post(graph, max_tokens=6)

@@ -10,9 +10,10 @@ import pytest
 
 from pdserve.errors import ConfigError, RegistryUnavailable
 from pdserve.ports import free_port
-from pdserve.registry import connect, etcd
+from pdserve.registry import connect, etcd, etcd_session
 from pdserve.registry.base import Change
-from pdserve.registry.etcd import EtcdRegistry, EtcdSession, SessionLost
+from pdserve.registry.etcd import EtcdRegistry
+from pdserve.registry.etcd_session import EtcdSession, SessionLost
 from tests.conditions import until
 from tests.registry.conftest import TTL, EtcdStage, MemoryStage, Stage
 from tests.registry.following import following
@@ -203,7 +204,7 @@ async def test_a_watch_survives_compaction(etcd_stage: EtcdStage) -> None:
 async def test_a_watch_ends_with_its_session_however_soon(
     etcd_url: str, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd, "CALL_TIMEOUT", 0.5)
+    monkeypatch.setattr(etcd_session, "CALL_TIMEOUT", 0.5)
     host, _, port = etcd_url.rpartition(":")
     session = EtcdSession((host, int(port)), TTL)
     await session.open(0)

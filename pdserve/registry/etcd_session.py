@@ -1,0 +1,200 @@
+"""One connection to etcd with one lease: the only place that imports aetcd.
+
+Of aetcd only the channel, the stubs and the message types are used. Its watcher loses compaction errors and deadlocks
+when its stream breaks, so watches and keep-alives are gRPC streams of this module.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from typing import Any
+
+from pdserve.credentials import NAME, Credentials
+from pdserve.registry.base import Change
+from pdserve.tasks import asked_to_stop
+
+# gRPC's fork handlers only get in the way of a supervisor that starts processes
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+import aetcd
+import aetcd.rpc as rpc
+import grpc
+from aetcd.utils import prefix_range_end
+
+CALL_TIMEOUT = 2.0
+_CHANNEL = {
+    "grpc.max_receive_message_length": -1,
+    "grpc.enable_http_proxy": 0,
+    # a channel of one session must not inherit the back-off of the session that failed before it
+    "grpc.use_local_subchannel_pool": 1,
+}
+
+
+class SessionLost(Exception):
+    """The session, or the watch that raised this, cannot be used any more."""
+
+
+class TlsClient(aetcd.Client):  # type: ignore[misc]
+    """An aetcd client with a TLS channel, which aetcd cannot make, and only the stubs that a session uses."""
+
+    def __init__(self, host: str, port: int, tls: grpc.ChannelCredentials) -> None:
+        super().__init__(host, port, timeout=CALL_TIMEOUT)
+        # all certificates of a graph have this name; the host's own name proves nothing
+        options = _CHANNEL | {"grpc.ssl_target_name_override": NAME}
+        self.channel = rpc.secure_channel(f"{host}:{port}", tls, options=list(options.items()))
+        self.kvstub, self.leasestub = rpc.KVStub(self.channel), rpc.LeaseStub(self.channel)
+
+    async def connect(self) -> None:
+        """aetcd calls this before each operation. The client is connected until it is closed."""
+        if self.channel is None:
+            raise aetcd.ClientError("the session was closed")
+
+
+class EtcdSession:
+    """One channel and one lease. Every method raises SessionLost, after which the session is over."""
+
+    def __init__(
+        self, endpoint: tuple[str, int], ttl: int, tls: grpc.ChannelCredentials | None = None
+    ) -> None:
+        self.target = "{}:{}".format(*endpoint)
+        self.lost = asyncio.Event()
+        self.lease = 0
+        self._ttl = ttl
+        self.reason = ""
+        """why it was lost"""
+        self._client = (
+            TlsClient(*endpoint, tls)
+            if tls is not None
+            else aetcd.Client(*endpoint, timeout=CALL_TIMEOUT, options=_CHANNEL)
+        )
+
+    async def open(self, lease: int) -> None:
+        """Keep this lease if it still lives (0: there is none), else take a new one."""
+        if lease and getattr(await self._call(self._client.refresh_lease(lease)), "TTL", 0) > 0:
+            self.lease = lease
+        else:
+            self.lease = (await self._call(self._client.lease(self._ttl))).id
+
+    async def close(self) -> None:
+        self.lost.set()
+        await self._client.close()
+
+    async def revoke(self) -> None:
+        await self._call(self._client.revoke_lease(self.lease))
+
+    async def put(self, key: str, value: bytes, *, leased: bool) -> None:
+        await self._call(self._client.put(key.encode(), value, lease=self.lease if leased else None))
+
+    async def holds(self, key: str, value: bytes) -> bool:
+        """Return whether the key has this value, under the session's lease."""
+        found = await self._call(self._client.get(key.encode()))
+        return found is not None and (found.value, found.lease) == (value, self.lease)
+
+    async def delete(self, key: str) -> None:
+        await self._call(self._client.delete(key.encode()))
+
+    async def read(self, root: str, *prefixes: str) -> tuple[dict[str, bytes], int]:
+        """Return the keys without the root, and the revision at which they were read; some may be newer."""
+        values, revisions = dict[str, bytes](), []
+        for prefix in prefixes:
+            found = await self._call(self._client.get_prefix((root + prefix).encode()))
+            values |= {_name(root, kv.key): kv.value for kv in found.kvs}
+            revisions.append(found.header.revision)
+        return values, min(revisions)
+
+    async def keep_alive(self) -> None:
+        """Keep the lease alive until SessionLost is raised.
+
+        A read always waits on the stream, so that a broken connection is noticed at once. A server that hangs is
+        noticed by its missing answer.
+        """
+        call = self._client.leasestub.LeaseKeepAlive()
+        failed = asyncio.create_task(self.lost.wait())
+        answer = asyncio.create_task(self._call(call.read()))
+        try:
+            while True:
+                await self._write(call, rpc.LeaseKeepAliveRequest(ID=self.lease))
+                await asyncio.wait(
+                    {answer, failed}, timeout=CALL_TIMEOUT, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not answer.done():
+                    raise self._fail(f"no answer within {CALL_TIMEOUT:g} s")
+                if getattr(answer.result(), "TTL", 0) <= 0:
+                    raise self._fail("the lease has run out")
+                answer = asyncio.create_task(self._call(call.read()))
+                await asyncio.wait(
+                    {answer, failed}, timeout=self._ttl / 3, return_when=asyncio.FIRST_COMPLETED
+                )
+                if answer.done() or failed.done():
+                    raise self._fail("the connection broke")
+        finally:
+            call.cancel()
+            for task in (answer, failed):
+                task.cancel()
+            await asyncio.gather(answer, failed, return_exceptions=True)
+
+    async def watch(self, root: str, prefixes: Iterable[str], revision: int) -> AsyncIterator[list[Change]]:
+        """Raises SessionLost also if only this watch is over (compacted, or cancelled by the server)."""
+        if self.lost.is_set():  # a closed session has no channel any more
+            raise self._fail("the session was closed")
+        call = rpc.WatchStub(self._client.channel).Watch()
+        try:
+            for start in ((root + prefix).encode() for prefix in prefixes):
+                create = rpc.WatchCreateRequest(
+                    key=start, range_end=prefix_range_end(start), start_revision=revision
+                )
+                await self._write(call, rpc.WatchRequest(create_request=create))
+            while True:
+                response = await self._call(call.read())
+                if not isinstance(response, rpc.WatchResponse):
+                    raise SessionLost("the server ended the watch")
+                if response.canceled or response.compact_revision:
+                    raise SessionLost(f"the server ended the watch: {response.cancel_reason or 'compacted'}")
+                if changes := [_change(root, event) for event in response.events]:
+                    yield changes
+        finally:
+            call.cancel()
+
+    async def _write(self, stream: Any, request: Any) -> None:
+        """Write within a bounded time: if the channel closes before the stream's header is sent, grpc.aio waits for
+        ever."""
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT):
+                await self._call(stream.write(request))
+        except TimeoutError:
+            raise self._fail(f"nothing could be sent within {CALL_TIMEOUT:g} s") from None
+
+    async def _call(self, call: Awaitable[Any]) -> Any:
+        try:
+            return await call
+        except (aetcd.ClientError, rpc.AioRpcError, rpc.BaseError, asyncio.InvalidStateError) as error:
+            raise self._fail(_say(error)) from error
+        except asyncio.CancelledError:
+            # grpc.aio also raises this when the channel is closed during a call; then this task was not cancelled
+            if self.lost.is_set() and not asked_to_stop():
+                raise self._fail("the session was closed") from None
+            raise
+
+    def _fail(self, reason: str) -> SessionLost:
+        self.reason = self.reason or reason
+        self.lost.set()
+        return SessionLost(f"{self.target}: {self.reason}")
+
+
+def channel_credentials(of: Credentials) -> grpc.ChannelCredentials:
+    read = [path.read_bytes() for path in (of.authority, of.key, of.certificate)]
+    return grpc.ssl_channel_credentials(*read)
+
+
+def _say(error: BaseException) -> str:
+    details = error.details() if isinstance(error, rpc.AioRpcError) else str(error)
+    return (details or type(error).__name__).partition("\n")[0]
+
+
+def _name(root: str, key: bytes) -> str:
+    """Return the key without the root. pdserve's keys are UTF-8; others must not end a watch."""
+    return key.decode(errors="replace").removeprefix(root)
+
+
+def _change(root: str, event: Any) -> Change:
+    return Change(_name(root, event.kv.key), None if event.type == rpc.Event.DELETE else event.kv.value)
