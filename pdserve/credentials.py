@@ -20,6 +20,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Self
 
 from pdserve import clock
+from pdserve.command import command
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Credentials:
                 raise ConfigError([f"{found.key} can be read by other users: chmod 600 {found.key}."])
             _ = found.client
         except OSError as error:  # ssl's errors are OSErrors too
-            text = "make one with `pdserve credentials FOLDER`, or copy the graph's from another host."
+            text = f"make one with `{command('credentials FOLDER')}`, or copy the graph's from another host."
             raise ConfigError([f"Security.credentials: {folder} cannot be used ({error}): {text}"]) from error
         return found
 

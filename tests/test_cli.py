@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -223,6 +224,31 @@ def test_without_an_engine_one_sentence_says_what_to_install(
     assert len(told.splitlines()) == 1, told
     assert f"vLLM 0.32.0 is not installed for {without_vllm}: run `make install`" in told
     assert not (tmp_path / "state").exists()
+
+
+def test_output_suggests_commands_that_work_as_typed(tmp_path: Path, without_vllm: Path) -> None:
+    """As after `make install`, which puts nothing on PATH."""
+    bare = {name: value for name, value in os.environ.items() if name != "PATH"}
+    bare |= {"PYTHONPATH": str(LOCAL.parents[1]), "PDSERVE_STATE_DIR": str(tmp_path / "state")}
+
+    def suggested(python: Path, path: str, cwd: Path) -> str:
+        env = bare | {"PATH": path}
+        done = subprocess.run(
+            [python, "-m", "pdserve", "status"], env=env, cwd=cwd, capture_output=True, text=True, check=False
+        )
+        (found,) = re.findall(r"start one with `(.*) serve -f FILE`", done.stderr)
+        again = subprocess.run(
+            f"{found} --version", shell=True, env=env, cwd=cwd, capture_output=True, check=True
+        )
+        assert again.stdout.startswith(b"pdserve ")
+        return str(found)
+
+    python, usual = Path(sys.executable), "/usr/bin:/bin"
+    folder = python.parent
+    assert suggested(python, f"{folder}:{usual}", tmp_path) == "pdserve"
+    assert suggested(python, usual, tmp_path) == f"{folder}/pdserve"
+    assert suggested(python, usual, folder.parent) == f"{folder.name}/pdserve"
+    assert suggested(without_vllm, usual, tmp_path) == f"{without_vllm} -m pdserve"
 
 
 def test_serve_refuses_before_it_starts_anything(too_big: Path, tmp_path: Path) -> None:

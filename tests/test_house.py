@@ -68,6 +68,7 @@ def test_an_outside_library_is_imported_in_one_place(library: str) -> None:
 LEAVES = (
     "__init__",
     "errors",
+    "command",
     "clock",
     "recent",
     "imports",

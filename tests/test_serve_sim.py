@@ -62,6 +62,14 @@ def test_the_banner_has_a_curl_that_works(graph: Serve) -> None:
     assert result.stdout.rstrip().endswith("data: [DONE]")
 
 
+def test_the_banner_has_a_look_that_works_as_typed(graph: Serve) -> None:
+    command = graph.text.partition("Look at it:\n")[2].splitlines()[0]
+    shown = subprocess.run(
+        ["bash", "-c", command], env=graph.env, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "prefill-0" in shown.stdout
+
+
 def test_status_lists_all_instances(graph: Serve) -> None:
     state = json.loads(graph.pdserve("status", "--json").stdout)
     roles = [instance["role"] for instance in state["instances"]]

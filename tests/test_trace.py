@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.cli.trace import matching, not_found, timeline, trace
+from pdserve.command import command
 from pdserve.watch import HOPS
 from tests.graph_states import FELL, SLOW, instance, lines_of
 
@@ -78,5 +79,5 @@ def test_why_a_receipt_may_not_be_found() -> None:
     assert "Asked: frontend-0-aa, frontend-1-bb; silent: frontend-1-bb." in said
     assert "for 15 minutes" in said
     assert f"did you mean {SLOW.request_id}?" in said
-    assert "`pdserve trace` lists the last." in not_found("x", [one], [one.id], [])
+    assert f"`{command('trace')}` lists the last." in not_found("x", [one], [one.id], [])
     assert "no frontend runs" in not_found("x", [], [], [])

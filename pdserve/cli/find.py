@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve.command import command
 from pdserve.config.load import load
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials
@@ -74,7 +75,7 @@ def _on(state_dir: Path) -> GraphAddress:
     graph = state.read(state_dir)
     if graph is None:
         raise NoGraph(
-            f"no graph runs on {state_dir}: start one with `pdserve serve -f FILE`, or say which one with "
+            f"no graph runs on {state_dir}: start one with `{command('serve -f FILE')}`, or say which one with "
             "-f FILE or --etcd HOST:PORT."
         )
     return GraphAddress(graph.etcd, graph.namespace, graph.url, graph.load_credentials())
@@ -106,7 +107,7 @@ def _with_servers(config: Config) -> Config:
         raise ConfigError(
             [
                 f"{config.path} names no {missing}, and no graph runs on {config.state_dir}: set them in "
-                "Graph, or PDSERVE_NATS and PDSERVE_ETCD, or use `pdserve serve`, which starts both itself."
+                f"Graph, or PDSERVE_NATS and PDSERVE_ETCD, or use `{command('serve')}`, which starts both itself."
             ]
         )
     return graph.serving(config)

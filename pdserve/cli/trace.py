@@ -16,6 +16,7 @@ from rich.text import Text
 from pdserve.cli.find import GraphAddress, find_graph, view_of
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.cli.top import requests
+from pdserve.command import command
 from pdserve.config.tree import or_nearest
 from pdserve.messages import Hop
 from pdserve.observe.pages import read_receipts, read_watched
@@ -123,7 +124,7 @@ def not_found(
         + ".",
         f"A frontend keeps the last {MOST_KEPT:,}, of requests that generate, for {KEPT_FOR / 60:.0f} minutes and as "
         "long as it runs:",
-        or_nearest(wanted, [receipt.request_id for receipt in last], "`pdserve trace` lists the last."),
+        or_nearest(wanted, [receipt.request_id for receipt in last], f"`{command('trace')}` lists the last."),
     ]
     return " ".join(parts)
 

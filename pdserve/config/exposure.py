@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from pdserve.command import command
 from pdserve.config.schema import Allowance, FrontendConfig, GraphSection, SecuritySection
 from pdserve.ports import is_loopback
 
-_MAKE = "make credentials (`pdserve credentials FOLDER`) and set Security.credentials"
+_MAKE = f"make credentials (`{command('credentials FOLDER')}`) and set Security.credentials"
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,6 @@ def banner(
     for line in changed(of_files(each.settings for each in instances), live):
         facts.add_row("set", f"{line}  [dim](pdserve set --unset {line.partition(' ')[0]})[/]")
     facts.add_row("logs", str(log_dir))
-    facts.add_row("look", f"pdserve status -f {config.path}")
     facts.add_row("stop", "Ctrl-C")
     numbers = ("KV cache", "blocks", "max concurrency")
     workers = table("worker", "GPUs", *numbers, numbers=numbers)

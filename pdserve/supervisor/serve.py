@@ -4,10 +4,12 @@ import asyncio
 import logging
 import os
 import resource
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from pdserve.command import command
 from pdserve.config.api_keys import VARIABLE
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials, expiring
@@ -95,6 +97,7 @@ async def _serve(config: Config, slots: Sequence[Slot], output: ProcessOutput, l
             output.print(banner(config, instances, seconds, output.log_dir, registered.settings()))
             if config.frontend:
                 output.plain(f"Try it:\n{curl(config)}\n")
+            output.plain(f"Look at it:\n{command(f'status -f {shlex.quote(str(config.path))}')}\n")
 
         frontends = config.frontend.processes if config.frontend else 0
         await roles.run(until_frontends_ready(graph.url, frontends), show_ready)
@@ -107,7 +110,7 @@ def _credentials(config: Config) -> Credentials | None:
         return state.fresh_credentials(config.state_dir)
     found = Credentials.load(config.security.credentials)
     if found and (text := expiring(found.certificate)):
-        log.warning("%s %s: make new credentials with `pdserve credentials`", found.folder, text)
+        log.warning("%s %s: make new credentials with %s", found.folder, text, command("credentials"))
     return found
 
 

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.command import command
 from pdserve.config.load import load
 from pdserve.ports import is_loopback
 from tests.config.test_load import GOOD, problems, read
 
-MAKE = "make credentials (`pdserve credentials FOLDER`) and set Security.credentials"
+MAKE = f"make credentials (`{command('credentials FOLDER')}`) and set Security.credentials"
 PLAIN = f"{MAKE}, or accept it with Security.allow: [plain-graph]."
 NATS, ETCD = "nats: 'nats://127.0.0.1:4222'", "etcd: 'localhost:2379'"
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from pdserve.command import command
 from pdserve_bench.compare.candidates import Candidate, own_settings
 from pdserve_bench.compare.comparison import Comparison
 from pdserve_bench.compare.recommend import CandidateResult, Recommendation, Verdict
@@ -122,13 +123,13 @@ def _next_step(comparison: Comparison, found: Recommendation, written: Path | No
         return ""
     if written is not None:
         threads = f"OMP_NUM_THREADS={candidate.threads} " if candidate.threads else ""
-        return f"Run it: {threads}pdserve serve -f {written}"
+        return f"Run it: {threads}{command(f'serve -f {written}')}"
     if dict(candidate.settings) and candidate.split == _own_split(comparison):
         settings = " ".join(f"{name}={value}" for name, value in candidate.settings.items())
         changed = candidate.settings != own_settings(comparison.config)
-        command = f"pdserve serve -f {comparison.options.file}"
-        return f"Run it: {command}" + (f", then pdserve set {settings}" if changed else "")
-    return "Add --write FILE to have its file written, for pdserve serve -f FILE."
+        run = command(f"serve -f {comparison.options.file}")
+        return f"Run it: {run}" + (f", then {command(f'set {settings}')}" if changed else "")
+    return f"Add --write FILE to have its file written, for {command('serve -f FILE')}."
 
 
 def _own_split(comparison: Comparison) -> str:

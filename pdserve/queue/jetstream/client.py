@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import nats.errors
 from nats.aio.client import Client
 
+from pdserve.command import command
 from pdserve.errors import ConfigError, QueueUnavailable
 
 log = logging.getLogger(__name__)
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT = 2
 PASSING = (nats.errors.Error, OSError, TimeoutError)
 """what nats-py raises when the server is away or goes away"""
-_COPY = "every process of the graph and its NATS need the same one, as `pdserve credentials` makes it."
+_COPY = f"every process of the graph and its NATS need the same one, as `{command('credentials')}` makes it."
 
 T = TypeVar("T")
 

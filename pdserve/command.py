@@ -1,0 +1,23 @@
+"""The command by which the user runs pdserve, for output that suggests one: it works as typed."""
+
+import shlex
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+
+
+def command(text: str) -> str:
+    """`pdserve TEXT`, with the path of this installation's program where the shell would not find it."""
+    return f"{_program()} {text}"
+
+
+@cache
+def _program() -> str:
+    script = Path(sys.executable).parent / "pdserve"
+    if not script.exists():
+        return f"{shlex.quote(sys.executable)} -m pdserve"
+    if (known := shutil.which("pdserve")) and Path(known).resolve() == script.resolve():
+        return "pdserve"
+    here = Path.cwd()
+    return shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))
