@@ -30,8 +30,8 @@ CHECK = 2.0
 
 
 class ApiKeys:
-    def __init__(self, keys: Iterable[ApiKey] = (), ledger: KeyLedger | None = None) -> None:
-        self.ledger = ledger or KeyLedger()
+    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+        self.ledger = KeyLedger()
         self._keys: dict[bytes, ApiKey] = {}
         self.replace(keys)
 
@@ -80,16 +80,14 @@ class KeySource:
     """The files and the environment variable that hold the keys. Mistakes at the start raise ConfigError; later ones
     are logged, and the keys of before stay."""
 
-    def __init__(
-        self, file: Path | None, env: Mapping[str, str] = os.environ, ledger: KeyLedger | None = None
-    ) -> None:
+    def __init__(self, file: Path | None, env: Mapping[str, str] = os.environ) -> None:
         self._file = file
         self._env = env
         self._notes: list[str] = []
         """that were logged"""
         found = read_keys(file, env)
         self._states = {path: _state(path) for path in found.files}
-        self.keys = ApiKeys(ledger=ledger)
+        self.keys = ApiKeys()
         self._take(found)
 
     async def follow(self) -> None:

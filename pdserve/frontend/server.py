@@ -26,7 +26,6 @@ from pdserve.frontend.app import GRACE, FrontendApp
 from pdserve.frontend.auth import KeySource
 from pdserve.frontend.connections import LINGER, SHUTDOWN_WITHIN, ClientConnection, ClientConnections
 from pdserve.frontend.dashboard.page import Dashboard
-from pdserve.frontend.limits import KeyLedger
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.stored import StoredResponses
 from pdserve.frontend.models import serve_models
@@ -35,14 +34,12 @@ from pdserve.frontend.pages import MetricsPage
 from pdserve.frontend.peers import PeerFrontends, answer_peer
 from pdserve.frontend.renewal import RenewedCertificate
 from pdserve.frontend.sockets import accept_all, begins_tls, bind
-from pdserve.frontend.usage import UsageExchange
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
 from pdserve.plan.slots import Slot
 from pdserve.ports import in_url
 from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id, registered_skew
-from pdserve.queue.broadcast import Broadcast
-from pdserve.queue.responses import ResponseStore, StoreLimits
+from pdserve.queue.responses import StoreLimits
 from pdserve.recent import RecentKeys
 from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
@@ -72,7 +69,7 @@ class Frontend(Service):
         assert frontend is not None, f"{config.path} has no section for a frontend"
         assert config.etcd is not None
         assert config.nats is not None
-        self._keys = KeySource(config.security.api_keys, ledger=KeyLedger(self.id))
+        self._keys = KeySource(config.security.api_keys)
         credentials = Credentials.load(config.security.credentials)
         files = ServerCertificate.of(config.security.tls_certificate, config.security.tls_key)
         self._certificate = RenewedCertificate(files) if files else None
@@ -82,24 +79,14 @@ class Frontend(Service):
         )
         self.connections.add("etcd", config.etcd, lambda: connection.connected)
         view = await stack.enter_async_context(RegistryView(connection))
+        self._keys.keys.ledger.frontends = lambda: len(view.instances(Role.FRONTEND))
         stored = await self._stored_responses(frontend, config.nats, credentials, stack)
-        at_nats: list[ResponseStore | Broadcast] = [stored.store] if stored else []
         context = self._model_context(frontend, config.nats, credentials, stored)
         models = await stack.enter_async_context(
             serve_models(view, context, config.served_model_name, frontend)
         )
-        if len(self._keys.keys):
-            broadcast = queue.connect_broadcast(
-                config.nats,
-                config.namespace,
-                "key-usage",
-                "each frontend counts the limits of API keys alone",
-                credentials,
-            )
-            await stack.enter_async_context(UsageExchange(self._keys.keys.ledger, broadcast))
-            at_nats.append(broadcast)
-        if at_nats:
-            self.connections.add("NATS", config.nats, lambda: all(each.connected for each in at_nats))
+        if stored:
+            self.connections.add("NATS", config.nats, lambda: stored.store.connected)
         client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
         if view.instances(Role.FRONTEND):  # they answer on this port meanwhile
             with suppress(TimeoutError):

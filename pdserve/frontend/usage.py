@@ -1,29 +1,16 @@
-"""What a request uses of its API key's limits, and how the frontends tell each other what was used."""
+"""What a request uses of its API key's limits."""
 
-import asyncio
-import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Self
 
-import msgspec
-
 from pdserve import clock
-from pdserve.errors import QueueUnavailable
 from pdserve.frontend.admission.estimate import RequestEstimate, RequestSize
 from pdserve.frontend.answer import ResponseWriter
-from pdserve.frontend.limits import KeyLedger, KeyQuota, LimitReached, UsageReport, in_words
-from pdserve.queue.broadcast import Broadcast
-from pdserve.tasks import Lifetime, Owner
-
-logger = logging.getLogger(__name__)
-
-EVERY = 0.25
-"""seconds between two reports to the other frontends"""
+from pdserve.frontend.limits import KeyLedger, KeyQuota, LimitReached, in_words
 
 
 class KeyUse:
@@ -39,11 +26,11 @@ class KeyUse:
         self._too_large = False
 
     def __enter__(self) -> Self:
-        trace = self._response.trace
-        if quota := self._ledger.quota(trace.key):
+        trace, now = self._response.trace, time.monotonic()
+        if quota := self._ledger.quota(trace.key, now):
             self._quota = quota
             trace.usage_headers = self._headers
-            quota.begin(self._ledger.elsewhere(trace.key), time.monotonic())
+            quota.begin(now)
         return self
 
     def reserve(self, size: RequestSize, max_model_len: int) -> None:
@@ -83,34 +70,3 @@ class KeyUse:
                 headers[f"x-ratelimit-remaining-{kind}"] = str(left)
                 headers[f"x-ratelimit-reset-{kind}"] = in_words(reset)
         return headers
-
-
-class UsageExchange(Lifetime):
-    """While entered, all frontends of the graph count together; during an outage of NATS each counts alone."""
-
-    def __init__(self, ledger: KeyLedger, broadcast: Broadcast) -> None:
-        self._ledger = ledger
-        self._broadcast = broadcast
-
-    @asynccontextmanager
-    async def _lifetime(self) -> AsyncIterator[None]:
-        async with self._broadcast, Owner() as tasks:
-            tasks.forever(self._tell, "telling the usage of API keys")
-            tasks.forever(self._hear, "hearing of the usage of API keys")
-            yield
-
-    async def _tell(self) -> None:
-        while True:
-            if report := self._ledger.report(time.monotonic()):
-                with suppress(QueueUnavailable):
-                    await self._broadcast.send(msgspec.msgpack.encode(report))
-            await asyncio.sleep(EVERY)
-
-    async def _hear(self) -> None:
-        async for message in self._broadcast.messages():
-            try:
-                report = msgspec.msgpack.decode(message, type=UsageReport)
-            except msgspec.DecodeError as error:
-                logger.warning("a report of another frontend cannot be read: %s", error)
-            else:
-                self._ledger.heard(report, time.monotonic())

@@ -1,4 +1,4 @@
-"""The queue seam (see `base`, `broadcast`, `responses`). The address chooses the implementation: a NATS URL, several of
+"""The queue seam (see `base`, `responses`). The address chooses the implementation: a NATS URL, several of
 them separated by commas, or `memory://<name>` for a broker in this process. With credentials all connections use TLS,
 and servers without it or of another graph are refused."""
 
@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 from pdserve.credentials import Credentials
 from pdserve.queue.base import BlobStore, PrefillQueue
-from pdserve.queue.broadcast import Broadcast
 from pdserve.queue.responses import ResponseStore, StoreLimits
 
 
@@ -33,19 +32,6 @@ def connect_blobs(nats: str, namespace: str, credentials: Credentials | None = N
     from pdserve.queue.jetstream.blobs import NatsBlobs
 
     return NatsBlobs(nats, namespace, credentials)
-
-
-def connect_broadcast(
-    nats: str, namespace: str, topic: str, meanwhile: str, credentials: Credentials | None = None
-) -> Broadcast:
-    """Return the broadcast of one topic (a word), to enter. `meanwhile` says in the log what an outage means."""
-    if _in_memory(nats):
-        from pdserve.queue.memory import MemoryBroadcast, broker_at
-
-        return MemoryBroadcast(broker_at(nats), f"{namespace}.{topic}")
-    from pdserve.queue.jetstream.broadcast import NatsBroadcast
-
-    return NatsBroadcast(nats, namespace, topic, meanwhile, credentials)
 
 
 def connect_responses(

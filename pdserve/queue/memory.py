@@ -20,7 +20,6 @@ from pdserve.messages import (
     ToPrefill,
 )
 from pdserve.queue.base import BlobStore, Delivery, PrefillQueue
-from pdserve.queue.broadcast import Broadcast
 from pdserve.queue.depth import Puller
 from pdserve.queue.responses import Answer, ResponseStore, StoreLimits
 from pdserve.recent import RecentKeys
@@ -70,7 +69,6 @@ class MemoryBroker:
         self.alive = True
         self.losses = 0
         self.blobs: dict[tuple[str, str], bytes] = {}
-        self.broadcasts: dict[str, list[asyncio.Queue[bytes]]] = defaultdict(list)
         """by subject: each listener's unread messages"""
         self.responses: dict[tuple[str, str], dict[str, tuple[float, bytes]]] = defaultdict(dict)
         """by namespace and owner, then by key, oldest first: the monotonic seconds of storing, and the data"""
@@ -271,34 +269,6 @@ class MemoryBlobs(BlobStore):
     async def get(self, name: str) -> bytes:
         self._broker.check()
         return self._broker.blobs[self._namespace, name]
-
-
-class MemoryBroadcast(Broadcast):
-    def __init__(self, broker: MemoryBroker, subject: str) -> None:
-        self._broker = broker
-        self._listeners = broker.broadcasts[subject]
-        self._inbox: asyncio.Queue[bytes] = asyncio.Queue()
-
-    @asynccontextmanager
-    async def _lifetime(self) -> AsyncIterator[None]:
-        self._listeners.append(self._inbox)
-        try:
-            yield
-        finally:
-            self._listeners.remove(self._inbox)
-
-    @property
-    def connected(self) -> bool:
-        return self._broker.alive
-
-    async def send(self, message: bytes) -> None:
-        self._broker.check()
-        for inbox in self._listeners:
-            inbox.put_nowait(message)
-
-    async def messages(self) -> AsyncIterator[bytes]:
-        while True:
-            yield await self._inbox.get()
 
 
 class MemoryResponses(ResponseStore):

@@ -33,7 +33,7 @@ class Alice:
     def may(self, **limits: int) -> KeyQuota:
         keys = ApiKeys([ApiKey.of(KEY, "alice", KeyLimits(**limits))])
         self._patch.setattr(self._graph.app, "_keys", keys)
-        quota = keys.ledger.quota("alice")
+        quota = keys.ledger.quota("alice", time.monotonic())
         assert quota
         return quota
 
