@@ -15,6 +15,7 @@ from pdserve.errors import ProtocolError, QueueUnavailable
 from pdserve.kv.handles import check_handle, source
 from pdserve.messages import (
     KvHandle,
+    PrefillAnswer,
     PrefillConfirm,
     PrefillDone,
     PrefillFailed,
@@ -22,6 +23,7 @@ from pdserve.messages import (
     PrefillStarted,
 )
 from pdserve.queue.base import PrefillQueue
+from pdserve.tasks import Apart
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +39,20 @@ class AnswerReader:
     async def read(self) -> None:
         """Hand each answer to the request that waits for it, for ever."""
         async for answer in self.queue.answers(self.instance):
-            request = self.requests.get(answer.request_id)
-            match answer:
-                case PrefillStarted() if request is not None:
-                    self._started(request, answer)
-                case PrefillProgress(handle=handle) if request is not None:
-                    await self._read_ahead(request, handle)
-                case PrefillDone():
-                    await self._done(request, answer)
-                case PrefillFailed() if request is not None:
-                    request.resolve(answer)
+            with Apart("prefill answers"):
+                await self._take(answer)
+
+    async def _take(self, answer: PrefillAnswer) -> None:
+        request = self.requests.get(answer.request_id)
+        match answer:
+            case PrefillStarted() if request is not None:
+                self._started(request, answer)
+            case PrefillProgress(handle=handle) if request is not None:
+                await self._read_ahead(request, handle)
+            case PrefillDone():
+                await self._done(request, answer)
+            case PrefillFailed() if request is not None:
+                request.resolve(answer)
 
     def _started(self, request: DecodeRequest, started: PrefillStarted) -> None:
         worker = request.prefiller = started.worker

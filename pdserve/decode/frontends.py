@@ -16,6 +16,7 @@ from pdserve.errors import EngineDead, PeerGone
 from pdserve.messages import Failed, Hello, Load, PrefixesChanged, ToFrontend, WorkerLoad
 from pdserve.process.engine_checks import may_have_killed
 from pdserve.stream.base import StreamServer
+from pdserve.tasks import Apart
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ LOAD_INTERVAL = 0.5
 """seconds between two looks at the load; nothing is sent while it stays the same"""
 PREFIX_INTERVAL = 0.25
 """seconds between two reports of the prefix cache: a conversation's next prompt comes later than this"""
+INTERNAL = "internal error in the decode worker"
+"""why a request fails of which nothing better is known; it is tried elsewhere"""
 
 
 @dataclass(eq=False)
@@ -69,7 +72,8 @@ class Frontends:
             stored, gone = self.engine.prefixes.changes()
             if stored or gone:
                 for frontend in list(self._followers):
-                    await self.send(frontend, self._prefixes(stored, gone))
+                    with Apart("prefixes"):
+                        await self.send(frontend, self._prefixes(stored, gone))
 
     async def report_load(self, look: Callable[[], Load]) -> None:
         """Report the load to the frontends, for ever. It does not go through etcd, which would send every change, one
@@ -80,7 +84,8 @@ class Frontends:
             if (load := look()) != told:
                 told = load
                 for frontend in list(self._load_followers):
-                    await self.send(frontend, WorkerLoad(load))
+                    with Apart("load"):
+                        await self.send(frontend, WorkerLoad(load))
 
     async def forget(self, frontend: str) -> None:
         """Cancel the requests of a frontend that is gone."""
@@ -90,7 +95,8 @@ class Frontends:
         if gone:
             log.warning("frontend %s is gone: cancelling its %d requests", frontend, len(gone))
         for request in gone:
-            await self.cancel(request)
+            with Apart("requests of a frontend that is gone"):
+                await self.cancel(request)
 
     async def cancel(self, request: DecodeRequest) -> None:
         """Cancel a request. If it is not in the engine yet, `RequestRunner` sees `cancelled` and drops it."""
@@ -124,7 +130,8 @@ class Frontends:
             self.workers.give_up_lost()
             for request in self.requests:
                 if time.monotonic() >= request.deadline:
-                    await self.end(request, "the request's deadline passed", retry=False)
+                    with Apart("deadlines"):
+                        await self.end(request, "the request's deadline passed", retry=False)
 
     async def engine_died(self, death: EngineDead) -> None:
         """Fail every request, saying which of them the engine was computing: the worker's last messages."""
@@ -133,8 +140,8 @@ class Frontends:
             blamed = running and may_have_killed(len(request.submit.prompt), request.since)
             text, died = f"the engine died: {death}", request.engines_died + blamed
             request.failure = text
-            self.requests.drop(request)
-            with suppress(PeerGone):
+            with Apart("requests of a dead engine"), suppress(PeerGone):
+                self.requests.drop(request)
                 await self.stream.send(
                     request.frontend, Failed(request.id, text, retry=True, engines_died=died)
                 )

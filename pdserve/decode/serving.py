@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.decode.estimator import Estimator
-from pdserve.decode.frontends import Frontends
+from pdserve.decode.frontends import INTERNAL, Frontends
 from pdserve.decode.links import KvLinks
 from pdserve.decode.policy import Decision, decide
 from pdserve.decode.prefill_workers import PrefillWorkers
@@ -21,11 +21,12 @@ from pdserve.decode.requests import OWN, DecodeRequest, DecodeRequests, Phase
 from pdserve.decode.settings import LiveSettings, thresholds
 from pdserve.decode.turns import PromptTurns
 from pdserve.engine.base import Engine, Output, Step
-from pdserve.errors import EngineDead, ProtocolError
+from pdserve.errors import ProtocolError
 from pdserve.kv.handles import expired, prefix_hit
 from pdserve.messages import Failed, KvHandle, Outputs, Submit
 from pdserve.observe.metrics import PREFILL
 from pdserve.queue.base import PrefillQueue
+from pdserve.tasks import Apart
 
 log = logging.getLogger(__name__)
 
@@ -63,16 +64,15 @@ class RequestRunner:
             self.start(self._run(request))
 
     async def _run(self, request: DecodeRequest) -> None:
-        try:
-            await self._place(request)
-        except EngineDead:
-            raise
-        except ProtocolError as error:
-            log.warning("request %s refused: %s", request.id, error)
-            await self.frontends.fail(request, str(error), retry=False)
-        except Exception:
-            log.exception("request %s failed before it reached the engine", request.id)
-            await self.frontends.fail(request, "internal error in the decode worker", retry=True)
+        with Apart("requests") as one:
+            try:
+                await self._place(request)
+            except ProtocolError as error:
+                log.warning("request %s refused: %s", request.id, error)
+                await self.frontends.fail(request, str(error), retry=False)
+        if one.error is not None:
+            with Apart("requests"):
+                await self.frontends.fail(request, INTERNAL, retry=True)
 
     async def _place(self, request: DecodeRequest) -> None:
         if request.cancelled:  # before this task first ran
@@ -204,14 +204,18 @@ class RequestRunner:
 
     async def read_step(self, step: Step) -> None:
         """Send the outputs of an engine step to their frontends. Outputs of warm-ups, and of the prefill half of role
-        `both`, may be among them."""
-        if step.transfers is not None:
-            self.links.read(step.transfers)
-        self.links.unreachable(step.unreachable)
-        self.workers.avoid(step.unreachable)
-        self._note_unread(step.unread)
+        `both`, may be among them. A request whose output is lost goes on elsewhere."""
+        with Apart("transfers"):
+            if step.transfers is not None:
+                self.links.read(step.transfers)
+            self.links.unreachable(step.unreachable)
+            self.workers.avoid(step.unreachable)
+            self._note_unread(step.unread)
         for frontend, outputs in (await self._by_frontend(step.outputs)).items():
-            await self.frontends.send(frontend, Outputs(self.engine.pack(outputs)))
+            with Apart("outputs") as one:
+                await self.frontends.send(frontend, Outputs(self.engine.pack(outputs)))
+            if one.error is not None:
+                await self._lose(frontend, outputs)
 
     async def _by_frontend(self, outputs: list[Output]) -> dict[str, list[Output]]:
         found: defaultdict[str, list[Output]] = defaultdict(list)
@@ -220,24 +224,39 @@ class RequestRunner:
             request = self.requests.get(output.request_id)
             if request is None:
                 continue  # cancelled, or a prefill of role `both`
-            if output.failed:
-                text = output.refused or "the engine failed this request"
-                await self.frontends.fail(
-                    request, text, retry=not output.refused, invalid=bool(output.refused)
-                )
-                continue
-            found[request.frontend].append(output)
-            request.tokens += len(output.tokens)
-            if not request.proven:
-                if output.recomputed and not request.unread:
-                    self.links.unread(request, "it had to be computed again")
-                if not request.unread:
-                    self.estimator.first_token(request, now)
-                await self._prove(request, output)
-            request.since = now
-            if output.finished:
-                self.requests.drop(request)
+            with Apart("outputs") as one:
+                if await self._note(request, output, now):
+                    found[request.frontend].append(output)
+            if one.error is not None:
+                await self._lose(request.frontend, [output])
         return found
+
+    async def _note(self, request: DecodeRequest, output: Output, now: float) -> bool:
+        """Note an output; return whether the frontend gets it."""
+        if output.failed:
+            text = output.refused or "the engine failed this request"
+            await self.frontends.fail(request, text, retry=not output.refused, invalid=bool(output.refused))
+            return False
+        request.tokens += len(output.tokens)
+        if not request.proven:
+            if output.recomputed and not request.unread:
+                self.links.unread(request, "it had to be computed again")
+            if not request.unread:
+                self.estimator.first_token(request, now)
+            await self._prove(request, output)
+        request.since = now
+        if output.finished:
+            self.requests.drop(request)
+        return True
+
+    async def _lose(self, frontend: str, outputs: list[Output]) -> None:
+        """These outputs cannot be sent: their requests go on elsewhere, after the tokens that were sent before."""
+        for output in outputs:
+            with Apart("outputs"):
+                await self.frontends.send(frontend, Failed(output.request_id, INTERNAL, retry=True))
+                if request := self.requests.get(output.request_id):
+                    request.failure = INTERNAL
+                    await self.frontends.cancel(request)
 
     def _note_unread(self, unread: dict[str, str]) -> None:
         for request_id, why in unread.items():

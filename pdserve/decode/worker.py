@@ -7,7 +7,7 @@ from functools import partial
 
 from pdserve.decode.answers import AnswerReader
 from pdserve.decode.estimator import Estimator
-from pdserve.decode.frontends import Frontends
+from pdserve.decode.frontends import INTERNAL, Frontends
 from pdserve.decode.links import KvLinks
 from pdserve.decode.policy import queue_limit
 from pdserve.decode.prefill_workers import PrefillWorkers
@@ -28,7 +28,7 @@ from pdserve.queue.archives import StoredArchive
 from pdserve.records import ModelCard, Role
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
-from pdserve.tasks import Work
+from pdserve.tasks import Apart, Work
 from pdserve.watch import LinkState
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,10 @@ class DecodeWorker(EngineWorker):
     async def _read_frontends(self) -> None:
         assert self._stream is not None
         async for frontend, message in self._stream.received():
-            await self._handle(frontend, message)
+            with Apart("messages of frontends") as one:
+                await self._handle(frontend, message)
+            if one.error is not None and isinstance(message, Submit):
+                await self._frontends.send(frontend, Failed(message.request_id, INTERNAL, retry=True))
 
     async def _handle(self, frontend: str, message: ToDecode | None) -> None:
         match message:
@@ -169,6 +172,7 @@ class DecodeWorker(EngineWorker):
 
     async def _follow_registry(self) -> None:
         async for _ in self.view.changes():
-            self.settings.read(self.view.settings())
+            with Apart("live settings"):
+                self.settings.read(self.view.settings())
             self._workers.give_up_gone()
             self._links.forget_gone()

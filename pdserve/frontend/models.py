@@ -26,7 +26,7 @@ from pdserve.observe.metrics import INSTANCES, LINKS, RUNNING, WAITING
 from pdserve.records import Instance, ModelCard, Role
 from pdserve.registry.view import RegistryView
 from pdserve.settings import in_force
-from pdserve.tasks import Owner, forever
+from pdserve.tasks import Apart, Owner, forever
 from pdserve.watch import LinkState
 
 if TYPE_CHECKING:
@@ -236,10 +236,12 @@ class ServedModels:
         for name in self._models.keys() - cards.keys():
             self._miss(name)
         for name, model_cards in cards.items():
-            self._add(name, _newest(model_cards))
-            self._warn_if_mixed(name, model_cards)
+            with Apart("served models"):
+                self._add(name, _newest(model_cards))
+                self._warn_if_mixed(name, model_cards)
         for model in self._all():
-            self._update_model(model)
+            with Apart("served models"):
+                self._update_model(model)
         running = Counter(instance.role for instance in self._view.instances())
         for role in Role:
             INSTANCES.labels(role.value).set(running[role])

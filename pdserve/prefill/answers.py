@@ -21,6 +21,7 @@ from pdserve.process.presence import MAX_PAIRS
 from pdserve.queue.base import PrefillQueue
 from pdserve.records import Role
 from pdserve.registry.view import RegistryView
+from pdserve.tasks import Apart
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,8 @@ class AnswerSender:
             await asyncio.sleep(LOOK_INTERVAL)
             for decode, answer in self.untaken():
                 log.info("request %s: its KV was not read yet, telling %s again", answer.request_id, decode)
-                await unless_away(self._queue.answer(decode, aged(answer)))
+                with Apart("repeated answers"):
+                    await unless_away(self._queue.answer(decode, aged(answer)))
 
     def untaken(self) -> Iterator[tuple[str, PrefillDone]]:
         """Decode worker and answer of those to repeat now; each counts as repeated."""

@@ -1,7 +1,7 @@
 """The path of a prompt through a prefill worker: pulled from the queue when the engine has capacity, prefilled, and
 answered with a handle of its KV.
 
-Read `_pull`, `_take`, `read_step` and `_finished`, in this order. A request is acked after its answer, so that the
+Read `_pull`, `_begin`, `read_step` and `_finished`, in this order. A request is acked after its answer, so that the
 queue delivers it to another worker if this process dies."""
 
 import asyncio
@@ -30,7 +30,7 @@ from pdserve.prefill.running import RunningPrefill, RunningPrefills, until
 from pdserve.process.engine_checks import may_have_killed, watch_side_channel
 from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.registry.view import RegistryView
-from pdserve.tasks import Work
+from pdserve.tasks import Apart, Work
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +124,16 @@ class PromptRunner:
             await self._take(Delivery(request))
 
     async def _take(self, delivery: Delivery) -> None:
+        with Apart("prompts") as one:
+            await self._begin(delivery)
+        if one.error is not None:  # a prompt that goes back to the queue would do this to each worker
+            request = delivery.request
+            if running := self._running.of_request(request.request_id):
+                self._running.drop(running, failed=True)
+            failed = PrefillFailed(request.request_id, "refused", "internal error in the prefill worker")
+            await self._answer(delivery, failed)
+
+    async def _begin(self, delivery: Delivery) -> None:
         request = delivery.request
         if running := self._running.of_request(request.request_id):
             log.info("request %s delivered again while it runs here", request.request_id)
@@ -177,7 +187,8 @@ class PromptRunner:
                 await self._answers.send(request.decode, PrefillProgress(request.request_id, kv))
         for output in step.outputs:
             if output.finished:
-                await self._finished(output)
+                with Apart("finished prompts"):
+                    await self._finished(output)
         for request_id in step.released:
             self._answers.released(request_id)
         self._running.changed.set()
@@ -216,11 +227,12 @@ class PromptRunner:
 
     async def _read_notices(self) -> None:
         async for notice in self._queue.notices():
-            match notice:
-                case PrefillCancel(request_ids):
-                    await self._cancel(request_ids)
-                case PrefillConfirm(worker=worker) if worker == self.id:
-                    await self._answers.confirm(notice)
+            with Apart("notices"):
+                match notice:
+                    case PrefillCancel(request_ids):
+                        await self._cancel(request_ids)
+                    case PrefillConfirm(worker=worker) if worker == self.id:
+                        await self._answers.confirm(notice)
 
     async def _cancel(self, request_ids: list[str]) -> None:
         found = [running for name in request_ids if (running := self._running.of_request(name))]
@@ -234,4 +246,5 @@ class PromptRunner:
         while True:
             await asyncio.sleep(PROGRESS_INTERVAL)
             for running in self._running:
-                await unless_away(running.delivery.in_progress())
+                with Apart("progress reports"):
+                    await unless_away(running.delivery.in_progress())

@@ -29,7 +29,7 @@ from pdserve.recent import RecentKeys
 from pdserve.stream.base import StreamClient, StreamServer
 from pdserve.stream.framing import FramedConnection, beats
 from pdserve.stream.tls import Tls
-from pdserve.tasks import Owner
+from pdserve.tasks import Apart, Owner
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -166,7 +166,10 @@ class TcpStreamServer(StreamServer):
     async def _keep_beating(self) -> None:
         async for stalled in beats():
             for connection in list(self._frontends.values()):
-                connection.beat(self._silence, stalled=stalled)
+                with Apart("stream heartbeats") as one:
+                    connection.beat(self._silence, stalled=stalled)
+                if one.error is not None:
+                    connection.cut(f"cannot be written to: {one.error}")
             for connection in list(self._ungreeted):
                 if not stalled and time.monotonic() - connection.opened > GREET_WITHIN:
                     connection.cut(f"did not greet within {GREET_WITHIN:g} s")

@@ -60,6 +60,21 @@ async def test_models_vanish_with_their_cards(graph: Graph) -> None:
     assert "passing" not in await names(graph)
 
 
+async def test_a_card_that_cannot_be_used_keeps_no_other_model_out(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warn = graph.models._warn_if_mixed
+
+    def fail(name: str, cards: list[tuple[str, ModelCard]]) -> None:
+        if name == "a-bad-card":
+            raise KeyError("not expected")
+        warn(name, cards)
+
+    monkeypatch.setattr(graph.models, "_warn_if_mixed", fail)
+    async with graph.worker("a-bad-card", connected=False), graph.worker("after-it"):
+        assert "after-it" in await names(graph)
+
+
 async def test_listed_means_ready(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """While its processor is being built a model is not listed, and its requests wait."""
     build = asyncio.Event()
