@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from pdserve.cli.find import NoGraph, find_graph, frontend_url
 from pdserve.errors import ConfigError, Unavailable
 from pdserve_bench.client import CHAT, COMPLETIONS, Exchange, LoadClient, error_message, trusted
 
@@ -66,6 +68,17 @@ def base_url(url: str) -> str:
     if not good or parts.query or parts.fragment or parts.username:
         raise ConfigError([f"--base-url {url}: write it as http://127.0.0.1:8000/v1."])
     return found
+
+
+async def server_url(named: str | None, file: Path | None) -> str:
+    """The server that `--base-url` names, else that of the running graph. Raises ConfigError, and Unavailable where no
+    graph runs."""
+    if named is not None:
+        return base_url(named)
+    try:
+        return await frontend_url(find_graph(file, None, None))
+    except NoGraph as error:
+        raise Unavailable(f"{error} Another server is named with --base-url URL.") from None
 
 
 def key_headers(key: str) -> dict[str, str]:

@@ -9,6 +9,13 @@ import typer
 
 from pdserve.errors import ConfigError
 
+BaseUrl = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="the server: anything that speaks OpenAI's API (default: the running graph, as of `pdserve status`)",
+    ),
+]
 ApiKey = Annotated[str, typer.Option(metavar="KEY", envvar="OPENAI_API_KEY", help="sent as Bearer token")]
 Ttft = Annotated[str, typer.Option(metavar="TIME", help="SLO: the first token comes within this")]
 Gap = Annotated[str, typer.Option(metavar="TIME", help="and no two tokens are further apart")]

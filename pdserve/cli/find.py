@@ -71,6 +71,17 @@ async def view_of(graph: GraphAddress) -> AsyncIterator[tuple[Registry, Registry
         yield registry, view
 
 
+async def frontend_url(graph: GraphAddress) -> str:
+    """Raises NoGraph where it has no frontend."""
+    if graph.url:
+        return graph.url
+    async with view_of(graph) as (_, view):
+        urls = [frontend.address for frontend in view.instances(Role.FRONTEND)]
+    if not urls:
+        raise NoGraph(f"no frontend runs in namespace {graph.namespace} of {graph.etcd}.")
+    return urls[0]
+
+
 def _on(state_dir: Path) -> GraphAddress:
     graph = state.read(state_dir)
     if graph is None:

@@ -1,12 +1,19 @@
 """A server is looked at before it is measured: what it serves, what it refuses, how it counts."""
 
 import asyncio
+import os
+from pathlib import Path
 
 import pytest
 from pdserve_bench.client import Exchange
-from pdserve_bench.endpoint import Endpoint, base_url, find_endpoint, key_headers, learn_prompts
+from pdserve_bench.endpoint import Endpoint, base_url, find_endpoint, key_headers, learn_prompts, server_url
 
+from pdserve import registry
 from pdserve.errors import ConfigError, Unavailable
+from pdserve.records import Instance, Role, encode_record
+from pdserve.registry import keys
+from pdserve.supervisor import state
+from pdserve.supervisor.state import GraphRecord
 from tests.bench.answers import Asked, OpenAi, fixed, tiny_server, whole
 
 
@@ -32,6 +39,29 @@ def test_base_url(url: str, base: str | None) -> None:
         return
     with pytest.raises(ConfigError, match=r"--base-url .*: write it as http://127.0.0.1:8000/v1"):
         base_url(url)
+
+
+async def test_the_server_is_that_of_the_running_graph(
+    tmp_path: Path, etcd_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PDSERVE_ETCD", raising=False)
+    monkeypatch.setenv("PDSERVE_STATE_DIR", str(tmp_path))
+    assert await server_url("http://127.0.0.1:1/v1", None) == "http://127.0.0.1:1"
+    with pytest.raises(Unavailable, match=rf"no graph runs on {tmp_path}: .* --base-url URL"):
+        await server_url(None, None)
+    state.write(tmp_path, GraphRecord(os.getpid(), "", "demo", "pdserve", "", "", "https://127.0.0.1:8009"))
+    assert await server_url(None, None) == "https://127.0.0.1:8009"
+    file = tmp_path / "elsewhere.yaml"
+    file.write_text(
+        f"Graph: {{etcd: '{etcd_url}', nats: 'nats://127.0.0.1:1', namespace: bench-url}}\n"
+        "VllmWorker: {model: demo}\n"
+    )
+    with pytest.raises(Unavailable, match="no frontend runs in namespace bench-url"):
+        await server_url(None, file)
+    async with registry.connect(etcd_url, "bench-url") as connected:
+        frontend = Instance("frontend-0-a", Role.FRONTEND, address="http://10.0.0.7:8009")
+        await connected.put(keys.instance(frontend), encode_record(frontend))
+        assert await server_url(None, file) == "http://10.0.0.7:8009"
 
 
 async def test_the_model_is_found() -> None:

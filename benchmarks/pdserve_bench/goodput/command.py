@@ -1,17 +1,18 @@
 """`pdserve bench goodput`."""
 
+import asyncio
 import random
 from typing import Annotated
 
 import typer
 
+from pdserve.cli.options import GraphFile
 from pdserve.errors import ConfigError
-from pdserve_bench.endpoint import base_url as checked_url
-from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts
+from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts, server_url
 from pdserve_bench.goodput.found import line_of, report_of
 from pdserve_bench.goodput.measure import FoundGoodput, GoodputOptions, find_goodput
 from pdserve_bench.goodput.requests import PATIENCE, PoissonRequests
-from pdserve_bench.options import ApiKey, Gap, Json, Plot, Ttft
+from pdserve_bench.options import ApiKey, BaseUrl, Gap, Json, Plot, Ttft
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import run_and_show
@@ -19,9 +20,8 @@ from pdserve_bench.slo import read_slo, seconds
 
 
 def goodput(
-    base_url: Annotated[
-        str, typer.Option(metavar="URL", help="the server: anything that speaks OpenAI's API")
-    ] = "http://127.0.0.1:8000/v1",
+    base_url: BaseUrl = None,
+    file: GraphFile = None,
     model: Annotated[str, typer.Option(metavar="NAME", help="the first that the server has")] = "",
     api_key: ApiKey = "",
     ttft: Ttft = "500ms",
@@ -66,7 +66,7 @@ def goodput(
     Run it on a machine of its own where you can: when the generator itself was late, the result says so.
 
     examples:
-      pdserve bench goodput                                     the graph of `pdserve serve` on this machine
+      pdserve bench goodput                                     the graph that runs on this machine
       pdserve bench goodput --base-url http://gpu7:8000/v1 --ttft 1s --gap 100ms --plot goodput
       pdserve bench goodput --prompt-tokens 4000 --answer-len 250 --seconds 60 --start-rate 1 --within 30m
       OPENAI_API_KEY=... pdserve bench goodput --base-url https://llm.example.com/v1 --chat --json out.json
@@ -80,13 +80,13 @@ def goodput(
         budget=_time("--within", within),
         seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
     )
-    checked_url(base_url)
     check_outputs(json, plot)
     found = FoundGoodput(options)
-    title = [f"Goodput of {base_url}"]
+    url = asyncio.run(server_url(base_url, file))
+    title = [f"Goodput of {url}"]
 
     async def work() -> None:
-        endpoint = await find_endpoint(base_url, model, key_headers(api_key), chat)
+        endpoint = await find_endpoint(url, model, key_headers(api_key), chat)
         if 0 < endpoint.max_model_len < prompt_tokens + answer_len:
             raise ConfigError(
                 [

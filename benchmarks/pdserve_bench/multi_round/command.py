@@ -8,13 +8,14 @@ from typing import Annotated
 
 import typer
 
+from pdserve.cli.options import GraphFile
 from pdserve.errors import Unavailable
 from pdserve_bench.client import Exchange, Outcome
-from pdserve_bench.endpoint import Endpoint, find_endpoint, key_headers
+from pdserve_bench.endpoint import Endpoint, find_endpoint, key_headers, server_url
 from pdserve_bench.multi_round.summary import MultiRoundResult
 from pdserve_bench.multi_round.texts import Texts
 from pdserve_bench.multi_round.workload import MultiRound
-from pdserve_bench.options import ApiKey, Gap, Json, Plot, Ttft
+from pdserve_bench.options import ApiKey, BaseUrl, Gap, Json, Plot, Ttft
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import check_outputs
 from pdserve_bench.runs import INTERRUPTED, LoadRun, run_until_stopped
@@ -26,9 +27,8 @@ _WARM_UP = "warm-up"
 
 
 def multi_round(
-    base_url: Annotated[
-        str, typer.Option(metavar="URL", help="the server: anything that speaks OpenAI's chat API")
-    ] = "http://127.0.0.1:8000/v1",
+    base_url: BaseUrl = None,
+    file: GraphFile = None,
     model: Annotated[str, typer.Option(metavar="NAME", help="the first that the server has")] = "",
     api_key: ApiKey = "",
     time_: Annotated[
@@ -85,7 +85,7 @@ def multi_round(
     Ctrl-C.
 
     examples:
-      pdserve bench multi-round                  the graph of `pdserve serve` here
+      pdserve bench multi-round                  the graph that runs on this machine
       pdserve bench multi-round --plot rounds --json rounds.json
       pdserve bench multi-round --time 60 --num-users 20 --num-rounds 3 --qps 10 \\
           --shared-system-prompt 1000 --user-history-prompt 2000 --answer-len 100 \\
@@ -110,7 +110,9 @@ def multi_round(
     schedule = Schedule({_WARM_UP: 2.0, "questions": load.seconds})
 
     async def work() -> None:
-        endpoint = await find_endpoint(base_url, model, key_headers(api_key), chat=True)
+        endpoint = await find_endpoint(
+            await server_url(base_url, file), model, key_headers(api_key), chat=True
+        )
         if endpoint.without:
             schedule.say(f"the server refuses {' and '.join(sorted(endpoint.without))}: left out")
         if (grown := load.longest_chat) > endpoint.max_model_len > 0:
