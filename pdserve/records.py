@@ -53,6 +53,8 @@ class Instance(Struct, frozen=True):
     hosts can be compared only if it is small"""
     draining: bool = False
     """true: the process finishes its requests and takes no new ones"""
+    queue_lost: bool = False
+    """true: the prefill worker has lost NATS: it takes no prompts and its answers arrive nowhere, until it is back"""
     settings: dict[str, str] = {}
     """what its file says of the live settings that it goes by (`settings.py`)"""
 

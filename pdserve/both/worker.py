@@ -26,6 +26,7 @@ UNTAKEN = 3 * LOOK
 
 class BothWorker(DecodeWorker):
     follows = (keys.INSTANCES, keys.NEWCOMERS, keys.SETTINGS)
+    without_nats = "each worker prefills the prompts that it decodes"
 
     def _assemble(self, engine: Engine) -> None:
         super()._assemble(engine)

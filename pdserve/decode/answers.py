@@ -43,6 +43,7 @@ class AnswerReader:
                 await self._take(answer)
 
     async def _take(self, answer: PrefillAnswer) -> None:
+        self.workers.heard()
         request = self.requests.get(answer.request_id)
         match answer:
             case PrefillStarted() if request is not None:

@@ -3,13 +3,18 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from itertools import islice
 from zlib import crc32
 
+from pdserve.decode.policy import UntakenPrompts
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.engine.base import Engine
+from pdserve.errors import QueueUnavailable
 from pdserve.process.presence import MAX_PAIRS
 from pdserve.queue.base import PrefillQueue
 from pdserve.records import Instance, Role
@@ -21,6 +26,10 @@ LAST_WORDS = 0.2
 """seconds that a prefill worker's answers may take after the registry says it is gone: they use another connection"""
 AVOID_FOR = 30.0
 """seconds without new requests for a prefill worker whose KV could not be read; then it is tried again"""
+LOOK = 0.5
+"""seconds between two questions to NATS whether a prefill worker still listens"""
+UNHEARD = 2
+"""such questions in a row after which a worker that does not listen counts as gone: it may be connecting anew"""
 GONE, ALONE, UNKNOWN = "prefill-worker-gone", "no-prefill-worker", "unknown-engine"
 UNREACHABLE, LOST = "unreachable", "queue-lost"
 """why no answer will come, as labels of the failure metric"""
@@ -38,6 +47,9 @@ class PrefillWorkers:
     requests: DecodeRequests
     _avoided: dict[str, float] = field(default_factory=dict)
     """by prefill worker: monotonic time until which it is avoided"""
+    _unheard: Counter[str] = field(default_factory=Counter)
+    """by prefill worker: how often in a row NATS said that it does not listen"""
+    _untaken: UntakenPrompts = field(default_factory=UntakenPrompts)
     _registered: list[Instance] = field(default_factory=list)
     _newcomers: list[Instance] = field(default_factory=list)
     """both as of the view's `_version`: every request asks, and there may be hundreds of workers"""
@@ -47,7 +59,9 @@ class PrefillWorkers:
 
     def available(self) -> list[Instance]:
         """Workers that pull requests and whose KV can be read."""
-        ready = [worker for worker in self.registered() if not worker.draining]
+        if self._silent():
+            return []
+        ready = [worker for worker in self.registered() if not worker.draining and self._reachable(worker)]
         return [worker for worker in ready if not self.avoided(worker.id)] if self._avoided else ready
 
     def to_warm_up(self) -> set[str]:
@@ -72,8 +86,10 @@ class PrefillWorkers:
 
     def _look(self) -> None:
         if self._version != self.view.version:
-            self._version = self.view.version
+            self._version, before = self.view.version, self._registered
             self._registered = self._alike(self.view.instances(Role.PREFILL, self.model))
+            if self._registered != before:
+                self.heard()
             self._newcomers = self._alike(self.view.newcomers(Role.PREFILL, self.model))
 
     def _alike(self, workers: list[Instance]) -> list[Instance]:
@@ -100,6 +116,57 @@ class PrefillWorkers:
             del self._avoided[worker]
         return worker in self._avoided
 
+    # those that neither take prompts nor answer, though they are registered
+
+    def heard(self) -> None:
+        """Something came from a prefill worker."""
+        self._untaken.heard(time.monotonic())
+
+    def left_untaken(self, request: DecodeRequest) -> None:
+        """No worker took this request in its time."""
+        assert request.kv_age is not None
+        before = self._silent()
+        self._untaken.untaken(request.kv_age.asked, time.monotonic())
+        if self._silent() and not before:
+            log.warning("no prefill worker takes prompts: they are prefilled here until one is heard of")
+            self._give_up(list(self.requests))
+
+    def _silent(self) -> bool:
+        if self._untaken.count:  # a pull is reported to all decode workers
+            self._untaken.heard(max((at for _, at in self.queue.loads.values()), default=0.0))
+        return self._untaken.silent(time.monotonic())
+
+    def _reachable(self, worker: Instance) -> bool:
+        return not worker.queue_lost and self._unheard[worker.id] < UNHEARD
+
+    async def watch(self) -> None:
+        """Ask NATS, while requests wait for prefill workers, whether these are still connected to it; for ever. The
+        registry says so only when a lease ends."""
+        while True:
+            await asyncio.sleep(LOOK)
+            workers = [worker.id for worker in self.registered()]
+            for gone in self._unheard.keys() - set(workers):
+                del self._unheard[gone]
+            long_ago = time.monotonic() - LOOK
+            waited_for = {
+                request.prefiller
+                for request in self.requests
+                if request.awaits and request.kv_age is not None and request.kv_age.asked < long_ago
+            }
+            first = [worker for worker in workers if worker in waited_for | self._unheard.keys()]
+            ask = dict.fromkeys([*first, *(workers if "" in waited_for else ())])
+            with suppress(QueueUnavailable):
+                await asyncio.gather(*(self._ask(worker) for worker in islice(ask, MAX_PAIRS)))
+            self.give_up_gone()
+
+    async def _ask(self, worker: str) -> None:
+        if await self.queue.listens(worker):
+            self._unheard.pop(worker, None)
+            return
+        self._unheard[worker] += 1
+        if self._unheard[worker] == UNHEARD:
+            log.warning("%s is not connected to NATS: nothing is asked of it until it is", worker)
+
     # requests that no prefill worker will answer
 
     def give_up_lost(self) -> None:
@@ -121,9 +188,10 @@ class PrefillWorkers:
     def _gone(self, requests: Iterable[DecodeRequest]) -> Iterator[tuple[DecodeRequest, str]]:
         """Requests that no prefill worker will answer, with the reason. A draining worker finishes what it has and
         pulls no more."""
-        registered, peers = self.registered(), {peer.id for peer in self.peers()}
+        peers = {peer.id for peer in self.peers() if self._reachable(peer)}
+        registered = [worker for worker in self.registered() if worker.id in peers]
         there = {worker.id for worker in registered}
-        pulled = any(not worker.draining for worker in registered)
+        pulled = any(not worker.draining for worker in registered) and not self._silent()
         for request in requests:
             if not request.awaits:
                 continue

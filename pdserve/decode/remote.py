@@ -99,6 +99,8 @@ class RemotePrefill:
             case str(reason):
                 if reason not in (DOWN, FULL):
                     await self._withdraw(request.id)
+                if reason == TIMEOUT and not request.prefiller:
+                    self.workers.left_untaken(request)
                 waited = f"no answer of {request.prefiller}" if request.prefiller else "no worker took it"
                 raise NoHandle(reason, f"{waited} within {now - request.kv_age.asked:.1f} s")
 

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 class DecodeWorker(EngineWorker):
     follows = (*keys.instances(Role.PREFILL), keys.NEWCOMERS, keys.SETTINGS)
+    without_nats = "prompts are prefilled locally"
 
     def _assemble(self, engine: Engine) -> None:
         config, queue = self._config, self._queue
@@ -86,6 +87,7 @@ class DecodeWorker(EngineWorker):
             "prefixes": self._frontends.report_prefixes,
             "prefill answers": self._answers.read,
             "registry changes": self._follow_registry,
+            "prefill workers": self._workers.watch,
             "model archive": self._archive.keep_stored,
             **(
                 {"warm-ups with prefill workers": self._warm_up.run}

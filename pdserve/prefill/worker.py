@@ -16,6 +16,7 @@ from pdserve.tasks import Work
 
 class PrefillWorker(EngineWorker):
     follows = (*keys.instances(Role.DECODE), keys.NEWCOMERS)
+    without_nats = "no prompt comes, decode workers prefill theirs"
 
     def _assemble(self, engine: Engine) -> None:
         self._prompts = PromptRunner(self.id, self._config, engine, self._queue, self.view, self.tracer)

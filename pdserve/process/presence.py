@@ -30,7 +30,7 @@ MAX_PAIRS = 16
 """most workers of the other role that a decode worker warms up with: with hundreds of workers, all pairs would be too
 many handshakes; the first request of any other pair makes its own"""
 INTERVAL = 1.0
-"""seconds between two checks of the clock"""
+"""seconds between two checks of what changes"""
 STEADY = 0.1
 """seconds by which the skew must change to be written again"""
 
@@ -126,10 +126,13 @@ class Presence:
         instance: Instance,
         card: ModelCard | None,
         skew: Callable[[], float | None] = lambda: None,
+        queue_lost: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`skew` returns the seconds that this process's clock is ahead, None where that is not known."""
+        """`skew` returns the seconds that this process's clock is ahead, None where that is not known; `queue_lost` as
+        in the instance."""
         self.instance = instance
         self._skew = skew
+        self._queue_lost = queue_lost
         self._newcomer = False
         self.announced = asyncio.Event()
         self._left = False
@@ -193,7 +196,7 @@ class Presence:
 
     def _look(self) -> None:
         skew = registered_skew(self._skew(), self.instance.clock_skew)
-        self.instance = msgspec.structs.replace(self.instance, clock_skew=skew)
+        self.instance = msgspec.structs.replace(self.instance, clock_skew=skew, queue_lost=self._queue_lost())
 
     async def _write(self) -> None:
         async with self._writing:

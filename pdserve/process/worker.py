@@ -30,6 +30,8 @@ from pdserve.watch import LinkState, Watched
 class EngineWorker(Service):
     follows: Sequence[str]
     """prefixes of the registry keys that this role needs"""
+    without_nats: str
+    """what an outage of NATS means for this role, for the log"""
 
     def __init__(
         self,
@@ -67,7 +69,9 @@ class EngineWorker(Service):
             instance_id,
             _make_engine(config, slot, instance_id, credentials),
             registry.connect(config.etcd, config.namespace, credentials, patient=True),
-            queue.connect(config.nats, config.namespace, config.served_model_name, credentials),
+            queue.connect(
+                config.nats, config.namespace, config.served_model_name, credentials, cls.without_nats
+            ),
             stream.listen(config.host, credentials) if decodes else None,
             queue.connect_blobs(config.nats, config.namespace, credentials) if decodes else None,
             metrics_url,
@@ -91,7 +95,14 @@ class EngineWorker(Service):
         await self_test(self._engine, self._slot.role)
         address = self._stream.address if self._stream is not None else ""
         instance = worker_instance(self._config, self._slot, self.id, facts, address, self._metrics_url)
-        self._presence = Presence(self._registry, instance, await self.card(), lambda: self._queue.clock_skew)
+        self._presence = Presence(
+            self._registry,
+            instance,
+            await self.card(),
+            lambda: self._queue.clock_skew,
+            # each change goes to every process that follows this role: of use only to decode workers
+            lambda: self._slot.role.does(Role.PREFILL) and not self._queue.connected,
+        )
 
     def _show_usage(self) -> None:
         engine, model = self._engine, self._config.served_model_name

@@ -12,15 +12,17 @@ from pdserve.queue.base import BlobStore, PrefillQueue
 from pdserve.queue.responses import ResponseStore, StoreLimits
 
 
-def connect(nats: str, namespace: str, model: str, credentials: Credentials | None = None) -> PrefillQueue:
-    """Return the queue of one model, to enter."""
+def connect(
+    nats: str, namespace: str, model: str, credentials: Credentials | None = None, meanwhile: str = ""
+) -> PrefillQueue:
+    """Return the queue of one model, to enter. `meanwhile` says in the log what an outage means for this process."""
     if _in_memory(nats):
         from pdserve.queue.memory import MemoryQueue, broker_at
 
         return MemoryQueue(broker_at(nats), namespace, model)
     from pdserve.queue.jetstream.queue import JetStreamQueue
 
-    return JetStreamQueue(nats, namespace, model, credentials=credentials)
+    return JetStreamQueue(nats, namespace, model, credentials=credentials, meanwhile=meanwhile)
 
 
 def connect_blobs(nats: str, namespace: str, credentials: Credentials | None = None) -> BlobStore:

@@ -95,6 +95,11 @@ class PrefillQueue(Lifetime):
         """Send a request to this prefill worker alone, beside the queue. It arrives at most once, and not at all if the
         worker does not listen yet."""
 
+    @abstractmethod
+    async def listens(self, worker: str) -> bool:
+        """Whether this prefill worker may be there: false only where the server says that nothing listens for its
+        warm-ups. A worker that hangs may be there."""
+
     # prefill side
 
     @abstractmethod

@@ -184,6 +184,10 @@ class MemoryQueue(PrefillQueue):
         self._broker.check()
         self._requests.tell(f"warm-ups/{worker}", request)
 
+    async def listens(self, worker: str) -> bool:
+        self._broker.check()
+        return bool(self._requests.listeners.get(f"warm-ups/{worker}"))
+
     async def expect_warm_ups(self, instance: str) -> None:
         self._inbox(f"warm-ups/{instance}")
 

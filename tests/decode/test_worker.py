@@ -113,7 +113,8 @@ async def test_what_the_queue_lost_is_not_waited_for() -> None:
 
 async def act_prefill(graph: Graph, name: str = "prefill-x", model: str = "demo") -> MemoryRegistry:
     """Make the decode worker believe in a prefill worker that a test acts by hand."""
-    registry = await graph.registry_of_another()
+    registry, queue = await graph.registry_of_another(), await graph.queue()
+    await queue.expect_warm_ups(name)
     instance = Instance(name, Role.PREFILL, model, fingerprint=LOADED)
     await registry.put(f"instances/prefill/{name}", encode_record(instance))
     await until(lambda: name in {worker.id for worker in graph.decode.view.instances(role=Role.PREFILL)})

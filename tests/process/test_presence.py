@@ -1,8 +1,14 @@
 """What a process says of itself: which model card is the newest, and its instance."""
 
+import pytest
+
+from pdserve.process import presence
 from pdserve.process.presence import Presence, generation
 from pdserve.records import Instance, ModelCard, Role
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
+from pdserve.registry.view import RegistryView
+from pdserve.tasks import Owner
+from tests.conditions import until
 
 
 def card(fingerprint: str, generation: int = 0, created: int = 0) -> ModelCard:
@@ -28,10 +34,26 @@ async def test_a_frontend_announces_itself_also_while_the_registry_is_away() -> 
     """It was never a newcomer: there is nothing to delete."""
     server = MemoryServer()
     async with MemoryRegistry(server, "t") as registry, MemoryRegistry(server, "t") as other:
-        presence = Presence(registry, Instance("frontend-0", Role.FRONTEND), None)
+        mine = Presence(registry, Instance("frontend-0", Role.FRONTEND), None)
         await server.down()
-        await presence.announce()
+        await mine.announce()
         await server.up()
         assert list(await other.read("instances/")) == ["instances/frontend/frontend-0"]
-        await presence.leave()
+        await mine.leave()
         assert await other.read("") == {}
+
+
+async def test_a_prefill_worker_says_in_its_instance_that_it_has_lost_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(presence, "INTERVAL", 0.01)
+    lost = False
+    server = MemoryServer()
+    async with MemoryRegistry(server, "t") as registry, RegistryView(registry) as view, Owner() as tasks:
+        mine = Presence(
+            registry, Instance("prefill-0", Role.PREFILL), None, lambda: None, queue_lost=lambda: lost
+        )
+        tasks.forever(mine.keep_current, "instance record")
+        await mine.announce()
+        for lost in (False, True, False):
+            await until(lambda: [each.queue_lost for each in view.instances()] == [lost])  # noqa: B023

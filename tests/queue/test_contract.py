@@ -56,6 +56,23 @@ async def test_a_warm_up_reaches_a_worker_that_expects_it(queues: Queues) -> Non
             assert await anext(prefill.warm_ups(worker)) == sent
 
 
+async def test_a_worker_listens_until_it_leaves(queues: Queues, url: str | None, namespace: str) -> None:
+    decode, prefill = await queues(), await queues()
+    assert not await decode.listens("prefill-0-a")
+    await prefill.expect_warm_ups("prefill-0-a")
+    warm_ups = prefill.warm_ups("prefill-0-a")
+    assert await decode.listens("prefill-0-a")
+    assert not await decode.listens("prefill-1-b")
+    await decode.warm_up("prefill-0-a", request("warm"))
+    assert (await anext(warm_ups)).request_id == "warm", "what was asked is no warm-up"
+    await prefill.__aexit__(None, None, None)
+
+    async def gone() -> bool:
+        return not await decode.listens("prefill-0-a")
+
+    await until(gone)
+
+
 async def test_models_are_apart(queues: Queues) -> None:
     a, b = await queues("org/a"), await queues("org.a")
     await publish(a, "r")

@@ -102,6 +102,16 @@ async def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
             assert ids(await prefill.pull(9, 1)) == ["restarted"]
 
 
+async def test_an_outage_is_logged_with_what_it_means_for_this_process(
+    nats_outage: NatsOutage, credentials: Credentials, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = nats_outage.server.url
+    async with connect(url, "ns", "m", credentials, "no prompt comes") as queue:
+        await nats_outage.down()
+        await until(lambda: not queue.connected)
+        await until(lambda: f"NATS at {url} is away; no prompt comes until it is back" in caplog.text)
+
+
 async def test_a_pull_ends_when_the_server_dies(outage: Outage) -> None:
     prefill = await outage.queues()
     pulling = asyncio.create_task(prefill.pull(1, 60))

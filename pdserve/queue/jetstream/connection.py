@@ -25,7 +25,7 @@ from pdserve.tasks import Lifetime, Owner
 
 log = logging.getLogger(__name__)
 
-PING_INTERVAL = 2.0
+PING_INTERVAL = 1.0
 PING_TIMEOUT = 3
 """seconds; a ping is not tried twice, since nats-py breaks on a late answer to a ping that was given up"""
 RETRY = 0.3

@@ -35,7 +35,9 @@ from pdserve.queue.base import Delivery, PrefillQueue
 from pdserve.queue.depth import Puller, QueueDepth
 from pdserve.queue.jetstream.client import cancellable
 from pdserve.queue.jetstream.connection import (
+    ANSWER_WITHIN,
     ConsumerMissing,
+    Handler,
     NatsConnection,
     PullConsumer,
     SubjectMessages,
@@ -75,11 +77,12 @@ class JetStreamQueue(PrefillQueue):
         model: str,
         limits: StreamLimits | None = None,
         credentials: Credentials | None = None,
+        meanwhile: str = "",
     ) -> None:
         self._names = QueueNames(namespace, model)
         self._limits = limits or StreamLimits()
         tls = credentials.client if credentials else None
-        self._connection = NatsConnection(nats, tls, "prompts are prefilled locally", self._prepare)
+        self._connection = NatsConnection(nats, tls, meanwhile, self._prepare)
         self._puller = PullConsumer(self._connection, self._names.stream, CONSUMER)
         self._depth = QueueDepth()
         self._loads: RecentKeys[tuple[PrefillLoad, float]] = RecentKeys(_PULLERS)
@@ -227,15 +230,25 @@ class JetStreamQueue(PrefillQueue):
     async def warm_up(self, worker: str, request: PrefillRequest) -> None:
         await self._connection.publish(self._names.warm_ups(worker), encode(request))
 
+    async def listens(self, worker: str) -> bool:
+        client = self._connection.client()
+        try:
+            await cancellable(client.request(self._names.warm_ups(worker), b"", timeout=ANSWER_WITHIN))
+        except nats.errors.NoRespondersError:
+            return False
+        except (nats.errors.Error, TimeoutError):
+            pass
+        return True
+
     # prefill side
 
     async def expect_warm_ups(self, instance: str) -> None:
-        self._inbox(self._names.warm_ups(instance))
+        self._warm_up_inbox(instance)
         with suppress(QueueUnavailable):
             await self._connection.flush_subscriptions()
 
     def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
-        return self._decoded(self._inbox(self._names.warm_ups(instance)), decode_prefill_request)
+        return self._decoded(self._warm_up_inbox(instance), decode_prefill_request)
 
     async def pull(self, limit: int, wait: float, worker: Puller | None = None) -> list[Delivery]:
         self._listen_to_notices()
@@ -324,12 +337,23 @@ class JetStreamQueue(PrefillQueue):
 
     # listening
 
-    def _inbox(self, subject: str) -> SubjectMessages:
+    def _inbox(self, subject: str, take: Handler | None = None) -> SubjectMessages:
         """A reader that starts again gets the same inbox, with the messages that came meanwhile."""
         if subject not in self._inboxes:
             inbox = self._inboxes[subject] = SubjectMessages(subject)
-            self._connection.listen(subject, inbox.take)
+            self._connection.listen(subject, take or inbox.take)
         return self._inboxes[subject]
+
+    def _warm_up_inbox(self, instance: str) -> SubjectMessages:
+        async def take(message: Msg) -> None:
+            if message.data:
+                await inbox.take(message)
+            else:  # a decode worker's `listens`
+                with suppress(QueueUnavailable):
+                    await self._connection.publish(message.reply, b"")
+
+        inbox = self._inbox(self._names.warm_ups(instance), take)
+        return inbox
 
     async def _decoded(self, inbox: SubjectMessages, decode: Callable[[bytes], T]) -> AsyncIterator[T]:
         with suppress(QueueUnavailable):
