@@ -14,10 +14,6 @@ SLACK = 4.0
 """multiple of the expected time after which a prefill is given up"""
 FIRST_GUESS = 500.0
 """tokens per second, until a prefill was measured; low, so that a slow machine's first prompt is not computed twice"""
-UNTAKEN = 2
-"""prompts in a row that no prefill worker took, after which there counts as being none"""
-TRY_AGAIN = 30.0
-"""seconds until prompts are tried again then, since a worker without prompts sends nothing"""
 _WEIGHT = 0.2
 """of the newest prefill in the means"""
 
@@ -78,31 +74,6 @@ def queue_limit(settings: DecodeSection) -> int:
     """The queue depth from which on prompts are prefilled locally; 0: no such limit."""
     limited = settings.remote_prefill and settings.conditional_disagg and settings.policy != "adaptive"
     return settings.max_prefill_queue_size if limited else 0
-
-
-class UntakenPrompts:
-    """Whether the prefill workers seem to be gone, though they are registered: prompts in a row that none took, and
-    nothing heard of any meanwhile. Pure: times come from outside."""
-
-    def __init__(self) -> None:
-        self._news = 0.0
-        """when something was last heard of a prefill worker"""
-        self.count = 0
-        self._last = 0.0
-        """when the last untaken prompt was given up"""
-
-    def heard(self, at: float) -> None:
-        if at > self._news:
-            self._news, self.count = at, 0
-
-    def untaken(self, asked: float, now: float) -> None:
-        """A prompt asked for at `asked` is given up, and no worker took it."""
-        if asked > self._news and now - asked >= FLOOR:
-            self.count, self._last = self.count + 1, now
-
-    def silent(self, now: float) -> bool:
-        """Whether to prefill locally: until a worker is heard of, or it is time to try again."""
-        return self.count >= UNTAKEN and now - self._last < TRY_AGAIN
 
 
 class PrefillTimeout:

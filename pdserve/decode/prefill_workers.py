@@ -11,8 +11,8 @@ from heapq import nsmallest
 from itertools import islice
 from zlib import crc32
 
-from pdserve.decode.policy import UntakenPrompts
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
+from pdserve.decode.untaken import UntakenPrompts
 from pdserve.engine.base import Engine
 from pdserve.errors import QueueUnavailable
 from pdserve.process.presence import MAX_PAIRS

@@ -8,10 +8,8 @@ from pdserve.decode.policy import (
     FIRST_GUESS,
     FLOOR,
     SLACK,
-    TRY_AGAIN,
     Decision,
     PrefillTimeout,
-    UntakenPrompts,
     decide,
 )
 
@@ -155,34 +153,3 @@ def test_the_bound_follows_the_workers_speed() -> None:
     assert timeout.seconds(1000, 0, 1) < before
     timeout.learn(1000, 0.0)  # a clock without resolution says nothing
     assert timeout.seconds(1000, 0, 1) == pytest.approx(FLOOR + SLACK * 0.1, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("events", "silent"),
-    [
-        ([], False),
-        ([("untaken", 10, 13)], False),
-        ([("untaken", 10, 13), ("untaken", 10, 14)], True),
-        ([("untaken", 10, 13), ("untaken", 10, 10 + FLOOR / 2)], False),  # its deadline came first
-        ([("untaken", 10, 13), ("heard", 13.5), ("untaken", 14, 17)], False),
-        ([("untaken", 10, 13), ("untaken", 10, 14), ("heard", 14.5)], False),
-        ([("heard", 12), ("untaken", 10, 13), ("untaken", 10, 14)], False),  # others were taken meanwhile
-        ([("heard", 9), ("untaken", 10, 13), ("untaken", 10, 14), ("heard", 9)], True),
-    ],
-)
-def test_two_untaken_prompts_in_a_row_are_silence_until_there_is_news(
-    events: list[Any], silent: bool
-) -> None:
-    prompts = UntakenPrompts()
-    for event, *times in events:
-        getattr(prompts, event)(*times)
-    assert prompts.silent(15.0) is silent
-
-
-def test_after_a_silence_one_more_untaken_prompt_is_enough() -> None:
-    prompts = UntakenPrompts()
-    prompts.untaken(10, 13)
-    prompts.untaken(10, 14)
-    assert not prompts.silent(14 + TRY_AGAIN)
-    prompts.untaken(50, 53)
-    assert prompts.silent(54)
