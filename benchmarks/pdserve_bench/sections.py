@@ -23,7 +23,6 @@ _OF_REMOTE_PREFILL = (
     *THRESHOLDS,
     "kv-transfer-config",
 )
-_OF_REAL_ENGINES = ("kv-transfer-config", "tensor-parallel-size", "pipeline-parallel-size")
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,6 @@ class Shape:
     """tensor-parallel-size of prefill and decode workers; 0: as the file says"""
     settings: tuple[tuple[str, str], ...] = ()
     """what decides in the decode workers, as live settings"""
-    speed: tuple[tuple[str, float], ...] = ()
-    """of simulated engines in place of the real ones, keys of `additional-config.sim`; empty: engines as in the file"""
 
 
 def read_sections(file: Path) -> Sections:
@@ -81,9 +78,6 @@ def reshape(base: Sections, shape: Shape) -> Sections:
         if shape.batch:
             put(decode, "max-num-batched-tokens", shape.batch)
     _resize(decode, shape.decode, shape.tensor[1])
-    if shape.speed:
-        for section in filter(None, (decode, sections.get("PrefillWorker"))):
-            _simulate(section, dict(shape.speed))
     _prune_common(sections)
     return sections
 
@@ -125,15 +119,6 @@ def _resize(section: dict[str, Any], workers: int, tensor: int) -> None:
     if resources:
         service["resources"] = resources
     section["ServiceArgs"] = {**service, "workers": workers}
-
-
-def _simulate(section: dict[str, Any], speed: Mapping[str, float]) -> None:
-    put(section, "engine", "sim")
-    put(section, "additional-config", {"sim": dict(speed)})
-    for key in _OF_REAL_ENGINES:
-        take(section, key)
-        _unlist(section, key)
-    take(section["ServiceArgs"], "resources")
 
 
 def _unlist(section: dict[str, Any], key: str) -> None:

@@ -9,7 +9,6 @@ from pdserve_bench.compare.candidates import (
     Candidate,
     CandidateMaker,
     hardware,
-    own_settings,
     splits,
     thresholds,
 )
@@ -34,12 +33,10 @@ def maker(file: Path, machine: Machine, model: ModelFacts | None = None) -> Cand
 
 
 def made(maker: CandidateMaker) -> list[Candidate]:
-    speed = {"step-seconds": 0.01, "prefill-rate": 1000.0}
     return [
         *maker.aggregated(),
         *maker.replicas(512),
         *maker.disaggregated([400] * 5, shared=False),
-        *maker.imagined(speed, own_settings(maker.config), batch=512),
     ]
 
 
@@ -67,7 +64,7 @@ def test_each_candidate_is_a_file_that_can_be_served(file: str, machine: Machine
         assert changed.decode.count == candidate.shape.decode
         assert (changed.prefill.count if changed.prefill else 0) == candidate.shape.prefill
         assert changed.decode.remote_prefill == (not candidate.aggregated)
-        assert changed.decode.engine == ("sim" if candidate.simulated else "vllm")
+        assert changed.decode.engine == "vllm"
 
 
 def test_on_the_cpu_engines_share_the_threads() -> None:
@@ -81,8 +78,6 @@ def test_on_the_cpu_engines_share_the_threads() -> None:
     assert "--max-num-batched-tokens=512" in system.arguments
     assert "aggregated: 2 engines x 2 threads, batch 512" in found
     assert "1 prefill + 1 decode, each prompt the cheaper way" in found
-    assert "aggregated: 4 engines x 2 threads, batch 512 (simulated)" in found
-    assert "2 prefill + 2 decode, each prompt the cheaper way (simulated)" in found
 
 
 def test_on_gpus_an_engine_is_spread_where_its_heads_divide() -> None:
@@ -110,7 +105,6 @@ def test_splits_of_simulated_workers(tmp_path: Path) -> None:
     found = maker(sim_file(tmp_path, decode=2, prefill=1), CPU)
     separate = found.disaggregated([400], shared=False)
     assert [candidate.split for candidate in separate] == ["1P+2D", "2P+1D"]
-    assert not any(candidate.simulated for candidate in separate)
     assert [candidate.split for candidate in found.aggregated([512])] == ["3 engines"]
     assert not found.replicas(512)
 

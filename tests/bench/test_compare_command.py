@@ -39,11 +39,12 @@ def answer(verdict: str, folder: Path, file: Path, *options: str) -> dict[str, A
 def _answer(folder: Path, file: Path, *options: str) -> dict[str, Any]:
     """The exit code is 0 whatever the answer."""
     found = folder / "answer.json"
-    command = [*PDSERVE, "compare", "-f", str(file), "--json", str(found), "--no-simulation", *options]
+    command = [*PDSERVE, "compare", "-f", str(file), "--json", str(found), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     data: dict[str, Any] = json.loads(found.read_text())["data"]
     assert not data["preliminary"]
+    assert 0 <= data["foreign"] <= 1
     return data
 
 
@@ -98,7 +99,6 @@ def test_it_does_not_pay_where_answers_are_the_work(tmp_path: Path) -> None:
         ("--batch-sizes many", "--batch-sizes many: give whole numbers"),
         ("--trace gone.jsonl", "gone.jsonl"),
         ("--trace gone.jsonl --num-users 3", "--trace is one load"),
-        ("--simulate-only --no-simulation", "leave nothing to do"),
         ("--ttft soon", "soon"),
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pdserve_bench.client import Exchange
 from pdserve_bench.compare.candidates import Candidate, Launch
-from pdserve_bench.compare.measuring import Entrant, Measuring, best_of, common_rate, noise
+from pdserve_bench.compare.measuring import LEAST_REQUESTS, Entrant, Measuring, best_of, common_rate, noise
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.goodput.measure import Probe
 from pdserve_bench.goodput.search import GoodputSearch
@@ -25,7 +25,7 @@ from tests.conditions import until
 
 def entrant(name: str, aggregated: bool, **probes: int) -> Entrant:
     """`r2=18`: 18 of 20 requests kept the SLO at 2 requests/s."""
-    launch = Launch(name, PlainVllm(name, Path(), name), True, 0.0)
+    launch = Launch(name, PlainVllm(name, Path(), name), 0.0)
     found = Entrant(Candidate(name, aggregated, Shape(0, 1), launch), GoodputSearch())
     for key, kept in probes.items():
         probe(found, float(key[1:]), kept)
@@ -82,6 +82,16 @@ def test_failures_count_at_rates_that_are_carried() -> None:
     assert result.load.ttft == (0.2, 0.2)
 
 
+def test_an_interval_rests_on_enough_requests() -> None:
+    found = entrant("a", True, r2=20, r4=5)
+    assert found.thin == 2.0
+    assert found.result().thin == "20 requests at 2 requests/s"
+    probe(found, 2.0, 20)
+    assert (found.thin, found.result().requests) == (4.0, 40)
+    probe(found, 4.0, 5)
+    assert found.result().thin == ""
+
+
 def test_noise_is_known_where_both_searches_came_near_the_border() -> None:
     near, again, wide = GoodputSearch(), GoodputSearch(), GoodputSearch()
     for search, low, high in ((near, 4.0, 4.4), (again, 3.6, 4.0), (wide, 2.0, 4.0)):
@@ -117,6 +127,15 @@ async def test_the_best_of_each_kind_is_found_whatever_the_other_carries(
     assert best.name == "9"
 
 
+async def test_finalists_are_probed_until_enough_requests_were_judged(tmp_path: Path) -> None:
+    measuring = KnownCapacities(Stage(tmp_path, print), Schedule(), Slo(), 0.9, 1)
+    found = entrant("3", True)
+    found.search = GoodputSearch(2.0, precision=1.0)
+    assert await measuring.refine([(found, found.search)], 1.0, time.monotonic() + 60)
+    assert found.thin is None
+    assert found.judged(found.search.carried or 0.0) >= LEAST_REQUESTS
+
+
 @dataclass(frozen=True)
 class Starting(System):
     """Is up after so many seconds."""
@@ -137,9 +156,7 @@ class Starting(System):
 
 async def test_broken_off_it_stops_what_runs_and_what_starts(tmp_path: Path) -> None:
     log: list[str] = []
-    launches = [
-        Launch(name, Starting(name, seconds, log), True, 0.0) for name, seconds in (("a", 0), ("b", 60))
-    ]
+    launches = [Launch(name, Starting(name, seconds, log), 0.0) for name, seconds in (("a", 0), ("b", 60))]
 
     async def work() -> None:
         async with Stage(tmp_path, print) as stage:

@@ -2,8 +2,7 @@
 
 Aggregated: one engine with all of the hardware (plain vLLM, the fairest peer, at several `max-num-batched-tokens`), and
 as many engines as the file has workers behind pdserve's frontend. Disaggregated: the file's own split, each other split
-of the same hardware, and thresholds, which are live settings of one running graph. Simulated: what cannot be run here,
-and twice the hardware.
+of the same hardware, and thresholds, which are live settings of one running graph.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,8 +58,6 @@ class Launch:
 
     key: str
     system: System
-    real: bool
-    """with real engines"""
     memory_gib: float
     """of RAM, about, while it runs; 0 where GPUs are the limit"""
 
@@ -75,12 +72,8 @@ class Candidate:
     launch: Launch
     settings: Mapping[str, str] = field(default_factory=dict)
     """live ones, beside its file"""
-    hardware: float = 1.0
-    """how many times that of the user"""
     processes: int = 1
     """engines; the fewer the simpler"""
-    simulated: bool = False
-    """on engines that only imitate the speed of the user's; where the user's own are simulated, they are real here"""
     split: str = ""
     """`1P+1D`, or the number of engines"""
     threads: int = 0
@@ -210,14 +203,6 @@ class CandidateMaker:
         alone = self.here.kind is not HardwareKind.SIM and self._one_engine_fits()
         return [self._engines(self._width(), batch)] if alone and self._width() > 1 else []
 
-    def single(self, batch: int) -> Launch:
-        """One engine as large as a decode worker, to learn its speed. It leaves the rest of the hardware idle."""
-        launch = self._graph("one worker", "one worker", Shape(0, 1, batch))
-        if self.here.kind is not HardwareKind.CPU or not isinstance(launch.system, GraphSystem):
-            return launch
-        threads = {"OMP_NUM_THREADS": str(max(1, self.here.units // self.here.slots))}
-        return replace(launch, system=replace(launch.system, variables=threads))
-
     def disaggregated(self, prompts: Sequence[int], shared: bool) -> list[Candidate]:
         """Splits of the same hardware: the file's own first, then those like it."""
         own = self._own_split()
@@ -229,28 +214,6 @@ class CandidateMaker:
         if self.config.decode is not None and self.config.decode.policy == "adaptive":
             ways.insert(0, ADAPTIVE)
         return [candidate for split in order for candidate in self._split(split, ways)]
-
-    def imagined(
-        self, speed: Mapping[str, float], settings: Mapping[str, str], batch: int
-    ) -> list[Candidate]:
-        """Candidates on simulated engines of this `speed`: the same hardware in each split (which tells how true the
-        simulation is where the split was also run), and twice the hardware."""
-        found: list[Candidate] = []
-        for times in (1, 2):
-            slots = times * self.here.slots
-            count = slots // self.here.decode_width
-            found.append(self._imagine(self._engines(count, batch, times), speed, times))
-            for split in splits(self.here, slots):
-                found += [self._imagine(each, speed, times) for each in self._split(split, [settings])]
-        return found
-
-    def _imagine(self, candidate: Candidate, speed: Mapping[str, float], times: int) -> Candidate:
-        shape = replace(candidate.shape, speed=tuple(sorted(speed.items())))
-        name = f"{candidate.name} (simulated)"
-        launch = self._graph(f"simulated {candidate.launch.key}", name, shape, real=False)
-        return replace(
-            candidate, name=name, shape=shape, launch=launch, hardware=float(times), simulated=True
-        )
 
     def _width(self) -> int:
         """Engines of the file's size that the hardware has room for."""
@@ -282,10 +245,10 @@ class CandidateMaker:
             for settings in ways
         ]
 
-    def _engines(self, count: int, batch: int, times: int = 1) -> Candidate:
+    def _engines(self, count: int, batch: int) -> Candidate:
         narrower = self.here.kind is HardwareKind.GPU and self.config.prefill is None and count > 1
         shape = Shape(0, count, batch, (0, self.here.decode_width if narrower else 0))
-        name = f"aggregated: {counted(count, 'engine')}{self._each(count, times)}{_batch(batch)}"
+        name = f"aggregated: {counted(count, 'engine')}{self._each(count)}{_batch(batch)}"
         launch = self._graph(f"{count} x {batch}", name, shape)
         return Candidate(name, True, shape, launch, processes=count + 1, split=counted(count, "engine"))
 
@@ -298,7 +261,7 @@ class CandidateMaker:
         name = f"aggregated: 1 engine{threads}{_batch(batch)}"
         system = Baseline(make_plan(self.config, self.machine), layout, batch or None).system(name)
         memory = 0.0 if on_gpu else 2.1 + CPU_KV_GIB * here.slots + self._weights_gib
-        launch = Launch(f"vllm{threads}{_batch(batch)}", system, True, memory)
+        launch = Launch(f"vllm{threads}{_batch(batch)}", system, memory)
         shape = Shape(0, 1, batch, (0, tensor))
         return Candidate(name, True, shape, launch, split="1 engine", threads=layout.threads % here.units)
 
@@ -312,11 +275,11 @@ class CandidateMaker:
         ranks, heads = self.here.units, self.model.kv_heads
         return self.model.heads % ranks == 0 and (heads % ranks == 0 or ranks % heads == 0)
 
-    def _each(self, count: int, times: int = 1) -> str:
+    def _each(self, count: int) -> str:
         if self.here.kind is HardwareKind.SIM:
             return ""
         noun = "GPU" if self.here.kind is HardwareKind.GPU else "thread"
-        return f" x {counted(max(1, times * self.here.units // count), noun)}"
+        return f" x {counted(max(1, self.here.units // count), noun)}"
 
     def _batches(self, wanted: Sequence[int]) -> list[int]:
         """The file's own first. vLLM wants them no smaller than max-num-seqs."""
@@ -333,15 +296,12 @@ class CandidateMaker:
             raise ConfigError([f"--batch-sizes: vLLM takes none below max-num-seqs, {most} of all workers."])
         return kept
 
-    def _graph(self, key: str, name: str, shape: Shape, real: bool = True) -> Launch:
+    def _graph(self, key: str, name: str, shape: Shape) -> Launch:
         sections = with_model(reshape(self.base, shape), self.config.model)
-        real = real and self.here.kind is not HardwareKind.SIM
         workers = shape.prefill + shape.decode
-        on_cpu = real and self.here.kind is HardwareKind.CPU
-        memory = 1.0 + (2.1 + CPU_KV_GIB + self._weights_gib) * workers if on_cpu else 0.0
-        if not real:
-            memory = 1.0 + 0.2 * workers
-        return Launch(key, GraphSystem(name, sections), real, memory)
+        each = {"cpu": 2.1 + CPU_KV_GIB + self._weights_gib, "sim": 0.2}
+        memory = 1.0 + each[self.here.kind] * workers if self.here.kind in each else 0.0
+        return Launch(key, GraphSystem(name, sections), memory)
 
 
 def _batch(size: int) -> str:

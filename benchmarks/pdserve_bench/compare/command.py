@@ -56,12 +56,6 @@ def compare(
         str,
         typer.Option(metavar="N,N", help="max-num-batched-tokens of aggregated engines, beside the file's"),
     ] = "",
-    simulate_only: Annotated[
-        bool, typer.Option("--simulate-only", help="measure one engine's speed, simulate all else")
-    ] = False,
-    simulation: Annotated[
-        bool, typer.Option("--simulation/--no-simulation", help="also splits that are not here, simulated")
-    ] = True,
     seed: Annotated[int, typer.Option(metavar="N", help="of prompts and arrivals")] = 1,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the winner there, for pdserve serve -f")
@@ -75,8 +69,7 @@ def compare(
     Candidates: one vLLM engine with all of the hardware of FILE's graph, at several --batch-sizes, on a CPU also with
     a thread less than it has cores; as many engines as the graph has workers; the graph of FILE and other splits, each
     with several thresholds. The best of each kind are measured by their goodput, the highest rate at which 90 % of the
-    requests keep --ttft and --gap, and the aggregated one twice, to know the noise. Then, if there is time, splits
-    and hardware that are not here are simulated, at the speed of yours.
+    requests keep --ttft and --gap, and the aggregated one twice, to know the noise.
 
     The load is a trace (lines as {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [...]}
     of the open Mooncake traces, or {"prompt": "...", "max_tokens": 64}), chats where one of --num-users, --num-rounds,
@@ -89,10 +82,7 @@ def compare(
       pdserve compare -f configs/local.yaml                       nine minutes; the bundled model on this machine
       pdserve compare -f configs/local.yaml --rate 2 --ttft 300ms --gap 50ms --plot answer
       pdserve compare -f configs/disagg.yaml --trace users.jsonl --minutes 40 --write best.yaml
-      pdserve compare -f configs/local.yaml --simulate-only --minutes 4       other splits, without running them
     """
-    if simulate_only and not simulation:
-        raise ConfigError(["--simulate-only and --no-simulation leave nothing to do: give one of them."])
     check_outputs(json, plot)
     check_outputs(write, None)
     shape = (num_users, num_rounds, shared_system_prompt, user_history_prompt)
@@ -111,8 +101,6 @@ def compare(
         rate if rate is not None else asked,
         minutes,
         tuple(numbers("--batch-sizes", batch_sizes)),
-        simulation,
-        not simulate_only,
         seed,
     )
     comparison = Comparison.prepare(options, load)

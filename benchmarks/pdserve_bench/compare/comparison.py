@@ -2,8 +2,7 @@
 
 Where systems fit side by side (CPU, simulated engines) they run together and are measured in turn; GPUs have room for
 one at a time. What comes when, of the time: aggregated engines at several batch sizes are screened, then the graphs
-with their thresholds, then the best of both kinds are measured in turn, the aggregated one twice, and at the end
-splits that are not here, on simulated engines as fast as the real ones.
+with their thresholds, then the best of both kinds are measured in turn, the aggregated one twice.
 """
 
 import math
@@ -22,7 +21,6 @@ from pdserve.errors import ConfigError, Unavailable
 from pdserve.plan.machine import GIB, Machine
 from pdserve.plan.model_folder import ModelFacts, read_model
 from pdserve.plan.plan import make_plan
-from pdserve_bench.compare.calibrate import EngineLimits, EngineSpeed, learn_speed
 from pdserve_bench.compare.candidates import (
     Candidate,
     CandidateMaker,
@@ -30,7 +28,6 @@ from pdserve_bench.compare.candidates import (
     HardwareKind,
     Launch,
     hardware,
-    own_settings,
 )
 from pdserve_bench.compare.measuring import Entrant, Measuring, best_of, common_rate, noise, unstarted
 from pdserve_bench.compare.recommend import CandidateResult, Criteria, Recommendation, recommend
@@ -50,22 +47,16 @@ _START = {
 """seconds until plain vLLM, and a graph, answer: expected"""
 _STOP = 12.0
 """seconds at the end of the budget, for what runs to stop"""
-_SIMULATED = 0.28
-"""of the time"""
-_CALIBRATED = 0.055
 _SCREENING = 0.45
 """of the time that is left when a first system runs"""
 _MEMORY = 0.85
 """of what is free that may be used"""
 _FINALS = 0.37
-"""of the time, that the finalists have at least: where starting took longer than expected, less is simulated"""
+"""of the time, that the finalists have at least"""
 _ANOTHER = 90.0
 """seconds that another aggregated engine takes: started and screened"""
 _CPU_SCREENING = 0.3
 """of the time until the finals"""
-_WORTH = 50.0
-"""seconds that simulating takes at least"""
-_IMAGINED = 4
 _LEAST = 4.5
 """seconds of a probe"""
 _STEADY = 2.5
@@ -87,9 +78,6 @@ class CompareOptions:
     """requests per second that the user asks about"""
     minutes: float = 9.0
     batches: tuple[int, ...] = ()
-    simulate: bool = True
-    measure: bool = True
-    """false: only simulated, on engines as fast as one that is run for a short time"""
     seed: int = 1
 
 
@@ -118,7 +106,8 @@ class Comparison:
     entrants: list[Entrant] = field(default_factory=list)
     """in the order of simplicity within each kind"""
     noise: float | None = None
-    speed: EngineSpeed | None = None
+    foreign: list[float | None] = field(default_factory=list)
+    """the share of the machine that other programs took, for each probe"""
     notes: list[str] = field(default_factory=list)
     _start: float = 0.0
     """requests per second of the first probes"""
@@ -134,7 +123,7 @@ class Comparison:
                 [f"{options.file} has no Frontend section: requests are sent as clients send them."]
             )
         here = hardware(config, machine)
-        if options.measure and (problems := make_plan(config, machine).problems):
+        if problems := (make_plan(config, machine).problems):
             raise ConfigError(list(problems))
         model = None if here.kind is HardwareKind.SIM else _model(config)
         maker = CandidateMaker(config, read_sections(options.file), here, machine, model)
@@ -145,13 +134,7 @@ class Comparison:
     @property
     def finalists(self) -> list[Entrant]:
         """The best aggregated one first."""
-        measured = [each for each in self.entrants if each.candidate.hardware == 1.0]
-        for simulated in (False, True):
-            pool = [each for each in measured if each.candidate.simulated == simulated]
-            found = _best(pool)
-            if len(found) == 2 or (found and simulated):
-                return found
-        return _best(measured)
+        return _best(self.entrants)
 
     @property
     def seen_at(self) -> float | None:
@@ -166,9 +149,14 @@ class Comparison:
 
     def recommendation(self) -> Recommendation:
         options = self.options
-        return recommend(
-            self.results(), Criteria(options.slo, options.share, options.rate, self.noise or 0.0)
-        )
+        criteria = Criteria(options.slo, options.share, options.rate, self.noise, self.foreign_share)
+        return recommend(self.results(), criteria)
+
+    @property
+    def foreign_share(self) -> float | None:
+        """The mean of the probes."""
+        known = [share for share in self.foreign if share is not None]
+        return sum(known) / len(known) if known else None
 
     def candidate(self, recommendation: Recommendation) -> Candidate | None:
         name = recommendation.choice.name if recommendation.choice else None
@@ -178,37 +166,20 @@ class Comparison:
 
     async def run(self, schedule: Schedule) -> None:
         """Raises ConfigError and Unavailable where nothing at all can be measured."""
-        options, began = self.options, time.monotonic()
-        whole = 60 * options.minutes
-        deadline = began + whole
-        imagine = options.simulate and self.here.kind is not HardwareKind.SIM
-        if options.simulate and not imagine:
-            self.notes.append(
-                "The engines of the file are simulated: nothing else was simulated beside them."
-            )
+        options = self.options
+        deadline = time.monotonic() + 60 * options.minutes
         with tempfile.TemporaryDirectory(prefix="pdserve-compare-") as folder:
             async with Stage(Path(folder), lambda _: None) as stage:
-                measuring = self._measuring(stage, schedule, deadline)
-                if options.measure or self.here.kind is HardwareKind.SIM:
-                    reserved = (_SIMULATED + _CALIBRATED) * whole if imagine else _STOP
-                    await self._measure(measuring, deadline - reserved)
-                calibrated = max(10.0, _CALIBRATED * whole)
-                if imagine and options.measure and time.monotonic() + calibrated + _WORTH > deadline:
-                    self.notes.append("Nothing was simulated, for lack of time. Give --minutes more.")
-                elif imagine:
-                    await self._learn_speed(measuring, calibrated)
-            if imagine and self.speed:
-                async with Stage(Path(folder), lambda _: None) as stage:
-                    measuring = self._measuring(stage, schedule, deadline, measuring.users)
-                    await self._simulate(measuring, deadline - _STOP)
-
-    def _measuring(
-        self, stage: Stage, schedule: Schedule, deadline: float, users: Scalable | None = None
-    ) -> Measuring:
-        options = self.options
-        return Measuring(
-            stage, schedule, options.slo, options.share, options.seed, users=users, deadline=deadline
-        )
+                measuring = Measuring(
+                    stage,
+                    schedule,
+                    options.slo,
+                    options.share,
+                    options.seed,
+                    deadline=deadline,
+                    foreign=self.foreign,
+                )
+                await self._measure(measuring, deadline - _STOP)
 
     async def _measure(self, measuring: Measuring, until: float) -> None:
         alone = self.here.kind is HardwareKind.GPU
@@ -285,7 +256,7 @@ class Comparison:
         self, measuring: Measuring, launches: Sequence[Launch], entrants: Sequence[Entrant]
     ) -> None:
         """Start them and warm them up. Raises Unavailable where nothing has come up, and nothing is known."""
-        plain, graph = _START[self.here.kind if launches[0].real else HardwareKind.SIM]
+        plain, graph = _START[self.here.kind]
         expected = max(plain if isinstance(launch.system, PlainVllm) else graph for launch in launches)
         told = ", ".join(launch.key for launch in launches)
         with measuring.phase(f"starting {told}", expected + 0.5 * expected * (len(launches) - 1)):
@@ -367,91 +338,6 @@ class Comparison:
             control = await measuring.again(chosen, self._start, seconds, end)
             await measuring.refine([search, (chosen, control)], seconds, end)
             self.noise = noise(chosen.search, control)
-
-    async def _learn_speed(self, measuring: Measuring, seconds: float) -> None:
-        """Measure one engine as large as a worker: of the graph that runs where it has one decode worker, else of one
-        that is started for it."""
-        stage, batch = measuring.stage, 2048
-        launch = next(
-            (
-                each.candidate.launch
-                for each in self.entrants
-                if not each.candidate.aggregated
-                and each.candidate.shape.decode == 1
-                and each.candidate.launch.key in stage.up
-            ),
-            None,
-        )
-        remote = launch is not None
-        try:
-            if launch is None:
-                await stage.stop(*stage.up)
-                launch = self.maker.single(batch)
-                with measuring.phase("starting one engine, to learn its speed", _START[self.here.kind][1]):
-                    problems = await measuring.start([launch])
-                if problems:
-                    raise Unavailable(problems[launch.key])
-                if measuring.users is None:
-                    measuring.users = await self.asked.make(stage.up[launch.key].endpoint)
-            measuring.announce_rest(seconds)
-            self.speed = await learn_speed(
-                stage.up[launch.key],
-                measuring.schedule,
-                self._limits(),
-                remote=remote,
-                seconds=seconds,
-                seed=self.options.seed,
-            )
-        except Unavailable as error:
-            self.notes.append(f"Nothing was simulated: the engine's speed could not be learned: {error}")
-
-    def _limits(self) -> EngineLimits:
-        args = self.config.decode.engine_args if self.config.decode else {}
-        defaults = EngineLimits()
-        return EngineLimits(
-            int(str(args.get("max-model-len", defaults.max_model_len))),
-            int(str(args.get("max-num-seqs", defaults.max_num_seqs))),
-            int(str(args.get("max-num-batched-tokens", defaults.max_batched_tokens))),
-        )
-
-    async def _simulate(self, measuring: Measuring, until: float) -> None:
-        assert self.speed is not None
-        together, separate = best_of(self.entrants, True), best_of(self.entrants, False)
-        settings = own_settings(self.config) if separate is None else separate.candidate.settings
-        batch = together.candidate.shape.batch if together else 512
-        only = separate is None or together is None
-        wanted = _ordered(self.maker.imagined(self.speed.speeds(), settings, batch), separate, only)
-        left, each = until - time.monotonic(), 30.0
-        most = max(2 if only else 1, min(len(wanted), _IMAGINED, int(left // each)))
-        if len(wanted) > most:
-            out = ", ".join(each.split for each in wanted[most:])
-            self.notes.append(f"Not simulated, for lack of time: {out}.")
-        some = [self._enter(candidate) for candidate in wanted[:most]]
-        await self._start_up(measuring, _launches(some), some)
-        for entrant in some:
-            like = together if entrant.candidate.aggregated else separate
-            start = (like.search.estimate if like else None) or self._start
-            entrant.search = GoodputSearch(
-                float(f"{start * entrant.candidate.hardware:.3g}"), self.options.share, 0.2
-            )
-        seconds = self._steady(min(10.0, (until - time.monotonic()) / (5 * most)))
-        await measuring.refine([(each, each.search) for each in some], seconds, until)
-
-
-def _ordered(candidates: Sequence[Candidate], separate: Entrant | None, only: bool) -> list[Candidate]:
-    """What is worth most first: the split that was measured (how true is it?), others of the same hardware, then twice
-    the hardware, equal halves first. `only`: both kinds on the same hardware, since nothing was measured."""
-
-    def worth(candidate: Candidate) -> tuple[int, int]:
-        known = separate is not None and candidate.split == separate.candidate.split
-        uneven = abs(candidate.shape.prefill - candidate.shape.decode)
-        if candidate.hardware == 1.0:
-            if candidate.aggregated:
-                return (0 if only else 4, 0)
-            return (0 if known else 1, uneven)
-        return (3 if candidate.aggregated else 2, uneven)
-
-    return sorted(candidates, key=worth)
 
 
 def _launches(entrants: Sequence[Entrant]) -> list[Launch]:

@@ -11,6 +11,7 @@ from pdserve.errors import ConfigError, Unavailable
 from pdserve_bench.client import Outcome
 from pdserve_bench.compare.candidates import Candidate, Launch
 from pdserve_bench.compare.recommend import AtLoad, CandidateResult
+from pdserve_bench.foreign import ForeignLoad
 from pdserve_bench.goodput.measure import Canary, GoodputOptions, Probe, probe, warm_up
 from pdserve_bench.goodput.search import GoodputSearch
 from pdserve_bench.progress import Schedule
@@ -21,7 +22,9 @@ from pdserve_bench.systems.system import Stage
 
 _SCREENED = 12
 """requests of a probe that only sorts out; a low rate is probed for longer"""
-_CERTAIN = 30
+LEAST_REQUESTS = 30
+"""that a candidate's share was judged by at the rate that it carries, before anything is recommended"""
+_CERTAIN = LEAST_REQUESTS
 _LONGER = 2.0
 """times the seconds of a probe, at most"""
 _ADOPTED = 0.2
@@ -54,8 +57,22 @@ class Entrant:
     def share(self, rate: float) -> float | None:
         """None where it was not probed at this rate."""
         found = self.of(rate)
-        judged = sum(each.judged for each in found)
+        judged = self.judged(rate)
         return sum(each.tally.kept for each in found) / judged if judged else None
+
+    def judged(self, rate: float) -> int:
+        return sum(each.judged for each in self.of(rate))
+
+    @property
+    def thin(self) -> float | None:
+        """A rate on which its interval rests and which was probed too little. What broke needs a second probe: a
+        machine that was busy for a moment breaks any rate."""
+        low, high = self.search.carried, self.search.broken
+        if low is not None and self.judged(low) < LEAST_REQUESTS:
+            return low
+        if high is not None and self.judged(high) < LEAST_REQUESTS and len(self.of(high)) < 2:
+            return high
+        return None
 
     def rank(self) -> tuple[float, float]:
         """More is better: what it carries, and how near it came at the lowest rate that it does not carry."""
@@ -75,12 +92,12 @@ class Entrant:
             search.estimate,
             sum((each.tally for each in self.of(search.broken)), Tally()),
             sum(each.tally.failed for each in self.probes if each.rate <= lowest),
-            candidate.simulated,
-            candidate.hardware,
             candidate.processes,
             candidate.split,
             self.at(rate) if rate is not None else None,
             self.problem,
+            self.judged(low) if low is not None else 0,
+            "" if self.thin is None else f"{self.judged(self.thin)} requests at {self.thin:.3g} requests/s",
         )
 
     def ttfts(self, rate: float) -> list[float]:
@@ -138,6 +155,8 @@ class Measuring:
     """known once a first system runs"""
     deadline: float = 0.0
     """monotonic: when all of it should be over, for the time left that is shown"""
+    foreign: list[float | None] = field(default_factory=list)
+    """the share of the machine that other programs took, for each probe"""
     _applied: dict[str, dict[str, str]] = field(default_factory=dict)
     _canaries: dict[str, Canary] = field(default_factory=dict)
     _seeds: int = 0
@@ -222,6 +241,8 @@ class Measuring:
             busy = False
             for entrant, search in order:
                 rate = search.next()
+                if rate is None and search is entrant.search:
+                    rate = entrant.thin
                 if rate is None or entrant.problem:
                     continue
                 length = stretched(rate, seconds, _CERTAIN)
@@ -273,9 +294,10 @@ class Measuring:
         made = Probe(rate, seconds, self._seed())
         control = " (control)" if search is not None and search is not entrant.search else ""
         with self.phase(f"{entrant.name}{control}: {rate:.3g} req/s", seconds):
-            meter = running.cpu_meter()
+            meter, others = running.cpu_meter(), ForeignLoad()
             before = meter.read()
             await probe(running.endpoint, self.users, made, GoodputOptions(slo=self.slo, share=self.share))
+            self.foreign.append(others.share())
             if not control:
                 entrant.cpu[len(entrant.probes)] = meter.read().since(before).total
             await self._canaries[key].until_idle()

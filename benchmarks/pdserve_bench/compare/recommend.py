@@ -1,13 +1,11 @@
 """From what was measured to an answer: pure.
 
 The rules, in this order:
-1. A candidate that dropped requests, or did not come up, is out.
-2. What was measured counts; simulated candidates stand in only where one of the two kinds could not be measured, and
-   are then compared with simulated ones.
-3. Where a load was asked for and the aggregated engine carries it with headroom, there is nothing to gain at this load.
-4. Otherwise the higher goodput wins, if it exceeds both uncertainties (the intervals do not touch) and the noise (what
+1. A candidate that dropped requests, or did not come up, is out. Of too few requests nothing is concluded.
+2. Where a load was asked for and the aggregated engine carries it with headroom, there is nothing to gain at this load.
+3. Otherwise the higher goodput wins, if it exceeds both uncertainties (the intervals do not touch) and the noise (what
    the baseline showed against itself).
-5. Else the simpler one: aggregated.
+4. Else the simpler one: aggregated.
 """
 
 from collections.abc import Sequence
@@ -19,10 +17,10 @@ from pdserve_bench.slo import SHARE, Slo, Tally
 
 HEADROOM = 1.25
 """times the load that is asked for: what an engine carries beside its ups and downs"""
+QUIET = 0.1
+"""share of the machine's CPU; where other programs take more, the answer is in doubt"""
 LEAST_NOISE = 0.05
 """assumed where less was seen, or none could be measured"""
-_NOTABLE = 1.15
-"""a simulated split that carries so many times what another does is worth a word"""
 
 
 class Verdict(StrEnum):
@@ -68,15 +66,16 @@ class CandidateResult:
     """what became of the requests at `broken`"""
     failed: int = 0
     """requests that got an error, at rates that it carries and at the first that it does not"""
-    simulated: bool = False
-    hardware: float = 1.0
-    """how many times the user's"""
     engines: int = 1
     split: str = ""
     """`2P+1D`, or `3 engines`"""
     load: AtLoad | None = None
     problem: str = ""
     """why it was not measured"""
+    requests: int = 0
+    """that the share at `carried` was judged by"""
+    thin: str = ""
+    """what of its interval rests on too few requests, as `8 requests at 2 requests/s`"""
 
     @property
     def probed(self) -> bool:
@@ -108,20 +107,21 @@ class Recommendation:
     """one to three sentences with the numbers"""
     otherwise: str = ""
     """what would change the answer"""
-    simulated: bool = False
     notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    """why the answer may be another one on a quiet machine; sentences"""
 
     @property
     def headline(self) -> str:
-        simulated = "Simulated: " if self.simulated else ""
+        doubt = "in doubt: " if self.doubts else ""
         if self.verdict is Verdict.UNKNOWN or self.choice is None:
             return "No recommendation."
         if self.verdict is Verdict.DISAGGREGATE:
-            return f"{simulated}disaggregate: {self.choice.name}."
+            return f"{doubt}disaggregate: {self.choice.name}."
         if self.verdict is Verdict.DONT:
-            return f"{simulated}don't disaggregate: run {_bare(self.choice)}."
+            return f"{doubt}don't disaggregate: run {_bare(self.choice)}."
         simpler = f"run {_bare(self.choice)}, the simpler one"
-        return f"{simulated}don't disaggregate: no difference could be measured; {simpler}."
+        return f"{doubt}don't disaggregate: no difference could be measured; {simpler}."
 
 
 @dataclass(frozen=True)
@@ -132,36 +132,51 @@ class Criteria:
     share: float = SHARE
     rate: float | None = None
     """requests per second that the user asked about; None: only the ceiling counts"""
-    noise: float = 0.0
-    """by how much two measurements of the same running system differed, as a share of it"""
+    noise: float | None = None
+    """by how much two measurements of the same running system differed, as a share of it; None: not measured"""
+    foreign: float | None = None
+    """the share of the machine's CPU that other programs took meanwhile; None: not known"""
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        found = []
+        if self.noise is None:
+            found.append(
+                "The noise of this machine is not known: the aggregated engine was not measured twice."
+            )
+        if self.foreign is None:
+            found.append("What other programs took of this machine is not known.")
+        elif self.foreign > QUIET:
+            found.append(
+                f"Other programs took {self.foreign:.0%} of this machine's CPU meanwhile: "
+                "measure where nothing else runs."
+            )
+        return tuple(found)
 
 
 def recommend(findings: Sequence[CandidateResult], criteria: Criteria) -> Recommendation:
     """Findings are in the order of simplicity: of equals the earlier is taken."""
     out = tuple(_why_out(finding) for finding in findings if finding.problem or finding.failed)
-    here = [finding for finding in findings if finding.hardware == 1.0 and finding.sound]
-    simulated = False
-    together = _best(here, True, False)
-    separate = _best(here, False, False)
-    if together is None or separate is None:
-        dreamt = _best(here, True, True), _best(here, False, True)
-        if all(dreamt):
-            (together, separate), simulated = dreamt, True
+    together, separate = _best(findings, True), _best(findings, False)
     if together is None or separate is None:
         return _one_sided(together or separate, findings, out)
-    notes = (*out, *_splits(findings, separate, simulated))
+    surely = criteria.rate is not None and together.least >= criteria.rate * HEADROOM
+    if thin := [each for each in (together, separate) if each.thin and not (surely and each is separate)]:
+        told = ", ".join(f"{_bare(each)} by {each.thin}" for each in thin)
+        reason = f"Too few requests were judged for an answer: {told}. Give --minutes more."
+        return Recommendation(Verdict.UNKNOWN, None, reason, notes=out)
     verdict, reason, otherwise = _judge(together, separate, criteria)
     choice = separate if verdict is Verdict.DISAGGREGATE else together
-    return Recommendation(verdict, choice, reason, otherwise, simulated, notes)
+    return Recommendation(verdict, choice, reason, otherwise, out, criteria.doubts)
 
 
-def _best(findings: Sequence[CandidateResult], aggregated: bool, simulated: bool) -> CandidateResult | None:
-    fit = [each for each in findings if each.aggregated == aggregated and each.simulated == simulated]
+def _best(findings: Sequence[CandidateResult], aggregated: bool) -> CandidateResult | None:
+    fit = [each for each in findings if each.aggregated == aggregated and each.sound]
     return max(fit, key=lambda each: each.goodput, default=None)  # the first of equals
 
 
 def _judge(together: CandidateResult, separate: CandidateResult, asked: Criteria) -> tuple[Verdict, str, str]:
-    rate, noise = asked.rate, max(asked.noise, LEAST_NOISE)
+    rate, noise = asked.rate, max(asked.noise or 0.0, LEAST_NOISE)
     both = f"{_carries(separate)}, {_bare(together)} {_number(together)}"
     if not together.carried and not separate.carried:
         reason = (
@@ -204,7 +219,7 @@ def _one_sided(
     if found is None:
         return Recommendation(Verdict.UNKNOWN, None, "Nothing was measured: give --minutes more.", notes=out)
     missing = "disaggregated" if found.aggregated else "aggregated"
-    known = [each for each in findings if each.aggregated != found.aggregated and each.hardware == 1.0]
+    known = [each for each in findings if each.aggregated != found.aggregated]
     if known and found.aggregated and all(each.failed for each in known):
         reason = f"Every disaggregated graph dropped requests; {_carries(found)}."
         return Recommendation(Verdict.DONT, found, reason, notes=out)
@@ -269,35 +284,6 @@ def _broke(finding: CandidateResult) -> str:
     return f"{_bare(finding)} broke {finding.broke.told() or 'nothing'} of {finding.broke.requests} requests"
 
 
-def _splits(
-    findings: Sequence[CandidateResult], separate: CandidateResult, all_simulated: bool
-) -> tuple[str, ...]:
-    """What the simulated rows add."""
-    dreamt = [each for each in findings if each.simulated and each.sound]
-    anchor = next((each for each in dreamt if each.split == separate.split and each.hardware == 1.0), None)
-    notes = []
-    if anchor is not None and not all_simulated:
-        notes.append(
-            f"How true the simulation is: it says {_number(anchor)} requests/s for {anchor.split}, where "
-            f"{_number(separate)} were measured."
-        )
-    others = [each for each in dreamt if each.hardware == 1.0 and not each.aggregated and each is not anchor]
-    better = max(others, key=lambda each: each.goodput, default=None)
-    if anchor and better and _ratio(better, anchor, SHARE) > _NOTABLE and better.least >= anchor.most:
-        notes.append(
-            f"Try {better.split}: simulated, it carries {_number(better)} requests/s against {_number(anchor)} "
-            f"of the simulated {anchor.split}."
-        )
-    larger = [each for each in dreamt if each.hardware > 1.0]
-    if larger:
-        top = max(larger, key=lambda each: each.goodput)
-        notes.append(
-            f"With {top.hardware:g} times the hardware (simulated): {top.split} carries most, "
-            f"{_number(top)} requests/s."
-        )
-    return tuple(notes)
-
-
 def _why_out(finding: CandidateResult) -> str:
     if finding.problem:
         return f"Not measured: {finding.name}: {finding.problem}"
@@ -307,9 +293,7 @@ def _why_out(finding: CandidateResult) -> str:
 
 def _bare(finding: CandidateResult) -> str:
     """Return its name as the subject of a sentence."""
-    return (
-        finding.name.removesuffix(" (simulated)").removeprefix("aggregated: ").partition(", remote above")[0]
-    )
+    return finding.name.removeprefix("aggregated: ").partition(", remote above")[0]
 
 
 def _carries(finding: CandidateResult) -> str:
@@ -354,5 +338,5 @@ def _times(winner: CandidateResult, loser: CandidateResult, share: float) -> str
     )
 
 
-def _noise(noise: float) -> str:
+def _noise(noise: float | None) -> str:
     return f" (the same system against itself: {noise:.0%})" if noise else ""

@@ -37,9 +37,10 @@ def report_of(comparison: Comparison, complete: bool, written: Path | None = Non
         data={
             "verdict": found.verdict.value,
             "choice": found.choice.name if found.choice else None,
-            "simulated": found.simulated,
             "preliminary": not complete,
             "noise": comparison.noise,
+            "foreign": comparison.foreign_share,
+            "doubts": list(found.doubts),
             "rate": options.rate,
             "results": msgspec.to_builtins(results),
         },
@@ -52,16 +53,15 @@ def report_of(comparison: Comparison, complete: bool, written: Path | None = Non
     else:
         report.verdict = found.headline[0].upper() + found.headline[1:]
     report.lead = " ".join(
-        filter(None, (found.reason, found.otherwise, _next_step(comparison, found, written)))
+        filter(None, (*found.doubts, found.reason, found.otherwise, _next_step(comparison, found, written)))
     )
     return report
 
 
 def _table(comparison: Comparison, results: Sequence[CandidateResult], found: Recommendation) -> Rows:
     seen, options = comparison.seen_at, comparison.options
-    order = sorted(results, key=lambda each: (each.hardware, each.simulated))
     best = next(
-        (place for place, each in enumerate(order) if found.choice and each.name == found.choice.name), None
+        (place for place, each in enumerate(results) if found.choice and each.name == found.choice.name), None
     )
     at = (
         f" At {seen:.3g} requests/s: the share that keeps it, TTFT and the longest gap of a request in ms, and CPU "
@@ -77,18 +77,15 @@ def _table(comparison: Comparison, results: Sequence[CandidateResult], found: Re
     return Rows(
         f"{comparison.asked.described}, on {comparison.here}",
         _COLUMNS,
-        [_row(each) for each in order],
+        [_row(each) for each in results],
         note,
         best,
     )
 
 
 def _row(result: CandidateResult) -> list[Cell]:
-    name = result.name
-    if result.hardware != 1.0:
-        name += f", {result.hardware:g} x hardware"
     if not result.probed:
-        return [name, None, result.problem or "not measured", *[None] * 6]
+        return [result.name, None, result.problem or "not measured", *[None] * 6]
     high = f"{result.broken:.3g}" if result.broken is not None else "?"
     load = result.load
     seen: list[Cell] = [None] * 5
@@ -96,7 +93,7 @@ def _row(result: CandidateResult) -> list[Cell]:
         times = (load.ttft[0], load.ttft[1], load.gap[1])
         seen = [load.share, *(1000 * each for each in times), load.cpu_per_1000]
     between = f"{result.carried:.3g} and {high}" if result.carried is not None else f"under {high}"
-    return [name, result.estimate, between, *seen, result.broke.told().partition(" ")[0]]
+    return [result.name, result.estimate, between, *seen, result.broke.told().partition(" ")[0]]
 
 
 def _notes(comparison: Comparison, found: Recommendation) -> list[str]:
@@ -106,13 +103,10 @@ def _notes(comparison: Comparison, found: Recommendation) -> list[str]:
             0,
             f"Noise: the aggregated engine, measured twice, differed from itself by {comparison.noise:.0%}.",
         )
-    elif any(each.probes for each in comparison.entrants):
+    if comparison.foreign_share is not None:
         notes.insert(
-            0,
-            "Noise: not known: measuring the aggregated engine a second time did not get far. 5 % were assumed.",
+            0, f"Other programs took {comparison.foreign_share:.0%} of this machine's CPU during the probes."
         )
-    if comparison.speed is not None:
-        notes.append(f"The simulated engines are as fast as the one here: {comparison.speed.describe()}.")
     return notes
 
 
@@ -139,14 +133,13 @@ def _own_split(comparison: Comparison) -> str:
 
 def _charts(comparison: Comparison, results: Sequence[CandidateResult]) -> list[Chart]:
     charts = [
-        _goodput_bars("Goodput", (each for each in results if each.probed and not each.simulated)),
-        _goodput_bars("Goodput, simulated", (each for each in results if each.probed and each.simulated)),
+        _goodput_bars(each for each in results if each.probed),
         _attainment(comparison),
     ]
     return [chart for chart in charts if chart.series]
 
 
-def _goodput_bars(title: str, results: Iterable[CandidateResult]) -> Chart:
+def _goodput_bars(results: Iterable[CandidateResult]) -> Chart:
     """A bar for each candidate that carried a rate at all."""
     carried = [result for result in results if result.goodput]
     series = [
@@ -160,7 +153,7 @@ def _goodput_bars(title: str, results: Iterable[CandidateResult]) -> Chart:
         )
         for result in carried
     ]
-    return Chart(title, "bars", "", "requests/s", series, better="higher")
+    return Chart("Goodput", "bars", "", "requests/s", series, better="higher")
 
 
 def _attainment(comparison: Comparison) -> Chart:
@@ -187,7 +180,9 @@ def winning_file(comparison: Comparison, candidate: Candidate, found: Recommenda
     head = [
         f"Written by `pdserve compare -f {comparison.options.file}`: {candidate.name}.",
         f"Load: {comparison.asked.described}, SLO: {comparison.options.slo}, on {comparison.here}.",
-        *([found.reason] if candidate.shape else []),
+        found.headline[0].upper() + found.headline[1:],
+        *found.doubts,
+        found.reason,
     ]
     if isinstance(candidate.launch.system, PlainVllm):
         head.append(
@@ -197,8 +192,6 @@ def winning_file(comparison: Comparison, candidate: Candidate, found: Recommenda
         head.append(
             f"It was measured with OMP_NUM_THREADS={candidate.threads} in its environment: start it with that too."
         )
-    if candidate.simulated:
-        head.append("It was simulated only: measure it before you rely on it.")
     comment = "".join(f"# {line}\n" for line in head)
     return comment + yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=100)
 

@@ -14,7 +14,7 @@ _CONTEXT = 8
 @dataclass(frozen=True)
 class SimModel:
     """Sizes come from vLLM's own arguments, speeds from `additional-config: {sim: {…}}`, which vLLM ignores. A cost
-    of 0 by default counts only if it is set; `benchmarks/pdserve_bench/compare/calibrate.py` finds a real engine's."""
+    of 0 by default counts only if it is set."""
 
     kv_blocks: int = 2048
     block_size: int = 16
