@@ -12,7 +12,7 @@ from pdserve.config.host import VLLM_VERSION
 from pdserve.config.schema import Config, SecuritySection
 from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
-from pdserve.plan.machine import MIB, Gpu, Machine, counted, in_gib
+from pdserve.plan.machine import MIB, Gpu, Machine, in_gib
 from pdserve.plan.memory import (
     CPU_ENGINE_BYTES,
     CPU_KV_VARIABLE,
@@ -190,12 +190,12 @@ def _more_room(worker: PlannedWorker, model: ModelFacts, machine: Machine, card:
     if ranks := next((ranks for ranks in more if with_(tensor_parallel_size=ranks).fits), 0):
         ways.append(
             f"raise tensor-parallel-size to {ranks} ({in_gib(with_(tensor_parallel_size=ranks).weights)} of weights on "
-            f"each GPU; this machine has {counted(len(machine.gpus), 'GPU')})"
+            f"each GPU, {ranks} GPUs for each worker; this machine has {len(machine.gpus)})"
         )
     if not model.quantized:
         packed = ((bits, with_(model.in_bits(bits))) for bits in (8, 4))
         if found := next(((bits, memory) for bits, memory in packed if memory.fits), None):
-            ways.append(f"take weights of {found[0]} bits ({in_gib(found[1].weights)} on each GPU)")
+            ways.append(f"take weights quantized to {found[0]} bits ({in_gib(found[1].weights)} on each GPU)")
     least = with_()
     room = least.weights + (least.kv_space or 0) - least.max_model_len * least.kv_per_token
     if room > 0:

@@ -90,10 +90,6 @@ def in_gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 def what_if(gpus: str, machine: Machine) -> Machine:
     """`machine` with other GPUs: `4xA10`, `2x24GiB`, or `0` for none. Raises ConfigError."""
     if gpus.strip() == "0":

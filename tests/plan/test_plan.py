@@ -403,8 +403,8 @@ def test_weights_too_large_for_the_cards_come_with_advice_that_helps(tmp_path: P
     advice = decode.partition("; ")[2]
     assert "max-num-batched-tokens" not in advice
     assert "raise tensor-parallel-size to 2 (43." in advice
-    assert "this machine has 2 GPUs" in advice
-    assert "take weights of 8 bits (43." in advice
+    assert "2 GPUs for each worker; this machine has 2)" in advice
+    assert "take weights quantized to 8 bits (43." in advice
     assert plan(tmp_path, big(tmp_path, MIXTRAL, tensor=2), what_if("4xH100", machine())).fits
     eight = MIXTRAL | {"quantization_config": {"quant_method": "fp8"}}
     assert plan(tmp_path, big(tmp_path, eight), what_if("2xH100", machine())).fits
