@@ -259,6 +259,22 @@ def test_serve_refuses_before_it_starts_anything(too_big: Path, tmp_path: Path) 
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.parametrize("command", ["serve", "decode", "plan", "doctor"])
+def test_all_commands_refuse_the_same_files(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "graph.yaml"
+    file.write_text(
+        "Frontend: {port: 15001}\nVllmWorker: {model: demo}\nSecurity: {credentials: nowhere}\n"
+        "Processor: {tool-parser-plugin: /no/parser.py}\n"
+    )
+    done = process(command, "-f", file, state=tmp_path / "state")
+    told = " ".join((done.stderr + done.stdout).split())
+    assert done.returncode == (1 if command == "doctor" else 2)
+    assert f"Security.credentials: {tmp_path / 'nowhere'} cannot be used" in told
+    assert "tool-parser-plugin /no/parser.py is no file on this machine" in told
+    assert "Traceback" not in told
+    assert not (tmp_path / "state").exists()
+
+
 def test_a_wrong_file_is_reported_without_a_traceback(pdserve: Run, tmp_path: Path) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text("VllmWorker: {model: demo, max-modl-len: 5}\nFrontnd: {}\n")

@@ -142,10 +142,10 @@ def _model_fits(worker: PlannedWorker, model: ModelFacts | None) -> Iterator[str
     asked, tensor = args.get("max-model-len"), int(str(args.get("tensor-parallel-size", 1)))
     if isinstance(asked, int) and model.max_len and asked > model.max_len and "hf-overrides" not in args:
         yield f"max-model-len {asked:,} of {role} is more than the model's {model.max_len:,}: lower it."
-    if model.heads % tensor:
+    if not _divides(tensor, model):
         yield (
-            f"tensor-parallel-size {tensor} of {role} does not divide the model's {model.heads} attention "
-            "heads: choose one that does."
+            f"tensor-parallel-size {tensor} of {role} does not divide the model's {model.heads} attention heads, or "
+            f"its {model.kv_heads} KV heads evenly: choose one that does."
         )
 
 
@@ -204,6 +204,7 @@ def _more_room(worker: PlannedWorker, model: ModelFacts, machine: Machine, card:
 
 
 def _divides(tensor: int, model: ModelFacts) -> bool:
+    """As vLLM asserts when it makes its layers."""
     kv_heads = 1 if model.latent else model.kv_heads
     return model.heads % tensor == 0 and (kv_heads % tensor == 0 or tensor % kv_heads == 0)
 

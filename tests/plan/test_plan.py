@@ -278,7 +278,7 @@ DOES_NOT_FIT = [
     (
         local(("prefill: true", "prefill: true\n  tensor-parallel-size: 3")),
         machine(),
-        "tensor-parallel-size 3 of decode does not divide the model's 4 attention heads: ",
+        "tensor-parallel-size 3 of decode does not divide the model's 4 attention heads, or its 2 KV heads",
     ),
     (
         local(("prefill: true", "prefill: true\n  kv-cache-memory-bytes: 4M")),
@@ -410,6 +410,14 @@ def test_weights_too_large_for_the_cards_come_with_advice_that_helps(tmp_path: P
     assert plan(tmp_path, big(tmp_path, eight), what_if("2xH100", machine())).fits
     (small,) = re.findall(r"up to ([\d.]+) GiB of weights", advice)
     assert 60 < float(small) < 72
+
+
+@pytest.mark.parametrize(("tensor", "fits"), [(2, True), (16, True), (3, False), (12, False)])
+def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path, tensor: int, fits: bool) -> None:
+    """12 ranks divide 48 heads, but not 8 KV heads, of which each rank has one or several whole ones."""
+    text = big(tmp_path, MIXTRAL | {"num_attention_heads": 48, "head_dim": 128}, tensor)
+    problems = plan(tmp_path, text, what_if("32xH100", machine())).problems
+    assert any("does not divide" in problem for problem in problems) is not fits
 
 
 def test_steps_too_large_for_the_cards_come_with_advice_that_helps(tmp_path: Path) -> None:
