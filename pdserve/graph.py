@@ -46,6 +46,12 @@ GRAPH = {
 }
 
 
+def service_of(role: Role, config: Config) -> str:
+    """Import string of the service that runs a slot of this role."""
+    stands_in = role is Role.PREFILL and config.prefill is not None and config.prefill.stand_in
+    return "pdserve.both.stand_in:StandIn" if stands_in else GRAPH[role].service
+
+
 @dataclass(frozen=True)
 class ProcessSpec:
     """A process that the supervisor keeps alive."""

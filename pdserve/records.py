@@ -30,7 +30,8 @@ class Instance(Struct, frozen=True):
     model: str = ""
     """served model name; empty for a frontend, which serves every model that has a card"""
     address: str = ""
-    """where its stream listens, `tls://host:port` or `tcp://host:port` (decode, both), or its URL (frontend)"""
+    """where its stream listens, `tls://host:port` or `tcp://host:port` (workers that decode, if only as stand-ins), or
+    its URL (frontend)"""
     metrics: str = ""
     """URL of its Prometheus page; `/watch` beside it has its load and links"""
     host: str = ""
@@ -57,6 +58,11 @@ class Instance(Struct, frozen=True):
     """true: the prefill worker has lost NATS: it takes no prompts and its answers arrive nowhere, until it is back"""
     settings: dict[str, str] = {}
     """what its file says of the live settings that it goes by (`settings.py`)"""
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether it is a prefill worker that decodes where no decode worker is there."""
+        return self.role is Role.PREFILL and bool(self.address)
 
 
 class SlotState(Struct, frozen=True):

@@ -99,7 +99,7 @@ ARROWS = {
     "process": "config plan graph engine queue registry stream observe tasks",
     "decode": "process config engine kv queue registry stream observe tasks",
     "prefill": "process config engine queue registry observe tasks",
-    "both": "decode prefill engine registry tasks",
+    "both": "decode prefill config engine registry tasks",
     "frontend/admission": "config",
     "frontend/deltas": "",
     "frontend/dashboard": "observe registry",

@@ -86,7 +86,8 @@ def test_each_reason_of_a_decision_is_in_its_table() -> None:
     written = {
         pair for source in SOURCES.values() for pair in re.findall(r'Decision\("(\w+)", "([\w-]+)"', source)
     }
-    conditional = {("local", word) for word in ("idle", "local-cheaper", "own", "fallback", "transfer")}
+    words = ("idle", "local-cheaper", "own", "fallback", "transfer", "stand-in")
+    conditional = {("local", word) for word in words}
     listed = {(mode, reason.strip("`")) for mode, reason, _ in rows("Where prompts are computed, and why")}
     assert len(written) > 10
     assert listed == written | conditional

@@ -13,6 +13,7 @@ NOW = 1_700_000_000.0
 FRONTEND = Instance("frontend-0-f0", Role.FRONTEND, host="h")
 DECODE = [Instance(f"decode-{index}-d{index}", Role.DECODE, "demo", host="h") for index in (0, 1)]
 PREFILL = [Instance(f"prefill-{index}-p{index}", Role.PREFILL, "demo", host="h") for index in (0, 1)]
+STAND_IN = replace(PREFILL[0], address="tcp://h:1")
 ALL = [FRONTEND, *DECODE, *PREFILL]
 SLOTS = [
     SlotState(each.id.rpartition("-")[0], each.role, "h", "ready", since=NOW - 1000, end="exit code 0")
@@ -154,6 +155,15 @@ WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
                 "bad: decode-0 does not answer: it hangs, or is cut off",
                 "bad: decode-1 is down: killed by SIGKILL; it will be started again (4 s)",
                 "bad: no decode worker is there: requests wait for one until their deadlines",
+            ],
+        ),
+        (
+            state(silent=("decode-0-d0",), instances=[FRONTEND, DECODE[0], STAND_IN]),
+            [
+                "bad: decode-0 does not answer: it hangs, or is cut off",
+                "bad: decode-1 does not answer: it hangs, or is cut off",
+                "bad: prefill-1 does not answer: it hangs, or is cut off",
+                "warn: no decode worker is there: prefill-0 stands in",
             ],
         ),
         (

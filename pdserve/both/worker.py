@@ -17,6 +17,7 @@ from pdserve.errors import EngineDead
 from pdserve.messages import Load
 from pdserve.prefill.prompts import PromptRunner
 from pdserve.prefill.pull import LOOK, Beside
+from pdserve.records import Role
 from pdserve.registry import keys
 from pdserve.tasks import Work
 
@@ -25,7 +26,8 @@ UNTAKEN = 3 * LOOK
 
 
 class BothWorker(DecodeWorker):
-    follows = (keys.INSTANCES, keys.NEWCOMERS, keys.SETTINGS)
+    work = Role.BOTH
+    follows: tuple[str, ...] = (keys.INSTANCES, keys.NEWCOMERS, keys.SETTINGS)
     without_nats = "each worker prefills the prompts that it decodes"
 
     def _assemble(self, engine: Engine) -> None:
@@ -79,7 +81,8 @@ class BothWorker(DecodeWorker):
         await self._presence.warm_up(self.view, self._warm_both_ways)
 
     async def _warm_both_ways(self) -> None:
-        await asyncio.gather(self._warm_up.tried(), self._prompts.warm())
+        reads = self.settings.current.remote_prefill
+        await asyncio.gather(self._prompts.warm(), *([self._warm_up.tried()] if reads else []))
 
     async def drain(self) -> None:
         self._prompts.pulling.draining = True

@@ -120,7 +120,9 @@ def render(state: GraphState, graph: GraphAddress) -> RenderableType:
     found = nodes(state, clock.unix())
     summary = Table.grid(padding=(0, 2))
     for name, cards in state.cards.items():
-        summary.add_row("model", f"{name}, {count(len(cards), 'decode worker')}, {cards[0][1].model}")
+        summary.add_row(
+            "model", f"{name}, {count(state.decode_workers(name), 'decode worker')}, {cards[0][1].model}"
+        )
     for node in found:
         if node.restarts and node.up:
             times = count(node.restarts, "time")

@@ -208,7 +208,7 @@ def _queue(state: GraphState, found: Iterable[Node], width: int) -> Text:
 
 
 def _foot(state: GraphState) -> Text:
-    models = [f"{name} ({count(len(cards), 'decode worker')})" for name, cards in state.cards.items()]
+    models = [f"{name} ({count(state.decode_workers(name), 'decode worker')})" for name in state.cards]
     return Text(
         " · ".join(["q ends", *models, *settings_changed(state)]), "dim", overflow="ellipsis", no_wrap=True
     )

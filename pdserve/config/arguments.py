@@ -86,6 +86,25 @@ _REFUSED = {
 """vLLM arguments that a file may not set, and the reason as the end of a sentence that begins with the key"""
 
 
+SAMPLING = {
+    "enable-return-routed-experts",
+    "logits-processors",
+    "logprobs-mode",
+    "return-sampling-mask",
+    "watermark",
+    "watermark-config",
+}
+"""engine arguments with which an engine may sample other tokens than another engine, or other logprobs of them"""
+ANSWERS = SAMPLING | {
+    "max-logprobs",
+    "reasoning-config",
+    "reasoning-parser",
+    "reasoning-parser-plugin",
+    "structured-outputs-config",
+}
+"""engine arguments on which it depends what a request may ask for, and what it is answered"""
+
+
 @cache
 def arguments() -> Mapping[str, Argument]:
     found = msgspec.json.decode(PATH.read_bytes(), type=_ArgumentFile).arguments

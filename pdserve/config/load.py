@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pdserve.config.api_keys import configured
-from pdserve.config.arguments import arguments, shapes_answers
+from pdserve.config.arguments import ANSWERS, arguments, shapes_answers
 from pdserve.config.exposure import Opening, openings
 from pdserve.config.host import resolve_model, with_home
 from pdserve.config.schema import (
@@ -24,10 +24,10 @@ from pdserve.config.schema import (
     FrontendSection,
     GraphSection,
     PrefillConfig,
+    PrefillSection,
     ProcessorSection,
     SecuritySection,
     WorkerConfig,
-    WorkerSection,
     collector_url,
     etcd_address,
     nats_url,
@@ -67,7 +67,7 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     frontend = sections.read("Frontend", FrontendSection)
     processor = sections.read("Processor", ProcessorSection)
     decode = sections.read("VllmWorker", DecodeSection)
-    prefill = sections.read("PrefillWorker", WorkerSection)
+    prefill = sections.read("PrefillWorker", PrefillSection)
     security = sections.read("Security", SecuritySection)
     sections.check_common()
 
@@ -78,6 +78,8 @@ def load(path: Path, env: Mapping[str, str] = os.environ) -> Config:
     _check_parsers(decode.args if decode.entry else processor.args, findings)
     if decode.entry and prefill.entry:
         _compare_workers(decode.args, prefill.args, findings)
+        if prefill.values.stand_in:
+            _follow_decode(decode.args, prefill.args, findings)
     places = _with_places(graph.values, env, findings)
     files = _with_files(security, env, findings)
     frontend_config = _frontend(frontend, processor.values, findings)
@@ -130,7 +132,7 @@ def _model(workers: Iterable[SectionRead[Any]], findings: Findings) -> str:
 
 
 def _check_split(
-    decode: SectionRead[DecodeSection], prefill: SectionRead[WorkerSection], findings: Findings
+    decode: SectionRead[DecodeSection], prefill: SectionRead[PrefillSection], findings: Findings
 ) -> None:
     """There must be workers that prefill if, and only if, decode workers send prompts to them."""
     remote = decode.own.get("remote-prefill")
@@ -205,6 +207,16 @@ def _compare_workers(decode: Arguments, prefill: Arguments, findings: Findings) 
                 "set it once in Common and list it in the common-configs of both."
             )
             findings.problem(prefill.get(name) or decode[name], text)
+
+
+def _follow_decode(decode: Arguments, prefill: Arguments, findings: Findings) -> None:
+    """Give prefill workers, which may stand in for decode workers, the arguments on which answers depend."""
+    for name in sorted(ANSWERS & (decode.keys() | prefill.keys())):
+        if name not in prefill:
+            prefill[name] = decode[name]
+        elif (theirs := _effective(decode, name)) != prefill[name].value:
+            text = f"but {_said(theirs)} in VllmWorker: set both alike, or stand-in: false."
+            findings.problem(prefill[name], f"is {_said(prefill[name].value)}, {text}")
 
 
 def _effective(args: Arguments, name: str) -> object:

@@ -269,6 +269,12 @@ class DecodeSection(WorkerSection):
 
 
 @dataclass(frozen=True)
+class PrefillSection(WorkerSection):
+    stand_in: Flag = True
+    """where no decode worker is there, prefill workers decode until one is back"""
+
+
+@dataclass(frozen=True)
 class WorkerConfig(WorkerSection):
     engine_args: Mapping[str, object] = field(default_factory=dict)
     """vLLM's arguments in kebab-case, of the section and of Common, checked against vLLM's argument list; without those
@@ -289,7 +295,7 @@ class DecodeConfig(WorkerConfig, DecodeSection):
 
 
 @dataclass(frozen=True)
-class PrefillConfig(WorkerConfig):
+class PrefillConfig(WorkerConfig, PrefillSection):
     pass
 
 

@@ -13,10 +13,10 @@ from pdserve.config.schema import (
     DecodeSection,
     FrontendSection,
     GraphSection,
+    PrefillSection,
     ProcessorSection,
     Section,
     SecuritySection,
-    WorkerSection,
     kebab,
 )
 from pdserve.config.tree import Entry, Findings, or_nearest
@@ -28,7 +28,7 @@ KINDS: dict[str, type[Section]] = {
     "Frontend": FrontendSection,
     "Processor": ProcessorSection,
     "VllmWorker": DecodeSection,
-    "PrefillWorker": WorkerSection,
+    "PrefillWorker": PrefillSection,
     "Security": SecuritySection,
 }
 _CONNECTORS = ("DynamoNixlConnector", "NixlConnector")

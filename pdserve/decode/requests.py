@@ -27,6 +27,8 @@ CANCELLED = "cancelled"
 """outcome when the request was cancelled"""
 OWN = "own"
 """outcome when this worker, of role `both`, took its own request back from the queue"""
+STAND_IN = "stand-in"
+"""why a prefill worker that decodes prefills locally"""
 
 
 class Phase(Enum):

@@ -17,7 +17,7 @@ from pdserve.decode.policy import Decision, decide
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.quarantine import Quarantine
 from pdserve.decode.remote import RemotePrefill
-from pdserve.decode.requests import OWN, DecodeRequest, DecodeRequests, Phase
+from pdserve.decode.requests import OWN, STAND_IN, DecodeRequest, DecodeRequests, Phase
 from pdserve.decode.settings import LiveSettings, thresholds
 from pdserve.decode.turns import PromptTurns
 from pdserve.engine.base import Engine, Output, Step
@@ -49,6 +49,8 @@ class RequestRunner:
     turns: PromptTurns
     start: Callable[[Coroutine[Any, Any, None]], object]
     """start a task that ends with the worker and whose failure ends the worker"""
+    stands_in: bool = False
+    """a prefill worker that decodes: it computes all prompts of its requests itself"""
     has_time: Callable[[], bool] = lambda: False
     """role `both`: whether this worker would pull a prompt from the queue at once"""
     busy: Callable[[], None] = lambda: None
@@ -151,7 +153,9 @@ class RequestRunner:
             fits=self.remote.fits(submit),
             estimates=estimates,
         )
-        if decision.mode == "remote" and self.has_time():
+        if self.stands_in:
+            decision = Decision("local", STAND_IN)
+        elif decision.mode == "remote" and self.has_time():
             decision = Decision("local", OWN)
         remote = decision.mode == "remote"  # the next requests' estimates count this one from here on
         request.awaits_tokens, request.computes = (prompt, 0) if remote else (0, prompt - hit)

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 
+from pdserve.config.schema import DecodeConfig
 from pdserve.decode.answers import AnswerReader
 from pdserve.decode.estimator import Estimator
 from pdserve.decode.frontends import INTERNAL, Frontends
@@ -35,15 +36,15 @@ log = logging.getLogger(__name__)
 
 
 class DecodeWorker(EngineWorker):
+    work = Role.DECODE
     follows = (*keys.instances(Role.PREFILL), keys.NEWCOMERS, keys.SETTINGS)
     without_nats = "prompts are prefilled locally"
 
     def _assemble(self, engine: Engine) -> None:
-        config, queue = self._config, self._queue
-        assert config.decode is not None
+        config, queue, section = self._config, self._queue, self._section()
         assert self._stream is not None
         self.requests = DecodeRequests(self.tracer)
-        self.settings = LiveSettings(config.decode)
+        self.settings = LiveSettings(section)
         self._archive = StoredArchive(config.model, self._blobs)
         self._workers = PrefillWorkers(
             self.id, config.served_model_name, engine, queue, self.view, self.requests
@@ -65,13 +66,17 @@ class DecodeWorker(EngineWorker):
             self.settings,
             quarantine,
             Estimator(self.requests, queue, self._workers),
-            PromptTurns(int(str(config.decode.engine_args.get("long-prefill-token-threshold", 0)))),
+            PromptTurns(int(str(section.engine_args.get("long-prefill-token-threshold", 0)))),
             start=lambda work: self.tasks.create_task(work),
         )
 
+    def _section(self) -> DecodeConfig:
+        assert self._config.decode is not None
+        return self._config.decode
+
     # its life
 
-    async def card(self) -> ModelCard:
+    async def card(self) -> ModelCard | None:
         await self._archive.make()
         name = self._config.served_model_name
         async with RegistryView(self._registry, keys.card(name, "")) as there:

@@ -288,8 +288,13 @@ class ServedModels:
     def _update_model(self, model: ServedModel) -> None:
         if model.processor is not None:
             frontends = len(self._view.instances(Role.FRONTEND))
-            workers = self._view.instances(Role.DECODE, model.card.name)
-            ours = [worker for worker in workers if worker.fingerprint == model.card.fingerprint]
+            workers = self._view.instances(model=model.card.name)
+            ours = [
+                worker
+                for worker in workers
+                if worker.fingerprint == model.card.fingerprint
+                and (worker.role.does(Role.DECODE) or worker.stands_in)
+            ]
             model.processor.workers.update(ours, max(1, frontends))
             now = in_force({"router": self._context.router}, self._view.settings())
             model.processor.workers.policy = now["router"]

@@ -60,7 +60,7 @@ class GraphState(Struct, frozen=True):
     """frontends first, prefill workers last"""
     slots: list[SlotState]
     cards: dict[str, list[tuple[str, ModelCard]]]
-    """by model: (id of a decode worker, its card)"""
+    """by model: (id of a decode worker, or of a prefill worker that may stand in for it, its card)"""
     settings: dict[str, str]
     moments: list[Moment]
     """the oldest first"""
@@ -68,6 +68,10 @@ class GraphState(Struct, frozen=True):
     """the newest first: `MAX_TOLD`, then up to `MAX_ASTRAY` older ones with a detour"""
     outages: dict[str, list[Outage]]
     """by the id of the instance that reports them, or the name of another process that looks at the graph"""
+
+    def decode_workers(self, model: str) -> int:
+        found = (each.instance for each in self.instances)
+        return sum(instance.role.does(Role.DECODE) and instance.model == model for instance in found)
 
 
 def graph_state(

@@ -176,7 +176,12 @@ def _processes(found: Sequence[Node], migrated: Mapping[str, list[str]]) -> Iter
         text = f"{name} is gone: {count(len(away), 'request')} went on elsewhere: {_most(away)}"
         yield Problem("warn", text, [name])
     if found and not any(node.up and node.role.does(Role.DECODE) for node in found):
-        yield Problem("bad", "no decode worker is there: requests wait for one until their deadlines")
+        names = [node.name for node in found if node.up and node.instance and node.instance.stands_in]
+        if names:
+            stand = "stands in" if len(names) == 1 else "stand in"
+            yield Problem("warn", f"no decode worker is there: {', '.join(names)} {stand}", names)
+        else:
+            yield Problem("bad", "no decode worker is there: requests wait for one until their deadlines")
 
 
 def _queue(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:

@@ -134,7 +134,8 @@ def _runs_on(worker: PlannedWorker) -> str:
 def _does(worker: PlannedWorker, plan: Plan) -> str:
     decode = plan.config.decode
     if worker.slot.role is Role.PREFILL:
-        return "prefill"
+        stands_in = plan.config.prefill is not None and plan.config.prefill.stand_in
+        return "prefill; decode while no decode worker is there" if stands_in else "prefill"
     if worker.slot.role is Role.BOTH:
         return "decode; prefill for itself and for others as it has time"
     if decode is None or not decode.remote_prefill:

@@ -15,6 +15,7 @@ from pdserve.tasks import Work
 
 
 class PrefillWorker(EngineWorker):
+    work = Role.PREFILL
     follows = (*keys.instances(Role.DECODE), keys.NEWCOMERS)
     without_nats = "no prompt comes, decode workers prefill theirs"
 

@@ -17,7 +17,7 @@ import uvloop
 
 from pdserve.config.schema import Config
 from pdserve.errors import ConfigError, EngineDead, PdserveError, leaves
-from pdserve.graph import GRAPH
+from pdserve.graph import service_of
 from pdserve.observe.pages import serve_pages
 from pdserve.observe.tracing import make_tracer
 from pdserve.plan.slots import Slot
@@ -151,7 +151,7 @@ def exit_code(name: str, error: Exception) -> int:
 
 async def live(config: Config, slot: Slot) -> None:
     """Run one role in this event loop. Return after SIGTERM and the drain; raises what `Service.run` raises."""
-    module, _, name = GRAPH[slot.role].service.partition(":")
+    module, _, name = service_of(slot.role, config).partition(":")
     connect: Callable[[Config, Slot, str], Service] = getattr(import_module(module), name).connect
     with serve_pages(config.host) as pages:
         service = connect(config, slot, pages.metrics)

@@ -161,11 +161,17 @@ class Presence:
             if self.instance.id in {worker.id for worker in newcomers}:
                 return
 
+    async def keep(self, card: ModelCard | None) -> None:
+        """Write the card, or remove the one that is there."""
+        if card is not None:
+            await self._registry.put(keys.card(card.name, self.instance.id), encode_record(card))
+        elif self._card is not None:
+            await self._registry.delete(keys.card(self._card.name, self.instance.id))
+        self._card = card
+
     async def announce(self) -> None:
         """Write the card before the instance: a frontend that sees the instance can read what it serves."""
-        if self._card is not None:
-            key = keys.card(self._card.name, self.instance.id)
-            await self._registry.put(key, encode_record(self._card))
+        await self.keep(self._card)
         self._look()
         await self._write()
         if self._newcomer:  # any other key cannot be deleted while the registry is away

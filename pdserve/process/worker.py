@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Self
+from typing import ClassVar, Self
 
 from pdserve import queue, registry, stream
 from pdserve.config.schema import Config
@@ -30,6 +30,8 @@ from pdserve.watch import LinkState, Watched
 class EngineWorker(Service):
     follows: Sequence[str]
     """prefixes of the registry keys that this role needs"""
+    work: ClassVar[Role]
+    """the role whose work it does, if only now and then"""
     without_nats: str
     """what an outage of NATS means for this role, for the log"""
 
@@ -45,7 +47,8 @@ class EngineWorker(Service):
         blobs: BlobStore | None = None,
         metrics_url: str = "",
     ) -> None:
-        """`stream` and `blobs` are for decode workers: the frontends' connections, and the model archive for them."""
+        """`stream` and `blobs` are for workers that decode: the frontends' connections, and the model archive for
+        them."""
         super().__init__(config, slot, instance_id, metrics_url)
         self.view = RegistryView(registry, *self.follows)
         self._engine = engine
@@ -62,7 +65,7 @@ class EngineWorker(Service):
         assert config.etcd is not None
         assert config.nats is not None
         credentials = Credentials.load(config.security.credentials)
-        instance_id, decodes = new_instance_id(slot), slot.role.does(Role.DECODE)
+        instance_id, decodes = new_instance_id(slot), cls.work.does(Role.DECODE)
         return cls(
             config,
             slot,
@@ -92,7 +95,7 @@ class EngineWorker(Service):
         for seam in (self._queue, self._registry, self.view):
             await stack.enter_async_context(seam)
         log_memory(self._config, self._slot, facts)
-        await self_test(self._engine, self._slot.role)
+        await self_test(self._engine, self.work)
         address = self._stream.address if self._stream is not None else ""
         instance = worker_instance(self._config, self._slot, self.id, facts, address, self._metrics_url)
         self._presence = Presence(

@@ -289,7 +289,16 @@ def test_a_processor_gives_its_templates_to_the_workers(tmp_path: Path) -> None:
     assert decode.engine_args["tool-call-parser"] == "hermes"
     assert decode.origins["tool-call-parser"] == "Processor"
     assert decode.engine_args["reasoning-parser"] == "qwen3"
-    assert not {"tool-call-parser", "reasoning-parser"} & prefill.engine_args.keys()
+    assert "tool-call-parser" not in prefill.engine_args
+
+
+@pytest.mark.parametrize("stand_in", [True, False])
+def test_prefill_workers_that_stand_in_have_what_answers_depend_on(tmp_path: Path, stand_in: bool) -> None:
+    text = GOOD.replace("VllmWorker:\n", "VllmWorker:\n  logprobs-mode: raw_logits\n  max-num-seqs: 3\n")
+    text = text.replace("PrefillWorker:\n", f"PrefillWorker:\n  stand-in: {str(stand_in).lower()}\n")
+    _, prefill = workers(read(tmp_path, text))
+    assert prefill.engine_args.get("logprobs-mode") == ("raw_logits" if stand_in else None)
+    assert "max-num-seqs" not in prefill.engine_args
 
 
 def test_parsers_of_a_plugin_have_any_name(tmp_path: Path) -> None:
@@ -512,6 +521,10 @@ BAD = {
         "FILE:10: PrefillWorker.dtype makes dtype auto in VllmWorker but float32 in PrefillWorker; KV "
         "blocks are "
         "moved byte by byte: set it once in Common and list it in the common-configs of both.",
+    ),
+    "a stand-in that would answer otherwise": (
+        GOOD.replace("PrefillWorker:\n", "PrefillWorker:\n  max-logprobs: 5\n"),
+        "FILE:10: PrefillWorker.max-logprobs is 5, but 20 in VllmWorker: set both alike, or stand-in: false.",
     ),
     "unequal models": (
         GOOD.replace("PrefillWorker:\n", "PrefillWorker:\n  model: gpt2\n"),

@@ -30,7 +30,7 @@ from pdserve.frontend.server import QuietServer, http_config
 from pdserve.frontend.sockets import bind
 from pdserve.observe.tracing import Tracer
 from pdserve.queue.base import BlobStore
-from pdserve.records import ModelCard, encode_record
+from pdserve.records import ModelCard, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView
@@ -129,11 +129,18 @@ class Graph(Frontend):
         loaded: str = "",
         generation: int = 0,
         args: dict[str, object] | None = None,
+        role: Role = Role.DECODE,
     ) -> AsyncIterator[EchoWorker]:
         """A worker that is registered and connected; leaving kills it and its lease."""
         self._count += 1
         worker = EchoWorker(
-            f"decode-0-{self._count:04}", model, pace=pace, prefill=prefill, at_once=at_once, loaded=loaded
+            f"{role.value}-0-{self._count:04}",
+            model,
+            pace=pace,
+            prefill=prefill,
+            at_once=at_once,
+            loaded=loaded,
+            role=role,
         )
         served = card(model, fingerprint=loaded, generation=generation)
         served = replace(served, engine_args={**served.engine_args, **(args or {})})

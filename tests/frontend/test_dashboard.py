@@ -25,7 +25,7 @@ from pdserve.engine.sim.engine import SimEngine
 from pdserve.frontend.dashboard import page as dashboard
 from pdserve.frontend.dashboard.page import SHELL, Dashboard, Viewer, told
 from pdserve.frontend.server import Frontend
-from pdserve.graph import GRAPH
+from pdserve.graph import service_of
 from pdserve.observe.graph_state import graph_state
 from pdserve.observe.pages import serve_pages
 from pdserve.plan.slots import Slot
@@ -95,7 +95,7 @@ class WatchedGraph:
         assert self.config.decode is not None
         decode = replace(self.config.decode, engine_args=engine_args(sim))
         config, slot = replace(self.config, decode=decode), Slot(role, index)
-        module, _, name = GRAPH[role].service.partition(":")
+        module, _, name = service_of(role, config).partition(":")
         with serve_pages(config.host) as pages:
             service: Service = getattr(import_module(module), name).connect(config, slot, pages.metrics)
             pages.watched = service.watched

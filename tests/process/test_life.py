@@ -170,8 +170,8 @@ from pdserve.process import life
 from pdserve.records import Role
 from tests.decode.graph import config
 
-GRAPH[Role.PREFILL] = replace(GRAPH[Role.PREFILL], service="tests.process.test_life:Failing")
-raise SystemExit(life.run(config(), Slot(Role.PREFILL, 0)))
+GRAPH[Role.DECODE] = replace(GRAPH[Role.DECODE], service="tests.process.test_life:Failing")
+raise SystemExit(life.run(config(), Slot(Role.DECODE, 0)))
 """
 
 

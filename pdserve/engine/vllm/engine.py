@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from pdserve.config.arguments import SAMPLING
 from pdserve.engine.base import Engine, EngineFacts, EngineUsage, Output, Read, Step, Transfers
 from pdserve.engine.fingerprint import Fingerprint
 from pdserve.engine.spec import EngineSpec
@@ -42,7 +43,7 @@ class VllmEngine(Engine):
         self._unread: dict[str, str] = {}
         """request id -> why its KV could not be read; since the last step"""
         self._timestamp = 0.0
-        self._own_token = not requests.SAMPLING_ARGUMENTS & spec.engine_args.keys()
+        self._own_token = not SAMPLING & spec.engine_args.keys()
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:

@@ -33,15 +33,6 @@ _KNOWN = {
     "tp_size",
 }
 _REMEMBERED = 100_000
-SAMPLING_ARGUMENTS = {
-    "enable-return-routed-experts",
-    "logits-processors",
-    "logprobs-mode",
-    "return-sampling-mask",
-    "watermark",
-    "watermark-config",
-}
-"""engine arguments with which an engine may sample other tokens than another engine, or other logprobs of them"""
 
 
 @dataclass(eq=False)

@@ -60,7 +60,7 @@ def worker_capacity(worker: Instance, ours: InFlight, frontends: int) -> Capacit
     if worker.draining:
         return Capacity()
     maximum = worker.max_num_seqs or DEFAULT_MAX_REQUESTS
-    maximum += max(1, maximum // EXTRA)
+    maximum += 0 if worker.stands_in else max(1, maximum // EXTRA)
     share = maximum
     if frontends > 1:
         others = max(0, ours.load.running + ours.load.waiting - ours.requests)

@@ -75,7 +75,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         assert trace is not None, "every generation belongs to an HTTP request"
         generation = Generation(request, trace)
         self._generations[generation.id] = generation
-        with self._contained(generation):
+        with self.contained(generation):
             self._begin(generation)
 
     async def get_output_async(self) -> EngineCoreOutputs:
@@ -138,7 +138,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
     def place(self, generation: Generation, *, only_others: bool = False) -> None:
         """Submit the generation to a worker (with `only_others`, to none that lost it), or let it wait. It is encoded
         before it counts as the worker's: a request that cannot be encoded takes no capacity from others."""
-        with self._contained(generation):
+        with self.contained(generation):
             link = self.workers.pick(generation, only_others=only_others)
             if link is None:
                 self._migration.wait(generation, retry=only_others)
@@ -161,7 +161,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 self._take_outputs(link, body)
             case Failed(request_id):
                 if generation := link.generations.get(request_id):
-                    with self._contained(generation):
+                    with self.contained(generation):
                         self._migration.failed(generation, message)
             case WorkerLoad():
                 self.on_capacity()
@@ -180,7 +180,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             generation = link.generations.get(output.request_id)
             if generation is None:
                 continue  # it was aborted, or went on at another worker
-            try:  # not `_contained`: a generator for each token costs more than all else here
+            try:  # not `contained`: a generator for each token costs more than all else here
                 if self._take(generation, link, output):
                     taken.append(output)
             except Exception as error:
@@ -268,7 +268,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             link.post(Cancel([generation.attempt_id]))
 
     @contextmanager
-    def _contained(self, generation: Generation) -> Iterator[None]:
+    def contained(self, generation: Generation) -> Iterator[None]:
         """Let an error end this generation, and nothing else."""
         try:
             yield
@@ -292,14 +292,17 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         if link.generations:
             logger.warning("%s: moving %d requests from %s", reason, len(link.generations), link.instance)
         for generation in list(link.generations.values()):
-            with self._contained(generation):
+            with self.contained(generation):
                 self._migration.lost(generation, reason, word)
+
+    def hand_over(self, link: Link, *, begun: bool) -> None:
+        self._migration.hand_over(link, begun)
 
     def replace(self, replaced: bool) -> None:
         """Note whether another model has this name now, and no worker is left here."""
         self._migration.replaced = replaced
         for generation in [waiting for waiting in self._generations.values() if waiting.link is None]:
-            with self._contained(generation):
+            with self.contained(generation):
                 self._migration.give_back(generation)
 
     # for the HTTP edge

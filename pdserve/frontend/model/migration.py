@@ -20,12 +20,13 @@ from pdserve.frontend.model.vllm_api import (
     with_params,
 )
 from pdserve.frontend.trace import NO_WORKER, RETRY_AFTER, RequestFailure
-from pdserve.messages import Failed, Submit
+from pdserve.messages import Cancel, Failed, Submit
 from pdserve.observe.metrics import MIGRATIONS
 from pdserve.sampling import looks_back
 
 if TYPE_CHECKING:
     from pdserve.frontend.model.core import RemoteCore
+    from pdserve.frontend.model.workers import Link
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,9 @@ which of them kills."""
 PAUSE = 0.5
 """seconds before a worker that failed a request gets it again, if there is no other"""
 
-LOSSES = ("gone", "engine-died", "failed", "gave-up", "unreadable")
-"""why a worker lost a request, in the metric (docs/metrics.md)"""
+HANDED_OVER = "handed-over"
+LOSSES = ("gone", "engine-died", "failed", "gave-up", "unreadable", HANDED_OVER)
+"""why a worker lost a request, in the metric (docs/metrics.md); the last one is no fault of the worker"""
 
 _BOOT = secrets.token_hex(4)
 _serial = itertools.count(1)
@@ -154,7 +156,7 @@ class Migration:
         if link is None:
             return  # it has ended together with a sibling (n > 1)
         generation.lost_by.add(link.instance)
-        generation.losses += generation.placed is not None
+        generation.losses += generation.placed is not None and word != HANDED_OVER
         generation.last_loss = reason
         if generation.tokens and generation.is_complete(self._max_model_len):
             self._core.finish(generation)
@@ -181,6 +183,18 @@ class Migration:
             return False
         drop_tokens(output, again)
         return bool(output.new_token_ids) or output.finished
+
+    # a prefill worker stood in, and a decode worker is back
+
+    def hand_over(self, link: "Link", begun: bool) -> None:
+        """Move the link's generations as far as decode workers have capacity; those that have tokens of it only if
+        `begun`. Generations that would have to be replayed end where they are."""
+        for generation in list(link.generations.values()):
+            stays = generation.last_token > generation.sent and (generation.replays or not begun)
+            if not stays and self._core.workers.capacity.available:
+                link.post(Cancel([generation.attempt_id]))
+                with self._core.contained(generation):
+                    self.lost(generation, "a decode worker is back", HANDED_OVER)
 
     # no worker is there
 

@@ -1,4 +1,7 @@
-"""The decode workers of one model: a link to each that the registry lists, and the choice among them."""
+"""The decode workers of one model: a link to each that the registry lists, and the choice among them.
+
+Where none of them is there, prefill workers stand in (docs/decisions/0050-prefill-workers-stand-in.md). They get a link
+then, and keep it until a decode worker is back and has taken over what they still had."""
 
 import asyncio
 import logging
@@ -41,6 +44,15 @@ logger = logging.getLogger(__name__)
 FIRST_RETRY = 0.5
 LAST_RETRY = 5.0
 """seconds between attempts to reach a worker that the registry still lists"""
+HAND_OVER = 5.0
+"""seconds that a stand-in's requests may go on there when a decode worker is back: short ones end, and the others delay
+prompts"""
+LOOK = 0.5
+"""seconds between two looks whether a stand-in is still needed"""
+
+
+class HandedOver(Exception):
+    """A stand-in is not needed any more."""
 
 
 class Link:
@@ -121,9 +133,12 @@ class LinkListener(Protocol):
     def link_lost(self, link: Link, reason: str) -> None:
         """The generations still in `link.generations` will not be answered."""
 
+    def hand_over(self, link: Link, *, begun: bool) -> None:
+        """Decode workers are back: move the link's generations there, those that have tokens of it only if `begun`."""
+
 
 class WorkerPool:
-    """Holds a link to each worker that the registry lists. A worker that leaves the registry gets no new
+    """Holds a link to each decode worker that the registry lists. A worker that leaves the registry gets no new
     requests, but its link stays until its requests are finished or the stream reports that it is gone."""
 
     def __init__(self, policy: str, vllm_version: str, connect: Connect, listener: LinkListener) -> None:
@@ -141,9 +156,9 @@ class WorkerPool:
         """ids of the instances to which a task keeps a link"""
         self._failures: dict[str, tuple[int, str]] = {}
         """by id of a listed instance: how often a link was lost or could not be made; the last reason"""
-        self._candidates = Candidates()
+        self._decode, self._stand_ins = Candidates(), Candidates()
         self._touched: set[str] = set()
-        """ids of the workers that changed since `_candidates` was updated"""
+        """ids of the workers that changed since the candidates were updated"""
         self._prefixes = PrefixIndex()
         """empty unless the policy is `kv`"""
         self._tasks = Owner()
@@ -173,7 +188,8 @@ class WorkerPool:
     # which workers there are
 
     def update(self, instances: Iterable[Instance], frontends: int) -> None:
-        """Take over the registry's state: this model's decode workers, and how many frontends share them."""
+        """Take over the registry's state: this model's decode workers, the prefill workers that may stand in for them,
+        and how many frontends share them."""
         if frontends != self._frontends:
             self._frontends = frontends
             self._touched |= self._links.keys()
@@ -186,10 +202,7 @@ class WorkerPool:
         back = now.keys() - self._instances.keys()
         before, self._instances = self._instances, now
         self._touched |= {id for id in before.keys() | back if before.get(id) != now.get(id)}
-        for instance in now.values():
-            if instance.id not in self._linking:
-                self._linking.add(instance.id)
-                self._tasks.start(self._keep_link(instance), f"link: to {instance.id}")
+        self._make_links()
         for link in [self._links[id] for id in back if id in self._links]:
             self._listener.link_up(link)  # it had lost its lease but not its link: requests may be waiting
 
@@ -199,8 +212,10 @@ class WorkerPool:
         return len(self._ready())
 
     def links(self) -> list[LinkState]:
-        """The links to all listed workers, and to those that left the registry and still work."""
-        return [self._link_state(id) for id in sorted(self._instances.keys() | self._links.keys())]
+        """The links to all listed workers, and to those that left the registry and still work; to stand-ins while they
+        are needed."""
+        listed = {id for id, instance in self._instances.items() if not instance.stands_in}
+        return [self._link_state(id) for id in sorted(listed | self._linking | self._links.keys())]
 
     def _link_state(self, id: str) -> LinkState:
         link, (failures, failure) = self._links.get(id), self._failures.get(id, (0, ""))
@@ -222,15 +237,26 @@ class WorkerPool:
         return self._ready().capacity
 
     def _ready(self) -> Candidates:
-        """The workers that are registered, connected, not draining, and have not refused this frontend."""
+        """The decode workers that are registered, connected, not draining, and have not refused this frontend. Where
+        there is none, the prefill workers of which this is true."""
         while self._touched:
             id = self._touched.pop()
             instance, link = self._instances.get(id), self._links.get(id)
             if instance is None or link is None or instance.draining or link.refused:
-                self._candidates.set(id, None)
+                self._decode.set(id, None)
+                self._stand_ins.set(id, None)
             else:
-                self._candidates.set(id, worker_capacity(instance, link, self._frontends))
-        return self._candidates
+                candidates = self._stand_ins if instance.stands_in else self._decode
+                candidates.set(id, worker_capacity(instance, link, self._frontends))
+        return self._decode if len(self._decode) else self._stand_ins
+
+    def _alone(self) -> bool:
+        """Whether no decode worker is there, nor connected for the first time just now."""
+        return self._ready() is self._stand_ins and not any(
+            instance.id not in self._links and instance.id not in self._failures
+            for instance in self._instances.values()
+            if not (instance.stands_in or instance.draining)
+        )
 
     def _touch(self, link: Link) -> None:
         self._touched.add(link.instance)
@@ -261,11 +287,22 @@ class WorkerPool:
 
     # the links
 
+    def _make_links(self) -> None:
+        """Begin to hold the links that are wanted and not held."""
+        alone = self._alone()
+        for instance in self._instances.values():
+            if instance.id not in self._linking and (alone or not instance.stands_in):
+                self._linking.add(instance.id)
+                self._tasks.start(self._keep_link(instance), f"link: to {instance.id}")
+
+    def _wanted(self, instance: Instance) -> bool:
+        return instance.id in self._instances and (not instance.stands_in or self._alone())
+
     async def _keep_link(self, instance: Instance) -> None:
-        """Hold a link to the worker, and renew it, while the registry lists the worker."""
+        """Hold a link to the worker, and renew it, while it is wanted."""
         pause = FIRST_RETRY
         try:
-            while instance.id in self._instances:
+            while self._wanted(instance):
                 started = time.monotonic()
                 try:
                     await self._hold_link(instance)
@@ -289,6 +326,8 @@ class WorkerPool:
         try:
             async with client, asyncio.TaskGroup() as tasks:
                 tasks.create_task(link.send(client, self._listener), name=f"to {instance.id}")
+                if instance.stands_in:
+                    tasks.create_task(self._hand_over(link), name=f"hand over: {instance.id}")
                 logger.info("connected to %s", instance.id)
                 link.round_trip = lambda: client.round_trip
                 self._links[instance.id] = link
@@ -297,6 +336,8 @@ class WorkerPool:
                 link.post(self._hello)
                 self._listener.link_up(link)
                 await client.deliver(partial(self._received, link))
+        except* HandedOver:
+            logger.info("%s stands in no more: decode workers are back", instance.id)
         except* PeerGone:
             reason = f"{instance.id} is gone"
             raise
@@ -309,15 +350,27 @@ class WorkerPool:
                 self._prefixes.forget(instance.id)
             self._listener.link_lost(link, reason)
 
+    async def _hand_over(self, link: Link) -> None:
+        """Look whether decode workers are back, and let them take over a stand-in's requests. Raises HandedOver when
+        that is done."""
+        back = 0.0
+        while back < HAND_OVER or link.generations:
+            await asyncio.sleep(LOOK)
+            back = back + LOOK if self._ready() is self._decode else 0.0
+            if back:
+                self._listener.hand_over(link, begun=back >= HAND_OVER)
+        raise HandedOver
+
     def _note_failure(self, id: str, why: str) -> None:
         if id in self._instances:
             self._failures[id] = self._failures.get(id, (0, ""))[0] + 1, why
+            self._make_links()
 
     def _received(self, link: Link, message: ToFrontend) -> None:
         if isinstance(message, Refused):
             link.refused = True
-            self._note_failure(link.instance, f"it refuses this frontend: {message.message}")
             link.touch()
+            self._note_failure(link.instance, f"it refuses this frontend: {message.message}")
             logger.warning("%s refuses this frontend: %s", link.instance, message.message)
         elif isinstance(message, PrefixesChanged):
             if self._policy == "kv":

@@ -61,8 +61,10 @@ class EchoWorker:
         prefill: str = "local",
         at_once: int = 0,
         loaded: str = "",
+        role: Role = Role.DECODE,
     ) -> None:
         self.id = id
+        self._role = role
         self._loaded = loaded
         self._at_once = at_once
         self.instance: Instance
@@ -95,7 +97,7 @@ class EchoWorker:
         await self._stream.__aenter__()
         self.instance = Instance(
             self.id,
-            Role.DECODE,
+            self._role,
             self._model,
             address=self._stream.address,
             vllm_version=VERSION,

@@ -41,6 +41,8 @@ class Frontend:
 
     def link_lost(self, link: Link, reason: str) -> None: ...
 
+    def hand_over(self, link: Link, *, begun: bool) -> None: ...
+
     def received(self, link: Link, message: ToFrontend) -> None:
         if isinstance(message, Outputs):
             for output in decode_outputs(message.body).outputs:

@@ -29,6 +29,8 @@ class Listener:
     def link_lost(self, link: Link, reason: str) -> None:
         self.lost.set()
 
+    def hand_over(self, link: Link, *, begun: bool) -> None: ...
+
 
 def decisions() -> list[float]:
     (metric,) = ROUTER_DECISIONS.collect()

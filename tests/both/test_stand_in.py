@@ -1,0 +1,145 @@
+"""A prefill worker that decodes, among simulated engines: its half of standing in. The frontend's is in
+tests/frontend/test_stand_in.py."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+from msgspec.structs import replace
+
+from pdserve.both.stand_in import StandIn
+from pdserve.config.schema import PrefillConfig
+from pdserve.engine.sim.engine import SimEngine
+from pdserve.errors import EngineDead
+from pdserve.graph import GRAPH, service_of
+from pdserve.plan.slots import Slot
+from pdserve.queue.memory import MemoryQueue
+from pdserve.records import Role, encode_record
+from pdserve.registry import keys
+from pdserve.registry.memory import MemoryRegistry, MemoryServer
+from pdserve.stream.memory import MemoryStreamServer
+from tests.both.graph import Both
+from tests.conditions import until
+from tests.decode.graph import Frontend, Graph, config, living
+from tests.decode.test_worker import LONG, SHORT, expected
+from tests.engine.sims import spec
+
+
+@pytest.fixture
+async def graph() -> AsyncIterator[Graph]:
+    async with Graph() as graph:
+        yield graph
+
+
+async def start(graph: Graph) -> Both:
+    """A stand-in that the decode worker knows of, and a frontend of it."""
+    engine, stream = SimEngine(spec(Role.PREFILL, "prefill-0")), MemoryStreamServer()
+    registry, queue = MemoryRegistry(graph.registry, "t"), MemoryQueue(graph.broker)
+    worker = StandIn(graph.config, Slot(Role.PREFILL, 0), "prefill-0", engine, registry, queue, stream)
+    life = await graph._stack.enter_async_context(living(worker))
+    key = "/t/" + keys.instance(worker._presence.instance)
+    await until(lambda: key in graph.registry.data)
+    frontend = await graph._stack.enter_async_context(Frontend(stream.address, "frontend-of-prefill-0"))
+    return Both(worker, engine, frontend, life)
+
+
+def worker_registry(graph: Graph) -> MemoryRegistry:
+    assert isinstance(graph.decode._registry, MemoryRegistry)
+    return graph.decode._registry
+
+
+def card_in(server: MemoryServer) -> bytes | None:
+    return server.data.get("/t/" + keys.card("demo", "prefill-0"))
+
+
+async def test_it_registers_as_a_prefill_worker_with_an_address(graph: Graph) -> None:
+    await start(graph)
+    await graph.prefill("prefill-1")
+    stands_in = {worker.id: worker.stands_in for worker in graph.decode.view.instances(Role.PREFILL)}
+    assert stands_in == {"prefill-0": True, "prefill-1": False}
+
+
+@pytest.mark.parametrize("stand_in", [True, False])
+def test_the_file_chooses(stand_in: bool) -> None:
+    chosen = service_of(Role.PREFILL, dataclasses.replace(config(), prefill=PrefillConfig(stand_in=stand_in)))
+    assert (chosen == GRAPH[Role.PREFILL].service) is not stand_in
+
+
+async def test_its_answers_are_those_of_a_decode_worker(graph: Graph) -> None:
+    stand_in = await start(graph)
+    frontend = await graph.frontend()
+    for prompt in (SHORT, LONG):
+        here, there = await stand_in.frontend.ask(prompt, 20), await frontend.ask(prompt, 20)
+        assert here.tokens == there.tokens == expected(prompt, 20)
+        assert here.way == ("local", "stand-in")
+    await until(stand_in.engine.all_blocks_free)
+
+
+async def test_it_goes_on_prefilling_for_decode_workers_beside_a_stream(graph: Graph) -> None:
+    stand_in = await start(graph)
+    stream = await stand_in.frontend.submit(SHORT, 4000)
+    await until(lambda: len(stand_in.frontend.answered[stream].tokens) > 0)
+    frontend = await graph.frontend()
+    answered = await frontend.ask(LONG)
+    assert answered.way == ("remote", "long")
+    assert answered.tokens == expected(LONG, 4)
+    assert not stand_in.frontend.answered[stream].over
+    await stand_in.frontend.cancel(stream)
+    await until(stand_in.engine.all_blocks_free)
+
+
+async def test_what_was_running_when_its_engine_died_is_blamed_in_both_halves(graph: Graph) -> None:
+    stand_in = await start(graph)
+    stream = await stand_in.frontend.submit(SHORT, 4000)
+    await until(lambda: len(stand_in.frontend.answered[stream].tokens) > 0)
+    stand_in.engine.die()
+    with pytest.raises(EngineDead):
+        await stand_in.life
+    failed = (await stand_in.frontend.end_of(stream)).failed
+    assert failed is not None
+    assert (failed.retry, failed.engines_died) == (True, 1)
+
+
+async def test_it_drains_both_halves(graph: Graph) -> None:
+    stand_in = await start(graph)
+    stream = await stand_in.frontend.submit(SHORT, 200)
+    await until(lambda: len(stand_in.frontend.answered[stream].tokens) > 0)
+    stand_in.worker.stop()
+    await asyncio.wait_for(stand_in.life, 10)
+    assert len(stand_in.frontend.answered[stream].tokens) == 200
+
+
+async def test_without_a_decode_worker_ever_there_is_no_card(graph: Graph) -> None:
+    """A graph that starts is not ready before its decode workers are."""
+    await graph.registry.kill(worker_registry(graph))
+    await start(graph)
+    await asyncio.sleep(0.2)
+    assert card_in(graph.registry) is None
+
+
+async def test_it_keeps_the_card_of_decode_workers_that_are_gone(graph: Graph) -> None:
+    card = graph.decode._presence._card
+    assert card is not None
+    await start(graph)
+    await until(lambda: card_in(graph.registry) == encode_record(card))
+    await graph.registry.kill(worker_registry(graph))
+    newer = replace(card, generation=7)
+    other = await graph.registry_of_another()
+    await other.put(keys.card("demo", "decode-1"), encode_record(newer))
+    instance = replace(graph.decode._presence.instance, id="decode-1")
+    await other.put(keys.instance(instance), encode_record(instance))
+    await until(lambda: card_in(graph.registry) == encode_record(newer))
+    await graph.registry.kill(other)
+    await asyncio.sleep(0.2)
+    assert card_in(graph.registry) == encode_record(newer)
+
+
+async def test_it_gives_up_the_card_when_the_model_has_other_weights(graph: Graph) -> None:
+    await start(graph)
+    await until(lambda: card_in(graph.registry) is not None)
+    await graph.registry.kill(worker_registry(graph))
+    other, instance = await graph.registry_of_another(), graph.decode._presence.instance
+    instance = replace(instance, id="decode-1", fingerprint="other")
+    await other.put(keys.instance(instance), encode_record(instance))
+    await until(lambda: card_in(graph.registry) is None)
