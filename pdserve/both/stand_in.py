@@ -6,6 +6,7 @@ sends requests (`frontend/model/workers.py`). It computes their prompts itself: 
 that of any prefill worker."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from pdserve.both.worker import BothWorker
 from pdserve.config.schema import DecodeConfig
@@ -21,12 +22,11 @@ class StandIn(BothWorker):
     follows, without_nats = PrefillWorker.follows, PrefillWorker.without_nats
 
     def _assemble(self, engine: Engine) -> None:
+        assert self._config.prefill is not None
+        decode = DecodeConfig(engine_args=self._config.prefill.engine_args)
+        self._config = replace(self._config, decode=decode)
         super()._assemble(engine)
         self._runner.stands_in = True
-
-    def _section(self) -> DecodeConfig:
-        assert self._config.prefill is not None
-        return DecodeConfig(engine_args=self._config.prefill.engine_args)
 
     def permanent(self) -> Mapping[str, Work]:
         work = {**super().permanent(), "model archive": self._keep_card}

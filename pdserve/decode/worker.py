@@ -5,7 +5,6 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 
-from pdserve.config.schema import DecodeConfig
 from pdserve.decode.answers import AnswerReader
 from pdserve.decode.estimator import Estimator
 from pdserve.decode.frontends import INTERNAL, Frontends
@@ -41,10 +40,11 @@ class DecodeWorker(EngineWorker):
     without_nats = "prompts are prefilled locally"
 
     def _assemble(self, engine: Engine) -> None:
-        config, queue, section = self._config, self._queue, self._section()
+        config, queue = self._config, self._queue
+        assert config.decode is not None
         assert self._stream is not None
         self.requests = DecodeRequests(self.tracer)
-        self.settings = LiveSettings(section)
+        self.settings = LiveSettings(config.decode)
         self._archive = StoredArchive(config.model, self._blobs)
         self._workers = PrefillWorkers(
             self.id, config.served_model_name, engine, queue, self.view, self.requests
@@ -66,13 +66,9 @@ class DecodeWorker(EngineWorker):
             self.settings,
             quarantine,
             Estimator(self.requests, queue, self._workers),
-            PromptTurns(int(str(section.engine_args.get("long-prefill-token-threshold", 0)))),
+            PromptTurns(int(str(config.decode.engine_args.get("long-prefill-token-threshold", 0)))),
             start=lambda work: self.tasks.create_task(work),
         )
-
-    def _section(self) -> DecodeConfig:
-        assert self._config.decode is not None
-        return self._config.decode
 
     # its life
 
