@@ -80,6 +80,7 @@ class DecodeWorker(EngineWorker):
         return model_card(self._config, self._engine.facts, self._archive.name, others)
 
     def permanent(self) -> Mapping[str, Work]:
+        warm_ups = {"warm-ups with prefill workers": self._warm_up.run}
         return {
             **super().permanent(),
             "messages of frontends": self._read_frontends,
@@ -90,11 +91,7 @@ class DecodeWorker(EngineWorker):
             "registry changes": self._follow_registry,
             "prefill workers": self._workers.watch,
             "model archive": self._archive.keep_stored,
-            **(
-                {"warm-ups with prefill workers": self._warm_up.run}
-                if self.settings.current.remote_prefill
-                else {}
-            ),
+            **(warm_ups if self.settings.current.remote_prefill else {}),
         }
 
     async def warm_up(self) -> None:
