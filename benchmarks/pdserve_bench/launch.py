@@ -20,8 +20,7 @@ from pdserve.config.load import load
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.ports import free_port
 from pdserve.supervisor import state
-from pdserve.supervisor.exits import dies_with_parent, end_group, exit_of
-from pdserve.supervisor.guardian import Guardian
+from pdserve.supervisor.exits import Guardian, dies_with_parent, end_group, exit_of
 from pdserve_bench.sections import Sections, put, read_sections, take, with_model
 from pdserve_bench.simulated import write
 

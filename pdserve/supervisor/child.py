@@ -19,8 +19,8 @@ from pathlib import Path
 
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
-from pdserve.supervisor.exits import dies_with_parent, end_group, exit_of
-from pdserve.supervisor.guardian import Guardian, members, shared_memory
+from pdserve.supervisor.exits import Guardian, dies_with_parent, end_group, exit_of
+from pdserve.supervisor.guardian import members, shared_memory
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from pdserve.ports import free_port, port_holder
 from pdserve.queue import server_info
 from pdserve.supervisor import state
 from pdserve.supervisor.child import Child
-from pdserve.supervisor.guardian import SERVERS, SERVERS_PATIENCE, Guardian
+from pdserve.supervisor.exits import Guardian
+from pdserve.supervisor.guardian import SERVERS, SERVERS_PATIENCE
 from pdserve.supervisor.readiness import until_unhealthy
 from pdserve.supervisor.restarts import ProcessState, RestartLoop, RestartPolicy, SupervisedProcess
 from pdserve.tasks import Owner, forever

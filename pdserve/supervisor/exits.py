@@ -1,4 +1,5 @@
-"""Wait for the end of processes, and end what is left of a process group."""
+"""The ends of processes: wait for them, end what is left of a process group, and keep a guardian, a small process that
+stops the graph when the supervisor was killed."""
 
 import asyncio
 import contextlib
@@ -7,8 +8,11 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Collection
+from typing import Self
 
+from pdserve.supervisor import guardian
 from pdserve.supervisor.guardian import TRACKER_PATIENCE, is_tracker, members, release, send, shared_memory
 
 log = logging.getLogger(__name__)
@@ -82,3 +86,60 @@ def _exists(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+class Guardian:
+    """The guardian's process, kept by the supervisor. Each wave of roles gets `patience` seconds to stop. `lock` is the descriptor of an open
+    file that the guardian keeps open until nothing is left."""
+
+    def __init__(self, patience: float, lock: int | None = None) -> None:
+        self._patience = patience
+        self._lock = lock
+        self._groups: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+        self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def watch(self, group: int, wave: int = 0) -> None:
+        """Let the guardian stop this process group when the supervisor is gone, lower waves first."""
+        self._groups[group] = wave
+        self._tell(f"+{group} {wave}")
+
+    def forget(self, group: int) -> None:
+        self._groups.pop(group, None)
+        self._tell(f"-{group}")
+
+    async def keep(self) -> None:
+        """Start the guardian again whenever it ends; never returns."""
+        while True:
+            code = await exit_of(self._process)
+            log.warning("the guardian ended (%s), starts again", code)
+            self._start()
+            await asyncio.sleep(1)
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", guardian.__file__, str(self._patience)],
+            stdin=subprocess.PIPE,
+            process_group=0,
+            pass_fds=() if self._lock is None else (self._lock,),
+        )
+        assert self._process.stdin is not None
+        self._stdin = self._process.stdin
+        for group, wave in self._groups.items():
+            self._tell(f"+{group} {wave}")
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # the guardian was killed: `keep` tells its successor everything
+            self._stdin.write(f"{line}\n".encode())
+            self._stdin.flush()

@@ -5,19 +5,13 @@ from stdin. When stdin ends, the supervisor is gone. Then it stops the groups st
 wave by wave, so that running requests can finish: SIGTERM, the patience of the wave, SIGKILL.
 """
 
-import asyncio
 import contextlib
-import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable
-from typing import Self
-
-log = logging.getLogger(__name__)
 
 SERVERS = 99
 """wave of the servers: after all roles"""
@@ -26,65 +20,6 @@ SERVERS_PATIENCE = 5.0
 TRACKER_PATIENCE = 2.0
 """seconds for multiprocessing's resource tracker to remove the shared memory of killed processes"""
 _SHARED = re.compile(r" (/dev/shm/psm_\w+)$", re.MULTILINE)
-
-
-class Guardian:
-    """The supervisor's side. Each wave of roles gets `patience` seconds to stop. `lock` is the descriptor of an open
-    file that the guardian keeps open until nothing is left."""
-
-    def __init__(self, patience: float, lock: int | None = None) -> None:
-        self._patience = patience
-        self._lock = lock
-        self._groups: dict[int, int] = {}
-
-    def __enter__(self) -> Self:
-        self._start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            self._stdin.close()
-        self._process.wait()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def watch(self, group: int, wave: int = 0) -> None:
-        """Let the guardian stop this process group when the supervisor is gone, lower waves first."""
-        self._groups[group] = wave
-        self._tell(f"+{group} {wave}")
-
-    def forget(self, group: int) -> None:
-        self._groups.pop(group, None)
-        self._tell(f"-{group}")
-
-    async def keep(self) -> None:
-        """Start the guardian again whenever it ends; never returns."""
-        from pdserve.supervisor.exits import exit_of
-
-        while True:
-            code = await exit_of(self._process)
-            log.warning("the guardian ended (%s), starts again", code)
-            self._start()
-            await asyncio.sleep(1)
-
-    def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(self._patience)],
-            stdin=subprocess.PIPE,
-            process_group=0,
-            pass_fds=() if self._lock is None else (self._lock,),
-        )
-        assert self._process.stdin is not None
-        self._stdin = self._process.stdin
-        for group, wave in self._groups.items():
-            self._tell(f"+{group} {wave}")
-
-    def _tell(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # the guardian was killed: `keep` tells its successor everything
-            self._stdin.write(f"{line}\n".encode())
-            self._stdin.flush()
 
 
 def main() -> None:

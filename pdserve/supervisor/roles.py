@@ -11,7 +11,7 @@ from pdserve.process.presence import instance_id, new_boot
 from pdserve.process.signals import SUPERVISOR_DIED
 from pdserve.records import Instance, Role, SlotState
 from pdserve.supervisor.child import Child, Exit
-from pdserve.supervisor.guardian import Guardian
+from pdserve.supervisor.exits import Guardian
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.progress import StartProgress
 from pdserve.supervisor.readiness import RegisteredInstances

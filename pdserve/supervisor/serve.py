@@ -25,8 +25,7 @@ from pdserve.registry.view import RegistryView
 from pdserve.supervisor import state
 from pdserve.supervisor.checks import busy_ports
 from pdserve.supervisor.embedded import embedded_servers
-from pdserve.supervisor.exits import adopt_orphans
-from pdserve.supervisor.guardian import Guardian
+from pdserve.supervisor.exits import Guardian, adopt_orphans
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.progress import banner, curl, url_of
 from pdserve.supervisor.readiness import RegisteredInstances, until_frontends_ready

@@ -14,7 +14,7 @@ from pdserve.records import Instance, Role, SlotState, decode_instance, decode_s
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView
-from pdserve.supervisor.guardian import Guardian
+from pdserve.supervisor.exits import Guardian
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.readiness import RegisteredInstances
 from pdserve.supervisor.restarts import RestartPolicy

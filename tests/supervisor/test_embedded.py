@@ -14,7 +14,8 @@ from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
 from pdserve.supervisor import embedded
 from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer, embedded_servers
-from pdserve.supervisor.guardian import Guardian, alive
+from pdserve.supervisor.exits import Guardian
+from pdserve.supervisor.guardian import alive
 from pdserve.supervisor.restarts import RestartLoop
 from tests.conditions import until
 from tests.servers import kill, pid_of, restart

@@ -61,7 +61,8 @@ async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
 
 WAVES = """
     import asyncio, os, subprocess, sys, textwrap
-    from pdserve.supervisor.guardian import SERVERS, Guardian
+    from pdserve.supervisor.exits import Guardian
+    from pdserve.supervisor.guardian import SERVERS
 
     ROLE = '''
         import signal, sys, time
