@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self, TextIO
 
@@ -122,19 +122,18 @@ class ProcessOutput:
 class LogFile:
     """A log file, begun anew with each `serve`; the file before is kept as `.1`.
 
-    It never fails: on a full disk lines are dropped and counted until there is space again. `on_trouble` gets a text
-    when that begins."""
+    It may be removed, renamed or cut at any time, as by logrotate. It never fails: where it cannot be written, as on a
+    full disk, lines are dropped and counted until it can again. `on_trouble` gets a text when that begins."""
 
     def __init__(self, path: Path, on_trouble: Callable[[str], None]) -> None:
         self.path = path
         self._on_trouble = on_trouble
         self._file: io.FileIO | None = None
-        self._size = 0
         self._dropped = 0
         self._reason = ""
         self._torn = False
         """the last line was written in part"""
-        self._try(self._open)
+        self._try(self._begin)
 
     def write(self, line: str) -> None:
         data = f"{line}\n".encode(errors="replace")
@@ -154,22 +153,36 @@ class LogFile:
             self._try(file.close)
 
     def _append(self, data: bytes) -> None:
-        if self._file is None or self._size + len(data) > FILE_LIMIT:
-            self._open()
+        if self._size() + len(data) > FILE_LIMIT:
+            self._begin()
         assert self._file is not None
         written = self._file.write(data)
-        self._size += written
         self._torn = written > 0 and not data[:written].endswith(b"\n")
         if written < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _open(self) -> None:
-        self.close()
+    def _size(self) -> int:
+        """Bytes in the file, which is opened where it is not, or is no longer that of this name."""
+        with suppress(FileNotFoundError):
+            found = self.path.stat()
+            if self._file is not None and os.path.samestat(found, os.fstat(self._file.fileno())):
+                return found.st_size
+        self._open()
+        assert self._file is not None
+        return os.fstat(self._file.fileno()).st_size
+
+    def _begin(self) -> None:
         make_private(self.path.parent)
         if self.path.exists():
             self.path.replace(self.path.with_name(self.path.name + ".1"))
-        self._file = open(self.path, "wb", buffering=0, opener=private)  # noqa: SIM115
-        self._size, self._torn = 0, False
+        self._open()
+
+    def _open(self) -> None:
+        self.close()
+        make_private(self.path.parent)
+        # Each write goes to the end of the file, also where it was cut.
+        self._file = open(self.path, "ab", buffering=0, opener=private)  # noqa: SIM115
+        self._torn = False
 
     def _try(self, action: Callable[[], None]) -> bool:
         try:
