@@ -1,8 +1,10 @@
 """Find the running graph that a command is for, and the slot of a role that is started alone."""
 
+import hashlib
 import os
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,10 +97,25 @@ def _on(state_dir: Path) -> GraphAddress:
 def find_place(role: Role, file: Path, index: int) -> tuple[Config, Slot]:
     """Return the configuration, with the addresses of NATS and etcd, and the slot: both from the supervisor, or from
     the file with a plan for this process alone. Raises ConfigError."""
-    config, slot = from_environment(os.environ) or _planned(role, file, index)
-    if problem := busy_kv_port(config, slot):
-        raise ConfigError([problem])
-    return config, slot
+    return from_environment(os.environ) or _planned(role, file, index)
+
+
+@contextmanager
+def occupied(config: Config, slot: Slot) -> Iterator[None]:
+    """Occupy the slot on this host, by an abstract Unix socket, which ends with its process: two processes of one slot
+    have one name in logs, metrics and `status`, and workers one KV port. Raises ConfigError where another process has
+    the slot, or its KV port is taken."""
+    name = f"{config.namespace} {config.etcd} {config.host} {slot.name}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
+        try:
+            held.bind(f"\0pdserve-slot-{hashlib.blake2s(name.encode()).hexdigest()}")
+        except OSError:
+            raise ConfigError(
+                [f"{slot.name} of this graph runs on this host already: stop it, or choose another --index."]
+            ) from None
+        if problem := busy_kv_port(config, slot):
+            raise ConfigError([problem])
+        yield
 
 
 def _planned(role: Role, file: Path, index: int) -> tuple[Config, Slot]:

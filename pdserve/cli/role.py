@@ -34,7 +34,9 @@ def role(
     logs.setup(f"{name}-{index}", level, log_format, vllm_level)
     end_while_starting()
 
-    from pdserve.cli.find import find_place
+    from pdserve.cli.find import find_place, occupied
     from pdserve.process import life
 
-    return life.run(*find_place(Role(name), file, index))
+    config, slot = find_place(Role(name), file, index)
+    with occupied(config, slot):
+        return life.run(config, slot)

@@ -132,6 +132,25 @@ async def test_without_etcd_a_role_waits_for_it(
             await asyncio.to_thread(terminal.until, "the exit code is 0")
 
 
+@pytest.mark.parametrize("role", [Role.DECODE, Role.FRONTEND])
+async def test_the_same_index_twice_on_a_host_is_refused(alone: Alone, role: Role) -> None:
+    command = [*alone.command(role), "--index", "0"]
+    async with alone.view() as view:
+        with Terminal(command, alone.env) as first:
+            await until(lambda: bool(view.instances(role)), 90)
+            with Terminal(command, alone.env) as second:
+                await asyncio.to_thread(second.until, "the exit code is 2")
+            assert f"{role.value}-0 of this graph runs on this host already" in second.text
+            assert "Traceback" not in second.text
+            first.type("\x03")
+            await asyncio.to_thread(first.until, "the exit code is 0")
+        await until(lambda: not view.instances(role))
+        with Terminal(command, alone.env) as again:
+            await until(lambda: bool(view.instances(role)), 90)
+            again.type("\x03")
+            await asyncio.to_thread(again.until, "the exit code is 0")
+
+
 async def _asked(view: RegistryView) -> "asyncio.Task[int]":
     """A request that the only decode worker has begun to answer; the task counts its tokens."""
     await until(lambda: bool(view.instances(Role.DECODE)))
