@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -22,12 +23,18 @@ def etcd_server(state_dir: Path, port: int = 0, credentials: Credentials | None 
 
 @contextmanager
 def running(server: EmbeddedServer) -> Iterator[EmbeddedServer]:
-    """Run a server that outlives the event loops of the tests, for session fixtures."""
-    asyncio.run(server.start())
+    """Run a server that outlives the event loops of the tests, for session fixtures: its output must be read on."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
     try:
+        asyncio.run_coroutine_threadsafe(server.start(), loop).result()
         yield server
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
     finally:
-        asyncio.run(server.stop())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 @asynccontextmanager

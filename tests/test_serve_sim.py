@@ -243,6 +243,24 @@ def test_a_second_graph_on_the_same_port_is_refused(graph: Serve, tmp_path: Path
     assert f"Port {graph.port} on 127.0.0.1 is held by" in result.stderr
 
 
+def test_a_second_graph_on_the_same_folder_is_refused_and_harms_nothing(graph: Serve, tmp_path: Path) -> None:
+    """Also without the lock file; a worker that is killed then comes back, by credentials that are still those."""
+    state_dir = Path(graph.env["PDSERVE_STATE_DIR"])
+    kept = [state_dir / "graph.json", *(state_dir / "credentials").iterdir()]
+    before = [path.read_bytes() for path in kept]
+    other = tmp_path / "other.yaml"
+    other.write_text(WORKERS.format(kv_port=kv_ports(), workers=1))
+    (state_dir / "lock").unlink()
+    result = graph.pdserve("serve", "-f", str(other))
+    assert result.returncode == 2
+    assert "Another graph runs on" in result.stderr
+    assert [path.read_bytes() for path in kept] == before
+    victim = next(found for found in _instances(graph) if found["role"] == "decode")
+    os.kill(victim["pid"], signal.SIGKILL)
+    until(lambda: victim["id"] not in graph.pdserve("status").stdout, graph)
+    until(lambda: {"status": "ok", "workers": {"demo": 2}}.items() <= graph.health().items(), graph)
+
+
 def test_a_real_prometheus_finds_something_for_each_panel(graph: Serve, tmp_path: Path) -> None:
     """Also of what goes wrong: the prefill worker hangs."""
     numbers = count()
@@ -294,6 +312,21 @@ def test_closing_the_terminal_leaves_nothing(serve: Serve) -> None:
         terminal.until("Ready after")
         terminal.hang_up()
         until(lambda: not serve.processes(), serve)
+
+
+def test_serve_starts_again_after_killall_python(serve: Serve) -> None:
+    """The guardian is gone too, and NATS and etcd are not."""
+    serve.start()
+    until(lambda: serve.ready(), serve, 240)
+    first = serve.processes()
+    for process in first:
+        if "python" in process.name():
+            process.kill()
+    serve.process.wait()
+    assert {process.name() for process in serve.processes()} == {"nats-server", "etcd"}
+    with running(serve):
+        assert not any(process.is_running() for process in first)
+    assert serve.processes() == []
 
 
 def _status(graph: Serve) -> str:

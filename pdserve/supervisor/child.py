@@ -13,14 +13,13 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
 from pdserve.supervisor.exits import Guardian, dies_with_parent, end_group, exit_of
-from pdserve.supervisor.guardian import members, shared_memory
+from pdserve.supervisor.guardian import RUN_VARIABLE, members, shared_memory
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +29,6 @@ TAIL = 30
 """last lines of output that are kept, to tell why a process ended"""
 _LONGEST_LINE = 1 << 20
 """characters; a longer line is cut"""
-_END_OF_FILE = 64 << 10
-"""bytes that are read for the last lines of a file"""
 _CAUSE_LIMIT = 300
 """characters"""
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -86,43 +83,48 @@ class Child:
         self,
         name: str,
         command: Sequence[str],
-        output: Callable[[str], None] | Path,
+        output: Callable[[str], None],
         *,
         env: Mapping[str, str] | None = None,
         guardian: Guardian | None = None,
         wave: int = 0,
         parent_death: signal.Signals | None = signal.SIGKILL,
         pass_fds: Sequence[int] = (),
+        outlives: bool = False,
     ) -> None:
         """Start it; raises OSError. Call it in a running loop and in the main thread: the kernel sends `parent_death`
         when the thread that started the child ends.
 
-        `output` is a function that gets each line of stdout and stderr, in the order written, without its end; or a
-        file to append them to, for a child that outlives the supervisor by some seconds, since a broken pipe ends
-        programs written in Go. `env` is added to this process's environment. The guardian stops the child in its `wave`
-        when the supervisor is killed."""
+        `output` gets each line of stdout and stderr, in the order written, without its end. `env` is added to this
+        process's environment. The guardian stops the child in its `wave` when the supervisor is killed. A child that
+        `outlives` the supervisor until then gets the reading end of its own pipe too: a broken pipe ends programs
+        written in Go."""
         self.name = name
-        self._output = output
         self._guardian = guardian
         self._tail: deque[str] = deque(maxlen=TAIL)
         self._memory: set[str] = set()
-        self._reader: asyncio.Task[None] | None = None
-        with output.open("ab") if isinstance(output, Path) else nullcontext(subprocess.PIPE) as stdout:
+        mark = {RUN_VARIABLE: f"{guardian.run} {wave}"} if guardian else {}
+        out, into = os.pipe()
+        try:
             self._process = subprocess.Popen(
                 command,
-                env={**os.environ, **(env or {})},
+                env={**os.environ, **(env or {}), **mark},
                 stdin=subprocess.DEVNULL,
-                stdout=stdout,
+                stdout=into,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                pass_fds=pass_fds,
+                pass_fds=(*pass_fds, out) if outlives else pass_fds,
                 preexec_fn=dies_with_parent(parent_death) if parent_death else None,
             )
+        except BaseException:
+            os.close(out)
+            raise
+        finally:
+            os.close(into)
         self.pid = self._process.pid
         if guardian:
             guardian.watch(self.pid, wave)
-        if not isinstance(output, Path):
-            self._reader = asyncio.create_task(self._read(output), name=f"output of {name}")
+        self._reader = asyncio.create_task(self._read(out, output), name=f"output of {name}")
 
     @property
     def running(self) -> bool:
@@ -134,10 +136,9 @@ class Child:
         await end_group(self.pid, self._memory)
         if self._guardian:
             self._guardian.forget(self.pid)
-        if self._reader:
-            # The pipe is at its end now, unless a process that left the group holds it.
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._reader, 1)
+        # The pipe is at its end now, unless a process that left the group holds it.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._reader, 1)
         return Exit(code, self.last_lines())
 
     async def stop(self, patience: float) -> None:
@@ -165,16 +166,12 @@ class Child:
         self._memory = shared_memory(members(self.pid))
 
     def last_lines(self) -> tuple[str, ...]:
-        if isinstance(self._output, Path):
-            with suppress(OSError), self._output.open("rb") as file:
-                file.seek(max(0, self._output.stat().st_size - _END_OF_FILE))
-                return tuple(file.read().decode(errors="replace").splitlines()[-TAIL:])
         return tuple(self._tail)
 
-    async def _read(self, on_line: Callable[[str], None]) -> None:
+    async def _read(self, out: int, on_line: Callable[[str], None]) -> None:
         stream = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stream), self._process.stdout
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(out, "rb")
         )
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         rest = ""

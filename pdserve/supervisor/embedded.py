@@ -6,15 +6,17 @@ users of this machine get nothing.
 """
 
 import asyncio
+import fcntl
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import signal
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from ssl import SSLContext, TLSVersion
 from typing import IO, Self
@@ -25,12 +27,13 @@ from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
 from pdserve.queue import server_info
-from pdserve.supervisor import state
-from pdserve.supervisor.child import Child
+from pdserve.supervisor.child import Child, Exit
 from pdserve.supervisor.exits import Guardian
 from pdserve.supervisor.guardian import SERVERS, SERVERS_PATIENCE
+from pdserve.supervisor.output import LogFile
 from pdserve.supervisor.readiness import until_unhealthy
 from pdserve.supervisor.restarts import ProcessState, RestartLoop, RestartPolicy, SupervisedProcess
+from pdserve.supervisor.state import make_private, private
 from pdserve.tasks import Owner, forever
 
 log = logging.getLogger(__name__)
@@ -53,16 +56,26 @@ async def embedded_servers(
     """Run the servers that the configuration does not name; yields their URLs by name. A server that ends is restarted
     on the same port and data, without end: the graph goes on without it meanwhile. On leaving they are stopped, etcd
     before NATS."""
-    configured = {EmbeddedNats: config.nats, EmbeddedEtcd: config.etcd}
     async with Owner() as tasks, AsyncExitStack() as stack:
         urls = {}
-        for kind in [kind for kind, address in configured.items() if address is None]:
-            server: EmbeddedServer = kind(config.state_dir, guardian=guardian, credentials=credentials)
+        for kind in _kinds(config):
+            server = kind(config.state_dir, guardian=guardian, credentials=credentials)
             loop = RestartLoop(server, policy, _log_return, await server.start())
             tasks.start(forever(loop.run, server.name, until_done=True), server.name)
             stack.push_async_callback(loop.stop, SERVERS_PATIENCE)
             urls[server.name] = server.url
         yield urls
+
+
+def check_data(config: Config) -> None:
+    """Raise ConfigError where another process works on the data of a server that the configuration does not name."""
+    for kind in _kinds(config):
+        kind(config.state_dir).lock_data().close()
+
+
+def _kinds(config: Config) -> "list[type[EmbeddedNats] | type[EmbeddedEtcd]]":
+    configured = ((EmbeddedNats, config.nats), (EmbeddedEtcd, config.etcd))
+    return [kind for kind, address in configured if address is None]
 
 
 def _log_return(loop: RestartLoop["EmbeddedServer"]) -> None:
@@ -134,6 +147,7 @@ class EmbeddedServer(SupervisedProcess):
         if child:
             await child.stop(SERVERS_PATIENCE)
             await child.wait()
+            self._log.close()
 
     # for the restart loop
 
@@ -141,28 +155,58 @@ class EmbeddedServer(SupervisedProcess):
     """`start` returned before the loop began"""
 
     def spawn(self) -> Child:
-        try:
-            for folder in (self.data_dir, self.log_path.parent):
-                state.make_private(folder)
-            self.port = self.port or free_port(self.host)
-            # The lock belongs to the open file that the server inherits: it is free exactly when no server works
-            # on this data any more, so a lock is never stale, not even after SIGKILL or a power cut.
-            with open(self.data_dir / "lock", "a+", opener=state.private) as lock:
-                self._check(lock)
+        with self.lock_data() as lock:
+            try:
+                self.port = self.port or free_port(self.host)
+                if holder := port_holder(self.host, self.port):
+                    raise ConfigError(
+                        [f"{self.name} needs {self.host}:{self.port}, but {holder} holds that port."]
+                    )
                 self.child = Child(
                     self.name,
                     self.command(),
-                    self.log_path,
+                    self._log.write,
                     env={VARIABLE: ""},  # the API keys are not for them
                     guardian=self._guardian,
                     wave=SERVERS,
                     parent_death=None if self._guardian else signal.SIGKILL,
                     pass_fds=(lock.fileno(),),
+                    outlives=True,
                 )
-                state.note_holder(lock, self.child.pid)
-        except OSError as error:
-            raise ConfigError([f"{self.name} cannot be started on {self.state_dir}: {error}"]) from error
+            except OSError as error:
+                raise self._unusable(error) from error
+            with suppress(OSError):  # a full disk: the pid is for the error texts of others
+                os.truncate(lock.fileno(), 0)
+                os.write(lock.fileno(), str(self.child.pid).encode())
         return self.child
+
+    async def ended(self, exit_: Exit) -> None:
+        self._log.close()
+
+    def lock_data(self) -> IO[str]:
+        """Return the open file whose lock a server on this data inherits: it is free exactly when none works on the
+        data any more, so a lock is never stale, not even after SIGKILL or a power cut. Raises ConfigError where another
+        process holds it."""
+        try:
+            make_private(self.data_dir)
+            lock = open(self.data_dir / "lock", "a+", opener=private)  # noqa: SIM115
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            with lock:
+                lock.seek(0)
+                problem = f"{self.data_dir} is in use by another {self.name} (pid {lock.read() or 'unknown'})"
+            raise ConfigError([f"{problem}: stop that one, or choose another state directory."]) from None
+        return lock
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError([f"{self.name} cannot be started on {self.state_dir}: {error}"])
+
+    @cached_property
+    def _log(self) -> LogFile:
+        return LogFile(self.log_path, partial(log.warning, "%s"))
 
     async def watch(self, child: Child, ready: Callable[[], None]) -> str:
         try:
@@ -173,18 +217,11 @@ class EmbeddedServer(SupervisedProcess):
         seconds = await until_unhealthy(self._answers_at_all, CHECK_EVERY, HANGS_AFTER)
         return f"it has answered nothing for {seconds:g} s"
 
-    def _check(self, lock: IO[str]) -> None:
-        """Raise ConfigError where another process holds the data or the port."""
-        if not state.try_lock(lock):
-            problem = f"{self.data_dir} is in use by another {self.name} (pid {lock.read() or 'unknown'})"
-            raise ConfigError([f"{problem}: stop that one, or choose another state directory."])
-        if holder := port_holder(self.host, self.port):
-            raise ConfigError([f"{self.name} needs {self.host}:{self.port}, but {holder} holds that port."])
-
     async def _until_ready(self, child: Child) -> None:
         deadline = time.monotonic() + READY_WITHIN
         while time.monotonic() < deadline:
             if not child.running:
+                await child.wait()  # for its last lines
                 raise ConfigError([f"{self.name} ended while starting: {self._last_lines(child)}"])
             with suppress(OSError, EOFError):
                 async with asyncio.timeout(1):

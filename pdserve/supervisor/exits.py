@@ -89,10 +89,12 @@ def _exists(group: int) -> bool:
 
 
 class Guardian:
-    """The guardian's process, kept by the supervisor. Each wave of roles gets `patience` seconds to stop. `lock` is the descriptor of an open
-    file that the guardian keeps open until nothing is left."""
+    """The guardian's process, kept by the supervisor. Each wave of roles gets `patience` seconds to stop. `lock` is the
+    descriptor of an open file that the guardian keeps open until nothing is left. `run` marks what it watches, for the
+    next supervisor, if the guardian is killed too."""
 
-    def __init__(self, patience: float, lock: int | None = None) -> None:
+    def __init__(self, patience: float, lock: int | None = None, run: str = "") -> None:
+        self.run = run
         self._patience = patience
         self._lock = lock
         self._groups: dict[int, int] = {}

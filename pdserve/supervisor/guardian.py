@@ -11,12 +11,14 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 SERVERS = 99
 """wave of the servers: after all roles"""
 SERVERS_PATIENCE = 5.0
 """seconds that a server gets to stop"""
+RUN_VARIABLE = "PDSERVE_RUN"
+"""environment variable of each process of a graph: a mark of this run of the graph, and the wave of the process"""
 TRACKER_PATIENCE = 2.0
 """seconds for multiprocessing's resource tracker to remove the shared memory of killed processes"""
 _SHARED = re.compile(r" (/dev/shm/psm_\w+)$", re.MULTILINE)
@@ -32,9 +34,14 @@ def main() -> None:
             groups[int(group)] = int(wave)
         else:
             groups.pop(int(group), None)
+    stop_in_waves(groups, float(sys.argv[1]))
+
+
+def stop_in_waves(groups: Mapping[int, int], patience: float) -> None:
+    """Stop process groups, given with their waves: each wave of roles gets `patience` seconds, lower waves first."""
     for wave in sorted(set(groups.values())):
-        patience = SERVERS_PATIENCE if wave == SERVERS else float(sys.argv[1])
-        stop([group for group, of in groups.items() if of == wave], patience)
+        allowed = SERVERS_PATIENCE if wave == SERVERS else patience
+        stop([group for group, of in groups.items() if of == wave], allowed)
 
 
 def stop(groups: Collection[int], patience: float) -> None:
@@ -77,6 +84,19 @@ def members(group: int) -> list[int]:
             state, group_of = _stat(int(name))
             if group_of == group and state not in "ZX":
                 found.append(int(name))
+    return found
+
+
+def groups_of(run: str) -> dict[int, int]:
+    """The process groups of a run of a graph, with their waves: those of the live processes that were started with the
+    run's mark in `RUN_VARIABLE`, as the supervisor starts all of them. Whatever a group has beside them was started by
+    them."""
+    found = {}
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/environ", "rb") as environ:
+            for variable in environ.read().split(b"\0"):
+                if variable.startswith(f"{RUN_VARIABLE}={run} ".encode()):
+                    found[os.getpgid(int(name))] = int(variable.split()[1])
     return found
 
 

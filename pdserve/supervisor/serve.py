@@ -24,7 +24,7 @@ from pdserve.registry.base import Registry
 from pdserve.registry.view import RegistryView
 from pdserve.supervisor import state
 from pdserve.supervisor.checks import busy_ports
-from pdserve.supervisor.embedded import embedded_servers
+from pdserve.supervisor.embedded import check_data, embedded_servers
 from pdserve.supervisor.exits import Guardian, adopt_orphans
 from pdserve.supervisor.output import ProcessOutput
 from pdserve.supervisor.progress import banner, curl, url_of
@@ -48,16 +48,17 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
     with (
         own_foreground(),
         ProcessOutput(config.state_dir / "logs", fmt, verbose).capture_logging() as output,
-        state.locked(config.state_dir) as lock,
+        state.locked(config.state_dir, config.drain_timeout + AFTER_DRAIN) as folder,
     ):
         if busy := busy_ports(config, plan.slots):
             raise ConfigError(busy)
+        check_data(config)
         _allow_many_files()
         adopt_orphans()
         for note in filter(None, (*plan.notes, plan.unknown)):
             log.info("%s", note)
         try:
-            asyncio.run(_serve(config, plan.slots, output, lock))
+            asyncio.run(_serve(config, plan.slots, output, folder))
         except CannotStart as cause:
             log.error("%s", cause)
             return cause.exit_code
@@ -68,7 +69,9 @@ def serve(plan: Plan, fmt: str = "text", verbose: bool = False) -> int:
     return 0
 
 
-async def _serve(config: Config, slots: Sequence[Slot], output: ProcessOutput, lock: int) -> None:
+async def _serve(
+    config: Config, slots: Sequence[Slot], output: ProcessOutput, folder: state.StateFolder
+) -> None:
     """Start the servers, then the roles, and watch them until told to stop. Then, in the opposite order: stop the
     roles, leave the registry, stop the servers and the guardian."""
     task = asyncio.current_task()
@@ -76,14 +79,16 @@ async def _serve(config: Config, slots: Sequence[Slot], output: ProcessOutput, l
     _on_stop_signals(task.cancel)
     patience, policy = config.drain_timeout + AFTER_DRAIN, RestartPolicy()
     async with AsyncExitStack() as stack:
-        guardian = stack.enter_context(Guardian(patience, lock))
-        (await stack.enter_async_context(Owner())).forever(guardian.keep, "guardian")
-        credentials = _credentials(config)
+        guardian = stack.enter_context(Guardian(patience, folder.lock, folder.run))
+        tasks = await stack.enter_async_context(Owner())
+        tasks.forever(guardian.keep, "guardian")
+        tasks.forever(folder.look_after, "state directory")
+        credentials = _credentials(config, folder)
         urls = await stack.enter_async_context(embedded_servers(config, guardian, policy, credentials))
         graph = _record(config, urls, credentials)
         registered = await _registered_instances(stack, graph, config, credentials)
-        state.write(config.state_dir, graph)
-        sockets = stack.enter_context(state.socket_folder(config.state_dir))
+        folder.record(graph)
+        sockets = stack.enter_context(folder.sockets())
         specs = [
             process_spec(slot, config.path, _environment(slot, config, graph, sockets)) for slot in slots
         ]
@@ -102,11 +107,11 @@ async def _serve(config: Config, slots: Sequence[Slot], output: ProcessOutput, l
         await roles.run(until_frontends_ready(graph.url, frontends), show_ready)
 
 
-def _credentials(config: Config) -> Credentials | None:
-    """The credentials that the file names; new ones where the graph runs its own NATS and etcd. The lock of the state
-    directory ensures that nothing still uses those of an earlier run."""
+def _credentials(config: Config, folder: state.StateFolder) -> Credentials | None:
+    """The credentials that the file names; new ones where the graph runs its own NATS and etcd. The locks of the state
+    directory and of their data ensure that nothing still uses those of an earlier run."""
     if config.security.credentials is None and config.nats is None and config.etcd is None:
-        return state.fresh_credentials(config.state_dir)
+        return folder.fresh_credentials()
     found = Credentials.load(config.security.credentials)
     if found and (text := expiring(found.certificate)):
         log.warning("%s %s: make new credentials with %s", found.folder, text, command("credentials"))

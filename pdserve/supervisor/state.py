@@ -1,10 +1,14 @@
-"""The state directory: its lock, which one graph holds at a time, and the record by which commands find that graph."""
+"""The state directory: its lock, which one graph holds at a time, what that graph needs of it, and the record by which
+commands find the graph."""
 
+import asyncio
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
 import os
+import secrets
 import stat
 import tempfile
 import time
@@ -19,10 +23,12 @@ import psutil
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials, create
 from pdserve.errors import ConfigError
-from pdserve.supervisor.guardian import alive
+from pdserve.supervisor.guardian import alive, groups_of, stop_in_waves
 
 log = logging.getLogger(__name__)
 
+LOOK_EVERY = 0.5
+"""seconds between two looks at what the graph needs of the folder: less than a restart waits"""
 _LOCK, _RECORD, _CREDENTIALS = "lock", "graph.json", "credentials"
 _LONGEST_FOLDER = 107 - len("/123e4567-e89b-12d3-a456-426614174000")
 """bytes, before the names that vLLM gives its sockets"""
@@ -57,41 +63,199 @@ class GraphRecord(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def locked(state_dir: Path) -> Iterator[int]:
-    """Lock the state directory; yields the lock's file descriptor. Raises ConfigError where another graph holds it, or
-    the directory cannot be written. The guardian inherits the descriptor, so that the lock is held until this process
-    and the guardian have ended; where a guardian still stops the graph of a killed supervisor, wait for it."""
-    waiting = False
-    with _open_lock(state_dir) as lock:
-        while not try_lock(lock):
-            holder = lock.read()
-            if not holder.isdecimal() or alive(int(holder)):
-                raise ConfigError(
-                    [
-                        f"Another graph runs on {state_dir} (pid {holder or 'unknown'}): stop it, or give this one a "
-                        "folder of its own (Graph: state-dir)."
-                    ]
-                )
-            if not waiting:
-                log.warning(
-                    "waiting for the graph on %s to end: its supervisor (pid %s) was killed",
-                    state_dir,
-                    holder,
-                )
-            waiting = True
-            time.sleep(0.1)
-        note_holder(lock, os.getpid())
+def locked(state_dir: Path, patience: float = 0.0) -> Iterator["StateFolder"]:
+    """Lock the state directory. Raises ConfigError where another graph holds it, or it cannot be written. Where a
+    guardian still stops the graph of a killed supervisor, wait for it; where that was killed too, stop what is left of
+    the graph, with `patience` seconds for each wave of roles."""
+    folder = _locked(state_dir, patience)
+    try:
+        yield folder
+    finally:
+        folder.leave()
+        os.close(folder.lock)
+
+
+def _locked(state_dir: Path, patience: float) -> "StateFolder":
+    try:
+        folder = StateFolder(state_dir, _until_locked(state_dir))
+        _stop_leftovers(_holder(state_dir)[1], patience)
+        folder.mend()
+    except OSError as error:
+        raise _unusable(state_dir, error) from error
+    return folder
+
+
+class StateFolder:
+    """The state directory, locked for the graph that runs on it.
+
+    What the graph needs there may vanish, as by a `rm -r` or a cleaner of /tmp. Processes that are started again, and
+    other commands, need it as it was: so it is remembered here, looked at again and again, and made anew."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self.lock = lock
+        """a file descriptor, which the guardian inherits, so that the lock is held until both have ended"""
+        self.run = secrets.token_hex(8)
+        """marks the processes of this graph, until the next one (see `guardian.groups_of`)"""
+        self._files: dict[Path, bytes] = {}
+        self._folders: list[Path] = []
+        self._problem = ""
+
+    def fresh_credentials(self) -> Credentials:
+        """Make credentials for this run of the graph. Raises ConfigError where they cannot be written."""
         try:
-            yield lock.fileno()
+            made = create(self.path / _CREDENTIALS, valid=None)
+            paths = (made.authority, made.certificate, made.key)
+            self._files |= {path: path.read_bytes() for path in paths}
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+        return made
+
+    def record(self, graph: GraphRecord) -> None:
+        """Write the record. Raises ConfigError."""
+        self._files[self.path / _RECORD] = write(self.path, graph)
+
+    @contextlib.contextmanager
+    def sockets(self) -> Iterator[Path]:
+        """Yield a folder for the sockets of this graph's engines, emptied before and after, since killed engines leave
+        theirs behind. It is in the state directory, or in the temporary folder or /tmp where the path of a socket would
+        exceed 107 bytes. Raises ConfigError where it cannot be used."""
+        digest = hashlib.blake2s(os.fsencode(self.path), digest_size=6).hexdigest()
+        name = f"pdserve-{os.getuid()}-{digest}"
+        folders = [self.path / "sockets", Path(tempfile.gettempdir()) / name, Path("/tmp") / name]
+        folder = next((path for path in folders if len(os.fsencode(path)) <= _LONGEST_FOLDER), folders[-1])
+        _empty(folder)
+        self._folders.append(folder)
+        try:
+            yield folder
         finally:
-            (state_dir / _RECORD).unlink(missing_ok=True)
+            if self._ours():
+                with contextlib.suppress(ConfigError):
+                    _empty(folder)
+
+    async def look_after(self) -> None:
+        """Mend the folder again and again; never returns."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY)
+            problem = ""
+            try:
+                self.mend()
+            except (OSError, ConfigError) as error:
+                problem = str(error)
+            if problem and problem != self._problem:
+                log.error("what the graph needs of %s cannot be made anew: %s", self.path, problem)
+            self._problem = problem
+
+    def mend(self) -> None:
+        """Make anew what has vanished or changed since it was written. Raises OSError, and ConfigError where another
+        graph has taken the place of a folder that was removed."""
+        if not self._ours():
+            self._lock_again()
+        _note_run(self.path / _LOCK, f"{os.getpid()} {self.run}")
+        for folder in self._folders:
+            if _make_own(folder):
+                log.warning("%s had vanished: made anew", folder)
+        for path, data in self._files.items():
+            if not _holds(path, data):
+                make_private(path.parent)
+                _write(path, data)
+                log.warning("%s had vanished or changed: written again", path)
+
+    def leave(self) -> None:
+        """Remove the record, if the folder is still this graph's."""
+        self._files.clear()
+        if self._ours():
+            (self.path / _RECORD).unlink(missing_ok=True)
+
+    def _ours(self) -> bool:
+        """Whether the folder is the one that was locked."""
+        held = os.fstat(self.lock)
+        for path in (self.path, self.path / _LOCK):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(held, path.stat()):
+                    return True
+        return False
+
+    def _lock_again(self) -> None:
+        if (lock := _try_lock_folder(self.path)) is None:
+            raise ConfigError([f"{self.path} was removed, and another graph runs there now."])
+        os.dup2(lock, self.lock, inheritable=False)
+        os.close(lock)
+        log.warning("%s had vanished: made anew", self.path)
+
+
+def _until_locked(state_dir: Path) -> int:
+    waiting = False
+    while (lock := _try_lock_folder(state_dir)) is None:
+        pid, _ = _holder(state_dir)
+        if not pid or alive(pid):
+            raise ConfigError(
+                [
+                    f"Another graph runs on {state_dir} (pid {pid or 'unknown'}): stop it, or give this one a "
+                    "folder of its own (Graph: state-dir)."
+                ]
+            )
+        if not waiting:
+            log.warning(
+                "waiting for the graph on %s to end: its supervisor (pid %s) was killed", state_dir, pid
+            )
+        waiting = True
+        time.sleep(0.1)
+    return lock
+
+
+def _try_lock_folder(path: Path) -> int | None:
+    """Make and lock the folder itself, since any file in it may be removed; return the file descriptor, None where
+    another process holds it. Raises OSError."""
+    make_private(path)
+    for name, flags in ((path, os.O_RDONLY), (path / _LOCK, os.O_RDWR | os.O_CREAT)):
+        opened = os.open(name, flags, 0o600)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(opened)
+            return None
+        except OSError:  # NFS locks no folders, but files
+            os.close(opened)
+        else:
+            return opened
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def _holder(state_dir: Path) -> tuple[int, str]:
+    """The pid of the supervisor that holds or held the lock, and its `run`; 0 and empty where they are not known."""
+    with contextlib.suppress(OSError, ValueError):
+        pid, run = (state_dir / _LOCK).read_text().split()
+        return int(pid), run
+    return 0, ""
+
+
+def _note_run(path: Path, text: str) -> None:
+    """Written in place: on NFS this file is the lock. The lock holds without the text, as on a full disk."""
+    if not _holds(path, text.encode()):
+        with contextlib.suppress(OSError), open(path, "w", opener=private) as file:
+            file.write(text)
+
+
+def _stop_leftovers(run: str, patience: float) -> None:
+    """Stop the processes of a graph whose supervisor and guardian have both been killed."""
+    if run and (left := groups_of(run)):
+        log.warning(
+            "stopping what is left of a graph whose supervisor and guardian were killed (process groups %s)",
+            ", ".join(map(str, left)),
+        )
+        stop_in_waves(left, patience)
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, which may exist, readable by this user alone: its files may hold prompts. Raises OSError."""
+    """Make a folder, which may exist, readable by this user alone, as far as it belongs to this user: files in it may
+    hold prompts, and what can open it can hold its lock. One that all users share, as /tmp, stays as it is. Raises
+    OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_mode & 0o077:
-        folder.chmod(0o700)
+    mode = folder.stat().st_mode
+    if mode & 0o077 and not mode & stat.S_ISVTX:
+        with contextlib.suppress(PermissionError):
+            folder.chmod(0o700)
 
 
 def private(path: str, flags: int) -> int:
@@ -120,44 +284,45 @@ def note_holder(lock: IO[str], pid: int) -> None:
         os.write(lock.fileno(), str(pid).encode())
 
 
-@contextlib.contextmanager
-def socket_folder(state_dir: Path) -> Iterator[Path]:
-    """Yield a folder for the sockets of this graph's engines, emptied before and after, since killed engines leave
-    theirs behind. It is in the state directory, or in the temporary folder or /tmp where the path of a socket would
-    exceed 107 bytes. Raises ConfigError where it cannot be used."""
-    digest = hashlib.blake2s(os.fsencode(state_dir), digest_size=6).hexdigest()
-    name = f"pdserve-{os.getuid()}-{digest}"
-    folders = [state_dir / "sockets", Path(tempfile.gettempdir()) / name, Path("/tmp") / name]
-    folder = next((path for path in folders if len(os.fsencode(path)) <= _LONGEST_FOLDER), folders[-1])
-    _empty(folder)
+def _holds(path: Path, data: bytes) -> bool:
     try:
-        yield folder
-    finally:
-        with contextlib.suppress(ConfigError):
-            _empty(folder)
+        return path.read_bytes() == data
+    except OSError:
+        return False
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file that only this user can read, whole or not at all. Raises OSError."""
+    fresh = path.with_name(f"{path.name}.new")
+    try:
+        with open(fresh, "wb", opener=private) as file:
+            file.write(data)
+        fresh.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise
 
 
 def _empty(folder: Path) -> None:
-    """Make or empty the folder. Raises ConfigError where another user made it, which is possible in /tmp."""
+    """Make or empty the folder. Raises ConfigError."""
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        made = folder.lstat()
-        if not stat.S_ISDIR(made.st_mode) or made.st_uid != os.getuid():
-            raise ConfigError(
-                [f"{folder} belongs to another user: remove it, or set another state directory."]
-            )
+        _make_own(folder)
         for entry in folder.iterdir():
             entry.unlink()
     except OSError as error:
         raise _unusable(folder, error) from error
 
 
-def _open_lock(state_dir: Path) -> IO[str]:
-    try:
-        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return open(state_dir / _LOCK, "a+", opener=private)
-    except OSError as error:
-        raise _unusable(state_dir, error) from error
+def _make_own(folder: Path) -> bool:
+    """Make the folder where it does not exist; return whether it was made. Raises OSError, and ConfigError where
+    another user made it, which is possible in /tmp."""
+    fresh = not folder.exists()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    made = folder.lstat()
+    if not stat.S_ISDIR(made.st_mode) or made.st_uid != os.getuid():
+        raise ConfigError([f"{folder} belongs to another user: remove it, or set another state directory."])
+    return fresh
 
 
 def _unusable(state_dir: Path, error: OSError) -> ConfigError:
@@ -166,25 +331,14 @@ def _unusable(state_dir: Path, error: OSError) -> ConfigError:
     )
 
 
-def fresh_credentials(state_dir: Path) -> Credentials:
-    """Make credentials for one run of a graph. Raises ConfigError where they cannot be written."""
+def write(state_dir: Path, graph: GraphRecord) -> bytes:
+    """Write the record; return its text. Raises ConfigError where that fails; the record before it then stays."""
+    data = msgspec.json.format(msgspec.json.encode(graph))
     try:
-        return create(state_dir / _CREDENTIALS, valid=None)
+        _write(state_dir / _RECORD, data)
     except OSError as error:
         raise _unusable(state_dir, error) from error
-
-
-def write(state_dir: Path, graph: GraphRecord) -> None:
-    """Write the record. Raises ConfigError where that fails; the record before it then stays."""
-    fresh = state_dir / f"{_RECORD}.new"
-    try:
-        fresh.touch(mode=0o600)  # a NATS URL may have a password in it
-        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(graph)))
-        fresh.replace(state_dir / _RECORD)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
-        raise _unusable(state_dir, error) from error
+    return data
 
 
 def read(state_dir: Path) -> GraphRecord | None:

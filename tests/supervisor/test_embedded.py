@@ -13,7 +13,13 @@ from pdserve.credentials import Credentials
 from pdserve.errors import ConfigError
 from pdserve.ports import free_port, port_holder
 from pdserve.supervisor import embedded
-from pdserve.supervisor.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer, embedded_servers
+from pdserve.supervisor.embedded import (
+    EmbeddedEtcd,
+    EmbeddedNats,
+    EmbeddedServer,
+    check_data,
+    embedded_servers,
+)
 from pdserve.supervisor.exits import Guardian
 from pdserve.supervisor.guardian import alive
 from pdserve.supervisor.restarts import RestartLoop
@@ -138,3 +144,28 @@ async def test_a_server_that_never_answers_is_killed_and_counts_as_a_failed_star
     await loop.stop(5)
     await running
     assert not alive(pid_of(server))
+
+
+@KINDS
+async def test_a_log_is_no_condition_of_a_start(
+    kind: type[EmbeddedServer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logs = tmp_path / "logs"
+    logs.write_text("in the way")
+    async with kind(tmp_path) as server:
+        assert await server.answers()
+        assert f"{server.log_path} cannot be written" in caplog.text
+        logs.unlink()
+        await restart(server)
+        assert await server.answers()
+        if kind is EmbeddedNats:  # etcd has nothing to warn of
+            await until(lambda: server.log_path.exists() and "Server is ready" in server.log_path.read_text())
+            assert server.log_path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_data_that_is_in_use_is_known_before_anything_starts(tmp_path: Path) -> None:
+    config = Config(tmp_path / "f", "m", "m", None, None, None, state_dir=tmp_path, etcd="not ours")
+    async with EmbeddedNats(tmp_path) as server:
+        with pytest.raises(ConfigError, match=rf"in use by another nats \(pid {pid_of(server)}\)"):
+            check_data(config)
+    check_data(config)

@@ -5,6 +5,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.credentials import Credentials
 from pdserve.demo import MODEL_DIR
@@ -87,11 +88,12 @@ def test_a_terminal_that_is_a_file_comes_back(disk: Disk) -> None:
 
 def test_the_state_is_refused_in_a_sentence_and_stays_whole(disk: Disk) -> None:
     graph = state.GraphRecord(1, "a.yaml", "demo", "ns", "etcd", "nats", "x" * 5000)
-    with state.locked(disk.path):
-        state.write(disk.path, graph)
+    with state.locked(disk.path) as folder:
+        folder.record(graph)
         disk.fill()
         with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
-            state.write(disk.path, graph)
+            folder.record(replace(graph, model="another"))
+        folder.mend()
         disk.free()
         assert state.read(disk.path) == graph
         disk.fill()
@@ -118,11 +120,12 @@ async def test_nats_starts_and_restarts_on_it(disk: Disk) -> None:
 
 def test_credentials_that_cannot_be_written_are_a_wrong_configuration(disk: Disk) -> None:
     """Those before stay as they were: nothing half written is left."""
-    before = state.fresh_credentials(disk.path)
-    disk.fill()
-    with pytest.raises(ConfigError, match=r"state directory .* cannot be written"):
-        state.fresh_credentials(disk.path)
-    assert Credentials.load(before.folder) == before
-    assert [path.name for path in disk.path.iterdir() if path.is_dir()] == ["credentials"]
-    disk.free()
-    assert state.fresh_credentials(disk.path) == before
+    with state.locked(disk.path) as folder:
+        before = folder.fresh_credentials()
+        disk.fill()
+        with pytest.raises(ConfigError, match=r"state directory .* cannot be written"):
+            folder.fresh_credentials()
+        assert Credentials.load(before.folder) == before
+        assert [path.name for path in disk.path.iterdir() if path.is_dir()] == ["credentials"]
+        disk.free()
+        assert folder.fresh_credentials() == before

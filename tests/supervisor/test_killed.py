@@ -1,5 +1,7 @@
 """The supervisor itself is killed: nothing that it started may be left."""
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -7,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.supervisor import state
+from pdserve.supervisor.embedded import EmbeddedNats
 from pdserve.supervisor.guardian import alive
 from tests.conditions import until
 
@@ -105,3 +109,75 @@ async def test_the_graph_of_a_killed_supervisor_stops_in_waves(tmp_path: Path, a
     said = [line for line in log.read_text().splitlines() if "up" not in line and line != "watched"]
     order = ("frontend", "decode", "prefill", "server")
     assert said == [f"{word} {name}" for name in order for word in ("began", "ended")]
+
+
+GRAPH = """
+    import asyncio, os, subprocess, sys, textwrap
+    from pathlib import Path
+    from pdserve.process.signals import SUPERVISOR_DIED
+    from pdserve.supervisor import state
+    from pdserve.supervisor.child import Child
+    from pdserve.supervisor.embedded import EmbeddedNats
+    from pdserve.supervisor.exits import Guardian
+
+    ROLE = '''
+        import os, signal, subprocess, sys, time
+        deaf = "import os, signal, time; signal.signal(15, signal.SIG_IGN)"
+        deaf += "; print('up', os.getpid(), flush=True); time.sleep(600)"
+        subprocess.Popen([sys.executable, "-c", deaf])
+        def drain(*_):
+            Path(sys.argv[1]).write_text("drained")
+            sys.exit(0)
+        from pathlib import Path
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, drain)
+        print("up", os.getpid(), flush=True)
+        time.sleep(600)
+    '''
+
+    async def main(folder):
+        with state.locked(folder) as held, Guardian(30, held.lock, held.run) as guardian:
+            nats = EmbeddedNats(folder, guardian=guardian)
+            await nats.start()
+            print("up", nats.child.pid, flush=True)
+            command = [sys.executable, "-c", textwrap.dedent(ROLE), str(folder.parent / "drained")]
+            show = lambda line: print(line, flush=True)
+            Child("decode-0", command, show, guardian=guardian, parent_death=SUPERVISOR_DIED)
+            print("guardian", guardian.pid, flush=True)
+            await asyncio.sleep(600)
+
+    asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def _stranger(folder: Path) -> "subprocess.Popen[bytes]":
+    """A process of another graph, though its folder is this one."""
+    return subprocess.Popen(["sleep", "600"], cwd=folder, env={"PDSERVE_RUN": "another 0"})
+
+
+async def test_a_supervisor_killed_with_its_guardian_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    """Roles get their time to drain, and what they leave is killed; a stranger in the same folder is not."""
+    log, folder = tmp_path / "log", tmp_path / "state"
+    process = start(GRAPH, log, str(folder))
+
+    def pids(word: str) -> list[int]:
+        return [int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith(word)]
+
+    await until(lambda: len(pids("up")) == 3 and len(pids("guardian")) == 1)
+    stranger = _stranger(folder)
+    for pid in (*pids("guardian"), process.pid):
+        os.kill(pid, signal.SIGSTOP)  # neither sees the other's end
+    for pid in (*pids("guardian"), process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    try:
+        assert all(map(alive, pids("up")))
+        with state.locked(folder, patience=30):
+            assert not any(map(alive, pids("up")))
+            assert (tmp_path / "drained").read_text() == "drained"
+            async with EmbeddedNats(folder) as nats:
+                assert await nats.answers()
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
