@@ -12,7 +12,7 @@ from tests.chaos.command import Run
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 SHARES = (
-    (4, "kill,garbage,nats-cut,etcd-cut,mixed"),
+    (4, "kill,garbage,nats-cut,etcd-cut,mixed,state"),
     (4, "prefill-hang,decode-hang,nats-hang,etcd-hang,lose,drain,all-prefill-hang,poison,disk,unread"),
     (30, "frontend-hang,prefill-cut,decode-cut,frontend-cut,clock,start,serve"),
 )

@@ -89,8 +89,8 @@ async def kill_serve(scene: Scene) -> float | None:
     killed = time.monotonic()
     await scene.load.idle()
     scene.say(f"the last request in flight ended after {time.monotonic() - killed:.1f} s")
-    if left := await _left(family, killed + scene.config.drain_timeout + AFTER_DRAIN):
-        scene.amiss.append(f"{len(left)} processes outlived serve: {', '.join(map(_told, left))}")
+    if left := await survivors(family, scene.config.drain_timeout + AFTER_DRAIN):
+        scene.amiss.append(f"{len(left)} processes outlived serve: {', '.join(map(described, left))}")
         for process in left:
             with suppress(psutil.Error):
                 process.kill()
@@ -101,8 +101,9 @@ async def kill_serve(scene: Scene) -> float | None:
     return await scene.recovery()
 
 
-async def _left(family: Sequence[psutil.Process], end: float) -> list[psutil.Process]:
-    left = list(family)
+async def survivors(family: Sequence[psutil.Process], within: float) -> list[psutil.Process]:
+    """The processes that have not ended within so many seconds."""
+    left, end = [process for process in family if _lives(process)], time.monotonic() + within
     while left and time.monotonic() < end:
         await asyncio.sleep(0.1)
         left = [process for process in left if _lives(process)]
@@ -116,7 +117,7 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _told(process: psutil.Process) -> str:
+def described(process: psutil.Process) -> str:
     try:
         return f"{process.pid} ({' '.join(process.cmdline()[:4])})"
     except psutil.Error:
