@@ -59,7 +59,7 @@ async def embedded_servers(
     async with Owner() as tasks, AsyncExitStack() as stack:
         urls = {}
         for kind in _kinds(config):
-            server = kind(config.state_dir, guardian=guardian, credentials=credentials)
+            server: EmbeddedServer = kind(config.state_dir, guardian=guardian, credentials=credentials)
             loop = RestartLoop(server, policy, _log_return, await server.start())
             tasks.start(forever(loop.run, server.name, until_done=True), server.name)
             stack.push_async_callback(loop.stop, SERVERS_PATIENCE)
