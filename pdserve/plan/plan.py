@@ -25,6 +25,8 @@ from pdserve.records import Role
 
 DECODE_CHUNK = 256
 """tokens of a prompt that a decode worker computes in a step beside streams (docs/decisions/0025-adaptive.md)"""
+UNCOUNTED = ("cpu-offload-gb", "offload-group-size", "quantization", "speculative-config")
+"""arguments that change an engine's memory by what the sum does not know"""
 W = TypeVar("W", bound=WorkerConfig)
 
 
@@ -155,6 +157,8 @@ def _unknown(config: Config, model: ModelFacts | None, workers: Sequence[Planned
             f"{config.model} is not in the Hugging Face cache, so the size of its weights and KV is not known: "
             "download it (hf download), or give a folder with its config.json."
         )
+    if names := sorted({name for worker in workers for name in _uncounted(worker, model)}):
+        return f"Weights and KV capacity are not estimated with {', '.join(names)}."
     if model.odd_layers:
         return f"Weights and KV capacity are not estimated for a model with layers of {', '.join(model.odd_layers)}."
     return f"The weights are not in {model.folder}, and they are not estimated for a model of this kind ({model.kind})."
@@ -189,7 +193,16 @@ def _memory(
 ) -> Memory | None:
     if model is None or not model.stored or model.odd_layers or worker.config.engine == "sim":
         return None
+    if any(_uncounted(worker, model)):
+        return None
     args = worker.config.engine_args
     return size(
         model, args, card_of(worker, machine), cpu_kv=None if worker.gpus else cpu_kv_bytes(args, env)
     )
+
+
+def _uncounted(worker: PlannedWorker, model: ModelFacts) -> Iterator[str]:
+    """Those of `UNCOUNTED` that it has; naming the quantization of quantized weights changes nothing."""
+    for name in UNCOUNTED:
+        if worker.config.engine_args.get(name) and not (name == "quantization" and model.quantized):
+            yield name

@@ -62,7 +62,9 @@ def test_an_answer_in_doubt_says_so_wherever_it_is_written(comparison: Compariso
 def test_too_few_requests_are_no_answer_and_no_file(comparison: Comparison) -> None:
     for entrant in comparison.entrants:
         entrant.probes = entrant.probes[:1] + entrant.probes[2:]
+    comparison.foreign = [0.5]
     report = report_of(comparison, complete=True)
     assert report.verdict == "No recommendation."
+    assert report.lead.startswith("Other programs took 50%")
     assert "20 requests at 2 requests/s" in report.lead
     assert comparison.candidate(comparison.recommendation()) is None

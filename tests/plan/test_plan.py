@@ -387,6 +387,16 @@ def test_what_the_estimate_does_not_know_is_unknown(tmp_path: Path) -> None:
         assert plan_as_dict(found)["fits"] is None
 
 
+@pytest.mark.parametrize(
+    "key", ["cpu-offload-gb: 60", "quantization: fp8", "speculative-config: {model: a/draft}"]
+)
+def test_with_arguments_that_the_sum_does_not_know_it_is_unknown(tmp_path: Path, key: str) -> None:
+    name = key.partition(":")[0]
+    found = plan(tmp_path, big(tmp_path, MIXTRAL, 1, f", {key}"), what_if("2xH100", machine()))
+    assert (found.problems, found.fits) == ((), None)
+    assert found.unknown == f"Weights and KV capacity are not estimated with {name}."
+
+
 def test_a_folder_without_weights_is_a_problem_where_it_is_to_be_served(tmp_path: Path) -> None:
     text, here = big(tmp_path, MIXTRAL, tensor=2), machine(*[("H100", 80)] * 4)
     (problem,) = plan(tmp_path, text, here).problems

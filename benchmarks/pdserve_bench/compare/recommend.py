@@ -164,7 +164,7 @@ def recommend(findings: Sequence[CandidateResult], criteria: Criteria) -> Recomm
     if thin := [each for each in (together, separate) if each.thin and not (surely and each is separate)]:
         told = ", ".join(f"{_bare(each)} by {each.thin}" for each in thin)
         reason = f"Too few requests were judged for an answer: {told}. Give --minutes more."
-        return Recommendation(Verdict.UNKNOWN, None, reason, notes=out)
+        return Recommendation(Verdict.UNKNOWN, None, reason, notes=out, doubts=criteria.doubts)
     verdict, reason, otherwise = _judge(together, separate, criteria)
     choice = separate if verdict is Verdict.DISAGGREGATE else together
     return Recommendation(verdict, choice, reason, otherwise, out, criteria.doubts)
