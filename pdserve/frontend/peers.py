@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 RESPONSE = re.compile(r"/v1/responses/([^/]+)(/cancel)?")
 """path of a stored response"""
+_EVENT = re.compile(r"[0-9]{1,9}")
+"""`sequence_number` of an event of a stored stream"""
 OWNER = "pdserve.owner"
 """extension of the scope of a request that came through another frontend: the name of its API key, which was checked
 there"""
@@ -54,6 +56,10 @@ class PeerFrontends:
             found = await self.stored.name(response_id)
             if found is None:
                 raise HttpError(404, f"Response with id '{response_id}' not found.", "response_id")
+            if not _EVENT.fullmatch(request.query_params.get("starting_after", "0")):  # vLLM answers 500
+                raise HttpError(
+                    400, "starting_after must be the number of an event, from 0", "starting_after"
+                )
             if isinstance(found, RunningResponse) or not found.frontend:
                 return found.model
             if not await self._is_there(found.frontend, request, response):

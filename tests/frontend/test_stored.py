@@ -38,6 +38,7 @@ class StoringFrontend(Frontend):
     def __init__(self, id: str) -> None:
         super().__init__(id)
         self.stored: StoredResponses
+        self.lease: MemoryRegistry
         self._stack = AsyncExitStack()
 
     async def enter(self, server: MemoryServer, broker: MemoryBroker, state: Path) -> None:
@@ -46,9 +47,9 @@ class StoringFrontend(Frontend):
         allowed = ApiKeys([ApiKey.of("alice-key", "alice"), ApiKey.of("bob-key", "bob")])
         await self.start(self._stack, server, state, keys=allowed, stored=self.stored)
         await store.listen(self.id, lambda question: answer_peer(self.app, question))
-        registry = await self._stack.enter_async_context(MemoryRegistry(server))
+        self.lease = await self._stack.enter_async_context(MemoryRegistry(server))
         instance = Instance(self.id, Role.FRONTEND)
-        await registry.put(keys.instance(instance), encode_record(instance))
+        await self.lease.put(keys.instance(instance), encode_record(instance))
         self.http.headers.update(ALICE)
 
     async def stop(self) -> None:
@@ -297,6 +298,40 @@ async def test_background_stream_is_read_again(both: Pair, late: bool) -> None:
     assert events(here.text) == events(first.text)[2:]
 
 
+@pytest.mark.parametrize("stream", ["true", "false"])
+async def test_where_a_stream_is_read_on_is_a_whole_number(both: Pair, stream: str) -> None:
+    async with both.worker():
+        begun = await both.one.http.post("/v1/responses", json={**ASK, "background": True, "stream": True})
+        made = events(begun.text)[0]["response"]["id"]
+        await ends(both.one, made)
+        last = len(events(begun.text)) - 1
+        for frontend in (both.one, both.other):
+            for after in range(-last - 3, last + 4):
+                answer = await frontend.http.get(
+                    f"/v1/responses/{made}", params={"stream": stream, "starting_after": after}
+                )
+                good = 0 <= after < last or (after >= 0 and stream == "false")
+                assert answer.status_code == (200 if good else 400), (after, answer.text)
+            for odd in (
+                "9" * 5000,
+                "-" + "9" * 5000,
+                "+1",
+                "1_0",
+                "1.0",
+                " 1",
+                "\u0661",
+                "1e1",
+                "x",
+                "",
+                "-0",
+            ):
+                answer = await frontend.http.get(
+                    f"/v1/responses/{made}", params={"stream": stream, "starting_after": odd}
+                )
+                assert answer.status_code == 400, odd
+                assert answer.json()["error"]["param"] == "starting_after"
+
+
 async def test_a_client_that_leaves_a_background_stream_leaves_the_response(both: Pair) -> None:
     async with both.worker(pace=0.1):
         body = {**ASK, "background": True, "stream": True}
@@ -345,7 +380,7 @@ async def test_a_stopped_frontend_leaves_what_it_could_not_finish_as_failed(both
 async def test_a_frontend_that_died(both: Pair) -> None:
     """Its lease is gone, and nothing answers for it."""
     third = await both.frontend()
-    async with both.worker(pace=None) as worker, MemoryRegistry(both.registry) as registry:
+    async with both.worker(pace=None) as worker:
         await until(lambda: bool(third.models.known()))
         answer = await third.http.post("/v1/responses", json={**ASK, "background": True})
         made = answer.json()["id"]
@@ -360,7 +395,7 @@ async def test_a_frontend_that_died(both: Pair) -> None:
         ):
             assert unreachable.status_code == 503
             assert "retry-after" in unreachable.headers
-        await registry.delete(keys.instance(Instance(third.id, Role.FRONTEND)))
+        await third.lease.delete(keys.instance(Instance(third.id, Role.FRONTEND)))
         done = await ends(both.other, made)
         again = await both.other.http.post(f"/v1/responses/{made}/cancel")
         await third.stop()
