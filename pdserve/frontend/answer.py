@@ -73,22 +73,24 @@ def error_response(path: str, error: PdserveError) -> Response:
     return JSONResponse(error_body(path, error), error.status, headers)
 
 
-def with_one_type(body: bytes, status: int = 0) -> bytes:
-    """Give an error of vLLM's app, whole or as an event of a stream, the type that its status has everywhere, where the
-    graph caused it: the app calls a 504 now TimeoutError, now Gateway Timeout. An error that a single vLLM server can
-    answer too, and any other body, stays as it is."""
+def with_one_shape(path: str, body: bytes, status: int = 0) -> bytes:
+    """Give an error of vLLM's app, whole or as an event of a stream, the shape of `error_body`: bodies that cannot be
+    read have a `detail`, and what is wrong in a request for Anthropic's route is told as OpenAI does. What the graph
+    caused has the type that its status has everywhere: the app calls a 504 now TimeoutError, now Gateway Timeout."""
     mark = _EVENT if body.startswith(_EVENT) else b""
     try:
-        fields = msgspec.json.decode(body.removeprefix(mark))
-        error = fields["error"]
-        status = status or error["code"]
+        found = fields = msgspec.json.decode(body.removeprefix(mark))
+        if status and isinstance(fields.get("detail"), str):
+            fields = error_body(path, HttpError(status, fields["detail"]))
+        error, status = fields["error"], status or fields["error"]["code"]
         kind = _ERROR_TYPES.get(status, error["type"]) if status >= 429 else error["type"]
-    except (msgspec.DecodeError, TypeError, KeyError):
+        if path.startswith("/v1/messages"):
+            fields = {"type": "error", "error": {"type": kind, "message": error["message"]}}
+        else:
+            fields = {**fields, "error": {**error, "type": kind}}
+    except (ValueError, AttributeError, TypeError, KeyError):
         return body
-    if error["type"] == kind:
-        return body
-    error["type"] = kind
-    return mark + msgspec.json.encode(fields) + (b"\n\n" if mark else b"")
+    return body if fields == found else mark + msgspec.json.encode(fields) + (b"\n\n" if mark else b"")
 
 
 class ResponseWriter:
@@ -190,7 +192,7 @@ class ResponseWriter:
             await self.fail(failure)  # vLLM's app learns of it only after it has sent a stream's status
         else:
             if start["status"] >= 400 and whole and len(self._early) == 1:
-                body = with_one_type(first.get("body", b""), start["status"])
+                body = with_one_shape(self.trace.path, first.get("body", b""), start["status"])
                 headers = MutableHeaders(raw=list(start["headers"]))
                 headers["content-length"] = str(len(body))
                 start, self._early[0] = {**start, "headers": headers.raw}, {**first, "body": body}
@@ -223,7 +225,7 @@ class ResponseWriter:
     async def _send_body(self, message: Message) -> None:
         self.ended = not message.get("more_body", False)
         if message.get("body", b"").startswith(b'data: {"error"'):
-            message = {**message, "body": with_one_type(message["body"])}
+            message = {**message, "body": with_one_shape(self.trace.path, message["body"])}
         await self._send(message)
         if self.trace.deltas is not None:
             self.trace.deltas.sent(message.get("body", b""))

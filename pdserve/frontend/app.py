@@ -124,6 +124,9 @@ class FrontendApp:
                 if "expect" in request.headers:  # its body may come or not: what follows could be either
                     answer.headers["connection"] = "close"
                 await response.reply(answer, before_end=partial(discard_rest, request))
+        except Exception:
+            logger.exception("%s: the request failed in the frontend", trace.request_id)
+            await response.fail(RequestFailure(500, "internal error"))
         if trace.path in GENERATING | TOKENIZING:
             log_request(response)
 

@@ -220,7 +220,8 @@ class ClientConnection(HttpToolsProtocol):
     def refuse(self, status: int, message: str) -> None:
         """Answer, and close when the client has had time to read the answer."""
         self._refused, self._head_since = True, None
-        body = msgspec.json.encode(error_body("", HttpError(status, message)))
+        path = (self.url or b"").decode("latin-1")
+        body = msgspec.json.encode(error_body(path, HttpError(status, message)))
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
         self.transport.write(STATUS_LINE[status] + head % len(body) + body)
         asyncio.get_running_loop().call_later(LINGER, self.transport.close)

@@ -91,6 +91,10 @@ DIFFERENCES: dict[str, Difference] = {
             "without keys 403: the work would be done for them all the same; pages of this machine may ask",
         ),
         Difference("`system_fingerprint`", "made from its configuration", "made from the frontend's"),
+        Difference("errors of `/v1/messages`", "in Anthropic's shape or in OpenAI's", "all in Anthropic's"),
+        Difference(
+            "a body that cannot be read (gzip)", '`{"detail": ...}`', "the same, as an error of its route"
+        ),
         Difference(
             "response headers",
             "",

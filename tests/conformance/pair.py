@@ -60,7 +60,7 @@ class Pair:
         """Ours, which must equal theirs, except for the difference that `request.differs` names, which must be
         there."""
         ours, theirs = self.both(request)
-        mine, their = _compared(ours), _compared(theirs)
+        mine, their = _compared(ours), _shaped(request.path, _compared(theirs))
         if request.differs:
             difference = DIFFERENCES[request.differs]
             assert any(differences(mine, their)), f"{difference.name} is no difference any more"
@@ -82,6 +82,17 @@ def _ask(client: httpx.Client, request: Request) -> Answer:
         default["content-type"] = "application/json"
     headers = {name: value for name, value in (default | request.headers).items() if value}
     return answer_of(client.request(request.method, request.path, headers=headers, **content))
+
+
+def _shaped(path: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer of vLLM's whose error has another shape than its route's, in that one (two of the differences)."""
+    body, status = answer["body"], answer["status"]
+    if status == 400 and isinstance(body, dict) and "detail" in body:
+        error = {"message": body["detail"], "type": "BadRequestError", "param": None, "code": status}
+        body = {"error": error}
+    if status >= 400 and path.startswith("/v1/messages") and isinstance(body, dict) and "error" in body:
+        body = {"type": "error", "error": {name: body["error"][name] for name in ("type", "message")}}
+    return {**answer, "body": body}
 
 
 def _compared(answer: Answer) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.parser import DelegatingParser
@@ -373,7 +374,13 @@ async def make_app(
     except TypeError as error:  # vLLM's ParserManager
         raise ValueError(str(error)) from error
     store_responses(app.state.openai_serving_responses, stored, args.served_model_name[0])
+    logging.getLogger("vllm.entrypoints.anthropic.api_router").addFilter(_is_no_clients_fault)
     return raising_refusals(app), _plain_paths(app, args)
+
+
+def _is_no_clients_fault(record: logging.LogRecord) -> bool:
+    """vLLM logs what it refuses on Anthropic's routes with a traceback, which quotes the request."""
+    return not record.exc_info or create_error_response(cast(Exception, record.exc_info[1])).error.code >= 500
 
 
 def _plain_paths(app: FastAPI, args: Namespace) -> dict[str, bool]:
