@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.quarantine import Quarantine
 from pdserve.decode.requests import CANCELLED, DecodeRequest, DecodeRequests, Phase
-from pdserve.engine.base import Engine
+from pdserve.engine.base import Engine, Output
 from pdserve.errors import EngineDead, PeerGone
 from pdserve.messages import Failed, Hello, Load, PrefixesChanged, ToFrontend, WorkerLoad
 from pdserve.process.engine_checks import may_have_killed
@@ -122,6 +122,15 @@ class Frontends:
         self.quarantine.leave(request)
         if not request.cancelled:
             await self.send(request.frontend, Failed(request.id, message, retry, invalid))
+
+    async def lose(self, frontend: str, outputs: list[Output]) -> None:
+        """These outputs cannot be sent: their requests go on elsewhere, after the tokens that were sent before."""
+        for output in outputs:
+            with Apart("outputs"):
+                await self.send(frontend, Failed(output.request_id, INTERNAL, retry=True))
+                if request := self.requests.get(output.request_id):
+                    request.failure = INTERNAL
+                    await self.cancel(request)
 
     async def watch_deadlines(self) -> None:
         """Fail requests past their deadline, and give up those that the queue lost; for ever."""

@@ -219,7 +219,7 @@ class RequestRunner:
             with Apart("outputs") as one:
                 await self.frontends.send(frontend, Outputs(self.engine.pack(outputs)))
             if one.error is not None:
-                await self._lose(frontend, outputs)
+                await self.frontends.lose(frontend, outputs)
 
     async def _by_frontend(self, outputs: list[Output]) -> dict[str, list[Output]]:
         found: defaultdict[str, list[Output]] = defaultdict(list)
@@ -232,7 +232,7 @@ class RequestRunner:
                 if await self._note(request, output, now):
                     found[request.frontend].append(output)
             if one.error is not None:
-                await self._lose(request.frontend, [output])
+                await self.frontends.lose(request.frontend, [output])
         return found
 
     async def _note(self, request: DecodeRequest, output: Output, now: float) -> bool:
@@ -252,15 +252,6 @@ class RequestRunner:
         if output.finished:
             self.requests.drop(request)
         return True
-
-    async def _lose(self, frontend: str, outputs: list[Output]) -> None:
-        """These outputs cannot be sent: their requests go on elsewhere, after the tokens that were sent before."""
-        for output in outputs:
-            with Apart("outputs"):
-                await self.frontends.send(frontend, Failed(output.request_id, INTERNAL, retry=True))
-                if request := self.requests.get(output.request_id):
-                    request.failure = INTERNAL
-                    await self.frontends.cancel(request)
 
     def _note_unread(self, unread: dict[str, str]) -> None:
         for request_id, why in unread.items():
