@@ -49,6 +49,8 @@ MAX_TOLD = 100
 """the newest receipts that a frontend reports at once: encoding more would delay its streams"""
 MAX_ASTRAY = 30
 """older receipts with a detour, the newest, that it reports in addition"""
+GONE_FOR = 600.0
+"""seconds for which a worker that vanished is reported"""
 LOOK = 1.0
 """seconds between two looks at the connections to NATS and etcd"""
 
@@ -152,6 +154,15 @@ class Outage(Struct, frozen=True):
     """since the connection was lost"""
 
 
+class Gone(Struct, frozen=True):
+    """A worker whose lease ended without a drain."""
+
+    id: str
+    host: str
+    seconds: float
+    """since then"""
+
+
 class Watched(Struct, frozen=True):
     """A process at one moment."""
 
@@ -162,6 +173,8 @@ class Watched(Struct, frozen=True):
     receipts: list[Receipt] = []
     """of a frontend: the newest first, `MAX_TOLD` and `MAX_ASTRAY`"""
     outages: list[Outage] = []
+    gone: list[Gone] = []
+    """of a frontend"""
 
 
 class Connections:

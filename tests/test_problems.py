@@ -7,13 +7,14 @@ from pdserve.messages import Hop, Load
 from pdserve.observe.graph_state import GraphState, graph_state
 from pdserve.observe.problems import Node, Problem, nodes, problems
 from pdserve.records import Instance, Role, SlotState
-from pdserve.watch import LinkState, Outage, Receipt, Tick, Watched
+from pdserve.watch import Gone, LinkState, Outage, Receipt, Tick, Watched
 
 NOW = 1_700_000_000.0
 FRONTEND = Instance("frontend-0-f0", Role.FRONTEND, host="h")
 DECODE = [Instance(f"decode-{index}-d{index}", Role.DECODE, "demo", host="h") for index in (0, 1)]
 PREFILL = [Instance(f"prefill-{index}-p{index}", Role.PREFILL, "demo", host="h") for index in (0, 1)]
 STAND_IN = replace(PREFILL[0], address="tcp://h:1")
+SENDING = [replace(each, settings={"policy": "threshold"}) for each in DECODE]
 ALL = [FRONTEND, *DECODE, *PREFILL]
 SLOTS = [
     SlotState(each.id.rpartition("-")[0], each.role, "h", "ready", since=NOW - 1000, end="exit code 0")
@@ -32,6 +33,7 @@ def state(
     silent: tuple[str, ...] = (),
     instances: list[Instance] = ALL,
     outages: dict[str, list[Outage]] | None = None,
+    gone: list[Gone] | None = None,
 ) -> GraphState:
     watched = {
         each.id: Watched(
@@ -39,14 +41,16 @@ def state(
             (links or {}).get(each.id, []),
             ticks or [] if each is FRONTEND else [],
             receipts or [] if each is FRONTEND else [],
+            gone=gone or [] if each is FRONTEND else [],
         )
         for each in instances
         if each.id not in silent
     }
     for name, lost in (outages or {}).items():
         watched[name] = replace(watched.get(name, Watched()), outages=lost)
-    by_name = {slot.name: slot for slot in SLOTS if slot.name != "none"}
-    by_name |= {slot.name: slot for slot in slots or []}
+    by_name = {slot.name: slot for slot in [*SLOTS, *(slots or [])]}
+    if "none" in by_name:  # no supervisor runs
+        by_name = {}
     return graph_state(instances, list(by_name.values()), {}, {}, watched)
 
 
@@ -59,11 +63,15 @@ def node(state: GraphState, name: str) -> Node:
     return found
 
 
-def receipt(age: float, *hops: Hop) -> Receipt:
-    return Receipt("r", FRONTEND.id, "/v1/completions", age, hops=list(hops))
+def receipt(age: float, *hops: Hop, instances: tuple[str, ...] = (), running: bool = False) -> Receipt:
+    return Receipt("r", FRONTEND.id, "/v1/completions", age, 1, running, hops=[*hops], instances=[*instances])
 
 
-MOVED = receipt(9.0, Hop("migration", 3.0, 0.0, "decode-1-d1", "connection lost"))
+LOST = Hop("migration", 3.0, 0.0, "decode-1-d1", "connection lost")
+MOVED = receipt(9.0, LOST, instances=("decode-1-d1", "decode-0-d0"))
+WAITS = receipt(9.0, LOST, Hop("admission", 3.0, 6.0), instances=("decode-1-d1",), running=True)
+RETURNED = receipt(9.0, LOST, instances=("decode-1-d1", "decode-1-d2"))
+ENDED = receipt(9.0, LOST, instances=("decode-1-d1",))
 
 
 def slow(**changes: object) -> dict[str, list[LinkState]]:
@@ -85,6 +93,20 @@ WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
             ],
         ),
         (
+            state(slots=[KILLED], receipts=[MOVED, WAITS, WAITS, ENDED], instances=WITHOUT_1),
+            [
+                "bad: decode-1 is down: killed by SIGKILL; it will be started again; 1 request went on elsewhere; "
+                "2 requests wait for a worker; 1 request ended without one (4 s)"
+            ],
+        ),
+        (
+            state(slots=[replace(KILLED, state="ready", restarts=1)], receipts=[RETURNED, WAITS]),
+            [
+                "warn: decode-1 is back after its end: killed by SIGKILL; 1 request went on when it was back; "
+                "1 request waits for a worker (4 s)"
+            ],
+        ),
+        (
             state(slots=[replace(KILLED, state="starting", cause="no memory")], silent=("decode-1-d1",)),
             ["bad: decode-1 is down: killed by SIGKILL: no memory; it is starting again (4 s)"],
         ),
@@ -101,12 +123,12 @@ WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
         (state(slots=[replace(KILLED, state="ready", restarts=1, since=NOW - 60)]), []),
         (
             state(receipts=[MOVED]),
-            ["warn: decode-1 lost 1 request, which went on elsewhere: connection lost"],
+            ["warn: decode-1 lost requests: connection lost; 1 request went on elsewhere"],
         ),
         (state(receipts=[replace(MOVED, age=60.0)]), []),
         (
-            state(receipts=[receipt(9.0, Hop("migration", 3.0, 0.0, "decode-9-x", "connection lost"))]),
-            ["warn: decode-9 is gone: 1 request went on elsewhere: connection lost"],
+            state(receipts=[replace(MOVED, hops=[replace(LOST, instance="decode-9-x")])]),
+            ["warn: decode-9 is gone: connection lost; 1 request ended without one"],
         ),
         (
             state(silent=("prefill-0-p0",)),
@@ -147,6 +169,21 @@ WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
                 "bad: prefill-0 does not answer: it hangs, or is cut off",
                 "bad: prefill-1 does not answer: it hangs, or is cut off",
                 "bad: 1 prompt in the prefill queue and no prefill worker to take them",
+            ],
+        ),
+        (
+            state(
+                instances=[FRONTEND, *SENDING],
+                slots=[SlotState("none", Role.PREFILL)],
+                loads={"decode-0-d0": Load(queue_depth=12, queue_limit=2)},
+                gone=[Gone("prefill-3-p3", "h3", 40.0), Gone("decode-0-d9", "h", 50.0)],
+                receipts=[replace(MOVED, hops=[replace(LOST, instance="prefill-3-p3")])],
+            ),
+            [
+                "bad: no prefill worker is there: prompts are computed at decode workers",
+                "bad: 12 prompts in the prefill queue and no prefill worker to take them",
+                "warn: prefill-3 of h3 is gone: its lease ended, and no supervisor there starts it again; "
+                "1 request ended without one (40 s)",
             ],
         ),
         (

@@ -170,9 +170,7 @@ def test_plain_status_says_on_which_host_a_process_is_down() -> None:
 
 def test_the_json_has_all_of_it() -> None:
     found = as_dict(loaded(), GraphAddress("127.0.0.1:2379", "pdserve", "http://127.0.0.1:8000"))
-    keys = (
-        "etcd namespace url queue_depth queue_limit instances models slots settings moments receipts outages"
-    )
+    keys = "etcd namespace url queue_depth queue_limit instances models slots settings moments receipts outages gone"
     assert set(found) == set(keys.split())
     assert found["instances"][0]["load"]["running"] == 4
     assert found["instances"][0]["links"][0]["to"] == "decode-0-cc"

@@ -91,7 +91,7 @@ class Frontend(Service):
         if view.instances(Role.FRONTEND):  # they answer on this port meanwhile
             with suppress(TimeoutError):
                 await asyncio.wait_for(models.settled(), LOAD_WITHIN)
-        self._models = models
+        self._models, self._view = models, view
         self._presence = Presence(
             connection, self._instance(await _clock_skew(config.nats, credentials)), None
         )
@@ -136,6 +136,7 @@ class Frontend(Service):
             list(receipts.ticks),
             receipts.told(),
             self.connections.outages(),
+            self._view.gone(),
         )
 
     def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:

@@ -3,7 +3,7 @@ reports: the same for the dashboard and `pdserve status`."""
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -19,6 +19,7 @@ from pdserve.watch import (
     MAX_TICKS,
     MAX_TOLD,
     TICK,
+    Gone,
     LinkState,
     Outage,
     Receipt,
@@ -68,6 +69,8 @@ class GraphState(Struct, frozen=True):
     """the newest first: `MAX_TOLD`, then up to `MAX_ASTRAY` older ones with a detour"""
     outages: dict[str, list[Outage]]
     """by the id of the instance that reports them, or the name of another process that looks at the graph"""
+    gone: list[Gone]
+    """workers that vanished, the last one first"""
 
     def decode_workers(self, model: str) -> int:
         found = (each.instance for each in self.instances)
@@ -97,7 +100,13 @@ def graph_state(
         moments=moments([told.ticks for told in watched.values()]),
         receipts=receipts[:MAX_TOLD] + astray[:MAX_ASTRAY],
         outages={name: told.outages for name, told in watched.items() if told.outages},
+        gone=_gone(watched.values(), {each.id for each in ordered}),
     )
+
+
+def _gone(watched: Iterable[Watched], there: Container[str]) -> list[Gone]:
+    found = {each.id: each for told in watched for each in told.gone if each.id not in there}
+    return sorted(found.values(), key=lambda each: each.seconds)
 
 
 def settings_changed(state: GraphState) -> list[str]:

@@ -3,7 +3,7 @@ state: `nodes`. Both are pure, and the same for the dashboard and `pdserve statu
 `found = nodes(state, clock.unix())`, then `problems(state, found)`."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
 from msgspec import Struct
@@ -13,7 +13,7 @@ from pdserve import clock
 from pdserve.messages import Load
 from pdserve.observe.graph_state import GraphState, detours, place, short_names, slot_name
 from pdserve.records import Instance, Role, SlotState
-from pdserve.watch import LinkState, Receipt
+from pdserve.watch import Gone, LinkState, Receipt
 
 LATELY = 30.0
 """seconds for which a request's detour, or the end of a process that is back, is a problem"""
@@ -35,6 +35,9 @@ _WITHOUT_QUEUE = "prompts are computed at decode workers"
 _WITHOUT_STORE = "frontends share no stored responses and no use of API keys"
 _WITHOUT_REGISTRY = "the processes are those of before, and new ones are not seen"
 
+_Loss = tuple[str, str]
+"""of a request: why its worker lost it, and what became of it"""
+
 READY, DRAINING, SILENT, STARTING = "ready", "draining", "does not answer", "starting"
 
 
@@ -54,7 +57,7 @@ class Node(Struct, frozen=True):
     failed_starts: int = 0
     """since it was last ready"""
     host: str = ""
-    """of its supervisor"""
+    """where it runs, or its supervisor"""
     instance: Instance | None = None
     load: Load | None = None
     links: list[LinkState] = []
@@ -89,8 +92,8 @@ def nodes(state: GraphState, now: float) -> list[Node]:
             node = replace(node, state=DRAINING if instance.draining else READY)
         elif node.state == READY:
             node = _silent(node)
-        shown = names[instance.id]
-        found.append(replace(node, name=shown, instance=instance, load=each.load, links=each.links))
+        shown, told = names[instance.id], {"load": each.load, "links": each.links}
+        found.append(replace(node, name=shown, host=instance.host, instance=instance, **told))
     gone = [_node(slot, now) for slot in slots.values()]
     found += [_silent(node) if node.state == READY else node for node in gone]
     return sorted(found, key=lambda node: place(node.role, node.name))
@@ -100,7 +103,8 @@ def problems(state: GraphState, found: Sequence[Node]) -> list[Problem]:
     """The worst first; empty where all is well. `found`: the state's `nodes`."""
     told = [
         *_outages(state, found),
-        *_processes(found, _migrated(state.receipts)),
+        *_processes(found, _migrated(state.receipts), state.gone),
+        *_missing(found),
         *_queue(state, found),
         *_requests(state, found),
         *_links(found),
@@ -143,11 +147,13 @@ def _outages(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
         yield Problem(level, text, ["queue"] * (without is _WITHOUT_QUEUE), max(seconds.values()))
 
 
-def _processes(found: Sequence[Node], migrated: Mapping[str, list[str]]) -> Iterator[Problem]:
+def _processes(
+    found: Sequence[Node], migrated: Mapping[str, list[_Loss]], gone: Iterable[Gone]
+) -> Iterator[Problem]:
     left = dict(migrated)
     for node in found:
-        name, away = node.name, left.pop(slot_name(node.instance.id) if node.instance else node.name, [])
-        elsewhere = f"; {count(len(away), 'request')} went on elsewhere" if away else ""
+        name, lost = node.name, left.pop(slot_name(node.instance.id) if node.instance else node.name, [])
+        elsewhere = _fates(lost)
         if node.state == SILENT:
             yield Problem("bad", f"{name} does not answer: it hangs, or is cut off{elsewhere}", [name])
         elif node.state == DRAINING:
@@ -163,35 +169,47 @@ def _processes(found: Sequence[Node], migrated: Mapping[str, list[str]]) -> Iter
         elif node.restarts and node.seconds is not None and node.seconds < LATELY:
             text = f"{name} is back after its end: {node.why}{elsewhere}"
             yield Problem("warn", text, [name], node.seconds)
-        elif away:
-            text = f"{name} lost {count(len(away), 'request')}, which went on elsewhere: {_most(away)}"
-            yield Problem("warn", text, [name])
+        elif lost:
+            yield Problem("warn", f"{name} lost requests: {_most(why for why, _ in lost)}{elsewhere}", [name])
         if node.load is not None and node.load.kv_usage >= FULL:
             full = f"the KV cache of {name} is full ({node.load.kv_usage:.0%}): requests wait for room"
             yield Problem("warn", full, [name])
         skew = node.instance.clock_skew if node.instance else None
         if skew is not None and abs(skew) > clock.LARGE_SKEW:
             yield Problem("info", f"the clock of {name} is {skew:+.1f} s off: its log's times are", [name])
-    for name, away in left.items():
-        text = f"{name} is gone: {count(len(away), 'request')} went on elsewhere: {_most(away)}"
-        yield Problem("warn", text, [name])
-    if found and not any(node.up and node.role.does(Role.DECODE) for node in found):
+    there = {(node.host, slot_name(node.instance.id) if node.instance else node.name) for node in found}
+    for each in gone:
+        if (each.host, name := slot_name(each.id)) not in there:
+            at = f" of {each.host}" if each.host else ""
+            text = f"{name}{at} is gone: its lease ended, and no supervisor there starts it again"
+            yield Problem("warn", text + _fates(left.pop(name, [])), [name], each.seconds)
+    for name, lost in left.items():
+        yield Problem("warn", f"{name} is gone: {_most(why for why, _ in lost)}{_fates(lost)}", [name])
+
+
+def _missing(found: Sequence[Node]) -> Iterator[Problem]:
+    def up(role: Role) -> bool:
+        return any(node.up and node.role.does(role) for node in found)
+
+    if found and not up(Role.DECODE):
         names = [node.name for node in found if node.up and node.instance and node.instance.stands_in]
         if names:
             stand = "stands in" if len(names) == 1 else "stand in"
             yield Problem("warn", f"no decode worker is there: {', '.join(names)} {stand}", names)
         else:
             yield Problem("bad", "no decode worker is there: requests wait for one until their deadlines")
+    elif not up(Role.PREFILL) and any(node.instance and "policy" in node.instance.settings for node in found):
+        yield Problem("bad", f"no prefill worker is there: {_WITHOUT_QUEUE}")
 
 
 def _queue(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
     depth, limit = state.queue_depth, state.queue_limit
     prefill = sum(node.up and node.role.does(Role.PREFILL) for node in found)
-    if limit and depth >= limit:
-        where = "prompts are computed at decode workers"
-        yield Problem("bad", f"the prefill queue is full: {depth} of {limit}; {where}", ["queue"])
-    elif depth and not prefill:
+    if depth and not prefill:
         text = f"{count(depth, 'prompt')} in the prefill queue and no prefill worker to take them"
+        yield Problem("bad", text, ["queue"])
+    elif limit and depth >= limit:
+        text = f"the prefill queue is full: {depth} of {limit}; {_WITHOUT_QUEUE}"
         yield Problem("bad", text, ["queue"])
     elif not limit and depth > 4 * prefill:
         text = f"the prefill queue is long: {count(depth, 'prompt')} for {count(prefill, 'prefill worker')}"
@@ -254,13 +272,31 @@ def _slower(link: LinkState, others: Sequence[LinkState]) -> float:
     return factor if (link.pull_seconds or 0.0) >= usual * SLOWER / 2 else 0.0
 
 
-def _migrated(receipts: Sequence[Receipt]) -> dict[str, list[str]]:
-    """By slot: the reasons why it lost requests lately, which other workers continue."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
-    for age, hop, _ in detours(receipts):
+def _migrated(receipts: Sequence[Receipt]) -> dict[str, list[_Loss]]:
+    """By slot: the requests that it lost lately."""
+    found: defaultdict[str, list[_Loss]] = defaultdict(list)
+    for age, hop, receipt in detours(receipts):
         if hop.name == "migration" and age < LATELY:
-            found[slot_name(hop.instance)].append(hop.why)
+            found[slot_name(hop.instance)].append((hop.why, _fate(receipt, hop.instance)))
     return found
+
+
+def _fate(receipt: Receipt, lost: str) -> str:
+    """What became of a request whose worker `lost` it."""
+    workers = receipt.instances
+    after = workers[workers.index(lost) + 1 :] if lost in workers else []
+    if not after:
+        return "waits for a worker" if receipt.running else "ended without one"
+    return "went on elsewhere" if slot_name(after[0]) != slot_name(lost) else "went on when it was back"
+
+
+def _fates(lost: Sequence[_Loss]) -> str:
+    """As the end of a sentence."""
+    fates = Counter(fate for _, fate in lost).items()
+    return "".join(
+        f"; {count(number, 'request')} {fate if number == 1 else fate.replace('waits', 'wait')}"
+        for fate, number in fates
+    )
 
 
 def _fallbacks(receipts: Sequence[Receipt]) -> Iterator[Problem]:
@@ -270,7 +306,7 @@ def _fallbacks(receipts: Sequence[Receipt]) -> Iterator[Problem]:
         yield Problem("warn", f"{failed}, and decode workers computed the prompts: {_most(told)}")
 
 
-def _most(reasons: Sequence[str]) -> str:
+def _most(reasons: Iterable[str]) -> str:
     return Counter(reasons).most_common(1)[0][0]
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from pdserve.records import (
 from pdserve.registry import keys
 from pdserve.registry.base import Change, Registry
 from pdserve.tasks import Lifetime, Owner
+from pdserve.watch import GONE_FOR, Gone
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,6 +57,8 @@ class RegistryView(Lifetime):
             self._settings,
             self._slots,
         )
+        self._gone: dict[str, tuple[Instance, float]] = {}
+        """workers whose lease ended while they were not draining, and when (monotonic)"""
         self._chosen: dict[tuple[Role | None, str | None], list[Instance]] = {}
         """cached answers of `instances`, until something changes"""
         self._changed = asyncio.Condition()
@@ -102,6 +106,15 @@ class RegistryView(Lifetime):
         """Return the processes that supervisors keep alive; none if roles were started by hand."""
         return [state for _, state in sorted(self._slots.items())]
 
+    def gone(self) -> list[Gone]:
+        """Return the workers that vanished lately and are not back."""
+        now, there = time.monotonic(), {instance.id for instance in self._instances.values()}
+        return [
+            Gone(worker.id, worker.host, now - since)
+            for worker, since in self._gone.values()
+            if worker.id not in there and now - since < GONE_FOR
+        ]
+
     async def changes(self) -> AsyncIterator[None]:
         """Yield when the present keys have been read, and then after every change. Several changes may be yielded as
         one, so that a caller may read everything each time even while hundreds of processes come or go."""
@@ -132,6 +145,10 @@ class RegistryView(Lifetime):
                 self._changed.notify_all()
 
     def _take(self, change: Change) -> None:
+        worker, now = self._instances.get(change.key), time.monotonic()
+        if change.value is None and worker and worker.role is not Role.FRONTEND and not worker.draining:
+            recent = {name: each for name, each in self._gone.items() if now - each[1] < GONE_FOR}
+            self._gone = recent | {worker.id: (worker, now)}
         for records in self._all:
             if change.key.startswith(records.prefix):
                 records.take(change)

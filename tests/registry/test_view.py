@@ -38,6 +38,21 @@ async def test_the_picture_is_live(stage: Stage) -> None:
             await until(lambda: view.instances() == [DECODE] and not view.cards() and not view.settings())
 
 
+async def test_a_worker_that_vanished_is_remembered(stage: Stage) -> None:
+    """But none that said that it goes, and not when it is back."""
+    async with stage.registry() as registry, RegistryView(registry) as view:
+        for instance in (DECODE, PREFILL, FRONTEND):
+            await registry.put(keys.instance(instance), encode_record(instance))
+        await until(lambda: len(view.instances()) == 3)
+        for instance in (DECODE, PREFILL, FRONTEND):
+            await registry.delete(keys.instance(instance))
+        await until(lambda: not view.instances())
+        assert [each.id for each in view.gone()] == [DECODE.id]
+        await registry.put(keys.instance(DECODE), encode_record(DECODE))
+        await until(lambda: bool(view.instances()))
+        assert view.gone() == []
+
+
 async def test_changes_are_told(stage: Stage) -> None:
     async with stage.registry() as registry, RegistryView(registry) as view:
         changes: AsyncIterator[None] = view.changes()

@@ -150,6 +150,7 @@ def _public(state: GraphState, key: str) -> GraphState:
             name: [replace(outage, address="") for outage in outages]
             for name, outages in state.outages.items()
         },
+        gone=[replace(each, host="") for each in state.gone],
     )
 
 
