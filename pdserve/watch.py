@@ -93,6 +93,11 @@ class Receipt(Struct, frozen=True):
     """empty where it is not traced"""
 
     @property
+    def way(self) -> str:
+        """How its prompt got its KV and why, for people: `local: cheaper` for the reason `local-cheaper`."""
+        return ": ".join(filter(None, (self.prefill, self.reason.removeprefix(f"{self.prefill}-"))))
+
+    @property
     def astray(self) -> bool:
         """It has a detour: a fallback or a migration."""
         return any(hop.name in DETOURS for hop in self.hops)

@@ -19,7 +19,7 @@ from pdserve.cli.find import GraphAddress, find_graph, view_of
 from pdserve.cli.live import live, read_state, states
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.cli.top import problem_line, state_style
-from pdserve.observe.graph_state import GraphState, settings_changed
+from pdserve.observe.graph_state import GraphState, decode_workers, settings_changed
 from pdserve.observe.problems import Node, count, duration, nodes, problems
 from pdserve.observe.tables import show, table
 from pdserve.records import Instance
@@ -119,10 +119,13 @@ def as_dict(state: GraphState, graph: GraphAddress) -> dict[str, Any]:
 def render(state: GraphState, graph: GraphAddress) -> RenderableType:
     found = nodes(state, clock.unix())
     summary = Table.grid(padding=(0, 2))
-    for name, cards in state.cards.items():
-        summary.add_row(
-            "model", f"{name}, {count(state.decode_workers(name), 'decode worker')}, {cards[0][1].model}"
-        )
+    for name, workers in decode_workers(state).items():
+        parts = [
+            name,
+            count(workers, "decode worker"),
+            *(card.model for _, card in state.cards.get(name, [])[:1]),
+        ]
+        summary.add_row("model", ", ".join(parts))
     for node in found:
         if node.restarts and node.up:
             times = count(node.restarts, "time")

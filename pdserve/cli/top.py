@@ -10,7 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.observe.graph_state import GraphState, Moment, detours, settings_changed, slot_name
+from pdserve.observe.graph_state import (
+    GraphState,
+    Moment,
+    decode_workers,
+    detours,
+    settings_changed,
+    slot_name,
+)
 from pdserve.observe.problems import (
     DRAINING,
     NOW,
@@ -208,7 +215,7 @@ def _queue(state: GraphState, found: Iterable[Node], width: int) -> Text:
 
 
 def _foot(state: GraphState) -> Text:
-    models = [f"{name} ({count(state.decode_workers(name), 'decode worker')})" for name in state.cards]
+    models = [f"{name} ({count(number, 'decode worker')})" for name, number in decode_workers(state).items()]
     return Text(
         " · ".join(["q ends", *models, *settings_changed(state)]), "dim", overflow="ellipsis", no_wrap=True
     )
@@ -303,7 +310,7 @@ def requests(receipts: Iterable[Receipt], width: int) -> ListPart:
             str(receipt.cached_tokens),
             str(receipt.output_tokens),
             receipt.key,
-            receipt.prefill + f": {receipt.reason}" * bool(receipt.reason and width >= 100),
+            receipt.way if width >= 100 else receipt.prefill,
             " → ".join(map(slot_name, _places(receipt))),
         )
         rows.append(ListRow(cells, (receipt.age,)))

@@ -156,7 +156,7 @@ def _facts(receipt: Receipt) -> Iterator[tuple[str, Text]]:
     if receipt.prompt_tokens:
         yield "prompt", Text(f"{receipt.prompt_tokens} tokens, {receipt.cached_tokens} of them cached")
     if receipt.prefill:
-        yield "prefill", Text(receipt.prefill + f": {receipt.reason}" * bool(receipt.reason))
+        yield "prefill", Text(receipt.way)
     if receipt.instances:
         yield "decode", Text(", then ".join(receipt.instances))
     if receipt.retries:

@@ -103,7 +103,7 @@ class Frontend(Service):
             config.request_timeout,
             frontend.max_request_timeout,
             PeerFrontends(stored, view.instances) if stored else None,
-            Dashboard(view, self.id, self.watched, client),
+            Dashboard(view, self.id, self.watched, config.served_model_name, client),
             self.tracer,
         )
         edge = CrossOrigin(app, self._keys.keys, frontend.allowed_origins, host=frontend.host)

@@ -72,10 +72,6 @@ class GraphState(Struct, frozen=True):
     gone: list[Gone]
     """workers that vanished, the last one first"""
 
-    def decode_workers(self, model: str) -> int:
-        found = (each.instance for each in self.instances)
-        return sum(instance.role.does(Role.DECODE) and instance.model == model for instance in found)
-
 
 def graph_state(
     instances: Iterable[Instance],
@@ -107,6 +103,13 @@ def graph_state(
 def _gone(watched: Iterable[Watched], there: Container[str]) -> list[Gone]:
     found = {each.id: each for told in watched for each in told.gone if each.id not in there}
     return sorted(found.values(), key=lambda each: each.seconds)
+
+
+def decode_workers(state: GraphState) -> dict[str, int]:
+    """By model: how many are registered; 0 where only workers that prefill are left. Pure."""
+    found = Counter(each.instance.model for each in state.instances if each.instance.role.does(Role.DECODE))
+    models = {*state.cards, *(each.instance.model for each in state.instances)} - {""}
+    return {name: found[name] for name in sorted(models)}
 
 
 def settings_changed(state: GraphState) -> list[str]:

@@ -91,7 +91,7 @@ class WatchedGraph:
     async def process(
         self, role: Role, index: int = 0, sim: dict[str, float] = SPEEDS
     ) -> AsyncIterator[Service]:
-        """Leaving kills it, lease and all."""
+        """Leaving kills it, lease and all; a frontend stops in order, so that its socket leaves the event loop."""
         assert self.config.decode is not None
         decode = replace(self.config.decode, engine_args=engine_args(sim))
         config, slot = replace(self.config, decode=decode), Slot(role, index)
@@ -105,7 +105,7 @@ class WatchedGraph:
                 self.services[slot.name] = service
                 yield service
             finally:
-                life.cancel()
+                service.stop() if role is Role.FRONTEND else life.cancel()
                 with suppress(asyncio.CancelledError):
                     await life
 
@@ -135,6 +135,13 @@ class WatchedGraph:
             for number in range(clients):
                 tasks.start(client(number), "client")
             yield
+
+    async def forget_gone(self, workers: int) -> None:
+        """As after `GONE_FOR`, when so many have vanished."""
+        frontend = self.services["frontend-0"]
+        assert isinstance(frontend, Frontend)
+        await until(lambda: len(frontend._view.gone()) >= workers)
+        frontend._view._gone.clear()
 
     async def tell(self, slot: SlotState) -> None:
         """As the supervisor of a process does."""
@@ -260,7 +267,45 @@ async def test_a_killed_worker_is_seen(graph: WatchedGraph, browser: Browser) ->
         await visit.says("decode-1 is down: killed by SIGKILL; it will be started again")
         await expect(visit.page.locator("#graph .node.bad[data-key='decode-1']")).to_contain_text("down")
         await graph.registry.delete(keys.slot(killed))
+        await visit.says("decode-1 of 127.0.0.1 is gone")
+        await graph.forget_gone(1)
         await visit.says("All is well")
+
+
+async def test_the_only_decode_worker_is_killed(
+    tmp_path: Path, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests wait, and so do those that come; nothing on the page is blank, or says that they went elsewhere."""
+    monkeypatch.setattr(dashboard, "KEPT", EVERY / 1000)
+    graph = WatchedGraph(tmp_path)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(graph.registry)
+        frontend = await stack.enter_async_context(graph.process(Role.FRONTEND))
+        assert isinstance(frontend, Frontend)
+        async with graph.process(Role.DECODE):
+            graph.url = frontend._presence.instance.address
+            graph.http = await stack.enter_async_context(httpx.AsyncClient(base_url=graph.url, timeout=30))
+            await until(lambda: frontend._models.live() == {"demo": 1}, 30)
+            lost = asyncio.create_task(graph.ask([310, 320], 3000))
+            await until(lambda: any(each.output_tokens for each in frontend.receipts(9, None, "")))
+        came = asyncio.create_task(graph.ask([330, 340]))
+        async with visiting(browser, graph.url) as visit:
+            await visit.says("decode-0 of 127.0.0.1 is gone")
+            await visit.says("1 request waits for a worker")
+            await visit.says("no decode worker is there")
+            page = visit.page
+            await expect(page.locator("#models")).to_have_text("demo")
+            await expect(page.locator("#model")).to_have_value("demo")
+            await expect(page.locator("#graph .pill text")).to_have_text(["In line 2"])
+            rows = page.locator("#requests tbody tr")
+            await expect(rows).to_have_count(2)
+            await expect(rows.nth(0).locator("td").nth(2)).to_have_text("in line")
+            await expect(rows.nth(0).locator("td").nth(5)).to_have_text("–")  # noqa: RUF001
+            await expect(rows.nth(1).locator("td").nth(3)).to_have_text("local no-prefill-worker")
+            await expect(page.locator("#detours")).to_contain_text("is gone")
+        for each in (lost, came):
+            each.cancel()
+        await asyncio.gather(lost, came, return_exceptions=True)
 
 
 async def test_a_full_queue_is_seen(graph: WatchedGraph, browser: Browser) -> None:
@@ -389,6 +434,7 @@ async def test_a_large_graph_is_tiles(graph: WatchedGraph, browser: Browser) -> 
         assert await visit.overflow() == 0
     for instance in many:
         await graph.registry.delete(keys.instance(instance))
+    await graph.forget_gone(len(many))
 
 
 async def test_a_frontend_that_is_away_is_said_and_comes_back(graph: WatchedGraph, browser: Browser) -> None:
@@ -461,7 +507,7 @@ async def test_all_pages_share_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
         RegistryView(registry) as view,
         httpx.AsyncClient() as http,
     ):
-        page = Dashboard(view, "frontend-0-x", watched, http)
+        page = Dashboard(view, "frontend-0-x", watched, "demo", http)
         states = await asyncio.gather(*(page.state(Viewer()) for _ in range(20)))
     assert looks == len(set(states)) == 1
 
@@ -473,10 +519,10 @@ async def test_a_key_sees_what_is_its_own() -> None:
     slot = SlotState("decode-0", Role.DECODE, "secret", "stopped", end="exit code 1", cause="/secret/path")
     watched = Watched(links=[link], receipts=receipts, outages=[Outage("etcd", "secret:2379", 1.0)])
     state = graph_state([frontend], [slot], {}, {}, {frontend.id: watched})
-    own = told(state, Viewer("alice", everything=False), frontend.id, 0.0)
+    own = told(state, Viewer("alice", everything=False), frontend.id, 0.0, "demo")
     assert [receipt.key for receipt in own.receipts] == ["alice"]
     assert "secret" not in str(own)
-    everything = told(state, Viewer("admin"), frontend.id, 0.0)
+    everything = told(state, Viewer("admin"), frontend.id, 0.0, "demo")
     assert [receipt.key for receipt in everything.receipts] == ["alice", "bob"]
     assert "secret" in str(everything)
 
@@ -485,6 +531,6 @@ async def test_of_very_many_links_those_in_trouble_are_told() -> None:
     links = [LinkState(f"prefill-{index}-x", "kv", up=index != 700) for index in range(1000)]
     decode = Instance("decode-0-x", Role.DECODE)
     state = graph_state([decode], [], {}, {}, {decode.id: Watched(links=links)})
-    (node,) = told(state, Viewer(), "frontend-0-x", 0.0).nodes
+    (node,) = told(state, Viewer(), "frontend-0-x", 0.0, "demo").nodes
     assert len(node.links) == 400
     assert not node.links[0].up

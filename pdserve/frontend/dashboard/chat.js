@@ -1,7 +1,7 @@
 // A conversation with a model: its answers as they come, and where each was prefilled, from its headers and receipt.
 
 import { $, duration, h, many, show } from "./dom.js";
-import { nameIn, timeline } from "./requests.js";
+import { nameIn, timeline, why } from "./requests.js";
 import { ask, NeedsKey } from "./server.js";
 
 let conversation = [];
@@ -83,7 +83,7 @@ async function tell(told, about) {
   const ttft = told.first === null ? null : (told.first - told.started) / 1000;
   const prefill = receipt?.prefill || told.prefill;
   about.append(h("p", { class: "quiet" }, [
-    prefill && `prefill ${prefill}${receipt?.reason ? ` (${receipt.reason})` : ""}`,
+    prefill && `prefill ${prefill}${receipt?.reason ? ` (${why(receipt)})` : ""}`,
     receipt?.prompt_tokens && `${many(receipt.cached_tokens, "token")} of ${receipt.prompt_tokens} cached`,
     `TTFT ${duration(ttft)}`,
     told.instance.split(",").map(nameIn(graph)).join(" → "),

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdserve import clock
-from pdserve.observe.graph_state import GraphState, Moment, graph_state, settings_changed
+from pdserve.observe.graph_state import GraphState, Moment, decode_workers, graph_state, settings_changed
 from pdserve.observe.pages import read_watched
 from pdserve.observe.problems import Node, Problem, nodes, problems
 from pdserve.records import encode_record
@@ -73,13 +73,19 @@ class DashboardState(Struct, frozen=True):
 
 class Dashboard:
     def __init__(
-        self, view: RegistryView, own: str, watched: Callable[[], Watched], client: httpx.AsyncClient
+        self,
+        view: RegistryView,
+        own: str,
+        watched: Callable[[], Watched],
+        model: str,
+        client: httpx.AsyncClient,
     ) -> None:
-        """`own` and `watched` are the id and the state of this frontend; the other processes are asked with
-        `client`."""
+        """`own`, `watched` and `model` are the id, the state and the configured model of this frontend; the other
+        processes are asked with `client`."""
         self._view = view
         self._own = own
         self._watched = watched
+        self._model = model
         self._client = client
         self._reading = asyncio.Lock()
         self._state: GraphState
@@ -103,7 +109,9 @@ class Dashboard:
                 self._until = time.monotonic() + max(KEPT, len(self._state.instances) / PER_SECOND)
                 self._answers = {}
             if viewer not in self._answers:
-                self._answers[viewer] = encode_record(told(self._state, viewer, self._own, clock.unix()))
+                self._answers[viewer] = encode_record(
+                    told(self._state, viewer, self._own, clock.unix(), self._model)
+                )
             return self._answers[viewer]
 
     async def _read(self) -> GraphState:
@@ -114,8 +122,9 @@ class Dashboard:
         return graph_state(view.instances(), view.slots(), view.cards(), view.settings(), watched)
 
 
-def told(state: GraphState, viewer: Viewer, own: str, now: float) -> DashboardState:
-    """Return what this viewer may see. `now`: Unix seconds, for people. Pure."""
+def told(state: GraphState, viewer: Viewer, own: str, now: float, model: str) -> DashboardState:
+    """Return what this viewer may see. `now`: Unix seconds, for people. `model`: the frontend's, which has a name also
+    while no worker of it is there. Pure."""
     if not viewer.everything:
         state = _public(state, viewer.key)
     found = nodes(state, now)
@@ -129,7 +138,7 @@ def told(state: GraphState, viewer: Viewer, own: str, now: float) -> DashboardSt
         frontend=own,
         key=viewer.key,
         everything=viewer.everything,
-        models=sorted(state.cards),
+        models=sorted({model, *decode_workers(state)}),
         settings=settings_changed(state),
         queue_depth=state.queue_depth,
         queue_limit=state.queue_limit,

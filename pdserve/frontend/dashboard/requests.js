@@ -4,7 +4,8 @@ import { $, age, duration, h, many, s, short, show, whole } from "./dom.js";
 
 const MOST = 30;
 const MOST_NARROW = 12; // where the chat comes below
-const MOST_DETOURS = 8;
+const MOST_DETOURS = 4;
+const MOST_ALIKE = 3;
 const FILTERS = {
   all: () => true,
   migrated: (receipt) => receipt.retries > 0 || has(receipt, "migration"),
@@ -19,6 +20,9 @@ const open = new Set(); // ids of requests whose timeline is shown
 
 const has = (receipt, name) => receipt.hops.some((hop) => hop.name === name);
 const failed = (receipt) => receipt.status >= 400 || (receipt.error !== "" && !receipt.running);
+
+// The reason without the way that it repeats: `cheaper` beside `local`, for `local-cheaper`.
+export const why = ({ prefill, reason }) => (reason.startsWith(`${prefill}-`) ? reason.slice(prefill.length + 1) : reason);
 
 // The list holds still while one of it is open, pointed at or has the keyboard: a busy graph has others within a second.
 const isRead = () => shown.some((receipt) => open.has(receipt.request_id)) || $("requests").querySelector(":focus-visible") !== null
@@ -51,10 +55,10 @@ function row(receipt) {
     [age(receipt.age + (performance.now() - receipt.told) / 1000)],
     [h("button", { type: "button", class: "plain", "data-request": id, "aria-expanded": String(isOpen), title: id },
       short(id, 14)), receipt.key && h("span", { class: "quiet" }, ` ${receipt.key}`)],
-    [receipt.running ? "running" : receipt.status || "–", note && h("span", { class: "chip warn" }, note)],
-    [receipt.prefill || "–", receipt.reason && h("span", { class: "quiet" }, ` ${receipt.reason}`)],
+    [receipt.running ? (receipt.hops.at(-1)?.name === "admission" ? "in line" : "running") : receipt.status || "–", note && h("span", { class: "chip warn" }, note)],
+    [receipt.prefill || "–", receipt.reason && h("span", { class: "quiet" }, ` ${why(receipt)}`)],
     [receipt.cached_tokens ? whole(receipt.cached_tokens) : "–"],
-    [`${whole(receipt.prompt_tokens)} + ${whole(receipt.output_tokens)}`],
+    [receipt.prompt_tokens ? `${whole(receipt.prompt_tokens)} + ${whole(receipt.output_tokens)}` : "–"],
     [duration(receipt.ttft)],
     [duration(receipt.seconds)],
   ];
@@ -93,18 +97,24 @@ export function timeline(receipt, graph) {
     })));
 }
 
+// Those that are alike together: a worker that ends is one event, however many requests it had.
 export function showDetours(found) {
-  const detours = found.receipts
-    .flatMap((receipt) => receipt.hops.filter((hop) => hop.name === "migration" || hop.name === "fallback")
-      .map((hop) => ({ hop, receipt, ago: receipt.age - hop.start })))
-    .sort((a, b) => a.ago - b.ago)
-    .slice(0, MOST_DETOURS);
+  const alike = new Map();
+  for (const receipt of found.receipts)
+    for (const hop of receipt.hops.filter(({ name }) => name === "migration" || name === "fallback")) {
+      const [key, ago] = [`${hop.name} ${hop.instance} ${hop.why}`, receipt.age - hop.start];
+      if (!alike.has(key)) alike.set(key, { hop, ago, ids: [] });
+      const one = alike.get(key);
+      one.ago = Math.min(one.ago, ago);
+      one.ids.push(receipt.request_id);
+    }
+  const detours = [...alike.values()].sort((a, b) => a.ago - b.ago).slice(0, MOST_DETOURS);
   show($("detours"), detours.length
-    ? h("ul", {}, detours.map(({ hop, receipt, ago }) => h("li", {},
-      h("span", { class: "chip warn" }, hop.name), h("span", { class: "quiet" }, ago < 1 ? " now " : ` ${age(ago)} ago `),
-      h("button", { type: "button", class: "plain", "data-request": receipt.request_id, title: receipt.request_id },
-        short(receipt.request_id, 10)),
-      h("span", { class: "why" }, hop.why || "no reason told"))))
+    ? h("ul", {}, detours.map(({ hop, ago, ids }) => h("li", {},
+      h("span", { class: "chip warn" }, hop.name), h("span", { class: "quiet" }, `${ids.length > 1 ? ` ${ids.length} times, last` : ""} ${ago < 1 ? "now" : `${age(ago)} ago`}`),
+      h("span", { class: "why" }, hop.why || "no reason told"),
+      h("span", { class: "whose" }, ids.slice(0, MOST_ALIKE).map((id) =>
+        h("button", { type: "button", class: "plain", "data-request": id, title: id }, short(id, 10))), ids.length > MOST_ALIKE && `and ${ids.length - MOST_ALIKE} more`))))
     : h("p", { class: "quiet" }, "None among the recent requests."));
 }
 

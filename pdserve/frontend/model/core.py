@@ -330,6 +330,11 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         """How many generations are at workers."""
         return sum(generation.link is not None for generation in self._generations.values())
 
+    @property
+    def waiting(self) -> int:
+        """How many generations wait for a worker to take them over."""
+        return self._migration.waiting
+
     async def idle(self) -> None:
         """Wait until no generation is left."""
         while self._generations:

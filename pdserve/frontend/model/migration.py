@@ -209,6 +209,10 @@ class Migration:
             timers.append(loop.call_later(PAUSE, self._core.place, generation))
         self.give_back(generation)
 
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
     def place_waiting(self) -> None:
         """Place the waiting generations: a worker has come."""
         for generation in list(self._waiting):
