@@ -87,12 +87,6 @@ class ServedModel:
         """How many sequences are at workers."""
         return self.processor.core.running if self.processor is not None else 0
 
-    @property
-    def waiting(self) -> int:
-        """How many requests wait for their turn, and sequences for another worker."""
-        lost = self.processor.core.waiting if self.processor is not None else 0
-        return len(self.admission) + lost
-
     def count_links(self, up: bool) -> int:
         return sum(link.up == up for link in self.links())
 
@@ -216,7 +210,8 @@ class ServedModels:
     def report(self) -> Load:
         """This frontend's load."""
         running = sum(model.running for model in self._all())
-        return Load(running, sum(model.waiting for model in self._all()))
+        lost = sum(len(model.processor.core.waiting) for model in self._all() if model.processor is not None)
+        return Load(running, lost + sum(len(model.admission) for model in self._all()))
 
     def links(self) -> list[LinkState]:
         """The links to the decode workers of all models."""

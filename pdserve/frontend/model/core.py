@@ -63,6 +63,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         self._ttft, self._itl = TTFT.labels(card.name), ITL.labels(card.name)
         self._tasks = tuple(card.supported_tasks)
         self._migration = Migration(self, card.name, card.max_model_len)
+        self.waiting = self._migration.waiting
         self._generations: dict[str, Generation] = {}
         """by AsyncLLM's id"""
         self._emptied = asyncio.Event()
@@ -329,11 +330,6 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
     def running(self) -> int:
         """How many generations are at workers."""
         return sum(generation.link is not None for generation in self._generations.values())
-
-    @property
-    def waiting(self) -> int:
-        """How many generations wait for a worker to take them over."""
-        return self._migration.waiting
 
     async def idle(self) -> None:
         """Wait until no generation is left."""

@@ -131,7 +131,7 @@ class Migration:
         self._model = model
         self._moved = {word: MIGRATIONS.labels(model, word) for word in LOSSES}  # from 0 on
         self._max_model_len = max_model_len
-        self._waiting: dict[Generation, list[asyncio.TimerHandle]] = {}
+        self.waiting: dict[Generation, list[asyncio.TimerHandle]] = {}
         """generations that wait for a worker, until their deadline"""
 
     # the worker is lost
@@ -200,7 +200,7 @@ class Migration:
 
     def wait(self, generation: Generation, *, retry: bool) -> None:
         """Wait for a worker until the deadline. With `retry`, try the workers that lost it again after `PAUSE`."""
-        loop, timers = asyncio.get_running_loop(), self._waiting.setdefault(generation, [])
+        loop, timers = asyncio.get_running_loop(), self.waiting.setdefault(generation, [])
         if not timers:
             left = max(0.0, generation.trace.deadline - time.monotonic())
             timers.append(loop.call_later(left, self._give_up, generation))
@@ -209,18 +209,14 @@ class Migration:
             timers.append(loop.call_later(PAUSE, self._core.place, generation))
         self.give_back(generation)
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
     def place_waiting(self) -> None:
         """Place the waiting generations: a worker has come."""
-        for generation in list(self._waiting):
-            if generation in self._waiting:  # it may have ended together with a sibling (n > 1)
+        for generation in list(self.waiting):
+            if generation in self.waiting:  # it may have ended together with a sibling (n > 1)
                 self._core.place(generation)
 
     def stop_waiting(self, generation: Generation) -> None:
-        for timer in self._waiting.pop(generation, ()):
+        for timer in self.waiting.pop(generation, ()):
             timer.cancel()
 
     def _give_up(self, generation: Generation) -> None:
