@@ -59,7 +59,7 @@ def _known_ports(serve: Serve) -> dict[int, str]:
         known[urlsplit(url).port or 0] = "clients"
     for instance in state["instances"]:
         known[urlsplit(instance["metrics"]).port or 0] = "pages"
-        if instance["role"] in ("decode", "both"):
+        if instance["role"] != "frontend" and instance["address"]:
             known[urlsplit(instance["address"]).port or 0] = urlsplit(instance["address"]).scheme
     return known
 

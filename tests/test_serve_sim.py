@@ -75,7 +75,7 @@ def test_status_lists_all_instances(graph: Serve) -> None:
     roles = [instance["role"] for instance in state["instances"]]
     assert roles == ["frontend", "decode", "decode", "prefill"]
     assert state["url"] == graph.url
-    assert [len(cards) for cards in state["models"].values()] == [2]
+    assert [len(cards) for cards in state["models"].values()] == [3], "the prefill worker keeps a copy"
     table = graph.pdserve("status", "-f", str(graph.file)).stdout
     assert all(instance["id"] in table for instance in state["instances"])
     skews = [instance["clock_skew"] for instance in state["instances"]]
@@ -98,6 +98,7 @@ def test_nothing_listens_but_what_is_known(graph: Serve) -> None:
         ("decode", "tls"): 2,
         ("decode", "pages"): 2,
         ("decode", "TCP"): 2,  # simulated KV
+        ("prefill", "tls"): 1,
         ("prefill", "pages"): 1,
         ("prefill", "TCP"): 1,  # simulated KV
         ("nats-server", "clients"): 1,

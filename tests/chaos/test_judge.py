@@ -1,7 +1,7 @@
 """What came of a request, by tables."""
 
 import pytest
-from pdserve_bench.chaos.judge import Judgement, first_difference, judge, longest_pause, trace
+from pdserve_bench.chaos.judge import Judgement, first_difference, judge, longest_pause, too_long, trace
 from pdserve_bench.chaos.questions import Attempt, Case
 
 RIGHT = (5, 6, 7)
@@ -39,6 +39,11 @@ def test_judge(tokens: list[int], error: str, hung: bool, result: Judgement) -> 
 )
 def test_longest_pause(arrivals: list[float], ended: float, pause: float) -> None:
     assert longest_pause(10.0, arrivals, ended) == pytest.approx(pause)
+
+
+@pytest.mark.parametrize(("pause", "amiss"), [(1.4, False), (4.9, False), (5.1, True), (17.0, True)])
+def test_a_pause_that_lasts_until_a_decode_worker_is_back_is_too_long(pause: float, amiss: bool) -> None:
+    assert bool(too_long(pause, calm=1.0)) is amiss
 
 
 @pytest.mark.parametrize(

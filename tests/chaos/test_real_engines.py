@@ -18,7 +18,7 @@ NEEDED = 13 << 30
 
 @pytest.mark.skipif(psutil.virtual_memory().total < NEEDED, reason="needs 13 GB of memory")
 def test_killed_hung_and_cut_engines_drop_nothing(chaos: Callable[..., Run]) -> None:
-    faults = ["prefill-cut", "prefill-hang", "prefill-kill", "decode-kill"]
+    faults = ["prefill-cut", "prefill-hang", "prefill-kill", "decode-kill", "all-decode-kill"]
     options = ("--dtype", "float32", "--only", ",".join(faults), "--seconds", "3")
     rows = chaos(ROOT / "configs/local.yaml", *options).good()
     assert [row["fault"] for row in rows] == faults

@@ -101,6 +101,7 @@ def test_nothing_listens_but_what_is_known(graph: Graph) -> None:
         ("frontend", "HTTP"): 1,
         ("frontend", "pages"): 1,
         ("decode", "tls"): 1,
+        ("prefill", "tls"): 1,
         ("decode", "pages"): 1,
         ("prefill", "pages"): 1,
         ("VLLM::EngineCore", "KV side channel"): 2,

@@ -12,6 +12,7 @@ from pdserve.errors import Unavailable
 from pdserve.records import Role
 from pdserve_bench.chaos import questions
 from pdserve_bench.chaos.cut import Cannot
+from pdserve_bench.chaos.judge import longest, too_long
 from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.chaos.questions import Case
 from pdserve_bench.chaos.scene import Fault, Options, Scene
@@ -53,11 +54,14 @@ class Chaos:
         self._options = options
         self._watch = watch
         self._say = say
-        self._remote = False
+        self._remote = self._stand_in = False
+        self._calm = 0.0
+        """longest pause without any fault"""
 
     async def rows(self) -> AsyncIterator[Row]:
         instances = await self._watch.learn()
         self._remote = any(instance.role.does(Role.PREFILL) for instance in instances)
+        self._stand_in = any(instance.stands_in for instance in instances)
         graph = self._running.graph
         self._say(f"{graph.model} at {graph.url}: {told(self._watch.whole)}")
         lengths = [instance.max_model_len for instance in instances if instance.max_model_len]
@@ -117,8 +121,13 @@ class Chaos:
         say(f"{len(load.done)} requests; waiting until every KV block is free")
         left = await self._watch.leftovers(SETTLE_AFTER_DEATH if fault and fault.kills_decode else SETTLE)
         plain = fault.name if fault else CALM
-        victims = " ".join(scene.victims) or (plain if fault else "")
-        row = score(plain, victims, load.seen(plain, began), recovered, left, scene.amiss)
+        victims, seen = " ".join(scene.victims) or (plain if fault else ""), load.seen(plain, began)
+        pause = longest(seen)
+        if fault is None:
+            self._calm = pause
+        elif fault.kills_decode and self._stand_in and (late := too_long(pause, self._calm)):
+            scene.amiss.append(late)
+        row = score(plain, victims, seen, recovered, left, scene.amiss)
         for trouble in _troubles(row):
             say(trouble)
         return row
