@@ -12,6 +12,10 @@ from pdserve import clock
 from pdserve.cli.credentials import make_credentials
 from pdserve.credentials import NAME, Credentials, create, expiring
 from pdserve.errors import ConfigError
+from pdserve.ports import free_port
+from pdserve.queue import server_info
+from pdserve.supervisor.embedded import nats_binary
+from tests.conditions import until
 from tests.tcp import tcp_server
 
 
@@ -122,3 +126,30 @@ def test_a_host_that_cannot_be_is_told(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigError, match=r"--host: '.*' is no host name or IP address"):
         make_credentials(tmp_path / "new", host=[host])
     assert not list(tmp_path.iterdir())
+
+
+async def test_the_servers_start_as_the_command_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With messages as large as those of the servers that `serve` starts."""
+    make_credentials(tmp_path / "secrets")
+    text = capsys.readouterr().out.replace("\\\n", "")
+    said = [line.split("  #")[0].strip() for line in text.splitlines()]
+    port = free_port("127.0.0.1")
+    conf = next(line for line in said if line.startswith("echo"))
+    command = next(line for line in said if line.startswith("nats-server"))
+    assert command.endswith(" ...")
+    command = f"{command.removesuffix('...')} --addr 127.0.0.1 --port {port} --store_dir {tmp_path}"
+    script = f"cd {tmp_path} && {conf} && exec {nats_binary().parent}/{command}"
+    server = await asyncio.create_subprocess_exec("bash", "-c", script, stderr=asyncio.subprocess.DEVNULL)
+
+    async def largest() -> bool:
+        with suppress(OSError, EOFError):
+            return (await server_info(f"nats://127.0.0.1:{port}")).get("max_payload") == 8 << 20
+        return False
+
+    try:
+        await until(largest)
+    finally:
+        server.kill()
+        await server.wait()

@@ -70,7 +70,9 @@ Made {folder}. Keep it secret: it lets in whatever has it.
      Security:
        credentials: {folder}
 3. NATS and etcd of your own take the same files (deploy/docker-compose.yml has all of it):
-     nats-server --jetstream --tls --tlsverify --tlscert {certificate} --tlskey {key} --tlscacert {authority} ...
+     echo 'max_payload: 8MB' > nats.conf  # it has no flag for this: 1 MB is too little for the longest prompts
+     nats-server --config nats.conf --jetstream --tls --tlsverify \\
+       --tlscert {certificate} --tlskey {key} --tlscacert {authority} ...
      etcd --client-cert-auth --cert-file {certificate} --key-file {key} --trusted-ca-file {authority} \\
        --listen-client-urls https://ADDRESS:2379 --advertise-client-urls https://ADDRESS:2379 ...  # http would be plain
 """

@@ -131,7 +131,10 @@ async def require_jetstream(client: Client, url: str) -> None:
     except nats.js.errors.ServiceUnavailableError as error:
         if error.err_code not in _NOT_ENABLED:
             raise
-        remedy = "start it with `nats-server --jetstream`, or let pdserve start its own by leaving `nats` out"
+        remedy = (
+            "start it with `nats-server --jetstream`, and with `max_payload: 8MB` in the file of its --config, or let "
+            "pdserve start its own by leaving `nats` out"
+        )
         raise ConfigError(
             [f"NATS at {url} runs without JetStream, which the prefill queue needs: {remedy}."]
         ) from error
