@@ -55,6 +55,8 @@ REPLACED = (
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner._sample",
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner._bookkeeping_sync",
     "vllm.v1.engine.core_client.EngineCoreClient.make_async_mp_client",
+    "vllm.v1.executor.uniproc_executor.get_file_store_init_method",
+    "vllm.v1.executor.multiproc_executor.get_file_store_init_method",
     "vllm.v1.engine.input_processor.InputProcessor._validate_params",
     "vllm.v1.engine.output_processor.RequestState.make_request_output",
     "vllm.renderers.base.BaseRenderer._tokenize_prompt",

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from pathlib import Path
 from uuid import uuid4
 
 import httpx
@@ -45,6 +46,12 @@ def test_recalls_a_fact_over_remote_kv(graph: Graph) -> None:
     assert response.headers["x-pdserve-prefill"] == "remote"
     assert response.headers["x-pdserve-instance"].startswith("decode-0-")
     assert response.headers["x-request-id"]
+
+
+def test_what_a_killed_engine_would_leave_is_in_a_folder_that_serve_empties(graph: Graph) -> None:
+    folders = [process.environ().get("VLLM_RPC_BASE_PATH") for process in graph.processes()]
+    (folder,) = {Path(folder) for folder in folders if folder}
+    assert len(list(folder.glob("vllm_dist_*"))) == 2
 
 
 def test_transfer_is_counted(graph: Graph) -> None:

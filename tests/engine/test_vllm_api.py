@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
 from vllm.config import ParallelConfig
+from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from pdserve.config.host import VLLM_VERSION
 from pdserve.engine.vllm import api
@@ -107,6 +110,19 @@ def test_where_an_engine_on_the_cpu_computes(
     )
     api.compute_in_core(config)
     assert config.parallel_config.distributed_executor_backend == expected
+
+
+def test_the_ranks_of_an_engine_meet_in_the_folder_that_is_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executors = (uniproc_executor, multiproc_executor)
+    for executor in executors:
+        name = "get_file_store_init_method"
+        monkeypatch.setattr(executor, name, getattr(executor, name))
+    api.meet_in(str(tmp_path))
+    methods = {executor.get_file_store_init_method() for executor in executors}
+    assert len(methods) == 2
+    assert {urlsplit(method).path.rpartition("/")[0] for method in methods} == {str(tmp_path)}
 
 
 def test_a_worker_starts_where_torch_may_not_compile() -> None:

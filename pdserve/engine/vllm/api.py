@@ -6,6 +6,7 @@ the installed vLLM, and says what changed after an upgrade."""
 
 import os
 from collections.abc import Sequence
+from uuid import uuid4
 
 from vllm import __version__
 from vllm.config import VllmConfig as VllmConfig
@@ -26,7 +27,7 @@ from vllm.v1.engine import FinishReason as FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient as AsyncMPClient
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
-from vllm.v1.executor import Executor
+from vllm.v1.executor import Executor, multiproc_executor, uniproc_executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger as PrometheusStatLogger
 from vllm.v1.metrics.stats import PrefillStats as PrefillStats
 from vllm.v1.metrics.stats import SchedulerStats as SchedulerStats
@@ -53,6 +54,17 @@ def compute_in_core(config: VllmConfig) -> None:
     parallel = config.parallel_config
     if parallel.world_size == 1 and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
         parallel.distributed_executor_backend = "uni"
+
+
+def meet_in(folder: str) -> None:
+    """Let the ranks of an engine that is forked from this process meet through a file in this folder. vLLM takes the
+    temporary folder, where the file of an engine that is killed stays for ever."""
+
+    def init_method() -> str:
+        return f"file://{folder}/vllm_dist_{uuid4().hex}"
+
+    for executor in (uniproc_executor, multiproc_executor):
+        executor.get_file_store_init_method = init_method
 
 
 def start_core(config: VllmConfig) -> AsyncMPClient:

@@ -120,6 +120,8 @@ class VllmProcess:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": self._spec.host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
         }
+        if sockets := os.environ.get("VLLM_RPC_BASE_PATH"):  # which the supervisor empties
+            api.meet_in(sockets)
         # it would send spans of its own start there, by gRPC
         os.environ.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)
 
