@@ -18,7 +18,7 @@ from pdserve.ports import free_port
 from pdserve.queue import clock_skew, connect, connect_blobs, server_info
 from pdserve.queue.jetstream import connection
 from pdserve.queue.jetstream.client import cancellable
-from pdserve.queue.jetstream.connection import NatsConnection
+from pdserve.queue.jetstream.connection import NatsConnection, SubjectMessages
 from pdserve.supervisor.embedded import EmbeddedNats
 from tests.conditions import until
 from tests.full_disk import small_disk
@@ -271,3 +271,31 @@ async def test_what_a_server_says_of_itself(nats_url: str) -> None:
             await server_info(f"nats://127.0.0.1:{port}")
     with pytest.raises(OSError, match="Connect call failed"):
         await server_info(f"nats://127.0.0.1:{port}")
+
+
+async def test_a_late_answer_to_a_ping_is_no_end_of_reading(
+    nats_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a stall of this process or of the server."""
+    inbox = SubjectMessages("pdserve.test.late")
+    async with NatsConnection(nats_url, None, "nothing happens") as connected:
+        client = connected.client()
+        connected.listen(inbox.subject, inbox.take)
+        await connected.flush_subscriptions()
+        ping = asyncio.ensure_future(client.flush())
+        await asyncio.sleep(0)  # no longer: the answer comes within a millisecond
+        assert client._pongs
+        ping.cancel()
+        await until(lambda: not client._pongs)
+        await connected.publish(inbox.subject, b"after it")
+        assert (await asyncio.wait_for(anext(inbox), 30)).data == b"after it"
+        assert connected.client() is client
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_client_that_no_longer_reads_is_replaced(nats_url: str) -> None:
+    async with NatsConnection(nats_url, None, "nothing happens") as connected:
+        client = connected.client()
+        assert client._reading_task is not None
+        client._reading_task.cancel()
+        await until(lambda: connected.connected and connected.client() is not client)

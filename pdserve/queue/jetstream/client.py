@@ -56,6 +56,12 @@ class GraphClient(Client):
             raise ConfigError([f"NATS at {self.url} asks for TLS: set Security.credentials; {_COPY}"])
         await super()._process_info(info, initial_connection)
 
+    async def _process_pong(self) -> None:
+        """Take an answer to a ping that was given up: nats-py would stop reading, for good and in silence."""
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
 
 async def open_client(client: GraphClient, on_closed: Callable[[], Awaitable[None]] | None = None) -> None:
     """Connect, without nats-py's own pings and reconnections. Raises what nats-py does, and ConfigError if the server

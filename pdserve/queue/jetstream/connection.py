@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 PING_INTERVAL = 1.0
 PING_TIMEOUT = 3
-"""seconds; a ping is not tried twice, since nats-py breaks on a late answer to a ping that was given up"""
+"""seconds"""
 RETRY = 0.3
 _INBOX_BOUND = 100_000
 ANSWER_WITHIN = 2.0
@@ -312,8 +312,11 @@ def _check(status: str, message: Msg) -> None:
 
 
 async def _until_lost(client: Client, lost: "asyncio.Future[None]") -> None:
-    while not lost.done():
-        await asyncio.wait({lost}, timeout=PING_INTERVAL)
+    """Return when the client is closed, does not answer a ping, or no longer reads: then `flush` waits for nothing."""
+    while not lost.done() and client._reading_task is not None and not client._reading_task.done():
+        await asyncio.wait(
+            {lost, client._reading_task}, timeout=PING_INTERVAL, return_when=asyncio.FIRST_COMPLETED
+        )
         if not lost.done():
             try:
                 await cancellable(client.flush(PING_TIMEOUT))
