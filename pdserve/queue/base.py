@@ -65,7 +65,8 @@ class PrefillQueue(Lifetime):
     @property
     @abstractmethod
     def depth(self) -> int:
-        """Number of requests queued and not yet delivered, as known here without asking the server."""
+        """Number of requests queued and not yet delivered, as known here without asking the server; those past their
+        deadline count for some seconds at most."""
 
     @property
     @abstractmethod

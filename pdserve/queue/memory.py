@@ -153,7 +153,12 @@ class MemoryQueue(PrefillQueue):
 
     @property
     def depth(self) -> int:
-        return sum(1 for entry in self._requests.entries if not entry.deliveries)
+        now = time.monotonic()
+        return sum(
+            1
+            for entry in self._requests.entries
+            if not entry.deliveries and entry.stored + entry.request.timeout > now
+        )
 
     @property
     def loads(self) -> Mapping[str, tuple[PrefillLoad, float]]:

@@ -53,7 +53,7 @@ def _memory_queues(broker: MemoryBroker) -> Queues:
 
 
 def nats_queues(url: str, namespace: str, credentials: Credentials | None = None) -> Queues:
-    limits = StreamLimits(ack_wait=ACK_WAIT, bound=BOUND, max_deliver=MAX_DELIVER, resync=0.3)
+    limits = StreamLimits(ack_wait=ACK_WAIT, bound=BOUND, max_deliver=MAX_DELIVER, resync=0.3, check=0.3)
     return Queues(
         lambda model: JetStreamQueue(url, namespace, model, limits, credentials),
         NatsBlobs(url, namespace, credentials),

@@ -224,6 +224,19 @@ async def test_depth_is_known_without_asking(queues: Queues) -> None:
     assert late.depth == 1
 
 
+async def test_requests_past_their_deadline_do_not_count_though_no_worker_pulls(queues: Queues) -> None:
+    """As where all prefill workers are gone: those of decode workers that are gone, too, which withdraw nothing."""
+    gone, decode, prefill = await queues(), await queues(), await queues()
+    for name in ("a", "b"):
+        await gone.publish(request(name, deadline=1.0))
+    await publish(decode, "c")
+    await gone.__aexit__(None, None, None)
+    assert decode.depth >= 1
+    await until(lambda: decode.depth == 1)
+    assert ids(await prefill.pull(5, 1)) == ["c"]
+    await until(lambda: decode.depth == 0)
+
+
 async def test_prefill_workers_tell_their_load_with_what_they_pull(queues: Queues) -> None:
     decode, prefill = await queues(), await queues()
     assert decode.loads == {}

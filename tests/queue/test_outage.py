@@ -233,6 +233,22 @@ async def test_nats_without_jetstream_is_refused_by_name(tmp_path: Path) -> None
                 pass
 
 
+async def test_a_server_that_refuses_the_stream_is_named_once(
+    nats_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = 0
+
+    async def prepare(client: nats.NATS) -> None:
+        nonlocal tries
+        tries += 1
+        await client.jetstream().add_stream(name="m", subjects=["not..valid"])
+
+    async with NatsConnection(nats_url, None, "nothing happens", prepare) as refused:
+        await until(lambda: tries > 2)
+        assert not refused.connected
+    assert caplog.text.count(f"NATS at {nats_url} refuses what is needed of it") == 1
+
+
 async def test_blobs_of_a_server_that_is_away() -> None:
     with pytest.raises(QueueUnavailable):
         await connect_blobs(f"nats://127.0.0.1:{free_port('127.0.0.1')}", "ns").get("m")

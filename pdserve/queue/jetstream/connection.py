@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ssl import SSLContext
 
 import nats.errors
+import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -83,7 +84,7 @@ class NatsConnection(Lifetime):
         self._handlers: dict[str, Handler] = {}
         self._unsent: set[str] = set()
         self._complaint = ""
-        """the ConfigError that was logged last; each is logged once"""
+        """what of the server's setup was logged last; each is logged once"""
         self._closing: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -144,9 +145,9 @@ class NatsConnection(Lifetime):
         except ConfigError as error:
             if not tried.done():
                 tried.set_exception(error)
-            if str(error) != self._complaint:
-                log.error("%s", error)
-            self._complaint = str(error)
+            self._complain(str(error))
+        except nats.js.errors.APIError as error:
+            self._complain(f"NATS at {self.url} refuses what is needed of it: {error.description}")
         except PASSING as error:
             log.debug("NATS at %s: %s", self.url, error)
         except asyncio.CancelledError:
@@ -158,6 +159,11 @@ class NatsConnection(Lifetime):
             await asyncio.shield(self._closing)
             if not tried.done():
                 tried.set_result(None)
+
+    def _complain(self, text: str) -> None:
+        if text != self._complaint:
+            log.error("%s", text)
+        self._complaint = text
 
     async def _use(self, client: GraphClient, tried: "asyncio.Future[None]") -> None:
         """Return when a connection that worked is lost; raise if it could not be made."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -37,7 +38,6 @@ from pdserve.queue.jetstream.client import cancellable
 from pdserve.queue.jetstream.connection import (
     ANSWER_WITHIN,
     ConsumerMissing,
-    Handler,
     NatsConnection,
     PullConsumer,
     SubjectMessages,
@@ -89,6 +89,8 @@ class JetStreamQueue(PrefillQueue):
         self._made: datetime | None = None
         """when the stream was made, by the server's clock"""
         self._losses = 0
+        self._ensured = 0.0
+        """when the stream was last compared with what it should be, in monotonic seconds"""
         self._news = 0.0
         """when the depth was last reported or asked for, in monotonic seconds"""
         self._cancelled: RecentKeys[None] = RecentKeys(_CANCELLED)
@@ -130,7 +132,7 @@ class JetStreamQueue(PrefillQueue):
         """Set up each new connection: the server may be another one, or have lost its data."""
         self.max_payload = client.max_payload
         await require_jetstream(client, self._connection.url)
-        await ensure(client, self._names, self._limits)
+        await self._ensure(client)
         await remove_abandoned(client, self._names, self._limits)
         await self._sync(client)
         self._clock = None
@@ -139,6 +141,10 @@ class JetStreamQueue(PrefillQueue):
             await client.publish(reply, b"+ACK")
         self._owed_acks.clear()
         await self._withdraw_unsure(client)
+
+    async def _ensure(self, client: Client) -> None:
+        await ensure(client, self._names, self._limits)
+        self._ensured = time.monotonic()
 
     async def _withdraw_unsure(self, client: Client) -> None:
         """Cancel the requests that were not confirmed: they count as failed here, so no worker needs to compute them.
@@ -173,7 +179,7 @@ class JetStreamQueue(PrefillQueue):
 
     async def _keep_depth_true(self) -> None:
         """Ask the server while the queue seems to stand still: without prefill workers nothing reports the depth, and
-        no worker learns of requests that the server dropped for their age."""
+        no worker learns of requests that the server dropped. And mend the stream where somebody has changed it."""
         while True:
             await asyncio.sleep(self._limits.resync)
             if not self.connected:
@@ -183,6 +189,8 @@ class JetStreamQueue(PrefillQueue):
                 await self._withdraw_unsure(client)
                 if not self._clock or time.monotonic() - self._clock.measured >= MEASURE_EVERY:
                     await self._measure_clock(client)
+                if time.monotonic() - self._ensured >= self._limits.check:
+                    await cancellable(self._ensure(client))
                 if self.depth and time.monotonic() - self._news >= self._limits.resync:
                     await cancellable(self._sync(client))
             except (nats.errors.Error, QueueUnavailable, TimeoutError) as error:
@@ -199,8 +207,12 @@ class JetStreamQueue(PrefillQueue):
         try:
             try:
                 await self._store(request, payload)
-            except nats.js.errors.NoStreamResponseError:
-                await cancellable(ensure(self._connection.client(), self._names, self._limits))
+            except nats.js.errors.Error as error:
+                if getattr(error, "err_code", None) == TOO_MANY:
+                    raise
+                await cancellable(
+                    self._ensure(self._connection.client())
+                )  # somebody has changed or deleted it
                 await self._store(request, payload)
         except nats.errors.TimeoutError as error:
             self._unsure[request.request_id] = time.monotonic() + min(request.timeout, _WITHDRAW_FOR)
@@ -212,7 +224,8 @@ class JetStreamQueue(PrefillQueue):
     async def _store(self, request: PrefillRequest, payload: bytes) -> None:
         await self._connection.subscribe()
         js = self._connection.client().jetstream()
-        headers = {"Nats-Msg-Id": request.request_id}
+        # the server removes it at its deadline, also where no prefill worker is left to drop it
+        headers = {"Nats-Msg-Id": request.request_id, "Nats-TTL": f"{max(1, math.ceil(request.timeout))}s"}
         stored = await cancellable(
             js.publish(self._names.requests, payload, timeout=self._limits.publish_timeout, headers=headers)
         )
@@ -234,21 +247,19 @@ class JetStreamQueue(PrefillQueue):
         client = self._connection.client()
         try:
             await cancellable(client.request(self._names.warm_ups(worker), b"", timeout=ANSWER_WITHIN))
-        except nats.errors.NoRespondersError:
-            return False
-        except (nats.errors.Error, TimeoutError):
-            pass
+        except (nats.errors.Error, TimeoutError) as error:
+            return not isinstance(error, nats.errors.NoRespondersError)
         return True
 
     # prefill side
 
     async def expect_warm_ups(self, instance: str) -> None:
-        self._warm_up_inbox(instance)
+        self._inbox(self._names.warm_ups(instance))
         with suppress(QueueUnavailable):
             await self._connection.flush_subscriptions()
 
     def warm_ups(self, instance: str) -> AsyncIterator[PrefillRequest]:
-        return self._decoded(self._warm_up_inbox(instance), decode_prefill_request)
+        return self._decoded(self._inbox(self._names.warm_ups(instance)), decode_prefill_request)
 
     async def pull(self, limit: int, wait: float, worker: Puller | None = None) -> list[Delivery]:
         self._listen_to_notices()
@@ -273,7 +284,7 @@ class JetStreamQueue(PrefillQueue):
         except ConsumerMissing:
             log.warning("the queue of %s is gone from NATS; making it anew", self._names.model)
         try:
-            await cancellable(ensure(self._connection.client(), self._names, self._limits))
+            await cancellable(self._ensure(self._connection.client()))
             return await self._puller.fetch(limit, wait)
         except (ConsumerMissing, nats.errors.Error) as error:
             raise QueueUnavailable(f"the queue's stream cannot be made: {error}") from error
@@ -337,23 +348,20 @@ class JetStreamQueue(PrefillQueue):
 
     # listening
 
-    def _inbox(self, subject: str, take: Handler | None = None) -> SubjectMessages:
+    def _inbox(self, subject: str) -> SubjectMessages:
         """A reader that starts again gets the same inbox, with the messages that came meanwhile."""
         if subject not in self._inboxes:
             inbox = self._inboxes[subject] = SubjectMessages(subject)
-            self._connection.listen(subject, take or inbox.take)
-        return self._inboxes[subject]
 
-    def _warm_up_inbox(self, instance: str) -> SubjectMessages:
-        async def take(message: Msg) -> None:
-            if message.data:
-                await inbox.take(message)
-            else:  # a decode worker's `listens`
-                with suppress(QueueUnavailable):
+            async def take(message: Msg) -> None:
+                if message.data:
+                    await inbox.take(message)
+                    return
+                with suppress(QueueUnavailable):  # `listens` asks
                     await self._connection.publish(message.reply, b"")
 
-        inbox = self._inbox(self._names.warm_ups(instance), take)
-        return inbox
+            self._connection.listen(subject, take)
+        return self._inboxes[subject]
 
     async def _decoded(self, inbox: SubjectMessages, decode: Callable[[bytes], T]) -> AsyncIterator[T]:
         with suppress(QueueUnavailable):

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -32,6 +33,8 @@ _NO_SPACE = (10028, 10047)
 """error codes of a server that cannot reserve so many bytes of memory or disk"""
 _NOT_ENABLED = (None, 10039, 10076)
 """error codes of a server or account without JetStream; None: nothing answers on its subjects"""
+MESSAGE_TTL = (2, 11)
+"""version of the server from which on it removes a message when its own time is over"""
 SAMPLES = 3
 MEASURE_EVERY = 30.0
 """seconds; the server's clock may be set, too"""
@@ -122,6 +125,8 @@ class StreamLimits:
     """seconds after which an unused stream is removed, by the server's clock"""
     resync: float = 2.0
     """seconds without news while the queue is not empty, after which the server is asked"""
+    check: float = 10.0
+    """seconds between two looks whether somebody has changed the stream or its consumer"""
 
 
 async def require_jetstream(client: Client, url: str) -> None:
@@ -141,45 +146,98 @@ async def require_jetstream(client: Client, url: str) -> None:
 
 
 async def ensure(client: Client, names: QueueNames, limits: StreamLimits) -> None:
-    """Make the stream and its consumer if they are missing, and give them these limits. The stream is in the server's
-    memory, because a full disk stops a stream in files for as long as the server runs
+    """Make the stream and its consumer if they are missing, and mend what somebody has changed of them. The stream is
+    in the server's memory, because a full disk stops a stream in files for as long as the server runs
     (docs/decisions/0011-queue-in-memory.md)."""
     js = client.jetstream(timeout=API_TIMEOUT)
-    try:
-        await _make_stream(js, names, limits, {"max_bytes": limits.max_bytes})
-    except nats.js.errors.Error as error:
-        if getattr(error, "err_code", None) not in _NO_SPACE:
-            raise
-        # a bound in bytes is reserved at once; a server that cannot do so has a lower bound of its own
-        await _make_stream(js, names, limits, {})
-    consumer = ConsumerConfig(
-        durable_name=CONSUMER,
-        ack_policy=AckPolicy.EXPLICIT,
-        ack_wait=limits.ack_wait,
-        max_deliver=-1,
-        max_ack_pending=limits.bound,
+    await _ensure_stream(js, names.stream, _stream_settings(client, names, limits))
+    await _ensure_consumer(
+        js,
+        names.stream,
+        ConsumerConfig(
+            durable_name=CONSUMER,
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=limits.ack_wait,
+            max_deliver=-1,
+            max_ack_pending=limits.bound,
+        ),
     )
-    await js.add_consumer(names.stream, consumer)
 
 
-async def _make_stream(
-    js: JetStreamContext, names: QueueNames, limits: StreamLimits, more: dict[str, Any]
-) -> None:
-    ours = more | {
+def _stream_settings(client: Client, names: QueueNames, limits: StreamLimits) -> dict[str, Any]:
+    settings = {
         "subjects": [names.requests],
         "retention": RetentionPolicy.WORK_QUEUE,
         "discard": DiscardPolicy.NEW,
         "max_msgs": limits.bound,
+        "max_bytes": limits.max_bytes,
+        "max_msg_size": -1,
+        "max_msgs_per_subject": -1,
         "max_age": limits.max_age,
         "duplicate_window": min(120.0, limits.max_age),
+        "no_ack": False,
+        "sealed": False,
     }
+    version = client.connected_server_version
+    return settings | ({"allow_msg_ttl": True} if (version.major, version.minor) >= MESSAGE_TTL else {})
+
+
+async def _ensure_stream(js: JetStreamContext, stream: str, settings: dict[str, Any]) -> None:
+    new = StreamConfig(name=stream, storage=StorageType.MEMORY)
     try:
-        await js.add_stream(StreamConfig(name=names.stream, storage=StorageType.MEMORY), **ours)
-    except nats.js.errors.BadRequestError as error:
-        if error.err_code != NAME_IN_USE:
+        found = (await js.stream_info(stream)).config
+    except nats.js.errors.NotFoundError:
+        await _apply(js.add_stream, new, settings)
+        return
+    changed = [name for name, value in settings.items() if (getattr(found, name) or None) != (value or None)]
+    if changed == ["max_bytes"] and found.max_bytes == -1:
+        return  # the server could not reserve them
+    if changed:
+        log.warning("the stream %s has another %s than pdserve's: mending it", stream, ", ".join(changed))
+        try:
+            # keep what an administrator has set beside them (replicas, placement)
+            await _apply(js.update_stream, found, settings)
+        except nats.js.errors.APIError as error:
+            log.warning("the stream %s is made anew: %s", stream, error.description)
+            await js.delete_stream(stream)
+            await _apply(js.add_stream, new, settings)
+
+
+async def _apply(
+    call: Callable[..., Awaitable[object]], config: StreamConfig, settings: dict[str, Any]
+) -> None:
+    """A bound in bytes is reserved at once; a server that cannot do so has a lower bound of its own."""
+    try:
+        await call(config, **settings)
+    except nats.js.errors.Error as error:
+        if getattr(error, "err_code", None) not in _NO_SPACE:
             raise
-        # set our limits, but keep what an administrator has set beside them (replicas, placement)
-        await js.update_stream((await js.stream_info(names.stream)).config, **ours)
+        await call(config, **{name: value for name, value in settings.items() if name != "max_bytes"})
+
+
+async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: ConsumerConfig) -> None:
+    try:
+        found = (await js.consumer_info(stream, CONSUMER)).config
+    except nats.js.errors.NotFoundError:
+        await js.add_consumer(stream, wanted)
+        return
+    settings = (
+        "ack_policy",
+        "ack_wait",
+        "max_deliver",
+        "max_ack_pending",
+        "filter_subject",
+        "deliver_subject",
+    )
+    if changed := [name for name in settings if getattr(found, name) != getattr(wanted, name)]:
+        log.warning(
+            "the consumer of %s has another %s than pdserve's: mending it", stream, ", ".join(changed)
+        )
+        try:
+            await js.add_consumer(stream, wanted)
+        except nats.js.errors.APIError:
+            await js.delete_consumer(stream, CONSUMER)
+            await js.add_consumer(stream, wanted)
 
 
 async def remove_abandoned(client: Client, names: QueueNames, limits: StreamLimits) -> None:

@@ -1,0 +1,172 @@
+"""The queue's stream and its consumer, changed or removed by somebody while workers use them."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import nats
+import nats.js.errors
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
+
+from pdserve.errors import QueueUnavailable
+from pdserve.queue.base import PrefillQueue
+from pdserve.queue.jetstream.stream import CONSUMER
+from tests.conditions import until
+from tests.queue.conftest import BOUND, nats_queues
+from tests.queue.requests import ids, publish
+
+Change = Callable[[JetStreamContext, StreamConfig], Awaitable[object]]
+
+
+@asynccontextmanager
+async def by_hand(url: str, namespace: str) -> AsyncIterator[tuple[JetStreamContext, str]]:
+    """JetStream, and the name of the namespace's one stream."""
+    client = await nats.connect(url)
+    try:
+        js = client.jetstream()
+        names = [info.config.name or "" for info in await js.streams_info()]
+        (stream,) = [name for name in names if f"+{namespace}+" in name]
+        yield js, stream
+    finally:
+        await client.close()
+
+
+def updated(**changes: Any) -> Change:
+    return lambda js, config: js.update_stream(replace(config, **changes))
+
+
+def made_anew(**changes: Any) -> Change:
+    async def change(js: JetStreamContext, config: StreamConfig) -> None:
+        await js.delete_stream(config.name or "")
+        await js.add_stream(replace(config, **changes))
+
+    return change
+
+
+async def deleted(js: JetStreamContext, config: StreamConfig) -> None:
+    await js.delete_stream(config.name or "")
+
+
+async def goes_on(decode: PrefillQueue, prefill: PrefillQueue, name: str) -> bool:
+    """Whether a request crosses the queue. One that is stored as the stream is made anew is lost."""
+    try:
+        await publish(decode, name)
+        pulled: list[str] = []
+        while found := await prefill.pull(5, 0.5):
+            pulled += ids(found)
+            for delivery in found:
+                await delivery.ack()
+    except QueueUnavailable:
+        return False
+    return name in pulled
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        updated(max_msgs=1),
+        updated(max_bytes=100),
+        updated(max_msg_size=10),
+        updated(max_age=0.2, duplicate_window=0.1),
+        updated(subjects=["elsewhere"]),
+        updated(sealed=True),
+        made_anew(retention=RetentionPolicy.LIMITS),
+        made_anew(retention=RetentionPolicy.INTEREST, allow_msg_ttl=False),
+        made_anew(no_ack=True),
+        deleted,
+    ],
+    ids=[
+        "max_msgs",
+        "max_bytes",
+        "max_msg_size",
+        "max_age",
+        "subjects",
+        "sealed",
+        "limits",
+        "interest, no ttl",
+        "no_ack",
+        "deleted",
+    ],
+)
+async def test_a_stream_that_somebody_changes_is_mended(
+    nats_url: str, namespace: str, change: Change
+) -> None:
+    async with nats_queues(nats_url, namespace) as queues:
+        decode, prefill = await queues(), await queues()
+        assert await goes_on(decode, prefill, "before")
+        async with by_hand(nats_url, namespace) as (js, stream):
+            before = (await js.stream_info(stream)).config
+            await change(js, before)
+
+            async def mended() -> bool:
+                with suppress(nats.js.errors.NotFoundError):
+                    return replace((await js.stream_info(stream)).config, metadata=before.metadata) == before
+                return False
+
+            await until(mended)
+        numbers = iter(range(1000))
+        await until(lambda: goes_on(decode, prefill, f"after-{next(numbers)}"))
+        await until(lambda: decode.depth == prefill.depth == 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"ack_wait": 99.0}, {"max_ack_pending": 1}, {"max_deliver": 1}, {"deliver_subject": "elsewhere"}],
+    ids=lambda changes: next(iter(changes)),
+)
+async def test_a_consumer_that_somebody_changes_is_mended(
+    nats_url: str, namespace: str, changes: dict[str, Any]
+) -> None:
+    async with nats_queues(nats_url, namespace) as queues:
+        decode, prefill = await queues(), await queues()
+        async with by_hand(nats_url, namespace) as (js, stream):
+            before = (await js.consumer_info(stream, CONSUMER)).config
+            await js.delete_consumer(stream, CONSUMER)
+            plain = ConsumerConfig(durable_name=CONSUMER, ack_policy=AckPolicy.EXPLICIT, ack_wait=1.0)
+            await js.add_consumer(stream, replace(plain, **{"max_ack_pending": BOUND, **changes}))
+
+            async def mended() -> bool:
+                found = (await js.consumer_info(stream, CONSUMER)).config
+                return all(getattr(found, name) == getattr(before, name) for name in changes)
+
+            await until(mended)
+        numbers = iter(range(1000))
+        await until(lambda: goes_on(decode, prefill, f"after-{next(numbers)}"))
+
+
+async def test_what_an_administrator_has_set_beside_it_is_kept(nats_url: str, namespace: str) -> None:
+    async with nats_queues(nats_url, namespace) as queues:
+        await queues()
+        async with by_hand(nats_url, namespace) as (js, stream):
+            config = (await js.stream_info(stream)).config
+            await js.update_stream(replace(config, description="ours", max_msgs=1))
+
+            async def mended() -> bool:
+                return (await js.stream_info(stream)).config.max_msgs == BOUND
+
+            await until(mended)
+            assert (await js.stream_info(stream)).config.description == "ours"
+
+
+async def test_a_stream_of_another_storage_is_used_as_it_is(nats_url: str, namespace: str) -> None:
+    async with nats_queues(nats_url, namespace) as queues:
+        decode, prefill = await queues(), await queues()
+        async with by_hand(nats_url, namespace) as (js, stream):
+            config = (await js.stream_info(stream)).config
+            await made_anew(storage=StorageType.FILE)(js, config)
+            numbers = iter(range(1000))
+            await until(lambda: goes_on(decode, prefill, f"after-{next(numbers)}"))
+            assert (await js.stream_info(stream)).config.storage == StorageType.FILE
+
+
+async def test_after_a_purge_the_depth_is_true(nats_url: str, namespace: str) -> None:
+    async with nats_queues(nats_url, namespace) as own:
+        decode, prefill = await own(), await own()
+        await publish(decode, "a", "b")
+        async with by_hand(nats_url, namespace) as (js, stream):
+            await js.purge_stream(stream)
+        await until(lambda: decode.depth == 0)
+        assert await goes_on(decode, prefill, "c")
