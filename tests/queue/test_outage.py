@@ -9,6 +9,7 @@ from pathlib import Path
 import nats
 import nats.js.errors
 import pytest
+from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 from pdserve.credentials import Credentials
@@ -238,7 +239,7 @@ async def test_a_server_that_refuses_the_stream_is_named_once(
 ) -> None:
     tries = 0
 
-    async def prepare(client: nats.NATS) -> None:
+    async def prepare(client: Client) -> None:
         nonlocal tries
         tries += 1
         await client.jetstream().add_stream(name="m", subjects=["not..valid"])
