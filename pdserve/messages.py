@@ -54,6 +54,8 @@ class Submit(Struct, frozen=True, tag=True):
     suspect"""
     traceparent: str = ""
     """W3C trace context of the parent span; empty: not traced"""
+    client: str = ""
+    """stands for the client, the same at all frontends; clients take turns, and places from each other"""
 
 
 class Cancel(Struct, frozen=True, tag=True):
@@ -127,12 +129,16 @@ class Load(Struct, frozen=True):
     """prefill requests not yet pulled, as this process sees the queue"""
     queue_limit: int = 0
     """for a decode worker: the queue depth from which on it prefills locally; 0: no limit"""
+    remote: int = 0
+    """of the waiting requests those in remote prefill, which need no place in the batch yet"""
 
 
 class WorkerLoad(Struct, frozen=True, tag=True):
     """Sent for routing to frontends that follow it, when the load has changed, a few times a second at most."""
 
     load: Load
+    make_way: int = 0
+    """so many requests should pause here, of the clients with the most: others' wait in the engine"""
 
 
 class PrefixesChanged(Struct, frozen=True, tag=True):

@@ -4,9 +4,11 @@ their deadline, or lost with their frontend or the engine."""
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 
 from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.quarantine import Quarantine
@@ -22,10 +24,29 @@ log = logging.getLogger(__name__)
 
 LOAD_INTERVAL = 0.5
 """seconds between two looks at the load; nothing is sent while it stays the same"""
+LOOK = 0.1
+"""seconds between two looks whether a client has many places while others' requests wait in the engine"""
 PREFIX_INTERVAL = 0.25
 """seconds between two reports of the prefix cache: a conversation's next prompt comes later than this"""
 INTERNAL = "internal error in the decode worker"
 """why a request fails of which nothing better is known; it is tried elsewhere"""
+
+
+def make_way(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:
+    """Return a frontend that has requests of the client that runs the most here, and how many of these should pause,
+    for requests that wait in the engine whose clients run less than half of that; 0 if there are none. `queued`: how
+    many wait there for a place, which are the last that entered."""
+    inside = [request for request in requests if request.phase is Phase.RUNNING]
+    entered = sorted((request for request in inside if not request.proven), key=attrgetter("since"))
+    waiting = entered[-queued:] if queued else []
+    running = Counter(request.submit.client for request in inside if request not in waiting)
+    client, most = max(running.items(), key=itemgetter(1), default=("", 0))
+    # the rule of `frontend/admission/fair_queue.py`, where the requests of the other frontends are not seen
+    short = [place for place, request in enumerate(waiting) if most > 2 * running[request.submit.client] + 1]
+    if not short:
+        return "", 0
+    where = Counter(request.frontend for request in inside if request.submit.client == client)
+    return max(where, key=where.__getitem__), short[-1] + 1
 
 
 @dataclass(eq=False)
@@ -78,9 +99,15 @@ class Frontends:
     async def report_load(self, look: Callable[[], Load]) -> None:
         """Report the load to the frontends, for ever. It does not go through etcd, which would send every change, one
         with each step, to every process."""
-        told = Load()
+        told, due = Load(), 0.0
         while True:
-            await asyncio.sleep(LOAD_INTERVAL)
+            await asyncio.sleep(LOOK)
+            too_many, count = make_way(self.requests.clients(), self.engine.usage.queued)
+            if count and too_many in self._load_followers:
+                await self.send(too_many, WorkerLoad(look(), count))
+            if time.monotonic() < due:
+                continue
+            due = time.monotonic() + LOAD_INTERVAL
             if (load := look()) != told:
                 told = load
                 for frontend in list(self._load_followers):

@@ -240,6 +240,10 @@ class DecodeRequests:
         return sum(request.phase is Phase.WAITING for request in self.clients())
 
     @property
+    def remote(self) -> int:
+        return sum(request.awaits for request in self.clients())
+
+    @property
     def tokens(self) -> int:
         """Prompt and output tokens of all requests."""
         return sum(len(request.submit.prompt) + request.tokens for request in self._live.values())

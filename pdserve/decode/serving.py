@@ -175,7 +175,7 @@ class RequestRunner:
     async def _compute(self, request: DecodeRequest, after: Sequence[int]) -> None:
         """Generate without remote KV, when it is the prompt's turn to be computed."""
         since = time.monotonic()
-        async with self.turns.turn(request.computes) as waited:
+        async with self.turns.turn(request.computes, request.submit.client) as waited:
             if waited:
                 request.hops.add("turn", since, time.monotonic())
             if not request.cancelled:

@@ -125,6 +125,7 @@ class DecodeWorker(EngineWorker):
             self.requests.tokens,
             depth,
             queue_limit(self.settings.current),
+            self.requests.remote,
         )
 
     def links(self) -> list[LinkState]:

@@ -45,6 +45,8 @@ class EngineFacts:
 class EngineUsage:
     running: int = 0
     waiting: int = 0
+    queued: int = 0
+    """of the waiting ones, those that could run but for places or KV blocks"""
     kv_usage: float = 0.0
     """share of the KV blocks held by requests, 0 to 1"""
 

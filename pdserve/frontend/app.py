@@ -43,7 +43,6 @@ from pdserve.frontend.pages import FrontendPages, MetricsPage
 from pdserve.frontend.peers import RESPONSE, PeerFrontends, disconnected, owner_at_peer
 from pdserve.frontend.receipts import Receipts
 from pdserve.frontend.trace import NO_WORKER, RequestFailure, RequestTrace, current_trace, seconds_allowed
-from pdserve.frontend.unread import PauseWhileUnread
 from pdserve.frontend.usage import KeyUse
 from pdserve.observe.tracing import Tracer
 
@@ -225,7 +224,7 @@ async def _run(
     current_trace.set(trace)
     extensions = request.scope.setdefault("extensions", {})
     if not body.background:
-        extensions[UNREAD] = PauseWhileUnread(model, admission, trace)
+        extensions[UNREAD] = admission.set_unread
     if body.plain and CHUNKS in extensions:
         trace.deltas = DeltaStream(extensions[CHUNKS])
 

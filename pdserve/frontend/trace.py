@@ -24,6 +24,7 @@ MAX_WHY = 300
 LONGEST = 1e6
 """seconds of a hop, and of its start: a worker that tells more, or no number, is not believed"""
 NO_WORKER = "no decode worker is there"
+PAUSED = "its place is another client's for a while"
 CLIENT_LEFT = 499
 """in place of a status, where the client left before an answer"""
 RETRY_AFTER = 5.0

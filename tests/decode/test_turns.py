@@ -20,7 +20,7 @@ class Prompts:
         await asyncio.sleep(0)
 
     async def _stay(self, name: str, tokens: int) -> None:
-        async with self.turns.turn(tokens):
+        async with self.turns.turn(tokens, name.split()[0]):
             self.inside.append(name)
             await self.ends[name].wait()
             self.inside.remove(name)
@@ -73,3 +73,14 @@ async def test_without_a_chunk_there_are_no_turns() -> None:
     for name in "abc":
         await prompts.come(name, 5000)
     assert prompts.inside == ["a", "b", "c"]
+
+
+async def test_turns_go_round_the_clients() -> None:
+    prompts = Prompts(100)
+    for name in ("greedy 1", "greedy 2", "greedy 3", "honest 1", "honest 2", "other 1"):
+        await prompts.come(name, 5000)
+    order = []
+    while prompts.inside:
+        order += prompts.inside
+        await prompts.leave(prompts.inside[0])
+    assert order == ["greedy 1", "greedy 2", "honest 1", "other 1", "greedy 3", "honest 2"]

@@ -29,6 +29,9 @@ class Model:
         self.running: list[SequencePermit] = []
         self.order: list[str] = []
         """the clients whose sequences began"""
+        self.paused: list[SequencePermit] = []
+        """in order; None can pause where `pauses` is False"""
+        self.pauses = False
         self.estimate = RequestEstimate()
         self.control = AdmissionControl(limits, self.capacity, lambda: self.estimate)
 
@@ -44,10 +47,23 @@ class Model:
             for _ in range(admission.size.sequences):
                 self.sequence(admission)
 
-    def sequence(self, admission: Admission) -> SequencePermit:
-        permit = admission.permit(lambda: self.begin(permit), lambda: permit.release())
+    def sequence(self, admission: Admission, *, fixed: bool = False) -> SequencePermit:
+        permit = admission.permit(
+            lambda: self.begin(permit), lambda: permit.release(), lambda: self.pause(permit), fixed=fixed
+        )
         permit.request()
         return permit
+
+    def pause(self, permit: SequencePermit) -> bool:
+        if self.pauses:
+            self.running.remove(permit)
+            self.paused.append(permit)
+        return self.pauses
+
+    def streams(self, client: str, count: int, *, fixed: bool = False) -> list[SequencePermit]:
+        """So many requests for one sequence, each of which goes on as soon as it may."""
+        admissions = [self.ask(client) for _ in range(count)]
+        return [self.sequence(admission, fixed=fixed) for admission in admissions if not admission.waiting]
 
     def begin(self, permit: SequencePermit) -> None:
         self.running.append(permit)
@@ -373,7 +389,7 @@ def test_unread_answers_are_bounded() -> None:
     model = Model(4, AdmissionLimits(max_waiting=3))
     for _ in range(7):
         admission = model.ask("a")
-        permit = admission.permit(lambda: None, lambda: None)
+        permit = admission.permit(lambda: None, lambda: None, lambda: False)
         permit.request()
         permit.release()  # generated, and not yet read
     with pytest.raises(Overloaded):
@@ -437,3 +453,161 @@ async def test_waiting_requests_go_to_another_model_in_their_order() -> None:
         model.control.leave(admission)
     assert (len(model.control), model.control.requests) == (0, 1), "what was admitted stays"
     assert [admission.client for admission in waiting] == list("aba")
+
+
+# places that are taken back
+
+
+def greedy(places: int = 8) -> Model:
+    """A client has every place, and more of its requests wait."""
+    model = Model(places)
+    model.pauses = True
+    model.streams("greedy", places + 3)
+    return model
+
+
+def clients(model: Model) -> str:
+    return "".join(sorted(permit.admission.client[0] for permit in model.running))
+
+
+def test_a_client_without_a_place_gets_one_at_once() -> None:
+    model = greedy()
+    youngest = model.running[-1]
+    admission = model.ask("honest")
+    assert not admission.waiting
+    assert model.paused == [youngest]
+    model.take(admission)
+    assert clients(model) == "gggggggh"
+
+
+def test_a_paused_sequence_goes_on_before_the_later_ones_of_its_client() -> None:
+    model = greedy()
+    model.take(model.ask("honest"))
+    begun = len(model.order)
+    model.end(model.running[-1])
+    assert len(model.order) == begun + 1
+    assert model.running[-1] is model.paused[0]
+    while model.running:
+        model.end()
+        model.take(*[admission for admission in list(model.control._inside) if admission.unused])
+    assert not len(model.control)
+    assert not model.control.queue.running
+    assert not model.control._granted
+
+
+def test_the_sequences_of_one_large_request_pause_too() -> None:
+    model = Model(8)
+    model.pauses = True
+    crowd = several(model, "greedy", 100)
+    assert len(model.running) == 8
+    model.take(model.ask("honest"))
+    assert clients(model) == "gggggggh"
+    assert crowd.requested[0] is model.paused[0]
+    model.control.leave(crowd)
+    assert clients(model) == "gggggggh"
+
+
+@pytest.mark.parametrize(
+    ("places", "asked", "expected"), [(8, 1, 1), (8, 2, 2), (8, 8, 3), (32, 32, 11), (2, 5, 1), (1, 5, 0)]
+)
+def test_a_client_gets_places_until_no_other_has_more_than_twice_as_many(
+    places: int, asked: int, expected: int
+) -> None:
+    model = greedy(places)
+    model.streams("honest", asked)
+    assert clients(model).count("h") == expected
+    assert len(model.running) == places
+    assert len(model.paused) == expected
+
+
+def test_two_clients_take_no_places_from_each_other_for_ever() -> None:
+    model = greedy()
+    model.streams("honest", 30)
+    paused = len(model.paused)
+    for _ in range(50):
+        model.control.advance()
+    assert len(model.paused) == paused
+
+
+def test_nothing_pauses_for_a_client_alone_or_while_there_is_capacity() -> None:
+    model = Model(8)
+    model.pauses = True
+    model.streams("greedy", 7)
+    model.streams("honest", 1)
+    model.streams("greedy", 5)
+    assert not model.paused
+
+
+def test_a_place_is_made_by_kv_tokens_too() -> None:
+    model = greedy()
+    model.places, model.tokens = 100, 0.0
+    model.control.advance()
+    assert not model.paused
+    model.capacity = lambda: Capacity(100, 92, 0.0 if len(model.running) > 5 else 1.0)  # type: ignore[method-assign]
+    model.control._capacity = model.capacity
+    assert not model.ask("honest").waiting
+    assert len(model.paused) == 3
+
+
+def test_what_is_not_read_pauses_first_and_until_it_is_read() -> None:
+    model = Model(3)
+    model.pauses = True
+    unread = [model.streams(client, 1)[0] for client in "abc"]
+    other = model.ask("honest")
+    assert other.waiting
+    unread[1].admission.set_unread(True)
+    assert not other.waiting
+    assert model.paused == [unread[1]]
+    model.take(other)
+    model.end(unread[0])
+    assert len(model.running) == 2
+    unread[1].admission.set_unread(False)
+    assert unread[1] in model.running
+
+
+def test_what_is_not_read_runs_on_while_nobody_waits() -> None:
+    model = Model(2)
+    model.pauses = True
+    (permit,) = model.streams("a", 1)
+    permit.admission.set_unread(True)
+    model.streams("b", 1)
+    assert not model.paused
+
+
+def test_an_unread_sequence_that_is_paused_may_end() -> None:
+    model = greedy(1)
+    permit = model.running[0]
+    permit.admission.set_unread(True)
+    assert model.paused == [permit]
+    permit.release()
+    model.control.leave(permit.admission)
+    assert not permit.admission.paused
+
+
+def test_places_are_kept_from_sequences_that_cannot_pause() -> None:
+    model = Model(16)
+    model.pauses = True
+    model.streams("greedy", 40, fixed=True)
+    assert len(model.running) == 12
+    model.streams("honest", 1, fixed=True)
+    model.streams("modest", 1)
+    assert clients(model) == "g" * 12 + "hm"
+    assert not model.paused
+    for permit in list(model.running):
+        if permit.admission.client != "greedy":
+            model.end(permit)
+    assert clients(model) == "g" * 12
+
+
+def test_another_frontend_gets_its_part() -> None:
+    model = Model(8)
+    model.pauses = True
+    model.streams("modest", 2)
+    permits = [*model.running, *model.streams("greedy", 6)]
+    model.places = 5
+    model.control.yield_places(3, permits)
+    assert clients(model) == "gggmm"
+    assert model.paused == [permits[7], permits[6], permits[5]]
+    model.places = 8
+    model.control.advance()
+    assert clients(model) == "ggggggmm"

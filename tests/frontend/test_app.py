@@ -264,7 +264,7 @@ async def full(
     graph: Graph, limits: AdmissionLimits
 ) -> AsyncIterator[tuple[EchoWorker, "asyncio.Task[httpx.Response]"]]:
     """A worker with two places, both taken; `finish` ends what it runs."""
-    async with graph.worker(pace=None, at_once=1) as worker:
+    async with graph.worker(pace=None, at_once=2) as worker:
         await until(lambda: bool(graph.models.live().get("demo")))
         running = asyncio.create_task(
             graph.http.post("/v1/completions", json=completion(n=2, temperature=1.0))

@@ -22,25 +22,28 @@ def decode_worker(*, at_once: int = 8, kv: int = 1000) -> Instance:
 @pytest.mark.parametrize(
     ("worker", "ours", "frontends", "expected"),
     [
-        (decode_worker(), Requests(), 1, Capacity(10, 10, 1000)),
-        (decode_worker(), Requests(4, 300), 1, Capacity(10, 6, 700)),
-        (decode_worker(), Requests(10, 300), 1, Capacity(10, 0, 700)),
-        (decode_worker(), Requests(15, 300), 1, Capacity(10, 0, 700)),
-        (decode_worker(at_once=1), Requests(1), 1, Capacity(2, 1, 1000)),
-        (decode_worker(at_once=0), Requests(), 1, Capacity(320, 320, 1000)),
-        (decode_worker(kv=0), Requests(1, 10**9), 1, Capacity(10, 9, float("inf"))),
+        (decode_worker(), Requests(), 1, Capacity(8, 8, 1000)),
+        (decode_worker(), Requests(4, 300), 1, Capacity(8, 4, 700)),
+        (decode_worker(), Requests(8, 300), 1, Capacity(8, 0, 700)),
+        (decode_worker(), Requests(15, 300), 1, Capacity(8, 0, 700)),
+        (decode_worker(at_once=0), Requests(), 1, Capacity(256, 256, 1000)),
+        (decode_worker(kv=0), Requests(1, 10**9), 1, Capacity(8, 7, float("inf"))),
+        # one more for each in remote prefill, up to a quarter
+        (decode_worker(), Requests(8, load=Load(waiting=1, remote=1)), 1, Capacity(8, 1, 1000)),
+        (decode_worker(), Requests(8, load=Load(waiting=8, remote=8)), 1, Capacity(8, 2, 1000)),
+        (decode_worker(at_once=1), Requests(1, load=Load(waiting=1, remote=1)), 1, Capacity(1, 1, 1000)),
         # more than adds up may fit, where prefixes are shared: one at a time, while there is space
-        (decode_worker(), Requests(4, 1100, load=Load(kv_usage=0.5)), 1, Capacity(10, 6, 1)),
-        (decode_worker(), Requests(4, 1100, starting=True, load=Load(kv_usage=0.5)), 1, Capacity(10, 6, 0)),
-        (decode_worker(), Requests(4, 1100, load=Load(kv_usage=0.95)), 1, Capacity(10, 6, 0)),
+        (decode_worker(), Requests(4, 1100, load=Load(kv_usage=0.5)), 1, Capacity(8, 4, 1)),
+        (decode_worker(), Requests(4, 1100, starting=True, load=Load(kv_usage=0.5)), 1, Capacity(8, 4, 0)),
+        (decode_worker(), Requests(4, 1100, load=Load(kv_usage=0.95)), 1, Capacity(8, 4, 0)),
         # a worker's report is older than this frontend's own count
-        (decode_worker(), Requests(2, 0, load=Load(running=10)), 1, Capacity(10, 8, 1000)),
+        (decode_worker(), Requests(2, 0, load=Load(running=10)), 1, Capacity(8, 6, 1000)),
         # several frontends: an equal part, or what the others leave
-        (decode_worker(), Requests(load=Load(running=0)), 2, Capacity(10, 10, 500)),
-        (decode_worker(), Requests(2, load=Load(running=6)), 2, Capacity(10, 4, 500)),
-        (decode_worker(), Requests(2, load=Load(running=30)), 2, Capacity(10, 3, 500)),
-        (decode_worker(), Requests(5, load=Load(running=30)), 2, Capacity(10, 0, 500)),
-        (decode_worker(at_once=1), Requests(load=Load(running=2)), 4, Capacity(2, 1, 250)),
+        (decode_worker(), Requests(load=Load(running=0)), 2, Capacity(8, 8, 500)),
+        (decode_worker(), Requests(2, load=Load(running=4)), 2, Capacity(8, 4, 500)),
+        (decode_worker(), Requests(2, load=Load(running=30)), 2, Capacity(8, 2, 500)),
+        (decode_worker(), Requests(4, load=Load(running=30)), 2, Capacity(8, 0, 500)),
+        (decode_worker(at_once=1), Requests(load=Load(running=2)), 4, Capacity(1, 1, 250)),
     ],
 )
 def test_capacity(worker: Instance, ours: Requests, frontends: int, expected: Capacity) -> None:

@@ -75,7 +75,7 @@ async def test_what_is_not_begun_goes_to_the_newest_when_no_old_one_is_left(
     """Two at the old worker without a token, two in its queue."""
     async with AsyncExitStack() as stack:
         old = await stack.enter_async_context(
-            graph.worker("rolled", pace=None, at_once=1, loaded="old", generation=11)
+            graph.worker("rolled", pace=None, at_once=2, loaded="old", generation=11)
         )
         asked = [post(graph, path, stream=stream) for _ in range(4)]
         served = graph.models.find("rolled")
@@ -98,7 +98,7 @@ async def test_what_is_not_begun_goes_to_the_newest_when_no_old_one_is_left(
 async def test_several_outputs_begin_anew_together(graph: Graph, changes: dict[str, Any]) -> None:
     async with AsyncExitStack() as stack:
         old = await stack.enter_async_context(
-            graph.worker("rolled", pace=None, at_once=1, loaded="old", generation=13)
+            graph.worker("rolled", pace=None, at_once=2, loaded="old", generation=13)
         )
         asked = post(graph, **changes)
         await old.until(lambda: len(old.seen) == 2)

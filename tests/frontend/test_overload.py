@@ -30,7 +30,7 @@ from tests.frontend.test_generate import completion
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 NAME = "flooded"
-PLACES = 5
+PLACES = 4
 _serial = itertools.count()
 ENGINE = {"max-num-seqs": 4, "additional-config": {"sim": {"step-seconds": 0.01}}}
 
@@ -100,7 +100,7 @@ async def test_a_polite_client_beside_a_flood(graph: Graph) -> None:
 
 
 async def test_the_worker_with_capacity_is_chosen(graph: Graph) -> None:
-    async with graph.worker(pace=None, at_once=1) as first, graph.worker(pace=None, at_once=1) as second:
+    async with graph.worker(pace=None, at_once=2) as first, graph.worker(pace=None, at_once=2) as second:
         await until(lambda: graph.models.live().get("demo") == 2)
         admission = graph.models.find("demo").admission
         answers = [
@@ -164,7 +164,7 @@ async def test_a_client_that_leaves_takes_its_waiting_outputs_along(graph: Graph
         admission = graph.models.find(NAME).admission
         body = completion(model=NAME, max_tokens=300, n=60, temperature=1.0, stream=stream)
         crowd = asyncio.create_task(graph.http.post("/v1/completions", json=body))
-        await until(lambda: engine.usage.running == PLACES - 1)
+        await until(lambda: engine.usage.running == PLACES)
         crowd.cancel()
         await until(lambda: not len(admission) and not engine.usage.running)
         assert not admission.queue.running

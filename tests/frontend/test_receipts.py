@@ -176,11 +176,11 @@ async def test_requests_that_are_refused(graph: Graph) -> None:
 
 
 async def test_what_waits_and_is_refused(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with graph.worker(pace=None, at_once=1) as worker:
+    async with graph.worker(pace=None, at_once=2) as worker:
         admission = graph.models.find("demo").admission
         monkeypatch.setattr(admission, "limits", AdmissionLimits(max_waiting=1))
         requests = [post(graph) for _ in range(2)]
-        await worker.until(lambda: len(worker.jobs) == 2)  # the place, and the one beyond
+        await worker.until(lambda: len(worker.jobs) == 2)  # both places
         waiting = post(graph)
         await until(lambda: len(admission) == 1)
         assert [hop.name for hop in newest(graph).hops] == ["admission"]

@@ -41,7 +41,7 @@ BEYOND = 1.0
 QUIET = 20.0
 """seconds without attackers"""
 FRONTENDS = 2
-CANARY = "canary-key"
+CANARY = "the client beside"
 OUTPUT = 1500
 """tokens of each greedy answer, if the model can"""
 PATIENCE = 60.0
@@ -75,7 +75,7 @@ class Attackers:
             status = "unfinished"
             try:
                 async with asyncio.timeout(PATIENCE):
-                    status = await attack(self, key_headers(kind))
+                    status = await attack(self, key_headers(_key(kind)))
             except (OSError, EOFError) as error:  # a TimeoutError among them
                 status = type(error).__name__
             finally:
@@ -163,11 +163,11 @@ async def attacked(
     made = create(folder / "tls")
     os.environ["SSL_CERT_FILE"] = str(made.authority)
     security = {"tls-certificate": str(made.certificate), "tls-key": str(made.key)}
-    keys = {"PDSERVE_API_KEYS": ",".join([CANARY, *KINDS])}
+    keys = {"PDSERVE_API_KEYS": ",".join(map(_key, [CANARY, *KINDS]))}
     async with started(
         file, folder, say, thresholds=True, frontends=FRONTENDS, security=security, variables=keys
     ) as running:
-        fuzzer = Fuzzer(running.graph, running.state_dir / "logs", say, key_headers(CANARY))
+        fuzzer = Fuzzer(running.graph, running.state_dir / "logs", say, key_headers(_key(CANARY)))
         async with fuzzer.watching() as load:
             await asyncio.sleep(QUIET)
             quiet, _ = _longest(load, 0)
@@ -208,6 +208,10 @@ def _longest(load: JudgedLoad, first: int) -> tuple[float, str]:
         if attempt.case.stream
     )
     return max(waits, default=(0.0, ""))
+
+
+def _key(client: str) -> str:
+    return f"key-of-{client.replace(' ', '-')}-attacked"
 
 
 def _statuses(text: str) -> Counter[str]:

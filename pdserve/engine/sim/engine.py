@@ -163,7 +163,7 @@ class SimEngine(Engine):
     def usage(self) -> EngineUsage:
         used = self._pool.total - self._pool.free
         waiting = len(self._waiting) + len(self._pulling)
-        return EngineUsage(len(self._running), waiting, used / self._pool.total)
+        return EngineUsage(len(self._running), waiting, len(self._waiting), used / self._pool.total)
 
     async def all_blocks_free(self) -> bool:
         self._check_alive()

@@ -273,7 +273,8 @@ class VllmEngine(Engine):
         if stats is None:
             return {}
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        usage = EngineUsage(stats.num_running_reqs, waiting, stats.kv_cache_usage)
+        queued = stats.num_waiting_reqs
+        usage = EngineUsage(stats.num_running_reqs, waiting, queued, stats.kv_cache_usage)
         moved = stats.kv_connector_stats
         if usage != self._usage or moved or stats.prefix_cache_stats.requests:
             self._stats.record(stats, None)

@@ -14,7 +14,8 @@ from pdserve.records import Instance
 DEFAULT_MAX_REQUESTS = 256
 """concurrent requests of a worker that does not publish how many it runs"""
 EXTRA = 4
-"""a worker gets one request more for each so many: requests in remote prefill have no place in its batch yet"""
+"""a worker gets at most one request more for each so many, while as many are in remote prefill, which have no place in
+its batch yet"""
 KV_FULL = 0.9
 """share of the KV cache in use above which no further request is tried"""
 
@@ -59,13 +60,13 @@ def worker_capacity(worker: Instance, ours: InFlight, frontends: int) -> Capacit
     one more request at a time is tried, if all requests there have begun and the worker reports free space."""
     if worker.draining:
         return Capacity()
-    maximum = worker.max_num_seqs or DEFAULT_MAX_REQUESTS
-    maximum += 0 if worker.stands_in else max(1, maximum // EXTRA)
-    share = maximum
+    places = worker.max_num_seqs or DEFAULT_MAX_REQUESTS
+    extra = 0 if worker.stands_in else min(max(1, places // EXTRA), ours.load.remote)
+    maximum = share = places + extra
     if frontends > 1:
         others = max(0, ours.load.running + ours.load.waiting - ours.requests)
         share = max(maximum // frontends, maximum - others, 1)
-    return Capacity(maximum, max(0, share - ours.requests), _free_tokens(worker, ours, frontends))
+    return Capacity(places, max(0, share - ours.requests), _free_tokens(worker, ours, frontends))
 
 
 def _free_tokens(worker: Instance, ours: InFlight, frontends: int) -> float:

@@ -5,22 +5,28 @@ Each sequence that a request generates (n, several prompts) needs a permit. The 
 engine core requests the others when the prompt is tokenized, and they are granted as capacity comes free, like those of
 many requests. The order is that of `FairQueue`. A request that would be served too late is refused at once, and where
 too many wait, the last one is refused. Why all of this: docs/decisions/0006-overload.md.
+
+A permit may be taken back: the sequence pauses while a client that has far fewer runs in its place or, if its output is
+not read, while any other waits. docs/decisions/0046-places-of-others.md.
 """
 
 import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2s
 from weakref import WeakValueDictionary
 
 from pdserve.config.schema import AdmissionLimits
 from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend.admission.capacity import Capacity
 from pdserve.frontend.admission.estimate import AdmissionRate, RequestEstimate, RequestSize, seconds_too_late
-from pdserve.frontend.admission.fair_queue import FairQueue, QueueEntry
+from pdserve.frontend.admission.fair_queue import FairQueue, QueueEntry, is_short
+from pdserve.frontend.admission.granted import GrantedPermits
 
 GROUP = 8
 """sequences of a request that get their tags together; with more, it goes behind its client's other requests again"""
@@ -44,9 +50,18 @@ class Admission(QueueEntry):
         """it has the permit that let it in, until its first sequence begins"""
         self.requested: deque[SequencePermit] = deque()
         """permits that the engine core waits for"""
+        self.unread = False
+        """its client has stopped to read the answer"""
+        self.paused: list[SequencePermit] = []
+        """until the client reads again"""
         self.control = control
         self._decided = asyncio.Event()
         self._refusal: Exception | None = None
+
+    @property
+    def short_name(self) -> str:
+        """Stands for the client at workers, which learn no names."""
+        return blake2s(self.client.encode(), digest_size=6).hexdigest()
 
     @property
     def waiting(self) -> bool:
@@ -63,9 +78,23 @@ class Admission(QueueEntry):
         self._refusal = refusal
         self._decided.set()
 
-    def permit(self, begin: Callable[[], None], drop: Callable[[], None]) -> "SequencePermit":
-        """A permit for one sequence; `begin` is called when it is granted, `drop` if the request ends before."""
-        return SequencePermit(self, begin, drop)
+    def permit(
+        self,
+        begin: Callable[[], None],
+        drop: Callable[[], None],
+        pause: Callable[[], bool],
+        *,
+        fixed: bool = False,
+    ) -> "SequencePermit":
+        return SequencePermit(self, begin, drop, pause, fixed)
+
+    def set_unread(self, unread: bool) -> None:
+        """Note regularly whether the client has stopped to read."""
+        if unread != self.unread:
+            self.unread = unread
+            while self.paused and not unread:
+                self.paused.pop().request()
+            self.control.advance()
 
 
 @dataclass(eq=False)
@@ -74,19 +103,21 @@ class SequencePermit:
 
     admission: Admission
     begin: Callable[[], None]
+    """is called when it is granted, also after a pause"""
     drop: Callable[[], None]
+    """is called if the request ends before"""
+    pause: Callable[[], bool]
+    """ends its run at the worker, to go on later; returns False if that cannot be done now, or changes nothing"""
+    fixed: bool = False
+    """it can never pause"""
     granted: bool = False
-    requested: bool = False
 
     def request(self) -> None:
         """Queue for the permit. May call `begin` at once."""
-        self.requested = True
         self.admission.control.request(self)
 
     def release(self) -> None:
-        """Give the permit back: the sequence is over or paused, begun or not. May be called twice; the permit may be
-        requested again."""
-        self.requested = False
+        """Give the permit back: the sequence is over, begun or not. May be called twice."""
         self.admission.control.release(self)
 
 
@@ -110,6 +141,7 @@ class AdmissionControl:
         """admitted and not over"""
         self._starting: set[Admission] = set()
         """of these, requests that no decode worker has yet, and that the capacity does not reflect"""
+        self._granted = GrantedPermits(lambda permit: self.queue.runs(permit.admission))
         self._left = asyncio.Event()
         self.tokenizing = asyncio.Lock()
         """held while a long text is tokenized that is not generated from"""
@@ -177,9 +209,6 @@ class AdmissionControl:
         async with self._long_texts.setdefault(client, asyncio.Lock()), self.tokenizing:
             yield
 
-    def others_wait(self, admission: Admission) -> bool:
-        return any(other.client != admission.client for other in self.queue)
-
     def redirect(self) -> None:
         """Send all requests that are not admitted to the model that replaces this one, in their order."""
         for admission in [admission for admission in self.queue if admission.waiting]:
@@ -193,25 +222,33 @@ class AdmissionControl:
             await self._left.wait()
 
     def advance(self) -> None:
-        """Grant permits as long as the workers have capacity."""
+        """Grant permits as long as the workers have capacity, and take some back for requests that should not wait."""
         while self.queue:
             capacity = self._capacity()
             starting = sum(admission.tokens for admission in self._starting)
-            if capacity.free_requests <= len(self._starting) or capacity.free_tokens <= starting:
+            room = capacity.free_requests > len(self._starting) and capacity.free_tokens > starting
+            may = partial(self._may_start, places=self._places(capacity))
+            entry = self.queue.first_short(may)
+            if entry is None and (room or self._granted.any_unread):
+                entry = self.queue.next(capacity.max_requests, may)
+            if entry is None or not (room or self._make_way(entry)):
                 return
-            self._grant(self.queue.next(capacity.max_requests))
+            if room:
+                self._grant(entry)
 
     # the sequences of a request
 
     def request(self, permit: SequencePermit) -> None:
         admission = permit.admission
+        admission.requested.append(permit)
         if admission.unused:
             admission.unused = False
             self._starting.discard(admission)
-            permit.granted = True
-            permit.begin()
-            return
-        admission.requested.append(permit)
+            self.queue.put_back(admission)
+            if self._may_start(admission, self._places(self._capacity())):
+                self.queue.start(admission)
+                self._begin(admission.requested.popleft())
+                return
         if len(admission.requested) == 1:
             admission.queued = False
             self._push(admission)
@@ -221,13 +258,62 @@ class AdmissionControl:
     def release(self, permit: SequencePermit) -> None:
         admission = permit.admission
         if permit.granted:
-            permit.granted = False
+            self._granted.remove(permit)
             self.queue.finish(admission.client)
         elif permit in admission.requested:
             admission.requested.remove(permit)
             if not admission.requested:
                 self.queue.remove(admission)
                 self._update_rate()
+        elif permit in admission.paused:
+            admission.paused.remove(permit)
+
+    def yield_places(self, count: int, permits: Iterable[SequencePermit]) -> None:
+        """Pause up to so many of these sequences, as another frontend's requests wait at their worker."""
+        for permit in self._granted.to_pause(permits)[:count]:
+            self._pause(permit)
+
+    def _places(self, capacity: Capacity) -> int:
+        """How many sequences could run at a time, as the others use the workers now."""
+        return len(self._granted) + capacity.free_requests
+
+    def _may_start(self, admission: Admission, places: int) -> bool:
+        """Whether enough places that can be taken back are left beside its next sequence."""
+        if not admission.requested or not admission.requested[0].fixed:
+            return True
+        return self._granted.leave_room(places) or not self.queue.runs(admission)
+
+    def _make_way(self, entry: Admission) -> bool:
+        """Pause one sequence for the entry's next one; whether there is one that may be."""
+        running = self.queue.runs(entry)
+        others = [
+            permit
+            for permit in self._granted
+            if permit.admission is not entry
+            and (permit.admission.unread or is_short(running, self.queue.runs(permit.admission)))
+        ]
+        return any(self._pause(permit) for permit in self._granted.to_pause(others))
+
+    def _pause(self, permit: SequencePermit) -> bool:
+        if not permit.pause():
+            return False
+        admission = permit.admission
+        self._granted.remove(permit)
+        if admission.unread:
+            admission.paused.append(permit)
+            self.queue.finish(admission.client)
+            return True
+        if admission.queued:
+            self._rate.admitted(-admission.tokens, time.monotonic())
+        self.queue.remove(admission)
+        self.queue.put_back(admission)
+        admission.requested.appendleft(permit)
+        self._push(admission)
+        return True
+
+    def _begin(self, permit: SequencePermit) -> None:
+        self._granted.add(permit)
+        permit.begin()
 
     # in and out of the queue
 
@@ -260,8 +346,7 @@ class AdmissionControl:
         permit = admission.requested.popleft()
         if admission.requested:
             self._push(admission)
-        permit.granted = True
-        permit.begin()
+        self._begin(permit)
 
     def _refuse(self, admission: Admission, why: str) -> Overloaded:
         wait = self._rate.seconds(self.queue.tokens, time.monotonic())

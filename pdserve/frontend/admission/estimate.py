@@ -70,9 +70,9 @@ class AdmissionRate:
         self._since = now if waiting else None
 
     def admitted(self, tokens: float, now: float) -> None:
-        """Count a request that was admitted after a wait."""
+        """Count a request that was admitted after a wait; less than 0: one that was taken back."""
         self._go_on(now)
-        self._tokens += tokens
+        self._tokens = max(0.0, self._tokens + tokens)
 
     def seconds(self, tokens: float, now: float) -> float | None:
         """How long the admission of so many tokens will take; None while the rate is unknown."""

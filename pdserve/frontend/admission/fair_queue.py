@@ -6,11 +6,12 @@ sends one request goes before the second request of a client that sends a thousa
 nothing.
 
 Besides, a client gets no further sequence while it runs its share of what the workers can run and others wait, since
-sequences may last much longer than was estimated. A client alone may have every place.
+sequences may last much longer than was estimated. A client alone may have every place; `first_short` is for those that
+come then.
 """
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -101,13 +102,26 @@ class FairQueue(Generic[E]):
         self._client(entry.client).last_tag -= tokens
         self._entries.sort(key=attrgetter("tag"))
 
-    def next(self, places: int) -> E:
+    def next(self, places: int, may: Callable[[E], bool]) -> E | None:
         """The first entry of a client that runs less than its share of the places; if all run their shares, the first
-        entry."""
+        entry. Only of those that `may` start."""
         clients = sum(bool(client.running or client.waiting) for client in self._clients.values())
         share = max(1, places // clients)
-        within = (entry for entry in self._entries if self._clients[entry.client].running < share)
-        return next(within, self._entries[0])
+        within = (entry for entry in self._entries if self.runs(entry) < share and may(entry))
+        return next(within, None) or next(filter(may, self._entries), None)
+
+    def runs(self, entry: E) -> int:
+        """How many sequences its client runs."""
+        return self._client(entry.client).running
+
+    def first_short(self, may: Callable[[E], bool]) -> E | None:
+        """The first entry of a client that runs less than half of what another client runs."""
+        most = max((client.running for client in self._clients.values()), default=0)
+        if not any(client.waiting and is_short(client.running, most) for client in self._clients.values()):
+            return None
+        return next(
+            (entry for entry in self._entries if is_short(self.runs(entry), most) and may(entry)), None
+        )
 
     def start(self, entry: E) -> None:
         """Take the entry out of the queue: its next sequence starts."""
@@ -116,6 +130,13 @@ class FairQueue(Generic[E]):
         self._client(entry.client).running += 1
         entry.tagged -= 1
         entry.tag += entry.tokens
+
+    def put_back(self, entry: E) -> None:
+        """Undo `start`: its sequence gives its place to another client's, and is before the later ones of its own. Push
+        the entry afterwards."""
+        self._client(entry.client).running -= 1
+        entry.tagged += 1
+        entry.tag -= entry.tokens
 
     def finish(self, client: str) -> None:
         """Note that a sequence of this client is over."""
@@ -137,6 +158,12 @@ class FairQueue(Generic[E]):
             if client.last_tag > self._virtual_time or client.waiting or client.running
         }
         self._prune_at = _REMEMBERED + len(self._clients)
+
+
+def is_short(running: int, most: int) -> bool:
+    """Whether a client that runs so many sequences should get a place of the one that runs the most: then neither is
+    short afterwards, so that places do not go back and forth."""
+    return most > 2 * running + 1
 
 
 def _turns_before(entry: QueueEntry, other: QueueEntry) -> int:

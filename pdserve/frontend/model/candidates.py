@@ -25,6 +25,9 @@ class Candidates:
     def __len__(self) -> int:
         return len(self._all)
 
+    def __contains__(self, worker: str) -> bool:
+        return worker in self._capacities
+
     @property
     def capacity(self) -> Capacity:
         """The sum of all. A full worker adds neither its free requests nor its free tokens."""

@@ -32,7 +32,7 @@ from pdserve.frontend.model.vllm_api import (
     outputs_now,
 )
 from pdserve.frontend.model.workers import Link, WorkerPool
-from pdserve.frontend.trace import RETRY_AFTER, RequestFailure, RequestTrace, current_trace
+from pdserve.frontend.trace import PAUSED, RETRY_AFTER, RequestFailure, RequestTrace, current_trace
 from pdserve.messages import Cancel, Failed, Outputs, Placed, ToFrontend, WorkerLoad
 from pdserve.observe.metrics import ITL, TTFT
 from pdserve.records import ModelCard
@@ -132,8 +132,12 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         if trace.deltas is not None and trace.path in self.plain_paths:
             self.stream_deltas(generation.id, trace.deltas, self.plain_paths[trace.path])
         assert trace.admission is not None, f"{trace.path} generates, and has no admission"
-        begin, drop = partial(self.place, generation), partial(self._end, generation)
-        generation.permit = trace.admission.permit(begin, drop)
+        generation.permit = trace.admission.permit(
+            partial(self.place, generation),
+            partial(self._end, generation),
+            partial(self._pause, generation),
+            fixed=generation.replays,
+        )
         generation.permit.request()
 
     def place(self, generation: Generation, *, only_others: bool = False) -> None:
@@ -164,7 +168,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 if generation := link.generations.get(request_id):
                     with self.contained(generation):
                         self._migration.failed(generation, message)
-            case WorkerLoad():
+            case WorkerLoad(_, make_way):
+                self._make_way(link, make_way)
                 self.on_capacity()
 
     def _take_outputs(self, link: Link, body: list[bytes]) -> None:
@@ -264,6 +269,22 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
             self._emptied.set()
         self.on_capacity()
 
+    def _pause(self, generation: Generation) -> bool:
+        """Leave the worker to other requests until the permit is granted again. Before it is in the engine it has no
+        place there that others could get."""
+        link = generation.link
+        if generation.placed is None or link is None or not self.workers.takes(link):
+            return False
+        self._leave_worker(generation)
+        generation.hops.held(PAUSED)
+        return True
+
+    def _make_way(self, link: Link, count: int) -> None:
+        """Pause so many of this frontend's generations at the worker, which says that others wait there."""
+        permits = [permit for generation in link.generations.values() if (permit := generation.permit)]
+        if count and permits:
+            permits[0].admission.control.yield_places(count, permits)
+
     def _leave_worker(self, generation: Generation) -> None:
         if link := generation.detach():
             link.post(Cancel([generation.attempt_id]))
@@ -307,20 +328,6 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 self._migration.give_back(generation)
 
     # for the HTTP edge
-
-    def pause(self, trace: RequestTrace) -> None:
-        """Leave the workers to other requests until `resume`; generations that would have to be replayed go on."""
-        for generation in self.generations_of(trace):
-            if generation.link is not None and generation.permit is not None and not generation.replays:
-                self._leave_worker(generation)
-                generation.permit.release()
-                generation.hops.held("its client does not read")
-        self.on_capacity()
-
-    def resume(self, trace: RequestTrace) -> None:
-        for generation in self.generations_of(trace):
-            if generation.permit is not None and not generation.permit.requested:
-                generation.permit.request()
 
     def generations_of(self, trace: RequestTrace) -> list[Generation]:
         """The generations of one HTTP request."""

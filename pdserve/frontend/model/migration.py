@@ -71,6 +71,7 @@ def next_attempt(generation: Generation) -> Submit:
         migrated=generation.losses > 0,
         engines_died=generation.engines_died,
         traceparent=generation.span.traceparent if generation.span is not None else "",
+        client=generation.trace.admission.short_name if generation.trace.admission is not None else "",
     )
 
 

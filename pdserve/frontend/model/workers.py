@@ -231,6 +231,10 @@ class WorkerPool:
             failure=failure,
         )
 
+    def takes(self, link: Link) -> bool:
+        """Whether the link's worker may get further requests."""
+        return link.instance in self._ready()
+
     @property
     def capacity(self) -> Capacity:
         """For further requests, of all workers together."""

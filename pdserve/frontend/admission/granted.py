@@ -1,0 +1,54 @@
+"""The sequences that have places at the workers, and which of them have to pause for others."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdserve.frontend.admission.control import SequencePermit
+
+KEPT = 4
+"""one place of so many is kept from sequences that cannot pause"""
+
+
+class GrantedPermits:
+    def __init__(self, runs: "Callable[[SequencePermit], int]") -> None:
+        """`runs`: how many sequences a permit's client runs."""
+        self._runs = runs
+        self._permits: dict[SequencePermit, None] = {}
+        """the youngest last"""
+        self._fixed = 0
+        """of these, those that cannot pause"""
+
+    def __len__(self) -> int:
+        return len(self._permits)
+
+    def __iter__(self) -> "Iterator[SequencePermit]":
+        return iter(self._permits)
+
+    def add(self, permit: "SequencePermit") -> None:
+        permit.granted = True
+        self._permits[permit] = None
+        self._fixed += permit.fixed
+
+    def remove(self, permit: "SequencePermit") -> None:
+        permit.granted = False
+        del self._permits[permit]
+        self._fixed -= permit.fixed
+
+    @property
+    def any_unread(self) -> bool:
+        return any(permit.admission.unread for permit in self._permits)
+
+    def leave_room(self, places: int) -> bool:
+        """Whether one more sequence that cannot pause leaves the places that are kept."""
+        return self._fixed < places - max(1, places // KEPT)
+
+    def to_pause(self, permits: "Iterable[SequencePermit]") -> "list[SequencePermit]":
+        """Those that can pause, in the order in which they have to: what is not read, then of the client that runs the
+        most, the youngest first."""
+        age = {permit: age for age, permit in enumerate(self._permits)}
+        return sorted(
+            (permit for permit in permits if not permit.fixed and permit in age),
+            key=lambda permit: (permit.admission.unread, self._runs(permit), age[permit]),
+            reverse=True,
+        )

@@ -1,0 +1,42 @@
+"""Which frontend a decode worker asks for places: pure."""
+
+import pytest
+
+from pdserve.decode.frontends import make_way
+from pdserve.decode.requests import DecodeRequest, Phase
+from pdserve.messages import Submit
+
+
+def requests(text: str) -> list[DecodeRequest]:
+    """Each word: a frontend (a digit), a client (a letter), and how often. In order of arrival; `?`: without a first
+    step yet."""
+    found: list[DecodeRequest] = []
+    for word in text.split():
+        frontend, client, count = word[0], word[1], int(word[2:].rstrip("?"))
+        for _ in range(count):
+            submit = Submit(f"r{len(found)}", [1], 10.0, [], client=client)
+            request = DecodeRequest(frontend, submit, Phase.RUNNING, proven=not word.endswith("?"))
+            request.since = len(found)
+            found.append(request)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("inside", "queued", "expected"),
+    [
+        ("0g8", 0, ("", 0)),
+        ("0g7 1h1?", 0, ("", 0)),  # it is being prefilled
+        ("0g8 1h1?", 1, ("0", 1)),
+        ("0g8 0h1?", 1, ("0", 1)),
+        ("0g2 1g6 0h1?", 1, ("1", 1)),
+        ("0g8 0g3? 1h1?", 4, ("0", 4)),  # three wait before it
+        ("0g8 1h1? 0g3?", 4, ("0", 1)),
+        ("0g8 0g3?", 3, ("", 0)),
+        ("0g6 1h2 1h3?", 3, ("0", 3)),
+        ("0g5 1h2 1h3?", 3, ("", 0)),
+        ("0a1 0b1 0c1 1d1?", 1, ("", 0)),
+        ("1h1?", 1, ("", 0)),
+    ],
+)
+def test_make_way(inside: str, queued: int, expected: tuple[str, int]) -> None:
+    assert make_way(requests(inside), queued) == expected
