@@ -132,12 +132,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         if trace.deltas is not None and trace.path in self.plain_paths:
             self.stream_deltas(generation.id, trace.deltas, self.plain_paths[trace.path])
         assert trace.admission is not None, f"{trace.path} generates, and has no admission"
-        generation.permit = trace.admission.permit(
-            partial(self.place, generation),
-            partial(self._end, generation),
-            partial(self._pause, generation),
-            fixed=generation.replays,
-        )
+        begin, drop = partial(self.place, generation), partial(self._end, generation)
+        pause = partial(self._pause, generation)
+        generation.permit = trace.admission.permit(begin, drop, pause, fixed=generation.replays)
         generation.permit.request()
 
     def place(self, generation: Generation, *, only_others: bool = False) -> None:
@@ -168,8 +165,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 if generation := link.generations.get(request_id):
                     with self.contained(generation):
                         self._migration.failed(generation, message)
-            case WorkerLoad(_, make_way):
-                self._make_way(link, make_way)
+            case WorkerLoad():
                 self.on_capacity()
 
     def _take_outputs(self, link: Link, body: list[bytes]) -> None:
@@ -270,20 +266,12 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
         self.on_capacity()
 
     def _pause(self, generation: Generation) -> bool:
-        """Leave the worker to other requests until the permit is granted again. Before it is in the engine it has no
-        place there that others could get."""
-        link = generation.link
-        if generation.placed is None or link is None or not self.workers.takes(link):
+        """Leave the worker until the permit is granted again; False if that leaves no place there to others."""
+        if generation.placed is None or not self.workers.takes(generation.link):
             return False
         self._leave_worker(generation)
         generation.hops.held(PAUSED)
         return True
-
-    def _make_way(self, link: Link, count: int) -> None:
-        """Pause so many of this frontend's generations at the worker, which says that others wait there."""
-        permits = [permit for generation in link.generations.values() if (permit := generation.permit)]
-        if count and permits:
-            permits[0].admission.control.yield_places(count, permits)
 
     def _leave_worker(self, generation: Generation) -> None:
         if link := generation.detach():

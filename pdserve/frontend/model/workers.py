@@ -94,6 +94,12 @@ class Link:
         self.load, self.placed, self._others = load, 0.0, max(0, load.tokens - ours)
         self.touch()
 
+    def make_way(self, count: int) -> None:
+        """Pause so many of the generations there."""
+        permits = [permit for generation in self.generations.values() if (permit := generation.permit)]
+        if count and permits:
+            permits[0].admission.control.yield_places(count, permits)
+
     def outstanding(self, frontends: int) -> float:
         """About how many tokens of KV all requests at the worker need. Each other frontend is taken to have sent as
         much as this one since the last report: otherwise all frontends would choose the same worker."""
@@ -231,9 +237,9 @@ class WorkerPool:
             failure=failure,
         )
 
-    def takes(self, link: Link) -> bool:
-        """Whether the link's worker may get further requests."""
-        return link.instance in self._ready()
+    def takes(self, link: Link | None) -> bool:
+        """Whether the link is there, and its worker may get further requests."""
+        return link is not None and link.instance in self._ready()
 
     @property
     def capacity(self) -> Capacity:
@@ -382,4 +388,5 @@ class WorkerPool:
         else:
             if isinstance(message, WorkerLoad):
                 link.take_load(message.load)
+                link.make_way(message.make_way)
             self._listener.received(link, message)
