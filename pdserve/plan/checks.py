@@ -25,6 +25,7 @@ from pdserve.plan.memory import (
 )
 from pdserve.plan.model_folder import ModelFacts, has_weights
 from pdserve.plan.slots import PlannedWorker, Slot, card_of
+from pdserve.records import Role
 
 
 def problems(
@@ -45,6 +46,8 @@ def problems(
     yield from _ports(config, workers)
     yield from _kv_variable(env)
     yield from _files(config, bool(frontends), env)
+    if frontends or any(worker.slot.role.does(Role.DECODE) for worker in workers):
+        yield from _files_of_arguments(config)
     for worker in _one_per_role(real):
         yield from _block_size(worker)
         yield from _model_fits(worker, model)
@@ -86,7 +89,6 @@ def _certificate(security: SecuritySection) -> None:
 
 
 def _files(config: Config, frontends: bool, env: Mapping[str, str]) -> Iterator[str]:
-    """Problems of the files that the configuration names: credentials, keys, certificate, parsers, template."""
     checked: list[Callable[[], object]] = [lambda: Credentials.load(config.security.credentials)]
     if frontends:
         checked.append(lambda: read_keys(config.security.api_keys, env))
@@ -96,6 +98,10 @@ def _files(config: Config, frontends: bool, env: Mapping[str, str]) -> Iterator[
             check()
         except ConfigError as error:
             yield from error.problems
+
+
+def _files_of_arguments(config: Config) -> Iterator[str]:
+    """Parsers and template, which a decode worker's card brings to the frontends."""
     args = config.decode.engine_args if config.decode else {}
     for name in ("tool-parser-plugin", "reasoning-parser-plugin", "chat-template"):
         value = str(args.get(name) or "")
@@ -154,11 +160,11 @@ def _memory_fits(worker: PlannedWorker, model: ModelFacts | None, machine: Machi
     if model is None or memory is None or memory.kv_space is None or memory.fits:
         return
     if memory.kv_space <= 0 and card:
-        share = gpu_share(worker.config.engine_args)
+        share, estimated = gpu_share(worker.config.engine_args), "an estimated " * memory.estimated
         yield (
-            f"{role} does not fit: {in_gib(memory.weights)} of weights, {in_gib(memory.activations)} for activations "
-            f"and {in_gib(memory.fixed)} of fixed costs on each GPU, but {share:g} x {in_gib(card.memory)} of a "
-            f"{card.name} is {in_gib(int(share * card.memory))}: short by {in_gib(-memory.kv_space)}; "
+            f"{role} does not fit: {estimated}{in_gib(memory.weights)} of weights, {in_gib(memory.activations)} for "
+            f"activations and {in_gib(memory.fixed)} of fixed costs on each GPU, but {share:g} x {in_gib(card.memory)} "
+            f"of a {card.name} is {in_gib(int(share * card.memory))}: short by {in_gib(-memory.kv_space)}; "
             f"{_more_room(worker, model, machine, card)}."
         )
         return

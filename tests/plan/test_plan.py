@@ -409,7 +409,7 @@ def test_a_folder_without_weights_is_a_problem_where_it_is_to_be_served(tmp_path
 def test_weights_too_large_for_the_cards_come_with_advice_that_helps(tmp_path: Path) -> None:
     found = plan(tmp_path, big(tmp_path, MIXTRAL), what_if("2xH100", machine()))
     decode = found.problems[0]
-    assert decode.startswith("decode does not fit: 87.")
+    assert decode.startswith("decode does not fit: an estimated 87.")
     advice = decode.partition("; ")[2]
     assert "max-num-batched-tokens" not in advice
     assert "raise tensor-parallel-size to 2 (43." in advice
@@ -472,6 +472,12 @@ def test_without_vllm_nothing_can_be_served(tmp_path: Path) -> None:
 def test_files_that_are_named_and_missing(tmp_path: Path, section: str, problem: str) -> None:
     (found,) = plan(tmp_path, f"{LOCAL}{section}\n", machine()).problems
     assert problem in found
+
+
+def test_a_prefill_host_needs_no_files_of_parsers(tmp_path: Path) -> None:
+    text = f"{LOCAL}Processor: {{tool-parser-plugin: /no/parser.py}}\n"
+    assert plan(tmp_path, text, machine(), {Role.PREFILL}).problems == ()
+    assert plan(tmp_path, text, machine(), {Role.DECODE}).problems != ()
 
 
 def test_a_template_in_the_file_itself_is_no_path(tmp_path: Path) -> None:
