@@ -14,8 +14,8 @@ from pdserve.decode.prefill_workers import PrefillWorkers
 from pdserve.decode.quarantine import Quarantine
 from pdserve.decode.requests import CANCELLED, DecodeRequest, DecodeRequests, Phase
 from pdserve.engine.base import Engine, Output
-from pdserve.errors import EngineDead, PeerGone
-from pdserve.messages import Failed, Hello, Load, PrefixesChanged, ToFrontend, WorkerLoad
+from pdserve.errors import EngineDead, PeerGone, ProtocolError
+from pdserve.messages import Failed, Hello, Load, Outputs, PrefixesChanged, ToFrontend, WorkerLoad
 from pdserve.process.engine_checks import may_have_killed
 from pdserve.stream.base import StreamServer
 from pdserve.tasks import Apart
@@ -69,6 +69,22 @@ class Frontends:
             await self.stream.send(frontend, message)
         except PeerGone:
             await self.forget(frontend)
+
+    async def send_outputs(self, frontend: str, outputs: list[Output]) -> None:
+        """Send outputs of one step: together or, where no message can hold them, each alone. A request of which one
+        output is too large fails: it would be so at each worker."""
+        try:
+            await self.send(frontend, Outputs(self.engine.pack(outputs)))
+        except ProtocolError as error:
+            if len(outputs) > 1:
+                for output in outputs:
+                    await self.send_outputs(frontend, [output])
+                return
+            request_id = outputs[0].request_id
+            log.warning("request %s: its output is too large: %s", request_id, error)
+            await self.send(frontend, Failed(request_id, f"its output is too large: {error}", invalid=True))
+            if request := self.requests.get(request_id):
+                await self.cancel(request)
 
     async def welcome(self, frontend: str, hello: Hello, load: Load) -> None:
         if hello.follow_load:

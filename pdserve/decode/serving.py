@@ -23,7 +23,7 @@ from pdserve.decode.turns import PromptTurns
 from pdserve.engine.base import Engine, Output, Step
 from pdserve.errors import ProtocolError
 from pdserve.kv.handles import expired, prefix_hit
-from pdserve.messages import Failed, KvHandle, Outputs, Submit
+from pdserve.messages import Failed, KvHandle, Submit
 from pdserve.observe.metrics import PREFILL
 from pdserve.queue.base import PrefillQueue
 from pdserve.tasks import Apart
@@ -130,7 +130,7 @@ class RequestRunner:
         first = self.engine.first_output(request.id, request.submit.prompt, request.submit.body, packed)
         if first is not None:
             request.tokens += len(first.tokens)
-            await self.frontends.send(request.frontend, Outputs(self.engine.pack([first])))
+            await self.frontends.send_outputs(request.frontend, [first])
         return first
 
     def _decide(self, request: DecodeRequest) -> Decision:
@@ -217,7 +217,7 @@ class RequestRunner:
             self._note_unread(step.unread)
         for frontend, outputs in (await self._by_frontend(step.outputs)).items():
             with Apart("outputs") as one:
-                await self.frontends.send(frontend, Outputs(self.engine.pack(outputs)))
+                await self.frontends.send_outputs(frontend, outputs)
             if one.error is not None:
                 await self.frontends.lose(frontend, outputs)
 

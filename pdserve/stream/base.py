@@ -7,8 +7,19 @@ messages in flight are lost then, and the frontend submits the requests again un
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
 
+from pdserve.errors import ProtocolError
 from pdserve.messages import ToDecode, ToFrontend
 from pdserve.tasks import Lifetime
+
+MAX_MESSAGE = 64 << 20
+"""bytes; a reader that takes nothing for a second is cut, so that a larger message would cut a slow link each time"""
+
+
+def bounded(message: ToDecode | ToFrontend, body: bytes) -> bytes:
+    """Raises ProtocolError: the other side would end the connection, with all requests on it."""
+    if len(body) > MAX_MESSAGE:
+        raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes, of {MAX_MESSAGE} at most")
+    return body
 
 
 class StreamServer(Lifetime):
@@ -23,8 +34,8 @@ class StreamServer(Lifetime):
 
     @abstractmethod
     async def send(self, frontend: str, message: ToFrontend) -> None:
-        """Raises PeerGone if the frontend is not connected. Waits at most a second for a slow reader, which then counts
-        as gone."""
+        """Raises PeerGone if the frontend is not connected, and ProtocolError if the message is too large: nothing was
+        sent then. Waits at most a second for a slow reader, which then counts as gone."""
 
 
 class StreamClient(Lifetime):
@@ -34,7 +45,7 @@ class StreamClient(Lifetime):
     @abstractmethod
     async def send(self, message: ToDecode) -> None:
         """Raises PeerGone if the connection is lost (`received` then ends, too), and ProtocolError if the message
-        cannot be encoded: nothing was sent then, and the connection holds."""
+        cannot be encoded or is too large: nothing was sent then, and the connection holds."""
 
     @abstractmethod
     def received(self) -> AsyncIterator[ToFrontend]:

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
 from pdserve.errors import PeerGone
-from pdserve.messages import ToDecode, ToFrontend, encode_to_decode
-from pdserve.stream.base import StreamClient, StreamServer
+from pdserve.messages import ToDecode, ToFrontend, encode, encode_to_decode
+from pdserve.stream.base import StreamClient, StreamServer, bounded
 
 _listening: "WeakValueDictionary[str, MemoryStreamServer]" = WeakValueDictionary()
 _numbers = itertools.count(1)
@@ -53,6 +53,7 @@ class MemoryStreamServer(StreamServer):
     async def send(self, frontend: str, message: ToFrontend) -> None:
         if frontend not in self._clients:
             raise PeerGone(frontend)
+        bounded(message, encode(message))
         self._clients[frontend].inbox.put_nowait(message)
 
 
@@ -78,7 +79,7 @@ class MemoryStreamClient(StreamClient):
     async def send(self, message: ToDecode) -> None:
         if self._server is None or not self._server.has(self):
             raise PeerGone(self._address)
-        encode_to_decode(message)
+        bounded(message, encode_to_decode(message))
         self._server.take(self._name, message)
 
     @property

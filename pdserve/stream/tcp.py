@@ -26,7 +26,7 @@ from pdserve.messages import (
     encode_to_decode,
 )
 from pdserve.recent import RecentKeys
-from pdserve.stream.base import StreamClient, StreamServer
+from pdserve.stream.base import MAX_MESSAGE, StreamClient, StreamServer, bounded
 from pdserve.stream.framing import FramedConnection, beats
 from pdserve.stream.tls import Tls
 from pdserve.tasks import Apart, Owner
@@ -46,8 +46,6 @@ GREET_WITHIN = 5.0
 """seconds that a new connection gets for TLS and its greeting"""
 
 MAX_GREETING = 1 << 10
-MAX_FRAME = 512 << 20
-"""bytes; above any message, prompts with images included"""
 MAX_UNGREETED = 256
 """connections that have not greeted yet; beyond that the oldest is closed"""
 MAX_UNREAD = 10_000, 64 << 20
@@ -159,8 +157,8 @@ class TcpStreamServer(StreamServer):
         return self._unread.read()
 
     async def send(self, frontend: str, message: ToFrontend) -> None:
-        connection = self._frontends.get(frontend)
-        if connection is None or not await connection.send(encode(message)):
+        connection, body = self._frontends.get(frontend), bounded(message, encode(message))
+        if connection is None or not await connection.send(body):
             raise PeerGone(frontend)
 
     async def _keep_beating(self) -> None:
@@ -215,7 +213,7 @@ class TcpStreamServer(StreamServer):
         if earlier := self._frontends.get(name):
             earlier.cut("was replaced by a new one")
         del self._ungreeted[connection]
-        connection.name, connection.max_frame, connection.answers = name, MAX_FRAME, True
+        connection.name, connection.max_frame, connection.answers = name, MAX_MESSAGE, True
         self._frontends[name] = connection
         connection.write(GREETING)
         log.info("frontend %s connected", name)
@@ -275,9 +273,7 @@ class TcpStreamClient(StreamClient):
             raise PeerGone(self._address)
 
     async def send(self, message: ToDecode) -> None:
-        body = encode_to_decode(message)
-        if len(body) > MAX_FRAME:
-            raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes, of {MAX_FRAME} at most")
+        body = bounded(message, encode_to_decode(message))
         if not await self._connection.send(body):
             raise PeerGone(self._address)
 
@@ -327,7 +323,7 @@ class TcpStreamClient(StreamClient):
         if greeting != GREETING:
             connection.cut(f"was answered with {greeting[:40]!r}, not with {GREETING.decode()}")
             return
-        connection.max_frame = MAX_FRAME
+        connection.max_frame = MAX_MESSAGE
         self._greeted.set()
 
 

@@ -81,7 +81,7 @@ class Frontend:
                 case WorkerLoad(load):
                     self.loads.append(load)
                 case Outputs(frames):
-                    self._outputs(decode_outputs(frames))
+                    self._outputs(decode_outputs(frames[:1]))  # tensors come behind
 
     def _outputs(self, step: CoreOutputs) -> None:
         for output in step.outputs:
@@ -137,12 +137,14 @@ def shared_queue(broker: MemoryBroker) -> MemoryQueue:
 class Graph:
     """`async with Graph(tmp) as graph`: one decode worker, and what `prefill` adds."""
 
-    def __init__(self, drain_timeout: float = 5.0, **decode: object) -> None:
+    def __init__(
+        self, drain_timeout: float = 5.0, engine: type[SimEngine] = SimEngine, **decode: object
+    ) -> None:
         settings = {"remote_prefill": True, "max_local_prefill_length": 32, "max_prefill_queue_size": 4}
         self.registry = MemoryServer()
         self.broker = MemoryBroker(ack_wait=0.5)
         self.config = config(DecodeConfig(**(settings | decode)), drain_timeout)  # type: ignore[arg-type]
-        self.decode_engine = SimEngine(spec(Role.DECODE, "decode-0"))
+        self.decode_engine = engine(spec(Role.DECODE, "decode-0"))
         self.stream = MemoryStreamServer()
         self.decode = DecodeWorker(
             self.config,

@@ -11,6 +11,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from pdserve.decode import prefill_workers
+from pdserve.engine.base import Output
+from pdserve.engine.sim.engine import SimEngine
 from pdserve.engine.sim.model import SimModel
 from pdserve.errors import EngineDead, ProtocolError, QueueUnavailable
 from pdserve.kv.handles import LEASE_MARGIN
@@ -38,6 +40,7 @@ from tests.decode.graph import Frontend, Graph
 from tests.engine.sims import FAST, LOADED, body, collect, sim
 
 SHORT = list(range(3, 23))
+LARGE = list(range(3, 33))
 LONG = list(range(103, 603))
 
 
@@ -70,6 +73,41 @@ async def test_short_prompts_are_prefilled_here_and_long_ones_elsewhere() -> Non
         assert again.way[1] == "short", "the prefix is cached by now"
         assert again.tokens == long.tokens
         await until(prefill.engine.all_blocks_free)
+        await until(graph.decode_engine.all_blocks_free)
+
+
+LIMIT = 30_000
+"""bytes of a message"""
+
+
+class TensorEngine(SimEngine):
+    """With its outputs it sends tensors, as those of logprobs: a third of a message for each, and more than a message
+    for one prompt."""
+
+    def pack(self, outputs: list[Output]) -> list[bytes]:
+        share = sum(
+            2 * LIMIT
+            if output.raw.prefill_stats and output.raw.prefill_stats.num_prompt_tokens == len(LARGE)
+            else LIMIT // 3
+            for output in outputs
+        )
+        return [*super().pack(outputs), bytes(share)]
+
+
+async def test_outputs_that_no_message_can_hold_end_their_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The frontend would cut the link, and with it all requests on it."""
+    monkeypatch.setattr("pdserve.stream.base.MAX_MESSAGE", LIMIT)
+    async with Graph(engine=TensorEngine) as graph:
+        frontend = await graph.frontend()
+        others = [await frontend.submit(SHORT, 40) for _ in range(5)]
+        large = await frontend.end_of(await frontend.submit(LARGE, 40))
+        assert large.failed is not None
+        assert (large.failed.invalid, large.failed.retry) == (True, False)
+        assert "too large: Outputs has" in large.failed.message
+        for other in others:
+            assert (await frontend.end_of(other)).tokens == expected(SHORT, 40)
         await until(graph.decode_engine.all_blocks_free)
 
 

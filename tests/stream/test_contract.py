@@ -5,9 +5,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from pdserve.errors import PeerGone
+from pdserve.errors import PeerGone, ProtocolError
 from pdserve.messages import Cancel, Failed, Hello, Outputs, Submit, ToFrontend
-from pdserve.stream.base import StreamServer
+from pdserve.stream.base import MAX_MESSAGE, StreamServer
 from tests.conditions import until
 from tests.stream.conftest import Streams
 
@@ -59,6 +59,22 @@ async def test_large_messages_arrive_whole(streams: Streams) -> None:
     async with streams.listen() as server, streams.connect(server.address, "f") as client:
         await client.send(submit)
         assert await anext(server.received()) == ("f", submit)
+
+
+async def test_a_message_over_the_bound_is_refused_before_it_is_sent(streams: Streams) -> None:
+    """The other side would end the connection."""
+    async with streams.listen() as server, streams.connect(server.address, "f") as client:
+        at_server, at_client = server.received(), client.received()
+        await client.send(Hello("1"))
+        await anext(at_server)
+        with pytest.raises(ProtocolError, match="of 67108864 at most"):
+            await client.send(Submit("r", [1], 1.0, [bytes(MAX_MESSAGE)]))
+        with pytest.raises(ProtocolError, match="of 67108864 at most"):
+            await server.send("f", Outputs([bytes(MAX_MESSAGE)]))
+        await client.send(Cancel(["a"]))
+        await server.send("f", Outputs([b"1"]))
+        assert await anext(at_server) == ("f", Cancel(["a"]))
+        assert await anext(at_client) == Outputs([b"1"])
 
 
 async def test_a_peer_that_is_not_there(streams: Streams) -> None:

@@ -13,9 +13,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 
-from pdserve.errors import PeerGone, ProtocolError
+from pdserve.errors import PeerGone
 from pdserve.messages import Cancel, Failed, Hello, Outputs, encode
 from pdserve.stream import framing, tcp
+from pdserve.stream.base import MAX_MESSAGE
 from pdserve.stream.framing import FramedConnection
 from pdserve.stream.tcp import GREETING
 from tests.conditions import until
@@ -309,17 +310,6 @@ async def test_a_frontends_message_that_cannot_be_decoded_is_skipped(
     assert caplog.text.count("message of frontend f skipped") == 1
 
 
-async def test_a_message_over_the_bound_is_refused_before_it_is_sent(
-    wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tcp, "MAX_FRAME", 1000)
-    async with wire.server() as server, wire.client(server.address, "f") as client:
-        with pytest.raises(ProtocolError):
-            await client.send(Cancel(["x" * 1000]))
-        await client.send(Cancel(["a"]))
-        assert await anext(server.received()) == ("f", Cancel(["a"]))
-
-
 BAD_GREETINGS = [
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     b"\xff" * 5000,
@@ -389,7 +379,7 @@ async def test_connections_that_have_not_greeted_are_few(wire: Wire, monkeypatch
 async def test_a_frame_without_an_end_takes_no_more_memory_than_was_sent(wire: Wire) -> None:
     async with wire.server() as server, wire.raw(server.address) as liar:
         await liar.greet("liar")
-        liar.send(struct.pack(">I", tcp.MAX_FRAME) + b"x" * 1000)
+        liar.send(struct.pack(">I", MAX_MESSAGE) + b"x" * 1000)
         connection = server._frontends["liar"]
         await until(lambda: len(connection._partial) == 1004)
         liar.send(b"x" * 1000)
@@ -397,7 +387,7 @@ async def test_a_frame_without_an_end_takes_no_more_memory_than_was_sent(wire: W
         assert sys.getsizeof(connection._partial) < 100_000
         async with wire.raw(server.address) as worse:
             await worse.greet("worse")
-            worse.send(struct.pack(">I", tcp.MAX_FRAME + 1))
+            worse.send(struct.pack(">I", MAX_MESSAGE + 1))
             assert await worse.closed()
 
 

@@ -126,7 +126,7 @@ class Link:
                 return
             except ProtocolError as error:
                 if isinstance(message, Submit):
-                    listener.received(self, Failed(message.request_id, str(error)))
+                    listener.received(self, Failed(message.request_id, str(error), invalid=True))
 
 
 class LinkListener(Protocol):
