@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from pdserve.errors import EngineDead
 from pdserve.observe.metrics import TASK_FAILURES
@@ -31,7 +31,19 @@ HEALTHY = 30.0
 _REMEMBERED = 100
 """distinct failures that are logged, of one task"""
 
+T = TypeVar("T")
 Work = Callable[[], Awaitable[None]]
+
+
+async def on_loop(loop: asyncio.AbstractEventLoop, work: Awaitable[T]) -> T:
+    """Await `work` on this loop, which may be another thread's. Context variables go with it."""
+    if asyncio.get_running_loop() is loop:
+        return await work
+
+    async def there() -> T:
+        return await work
+
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(), loop))
 
 
 class Lifetime(ABC):

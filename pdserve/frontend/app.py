@@ -236,7 +236,8 @@ async def _run(
         is_long = trace.path in TOKENIZING and len(body.raw) > LONG_TEXT
         async with model.admission.long_text(admission.client) if is_long else nullcontext():
             processor = await model.ready()
-            await processor.app(app_scope(request, trace.request_id, body), replay(body.raw, gone), response)
+            app = processor.aside if body.large else processor.app
+            await app(app_scope(request, trace.request_id, body), replay(body.raw, gone), response)
 
     app = asyncio.create_task(answer())
     watch = asyncio.create_task(disconnected(request))

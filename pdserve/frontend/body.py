@@ -40,6 +40,12 @@ _BOUNDS = {
 """fields that bound the tokens of an output, the first that is set, on routes where that is not `max_tokens` alone"""
 _SEVERAL = {"/generative_scoring": ("items", str | list)}
 """field that holds several prompts, and the kind of each, on routes where that is neither `prompt` nor `messages`"""
+MAX_PARTS = 10_000
+"""lists and objects of a body: vLLM's app takes some 10 to 100 microseconds for each"""
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+LARGE, MANY = 64 << 10, 100
+"""bytes, and JSON objects, of a body that takes vLLM's app some 10 ms"""
+_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 _LARGEST = 1 << 40
 """above every bound; larger numbers, which JSON may spell, overflow what is computed from them"""
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -65,6 +71,8 @@ class ParsedBody:
     """whether the request goes on after its answer"""
     previous: str = ""
     """the stored response that it continues"""
+    large: bool = False
+    """see `_is_large`"""
 
 
 def max_body(max_model_len: int, *, tokenizing: bool) -> int:
@@ -137,6 +145,8 @@ async def discard_rest(request: Request) -> None:
 def parse_body(path: str, raw: bytes) -> ParsedBody:
     """Find the model and the size of the request. Raises BadRequest for what must not come from outside. The model's
     app refuses what is no JSON object, or names its model by no text."""
+    if (parts := _parts(raw)) > MAX_PARTS:
+        raise BadRequest(f"the body has {parts} lists and objects; one request may have {MAX_PARTS}")
     fields = _fields(raw)
     extra = fields.get("vllm_xargs")
     for name in FORBIDDEN:
@@ -156,7 +166,27 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
     has_id = given is not None
     background, previous = bool(fields.get("background")), fields.get("previous_response_id")
     previous = previous if isinstance(previous, str) else ""
-    return ParsedBody(raw, named, _size(path, raw, fields), is_plain(fields), has_id, background, previous)
+    large = not background and _is_large(raw, fields)
+    return ParsedBody(
+        raw, named, _size(path, raw, fields), is_plain(fields), has_id, background, previous, large
+    )
+
+
+def _parts(raw: bytes) -> int:
+    """Count the lists and objects of a JSON text, if there may be too many."""
+    if raw.count(b"{") + raw.count(b"[") > MAX_PARTS:
+        raw = _TEXT.sub(b"", raw)
+    return raw.count(b"{") + raw.count(b"[")
+
+
+def _is_large(raw: bytes, fields: Mapping[str, object]) -> bool:
+    """Whether vLLM's app would hold the frontend's loop for long (`model/vllm_aside.py`): with the many parts of the
+    body, or with the logprobs of an answer in one piece."""
+    if len(raw) > LARGE or raw.count(b"{") > MANY:
+        return True
+    if fields.get("stream") and not fields.get("echo"):
+        return False  # each chunk has its own
+    return any(value is not None and value is not False for value in map(fields.get, _LOGPROBS))
 
 
 def _fields(raw: bytes) -> dict[str, object]:
@@ -181,7 +211,9 @@ def _size(path: str, raw: bytes, fields: Mapping[str, object]) -> RequestSize:
     size = len(raw)
     if several == "items":
         bound, n, size = 1, 1, size + (prompts - 1) * _length(fields.get("query"))
-    return RequestSize(size // _BYTES_PER_TOKEN, bound, prompts * n, n, several)
+    tokens, asked = size // _BYTES_PER_TOKEN, fields.get("logprobs") if fields.get("echo") else None
+    logprobs = tokens * n * (_count(fields.get("prompt_logprobs") or asked) or 0)
+    return RequestSize(tokens, bound, prompts * n, n, min(logprobs, _LARGEST), several)
 
 
 def _length(text: object) -> int:

@@ -76,6 +76,27 @@ DIFFERENCES: dict[str, Difference] = {
         Difference(
             "`n` x prompts", "at most 16,384", "at most 128 (`max-outputs`), which `param` names too", REFUSED
         ),
+        Difference(
+            "`items` of `/generative_scoring`",
+            "any number",
+            "at most 128 (`max-outputs`), else 400: each is an output of its own",
+        ),
+        Difference(
+            "logprobs of the prompt (`prompt_logprobs`, `echo` with `logprobs`)",
+            "any number",
+            "prompt tokens x (logprobs + 1) x `n` up to 500,000, else 400: they are written in one piece",
+        ),
+        Difference(
+            "`request_id`",
+            "any text",
+            "400 unless it is 1 to 128 letters, digits and `. _ : -` of ASCII: it is in every message and log line",
+        ),
+        Difference(
+            "lists and objects of a body",
+            "any number",
+            "up to 10,000, else 400: reading each takes up to 0.1 ms, which no other request gets",
+            REFUSED,
+        ),
         Difference("`structured_outputs` that is no object", "500", "400, with the field named"),
         Difference('a grammar or schema without finite text (`{"$ref": "#"}`)', "500", "400, after one try"),
         # around a request

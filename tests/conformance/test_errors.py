@@ -221,7 +221,8 @@ def variants(path: str, fields: dict[str, list[Any]]) -> list[Request]:
 ENDLESS = 'a grammar or schema without finite text (`{"$ref": "#"}`)'
 
 REQUESTS = [
-    *(raw(path, name, content) for path in GOOD for name, content in RAW.items()),
+    *(raw(path, name, content, differs="lists and objects of a body" if name == "deeper" else "")
+      for path in GOOD for name, content in RAW.items()),
     *(lacking(path) for path in GOOD),
     *(raw(path, "as text", json.dumps(body).encode(), headers={"content-type": "text/plain"})
       for path, body in GOOD.items()),
@@ -251,6 +252,12 @@ REQUESTS = [
       for path in ("/v1/chat/completions", "/v1/completions")),
     *(changed(path, "schema without finite text", ENDLESS, structured_outputs={"json": {"$ref": "#"}})
       for path in ("/v1/chat/completions", "/v1/completions")),
+    *(changed(path, name, "`request_id`", request_id=value) for path in GENERATING
+      for name, value in (("a long id", "x" * 129), ("an odd id", "a\nb"))),
+    *(changed(path, "many logprobs", "logprobs of the prompt (`prompt_logprobs`, `echo` with `logprobs`)",
+              prompt=[[300] * 4000] * 8, n=2, temperature=0.5, max_tokens=1, **asked)
+      for path in ("/v1/completions",) for asked in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20})),
+    changed("/generative_scoring", "129 items", "`items` of `/generative_scoring`", items=["b"] * 129),
     *(changed(path, "too many outputs", "`n` x prompts", n=20_000)
       for path in ("/v1/chat/completions", "/v1/completions")),
     *variants("/v1/messages", MESSAGES),

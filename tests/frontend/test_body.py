@@ -6,7 +6,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from pdserve.errors import BadRequest
 from pdserve.frontend.app import GENERATING
-from pdserve.frontend.body import max_body, parse_body
+from pdserve.frontend.body import LARGE, MANY, MAX_PARTS, max_body, parse_body
 
 CHAT = "/v1/chat/completions"
 
@@ -58,11 +58,11 @@ def test_the_size_of_a_request(path: str, body: bytes, max_tokens: int | None, s
     assert (size.prompt_tokens, size.max_tokens, size.sequences) == (len(body) // 4, max_tokens, sequences)
 
 
-@pytest.mark.parametrize("items", [["a"] * 20_000, [[300]] * 20_000])
+@pytest.mark.parametrize("items", [["a"] * 5000, [[300]] * 5000])
 def test_each_scored_item_is_an_output_of_one_token(items: list[object]) -> None:
     size = parse_body("/generative_scoring", json.dumps({"query": "a" * 4000, "items": items}).encode()).size
-    assert (size.sequences, size.max_tokens, size.several) == (20_000, 1, "items")
-    assert size.prompt_tokens > 20_000 * 1000  # the query is in each prompt
+    assert (size.sequences, size.max_tokens, size.several) == (5000, 1, "items")
+    assert size.prompt_tokens > 5000 * 1000  # the query is in each prompt
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,54 @@ def test_a_number_that_vllm_refuses_is_none(spelled: object) -> None:
         CompletionRequest(prompt="a", n=spelled)
     size = parse_body("/v1/completions", json.dumps({"n": spelled, "max_tokens": spelled}).encode()).size
     assert (size.n, size.max_tokens) == (1, None)
+
+
+@pytest.mark.parametrize("part", [b"{}", b"[1]", b'{"role": "user"}'])
+def test_a_body_of_too_many_parts_is_refused(part: bytes) -> None:
+    few, many = (
+        b'{"messages": [%b]}' % b",".join([part] * count) for count in (MAX_PARTS - 2, MAX_PARTS - 1)
+    )
+    parse_body(CHAT, few)
+    with pytest.raises(BadRequest, match="one request may have 10000"):
+        parse_body(CHAT, many)
+
+
+def test_brackets_in_a_text_are_no_parts() -> None:
+    parse_body(CHAT, json.dumps({"messages": [{"content": '{["\\\\' * MAX_PARTS}]}).encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "large"),
+    [
+        ({"prompt": "a" * (LARGE + 1)}, True),
+        ({"messages": [{}] * (MANY + 1)}, True),
+        ({"logprobs": True}, True),
+        ({"logprobs": 0}, True),
+        ({"logprobs": False, "prompt_logprobs": None}, False),
+        ({"prompt_logprobs": 1}, True),
+        ({"top_logprobs": 5}, True),
+        ({"logprobs": 5, "stream": True}, False),
+        ({"logprobs": 5, "stream": True, "echo": True}, True),
+        ({"prompt": "a", "stream": True}, False),
+        ({"logprobs": True, "background": True}, False),
+    ],
+)
+def test_requests_that_would_hold_the_loop_are_large(fields: dict[str, object], large: bool) -> None:
+    assert parse_body(CHAT, json.dumps(fields).encode()).large is large
+
+
+@pytest.mark.parametrize(
+    ("fields", "logprobs"),
+    [
+        ({"prompt_logprobs": 5}, 5),
+        ({"prompt_logprobs": "5", "n": 3}, 15),
+        ({"logprobs": 4, "echo": True}, 4),
+        ({"logprobs": 4}, 0),
+    ],
+)
+def test_logprobs_of_the_prompt_count_in_its_size(fields: dict[str, object], logprobs: int) -> None:
+    size = parse_body("/v1/completions", json.dumps({"prompt": "a" * 4000, **fields}).encode()).size
+    assert size.logprobs == logprobs * size.prompt_tokens
 
 
 ODD_IDS = ["", "x" * 129, "a\nb", "a\x1b[2Jb", "a b", "\ud800", "\xe9", "a/b"]

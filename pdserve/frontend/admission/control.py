@@ -169,9 +169,8 @@ class AdmissionControl:
             raise BadRequest(text, "n" if size.n > 1 else size.several)
         self._check_inside()
         admission = Admission(self, client, size, deadline)
-        admission.tokens = (1 + size.prompt_tokens) / size.sequences + self._estimate().tokens(
-            size.max_tokens
-        )
+        prompt = (1 + size.prompt_tokens + size.logprobs) / size.sequences
+        admission.tokens = prompt + self._estimate().tokens(size.max_tokens)
         self.queue.tag(admission, min(GROUP, size.sequences))
         self._push(admission)
         self.advance()

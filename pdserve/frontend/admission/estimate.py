@@ -23,6 +23,8 @@ class RequestSize:
     sequences: int = 1
     n: int = 1
     """sequences for each prompt"""
+    logprobs: int = 0
+    """of the prompts, in all sequences: they count as tokens"""
     several: str = "prompt"
     """the field of which a request with too many sequences has too many"""
 

@@ -119,19 +119,20 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
     def _begin(self, generation: Generation) -> None:
         """Place the generation as soon as admission permits."""
         request, trace = generation.request, generation.trace
-        if reason := unsupported(request):
+        assert trace.admission is not None, f"{trace.path} generates, and has no admission"
+        if request.prompt_token_ids is not None:
+            trace.add_prompt(generation.prompt_key, len(generation.prompt))
+        if reason := unsupported(request, trace.prompt_tokens, trace.admission.size.n):
             self.fail(generation, RequestFailure(400, reason))
             return
         generation.replays = looks_back(request.sampling_params) is not None
         generation.request = repeatable(request)
         generation.size = len(generation.prompt) + self.estimate.tokens(generation.max_tokens)
-        trace.add_prompt(generation.prompt_key, len(generation.prompt))
         if trace.failure is not None:  # a sibling (n > 1) has just ended all of them
             self._end(generation)
             return
         if trace.deltas is not None and trace.path in self.plain_paths:
             self.stream_deltas(generation.id, trace.deltas, self.plain_paths[trace.path])
-        assert trace.admission is not None, f"{trace.path} generates, and has no admission"
         begin, drop = partial(self.place, generation), partial(self._end, generation)
         pause = partial(self._pause, generation)
         generation.permit = trace.admission.permit(begin, drop, pause, fixed=generation.replays)

@@ -27,6 +27,7 @@ from pdserve.frontend.model.vllm_api import (
     parse_args,
     stream_deltas,
 )
+from pdserve.frontend.model.vllm_aside import SideLoop
 from pdserve.frontend.model.workers import WorkerPool
 from pdserve.queue.archives import archive_name, pack_model, unpack
 from pdserve.queue.base import BlobStore
@@ -41,6 +42,8 @@ class Processor:
 
     app: ASGIApp
     """vLLM's own"""
+    aside: ASGIApp
+    """the same, for large requests"""
     core: RemoteCore
     workers: WorkerPool
 
@@ -66,6 +69,8 @@ async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[P
         core.fail_request = partial(fail_request, engine)
         core.stream_deltas = partial(stream_deltas, engine)
         core.process = OutputHandler(engine).process
+        side = await stack.enter_async_context(SideLoop())
+        side.bring(engine)
         stack.push_async_callback(core.workers.close)
         stack.callback(engine.shutdown)
         # first of all: no request must go on at another worker while the workers are left
@@ -74,7 +79,7 @@ async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[P
             app, core.plain_paths = await make_app(engine, args, card.supported_tasks, context.stored)
         except ValueError as error:
             raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error
-        yield Processor(app, core, core.workers)
+        yield Processor(app, side.app(app), core, core.workers)
 
 
 # ── from a card to vLLM's arguments ────────────────────────────────────────────────────────────────────

@@ -26,7 +26,7 @@ from pdserve.frontend.trace import RequestFailure, RequestTrace
 from pdserve.observe.metrics import STORED_BYTES, STORED_RESPONSES
 from pdserve.queue.responses import ResponseStore
 from pdserve.records import StoredResponse
-from pdserve.tasks import Lifetime
+from pdserve.tasks import Lifetime, on_loop
 
 if TYPE_CHECKING:
     from pdserve.frontend.model.vllm_responses import ResponseJson
@@ -76,6 +76,8 @@ class RequestResponses:
     loaded: RunningResponse | None = None
     """the same, once vLLM has asked for it; or the named response, if this frontend is making it"""
     made: list[RunningResponse] = field(default_factory=list)
+    touched: list[RunningResponse] = field(default_factory=list)
+    """those that vLLM read or wrote since it took its lock"""
 
     def making(self, response_id: str) -> RunningResponse | None:
         return next((running for running in self.made if running.id == response_id), None)
@@ -106,6 +108,7 @@ class StoredResponses(Lifetime):
 
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
+        self.loop = asyncio.get_running_loop()
         async with self.store:
             try:
                 yield
@@ -247,18 +250,16 @@ class ModelResponses:
         self._stored = stored
         self._model = model
         self._codec = codec
-        self._touched: list[RunningResponse] = []
         self.responses = _Attribute(self, "response")
         self.messages = _Attribute(self, "messages")
         self.events = _Events(self, "events")
         self.tasks = _Tasks(self, "task")
 
     async def __aenter__(self) -> None:
-        self._touched = []
+        _current.get().touched = []
 
     async def __aexit__(self, *_: object) -> None:
-        touched, self._touched = self._touched, []
-        await self._stored.save_changed(touched)
+        await on_loop(self._stored.loop, self._stored.save_changed(_current.get().touched))
 
     def find(self, response_id: str) -> RunningResponse | None:
         """A response of the client whose request this task belongs to."""
@@ -269,7 +270,7 @@ class ModelResponses:
                 request.loaded = self._load(request.owner, response_id, request.named)
             found = request.loaded
         if found is not None:
-            self._touched.append(found)
+            request.touched.append(found)
         return found
 
     def make(self, response_id: str) -> RunningResponse:
@@ -281,7 +282,7 @@ class ModelResponses:
             found = RunningResponse(request.owner, response_id, self._model)
             self._stored.keep(found)
             request.made.append(found)
-        self._touched.append(found)
+        request.touched.append(found)
         return found
 
     def _load(self, owner: str, response_id: str, record: StoredResponse) -> RunningResponse:

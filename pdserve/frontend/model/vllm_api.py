@@ -51,6 +51,7 @@ from pdserve.frontend.deltas import DeltaStream
 from pdserve.frontend.model.grammar import problem
 from pdserve.frontend.model.openapi import describe
 from pdserve.frontend.model.stored import StoredResponses
+from pdserve.frontend.model.vllm_aside import keep_prompt_logprobs
 from pdserve.frontend.model.vllm_responses import raising_refusals, store_responses
 
 __all__ = [
@@ -289,6 +290,9 @@ class OutputHandler:
         """Hand one engine step's outputs to their requests. Returns the ids of the requests that end by a stop string
         or an error, of which the engine does not know. An error fails only the request whose output it is."""
         stats, left, over = IterationStats(), iter(outputs.outputs), []
+        for output in outputs.outputs:
+            if output.new_prompt_logprobs_tensors is not None:
+                keep_prompt_logprobs(self._processor, output)
         while length_hint(left):
             try:
                 over += self._processor.process_outputs(left, outputs.timestamp, stats).reqs_to_abort

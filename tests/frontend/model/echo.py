@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
+import torch
 from msgspec.structs import replace
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from pdserve.errors import PeerGone
@@ -199,6 +200,8 @@ class EchoWorker:
         output = EngineCoreOutput(job.submit.request_id, [token])
         if params.logprobs is not None:
             output.new_logprobs = _logprobs(token, params.logprobs)
+        if params.prompt_logprobs is not None and len(job.generated) == 1:
+            output.new_prompt_logprobs_tensors = _prompt_logprobs(job.submit.prompt, params.prompt_logprobs)
         if done:
             output.finish_reason = FinishReason.LENGTH
             del self.jobs[job.submit.request_id]
@@ -225,3 +228,11 @@ def _logprobs(token: int, count: int) -> LogprobsLists:
     ids = np.array([[token, *range(FIRST, FIRST + count)]], dtype=np.int32)
     values = np.linspace(-0.5, -3.0, count + 1, dtype=np.float32).reshape(1, -1)
     return LogprobsLists(ids, values, np.array([1], dtype=np.int32))
+
+
+def _prompt_logprobs(prompt: list[int], count: int) -> LogprobsTensors:
+    """Of all tokens of the prompt but the first."""
+    others = torch.arange(FIRST, FIRST + count).repeat(len(prompt) - 1, 1)
+    ids = torch.cat([torch.tensor(prompt[1:]).unsqueeze(1), others], 1)
+    values = torch.linspace(-0.5, -3.0, count + 1).repeat(len(prompt) - 1, 1)
+    return LogprobsTensors(ids, values, torch.ones(len(prompt) - 1, dtype=torch.int64))

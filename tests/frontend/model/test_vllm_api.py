@@ -60,6 +60,14 @@ SIGNATURES = {
     "vllm.v1.serial_utils:MsgpackDecoder.decode": ["self", "bufs"],
     "vllm.tool_parsers:ToolParserManager.import_tool_parser": ["plugin_path"],
     "vllm.reasoning:ReasoningParserManager.import_reasoning_parser": ["plugin_path"],
+    "vllm.v1.engine.async_llm:AsyncLLM.generate": ["self", "prompt", "sampling_params", "request_id"],
+    "vllm.v1.engine.input_processor:InputProcessor._validate_params": ["self", "params", "supported_tasks"],
+    "vllm.v1.engine.logprobs:LogprobsProcessor.__init__": [
+        "self", "tokenizer", "logprobs", "prompt_logprobs", "cumulative_logprob", "num_logprobs",
+        "num_prompt_logprobs",
+    ],
+    "vllm.v1.engine.logprobs:LogprobsProcessor._update_prompt_logprobs": ["self", "prompt_logprobs_tensors"],
+    "vllm.logprobs:create_prompt_logprobs": ["flat_logprobs"],
 }  # fmt: skip
 
 # Array-like structs: the order of the fields is the encoding.
