@@ -7,19 +7,8 @@ messages in flight are lost then, and the frontend submits the requests again un
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
 
-from pdserve.errors import ProtocolError
 from pdserve.messages import ToDecode, ToFrontend
 from pdserve.tasks import Lifetime
-
-MAX_MESSAGE = 64 << 20
-"""bytes; a reader that takes nothing for a second is cut, so that a larger message would cut a slow link each time"""
-
-
-def bounded(message: ToDecode | ToFrontend, body: bytes) -> bytes:
-    """Raises ProtocolError: the other side would end the connection, with all requests on it."""
-    if len(body) > MAX_MESSAGE:
-        raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes, of {MAX_MESSAGE} at most")
-    return body
 
 
 class StreamServer(Lifetime):

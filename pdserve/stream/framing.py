@@ -13,8 +13,11 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Protocol
 
+from pdserve.errors import ProtocolError
 from pdserve.stream.tls import Tls
 
+MAX_MESSAGE = 64 << 20
+"""bytes; a reader that takes nothing for a second is cut, so that a larger message would cut a slow link each time"""
 BEAT_EVERY = 1.0
 """seconds"""
 SEND_WITHIN = 1.0
@@ -24,6 +27,13 @@ LINGER = 0.3
 """seconds that closing waits for unsent data to leave and for the other side to close"""
 MAX_UNSENT = 32 << 20
 """bytes that may wait for a slow reader, plus one frame: some seconds of tokens at full load"""
+
+
+def bounded(message: object, body: bytes) -> bytes:
+    """Raises ProtocolError: the other side would end the connection, with all requests on it."""
+    if len(body) > MAX_MESSAGE:
+        raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes, of {MAX_MESSAGE} at most")
+    return body
 
 
 class ConnectionOwner(Protocol):

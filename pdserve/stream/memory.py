@@ -8,7 +8,8 @@ from weakref import WeakValueDictionary
 
 from pdserve.errors import PeerGone
 from pdserve.messages import ToDecode, ToFrontend, encode, encode_to_decode
-from pdserve.stream.base import StreamClient, StreamServer, bounded
+from pdserve.stream.base import StreamClient, StreamServer
+from pdserve.stream.framing import bounded
 
 _listening: "WeakValueDictionary[str, MemoryStreamServer]" = WeakValueDictionary()
 _numbers = itertools.count(1)

@@ -26,8 +26,8 @@ from pdserve.messages import (
     encode_to_decode,
 )
 from pdserve.recent import RecentKeys
-from pdserve.stream.base import MAX_MESSAGE, StreamClient, StreamServer, bounded
-from pdserve.stream.framing import FramedConnection, beats
+from pdserve.stream.base import StreamClient, StreamServer
+from pdserve.stream.framing import MAX_MESSAGE, FramedConnection, beats, bounded
 from pdserve.stream.tls import Tls
 from pdserve.tasks import Apart, Owner
 

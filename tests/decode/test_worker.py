@@ -98,7 +98,7 @@ async def test_outputs_that_no_message_can_hold_end_their_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The frontend would cut the link, and with it all requests on it."""
-    monkeypatch.setattr("pdserve.stream.base.MAX_MESSAGE", LIMIT)
+    monkeypatch.setattr("pdserve.stream.framing.MAX_MESSAGE", LIMIT)
     async with Graph(engine=TensorEngine) as graph:
         frontend = await graph.frontend()
         others = [await frontend.submit(SHORT, 40) for _ in range(5)]

@@ -7,7 +7,8 @@ import pytest
 
 from pdserve.errors import PeerGone, ProtocolError
 from pdserve.messages import Cancel, Failed, Hello, Outputs, Submit, ToFrontend
-from pdserve.stream.base import MAX_MESSAGE, StreamServer
+from pdserve.stream.base import StreamServer
+from pdserve.stream.framing import MAX_MESSAGE
 from tests.conditions import until
 from tests.stream.conftest import Streams
 

@@ -16,8 +16,7 @@ import pytest
 from pdserve.errors import PeerGone
 from pdserve.messages import Cancel, Failed, Hello, Outputs, encode
 from pdserve.stream import framing, tcp
-from pdserve.stream.base import MAX_MESSAGE
-from pdserve.stream.framing import FramedConnection
+from pdserve.stream.framing import MAX_MESSAGE, FramedConnection
 from pdserve.stream.tcp import GREETING
 from tests.conditions import until
 from tests.stream.conftest import Wire

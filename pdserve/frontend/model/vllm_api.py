@@ -33,7 +33,6 @@ from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.parser import DelegatingParser
 from vllm.reasoning import ReasoningParserManager
-from vllm.renderers.base import BaseRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -51,7 +50,7 @@ from pdserve.frontend.deltas import DeltaStream
 from pdserve.frontend.model.grammar import problem
 from pdserve.frontend.model.openapi import describe
 from pdserve.frontend.model.stored import StoredResponses
-from pdserve.frontend.model.vllm_aside import keep_prompt_logprobs
+from pdserve.frontend.model.vllm_aside import keep_prompt_logprobs, tokenize_short_prompts_here
 from pdserve.frontend.model.vllm_responses import raising_refusals, store_responses
 
 __all__ = [
@@ -63,8 +62,6 @@ logger = logging.getLogger(__name__)
 
 VERSION: str = vllm.__version__
 
-SHORT_PROMPT = 1000
-"""characters, tokenized in some 0.2 ms"""
 RECORD_EVERY = 0.25
 """seconds between two updates of vLLM's metrics of the steps: many steps at once cost a third"""
 
@@ -202,7 +199,7 @@ def make_engine(args: Namespace, core: EngineCoreClient, registry: CollectorRegi
             EngineCoreClient.make_async_mp_client = make
             unregister_vllm_metrics()
     _refuse_fatal_grammars(engine.input_processor)
-    _tokenize_short_prompts_here(engine.renderer)
+    tokenize_short_prompts_here(engine.renderer)
     vllm.envs.enable_envs_cache()  # as vLLM's engine does: its metrics read the environment for each token
     return engine
 
@@ -222,18 +219,6 @@ def _refuse_fatal_grammars(inputs: InputProcessor) -> None:
             raise VLLMValidationError("it cannot be compiled", parameter="structured_outputs") from error
 
     inputs._validate_params = checked
-
-
-def _tokenize_short_prompts_here(renderer: BaseRenderer[Any]) -> None:
-    """Tokenize in the event loop, where a thread and the wake-up for its answer cost more."""
-    in_thread = renderer._tokenize_prompt_async
-
-    async def tokenize(prompt: Any, params: Any) -> Any:
-        if len(prompt["prompt"]) <= SHORT_PROMPT:
-            return renderer._tokenize_prompt(prompt, params)
-        return await in_thread(prompt, params)
-
-    renderer._tokenize_prompt_async = tokenize
 
 
 def _config_without_engine(args: Namespace) -> VllmConfig:
