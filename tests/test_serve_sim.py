@@ -208,6 +208,13 @@ def test_servers_that_hang_are_told_and_killed_ones_come_back(graph: Serve, watc
         os.kill(pid, signal.SIGSTOP)
     for name in ("NATS", "etcd"):
         watching.until(f"✗ {name} at 127.0.0.1:")
+    status = graph.pdserve("status")
+    assert status.returncode == 0, status.stderr
+    assert all(
+        name in status.stdout for name in ("frontend-0", "decode-0", "prefill-0", "demo, 2 decode workers")
+    )
+    assert "does not answer" in status.stdout
+    assert graph.pdserve("trace", "--json").stdout.startswith("[")
     for pid in pids.values():
         os.kill(pid, signal.SIGKILL)
     watching.type("q")

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,13 @@ from pdserve.graph import from_environment
 from pdserve.plan.machine import Machine
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import Slot
-from pdserve.records import Role
+from pdserve.records import Instance, Role
 from pdserve.registry import connect
-from pdserve.registry.base import Registry
-from pdserve.registry.view import RegistryView
+from pdserve.registry.view import RegistryView, Snapshot
 from pdserve.supervisor import state
 from pdserve.supervisor.checks import busy_kv_port
+
+_NOTHING = Snapshot([], [], {}, {})
 
 
 class NoGraph(Unavailable):
@@ -38,6 +39,19 @@ class GraphAddress:
     url: str = ""
     """of its frontend; empty: not known"""
     credentials: Credentials | None = None
+    state_dir: Path | None = None
+    """of its supervisor on this machine; None: not known"""
+
+
+@dataclass(frozen=True)
+class GraphView:
+    """What is registered: in the graph's etcd or, while that does not answer, what its supervisor last read there."""
+
+    snapshot: Callable[[], Snapshot]
+    connected: Callable[[], bool]
+
+    def instances(self, role: Role) -> list[Instance]:
+        return [instance for instance in self.snapshot().instances if instance.role.does(role)]
 
 
 def find_graph(
@@ -53,6 +67,7 @@ def find_graph(
             config.etcd,
             config.namespace,
             credentials=Credentials.load(credentials or config.security.credentials),
+            state_dir=config.state_dir,
         )
     if address := etcd or os.environ.get("PDSERVE_ETCD"):
         return GraphAddress(address, namespace or Config.namespace, credentials=Credentials.load(credentials))
@@ -60,24 +75,35 @@ def find_graph(
 
 
 @asynccontextmanager
-async def view_of(graph: GraphAddress) -> AsyncIterator[tuple[Registry, RegistryView]]:
-    """Raises NoGraph where its etcd does not answer."""
+async def view_of(graph: GraphAddress) -> AsyncIterator[GraphView]:
+    """Raises NoGraph where its etcd does not answer, and no supervisor of it runs on this machine."""
     async with AsyncExitStack() as stack:
         try:
             registry = await stack.enter_async_context(
                 connect(graph.etcd, graph.namespace, graph.credentials)
             )
             view = await stack.enter_async_context(RegistryView(registry))
+            found = GraphView(view.snapshot, lambda: registry.connected)
         except RegistryUnavailable as error:
-            raise NoGraph(f"{error}: no graph runs there, or its etcd is away.") from None
-        yield registry, view
+            if _known(graph) is None:
+                raise NoGraph(f"{error}: no graph runs there, or its etcd is away.") from None
+            found = GraphView(lambda: _known(graph) or _NOTHING, lambda: False)
+        yield found
+
+
+def _known(graph: GraphAddress) -> Snapshot | None:
+    running = state.read(graph.state_dir) if graph.state_dir else None
+    if graph.state_dir is None or running is None:
+        return None
+    same = (running.etcd, running.namespace) == (graph.etcd, graph.namespace)
+    return state.read_known(graph.state_dir) if same else None
 
 
 async def frontend_url(graph: GraphAddress) -> str:
     """Raises NoGraph where it has no frontend."""
     if graph.url:
         return graph.url
-    async with view_of(graph) as (_, view):
+    async with view_of(graph) as view:
         urls = [frontend.address for frontend in view.instances(Role.FRONTEND)]
     if not urls:
         raise NoGraph(f"no frontend runs in namespace {graph.namespace} of {graph.etcd}.")
@@ -91,7 +117,7 @@ def _on(state_dir: Path) -> GraphAddress:
             f"no graph runs on {state_dir}: start one with `{command('serve -f FILE')}`, or say which one with "
             "-f FILE or --etcd HOST:PORT."
         )
-    return GraphAddress(graph.etcd, graph.namespace, graph.url, graph.load_credentials())
+    return GraphAddress(graph.etcd, graph.namespace, graph.url, graph.load_credentials(), state_dir)
 
 
 def find_place(role: Role, file: Path, index: int) -> tuple[Config, Slot]:

@@ -14,38 +14,30 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from pdserve import clock
-from pdserve.cli.find import GraphAddress
+from pdserve.cli.find import GraphAddress, GraphView
 from pdserve.cli.top import screen
 from pdserve.observe.graph_state import GraphState, graph_state
 from pdserve.observe.pages import read_watched
-from pdserve.registry.base import Registry
-from pdserve.registry.view import RegistryView
 from pdserve.watch import Connections, Watched
 
 AGAIN = 1.0
 """seconds between two looks at all processes, at least"""
 
 
-async def read_state(view: RegistryView, own: Connections | None = None) -> GraphState:
-    """`own`: the connections of this command."""
-    instances = view.instances()
-    watched = await read_watched(instances)
-    if own:
-        watched["this command"] = Watched(outages=own.outages())
-    return graph_state(instances, view.slots(), view.cards(), view.settings(), watched)
-
-
-async def states(registry: Registry, view: RegistryView, etcd: str) -> AsyncIterator[GraphState]:
+async def states(view: GraphView, etcd: str) -> AsyncIterator[GraphState]:
     """A state each `AGAIN` seconds, for ever."""
     own = Connections()
-    own.add("etcd", etcd, lambda: registry.connected)
+    own.add("etcd", etcd, view.connected)
     while True:
         began = time.monotonic()
-        yield await read_state(view, own)
+        registered = view.snapshot()
+        watched = await read_watched(registered.instances)
+        watched["this command"] = Watched(outages=own.outages())
+        yield graph_state(*registered, watched)
         await asyncio.sleep(began + AGAIN - time.monotonic())
 
 
-async def live(registry: Registry, view: RegistryView, graph: GraphAddress) -> None:
+async def live(view: GraphView, graph: GraphAddress) -> None:
     """Show the graph until `q` or SIGTERM. However it ends, the terminal is restored."""
     # warnings would be written over the screen, which says the same by itself
     logging.getLogger().addHandler(logging.NullHandler())
@@ -60,7 +52,7 @@ async def live(registry: Registry, view: RegistryView, graph: GraphAddress) -> N
             loop.add_signal_handler(signal.SIGTERM, end)
             loop.add_signal_handler(signal.SIGWINCH, shown.draw)
             with shown.console.screen(), _keys(lambda typed: end() if typed[:1] in ("q", "Q", "") else None):
-                async for state in states(registry, view, graph.etcd):
+                async for state in states(view, graph.etcd):
                     shown.show(state)
     except TimeoutError:
         return

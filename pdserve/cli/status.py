@@ -15,16 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve import clock
-from pdserve.cli.find import GraphAddress, find_graph, view_of
-from pdserve.cli.live import live, read_state, states
+from pdserve.cli.find import GraphAddress, GraphView, find_graph, view_of
+from pdserve.cli.live import live, states
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
 from pdserve.cli.top import problem_line, state_style
 from pdserve.observe.graph_state import GraphState, decode_workers, settings_changed
 from pdserve.observe.problems import Node, count, duration, nodes, problems
 from pdserve.observe.tables import show, table
 from pdserve.records import Instance
-from pdserve.registry.base import Registry
-from pdserve.registry.view import RegistryView
 
 _NUMBERS = ("running", "waiting", "KV used", "KV tokens")
 _PASSING = {"age", "seconds", "start", "round_trip", "moments"}
@@ -43,7 +41,8 @@ def status(
 ) -> int:
     """Show the processes of a running graph: those that are registered in etcd, with their load and KV usage as they
     tell them (`?` where one does not answer), and those that should be there; what is wrong, the models, the prefill
-    queue and the live settings. Exit code 1 where nothing runs.
+    queue and the live settings. While etcd does not answer, the processes are those that `serve` on this machine saw
+    there last. Exit code 1 where nothing runs.
 
     With --watch, a screen that is renewed each second: what is wrong, latencies and rates of the last minutes, all
     processes, the links between them, and the requests that did not go the way that was meant for them (pdserve trace
@@ -59,14 +58,14 @@ def status(
 
 
 async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
-    """Return the exit code. Raises NoGraph where etcd does not answer."""
-    async with view_of(graph) as (registry, view):
+    """Return the exit code. Raises NoGraph."""
+    async with view_of(graph) as view:
         if watch and sys.stdout.isatty() and not as_json:
-            await live(registry, view, graph)
+            await live(view, graph)
             return 0
         if watch:
-            await _print_changes(registry, view, graph, as_json)
-        state = await read_state(view)
+            await _print_changes(view, graph, as_json)
+        state = await anext(states(view, graph.etcd))
         if as_json:
             print(json.dumps(as_dict(state, graph), indent=2))
         else:
@@ -77,10 +76,10 @@ async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
     return 0
 
 
-async def _print_changes(registry: Registry, view: RegistryView, graph: GraphAddress, as_json: bool) -> None:
+async def _print_changes(view: GraphView, graph: GraphAddress, as_json: bool) -> None:
     """Until cancelled; with JSON, one line for each change."""
     printed: Any = None
-    async for state in states(registry, view, graph.etcd):
+    async for state in states(view, graph.etcd):
         if lasting(now := as_dict(state, graph)) == printed:
             continue
         printed = lasting(now)

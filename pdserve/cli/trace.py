@@ -76,7 +76,7 @@ def trace(
 
 
 async def _trace(graph: GraphAddress, wanted: str, as_json: bool) -> int:
-    async with view_of(graph) as (_, view):
+    async with view_of(graph) as view:
         frontends = view.instances(Role.FRONTEND)
         found = await read_receipts(frontends, 1, request_id=wanted) if wanted else []
         told = {} if found else await read_watched(frontends)

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pdserve.errors import ProtocolError, RegistryUnavailable
 from pdserve.records import (
@@ -28,6 +28,15 @@ T = TypeVar("T")
 FIRST_READ_WITHIN = 5.0
 PAUSE = 0.05
 """seconds from one yield of `changes` to the next, at least"""
+
+
+class Snapshot(NamedTuple):
+    """What is registered, as the methods of RegistryView of these names return it."""
+
+    instances: list[Instance]
+    slots: list[SlotState]
+    cards: dict[str, list[tuple[str, ModelCard]]]
+    settings: dict[str, str]
 
 
 class RegistryView(Lifetime):
@@ -105,6 +114,9 @@ class RegistryView(Lifetime):
     def slots(self) -> list[SlotState]:
         """Return the processes that supervisors keep alive; none if roles were started by hand."""
         return [state for _, state in sorted(self._slots.items())]
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.instances(), self.slots(), self.cards(), self.settings())
 
     def gone(self) -> list[Gone]:
         """Return the workers that vanished lately and are not back."""

@@ -43,18 +43,14 @@ class RegisteredInstances:
         """`host` is this machine, for the reports. `leaving` are the seconds that a process may go on after it removed
         its instance (a frontend that drains)."""
         self._registry = registry
-        self._view = view
+        self.view = view
         self._host = host
         self._patience = MISSING + leaving
 
-    def settings(self) -> dict[str, str]:
-        """Return the live settings."""
-        return self._view.settings()
-
     async def until_registered(self, instance_id: str, pid: int) -> Instance:
         """Wait until this instance is registered by the process `pid`."""
-        async for _ in self._view.changes():
-            for instance in self._view.instances():
+        async for _ in self.view.changes():
+            for instance in self.view.instances():
                 if instance.id == instance_id and instance.pid == pid:
                     return instance
         raise AssertionError("the registry's changes never end")
@@ -64,7 +60,7 @@ class RegisteredInstances:
         return the seconds. Time without a registry does not count."""
 
         async def registered() -> bool:
-            found = any(found.id == instance.id for found in self._view.instances())
+            found = any(found.id == instance.id for found in self.view.instances())
             return found or not self._registry.connected
 
         return await until_unhealthy(registered, CHECK_EVERY, self._patience)

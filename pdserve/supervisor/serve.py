@@ -7,6 +7,7 @@ import resource
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from pdserve.command import command
@@ -88,6 +89,7 @@ async def _serve(
         graph = _record(config, urls, credentials)
         registered = await _registered_instances(stack, graph, config, credentials)
         folder.record(graph)
+        tasks.forever(partial(folder.keep_known, registered.view), "known processes")
         sockets = stack.enter_context(folder.sockets())
         specs = [
             process_spec(slot, config.path, _environment(slot, config, graph, sockets)) for slot in slots
@@ -98,7 +100,7 @@ async def _serve(
         def show_ready(instances: Sequence[Instance], seconds: float) -> None:
             if output.json:
                 log.info("Ready after %.0f s: %s at %s", seconds, graph.model, graph.url)
-            output.print(banner(config, instances, seconds, output.log_dir, registered.settings()))
+            output.print(banner(config, instances, seconds, output.log_dir, registered.view.settings()))
             if config.frontend:
                 output.plain(f"Try it:\n{curl(config)}\n")
             output.plain(f"Look at it:\n{command(f'status -f {shlex.quote(str(config.path))}')}\n")
@@ -125,7 +127,8 @@ async def _registered_instances(
         registry = await stack.enter_async_context(connect(graph.etcd, graph.namespace, credentials))
         if config.etcd is None:
             await _drop_settings_of_another_file(registry, str(config.path.resolve()))
-        view = await stack.enter_async_context(RegistryView(registry, keys.INSTANCES, keys.SETTINGS))
+        followed = (keys.INSTANCES, keys.SLOTS, keys.CARDS, keys.SETTINGS)
+        view = await stack.enter_async_context(RegistryView(registry, *followed))
     except RegistryUnavailable as error:
         raise ConfigError([f"etcd is needed: {error}. Start it, or leave Graph.etcd out."]) from None
     return RegisteredInstances(registry, view, config.host, config.drain_timeout)

@@ -23,13 +23,16 @@ import psutil
 from pdserve.config.schema import Config
 from pdserve.credentials import Credentials, create
 from pdserve.errors import ConfigError
+from pdserve.registry.view import RegistryView, Snapshot
 from pdserve.supervisor.guardian import alive, groups_of, stop_in_waves
 
 log = logging.getLogger(__name__)
 
+KNOWN_EVERY = 1.0
+"""seconds between two writings of what is registered, at least"""
 LOOK_EVERY = 0.5
 """seconds between two looks at what the graph needs of the folder: less than a restart waits"""
-_LOCK, _RECORD, _CREDENTIALS = "lock", "graph.json", "credentials"
+_LOCK, _RECORD, _KNOWN, _CREDENTIALS = "lock", "graph.json", "known.json", "credentials"
 _LONGEST_FOLDER = 107 - len("/123e4567-e89b-12d3-a456-426614174000")
 """bytes, before the names that vLLM gives its sockets"""
 
@@ -161,11 +164,19 @@ class StateFolder:
                 _write(path, data)
                 log.warning("%s had vanished or changed: written again", path)
 
+    async def keep_known(self, view: RegistryView) -> None:
+        """Write down what is registered, for commands while etcd does not answer; never returns."""
+        async for _ in view.changes():
+            with contextlib.suppress(OSError):  # the next change writes it again
+                _write(self.path / _KNOWN, msgspec.json.encode(view.snapshot()))
+            await asyncio.sleep(KNOWN_EVERY)
+
     def leave(self) -> None:
         """Remove the record, if the folder is still this graph's."""
         self._files.clear()
         if self._ours():
-            (self.path / _RECORD).unlink(missing_ok=True)
+            for name in (_RECORD, _KNOWN):
+                (self.path / name).unlink(missing_ok=True)
 
     def _ours(self) -> bool:
         """Whether the folder is the one that was locked."""
@@ -348,3 +359,11 @@ def read(state_dir: Path) -> GraphRecord | None:
     except (OSError, msgspec.MsgspecError):
         return None
     return graph if psutil.pid_exists(graph.pid) else None
+
+
+def read_known(state_dir: Path) -> Snapshot | None:
+    """What the supervisor on this state directory last read in etcd."""
+    try:
+        return msgspec.json.decode((state_dir / _KNOWN).read_bytes(), type=Snapshot)
+    except (OSError, msgspec.MsgspecError):
+        return None

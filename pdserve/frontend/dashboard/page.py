@@ -119,7 +119,7 @@ class Dashboard:
         others = [other for other in view.instances() if other.id != self._own]
         watched = await read_watched(others, self._client)
         watched[self._own] = self._watched()
-        return graph_state(view.instances(), view.slots(), view.cards(), view.settings(), watched)
+        return graph_state(*view.snapshot(), watched)
 
 
 def told(state: GraphState, viewer: Viewer, own: str, now: float, model: str) -> DashboardState:
