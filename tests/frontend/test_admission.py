@@ -315,6 +315,20 @@ def test_a_request_that_would_be_too_late_is_refused_at_once_and_told_by_how_muc
     assert model.ask("b").waiting  # its turn is the next but one
 
 
+def test_a_burst_is_not_judged_by_its_first_seconds() -> None:
+    model = full(40)
+    model.estimate.learn(100, ttft=12.0, decode_seconds=0.0)
+    rate, now = model.control._rate, time.monotonic()
+    rate.set_waiting(True, now - 5)
+    rate.admitted(100, now - 1)  # the first one that had to wait: 20 tokens/s, where 40 run 100 in 12 s
+    rate.set_waiting(False, now)
+    for _ in range(101):
+        model.ask("a", left=6000.0)
+    with pytest.raises(Overloaded) as caught:
+        model.ask("a", left=6000.0)
+    assert caught.value.retry_after <= 2.0
+
+
 def test_a_deadline_leaves_time_to_run() -> None:
     model = paced(AdmissionLimits(max_wait=100.0), seconds=1.0)
     model.estimate.learn(100, ttft=4.0, decode_seconds=0.0)

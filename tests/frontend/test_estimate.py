@@ -1,6 +1,12 @@
 import pytest
 
-from pdserve.frontend.admission.estimate import AdmissionRate, RequestEstimate, seconds_too_late
+from pdserve.frontend.admission.estimate import (
+    AdmissionRate,
+    RequestEstimate,
+    retry_after,
+    seconds_of_turns,
+    seconds_too_late,
+)
 
 
 def test_a_run_time_is_unknown_at_first() -> None:
@@ -89,3 +95,21 @@ def test_the_rate_falls_while_nothing_is_admitted() -> None:
 )
 def test_too_late(wait: float, left: float, run: float, max_wait: float, expected: float) -> None:
     assert seconds_too_late(wait, left, run, max_wait) == expected
+
+
+@pytest.mark.parametrize(
+    ("turns", "running", "run", "expected"),
+    [(80, 40, 12.0, 24.0), (1, 40, 12.0, 0.3), (0, 40, 12.0, 0.0), (80, 0, 12.0, None), (80, 40, 0.0, None)],
+)
+def test_turns_take_as_long_as_what_runs_now(
+    turns: int, running: int, run: float, expected: float | None
+) -> None:
+    assert seconds_of_turns(turns, running, run) == (expected and pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    ("late", "now", "expected"),
+    [(991.0, 25.0, 25.0), (20.0, 25.0, 20.0), (991.0, None, 991.0), (991.0, 0.0, 1.0), (0.2, 0.1, 1.0)],
+)
+def test_a_refused_request_is_told_the_shorter_time(late: float, now: float | None, expected: float) -> None:
+    assert retry_after(late, now) == expected

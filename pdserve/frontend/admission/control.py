@@ -24,7 +24,14 @@ from weakref import WeakValueDictionary
 from pdserve.config.schema import AdmissionLimits
 from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend.admission.capacity import Capacity
-from pdserve.frontend.admission.estimate import AdmissionRate, RequestEstimate, RequestSize, seconds_too_late
+from pdserve.frontend.admission.estimate import (
+    AdmissionRate,
+    RequestEstimate,
+    RequestSize,
+    retry_after,
+    seconds_of_turns,
+    seconds_too_late,
+)
 from pdserve.frontend.admission.fair_queue import FairQueue, QueueEntry, is_short
 from pdserve.frontend.admission.granted import GrantedPermits
 
@@ -348,8 +355,9 @@ class AdmissionControl:
         self._begin(permit)
 
     def _refuse(self, admission: Admission, why: str) -> Overloaded:
-        wait = self._rate.seconds(self.queue.tokens, time.monotonic())
-        refusal = Overloaded(why, wait or self._estimate().seconds(None))
+        wait, run = self._rate.seconds(self.queue.tokens, time.monotonic()), self._estimate().seconds(None)
+        now = seconds_of_turns(sum(entry.tagged for entry in self.queue), self.queue.running, run)
+        refusal = Overloaded(why, retry_after(wait or run, now))
         self._withdraw(admission)
         admission.decide(refusal)
         return refusal
@@ -368,15 +376,16 @@ class AdmissionControl:
         places = self._capacity().max_requests
         if not places:
             return  # when a worker will come is unknown
-        before = self.queue.before(admission)
-        wait = self._rate.seconds(sum(tokens * turns for tokens, turns in before), time.monotonic())
-        estimate, left = self._estimate(), admission.deadline - time.monotonic()
-        if wait is None:
-            wait = sum(turns for _, turns in before) / places * estimate.seconds(None)
-        run = estimate.seconds(admission.size.max_tokens)
+        before, estimate = self.queue.before(admission), self._estimate()
+        usual, turns = estimate.seconds(None), sum(turns for _, turns in before)
+        wait = self._rate.seconds(sum(tokens * turns for tokens, turns in before), time.monotonic(), usual)
+        now = seconds_of_turns(turns, self.queue.running, usual)
+        wait = turns / places * usual if wait is None else wait
+        left, run = admission.deadline - time.monotonic(), estimate.seconds(admission.size.max_tokens)
         if late := seconds_too_late(wait, left, run, self.limits.max_wait):
             self._withdraw(admission)
-            raise Overloaded("its turn would come too late: too many requests wait", late)
+            soon = None if now is None else seconds_too_late(now, left, run, self.limits.max_wait)
+            raise Overloaded("its turn would come too late: too many requests wait", retry_after(late, soon))
 
     def _check_bounds(self, admission: Admission) -> None:
         limits = self.limits

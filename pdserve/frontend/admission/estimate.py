@@ -9,7 +9,7 @@ _REQUESTS = 32
 _SECONDS = 30.0
 """time constant of the admission rate's mean"""
 _ENOUGH = 1.0
-"""seconds of waiting after which the rate is known"""
+"""seconds of waiting after which the rate is known, if requests do not run for longer"""
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,13 @@ class AdmissionRate:
         self._go_on(now)
         self._tokens = max(0.0, self._tokens + tokens)
 
-    def seconds(self, tokens: float, now: float) -> float | None:
-        """How long the admission of so many tokens will take; None while the rate is unknown."""
+    def seconds(self, tokens: float, now: float, run: float = 0.0) -> float | None:
+        """How long the admission of so many tokens will take; None while the rate is unknown: in a burst, what began
+        first has to end first, after `run` seconds."""
         self._go_on(now)
         if not tokens:
             return 0.0
-        if self._seconds < _ENOUGH or not self._tokens:
+        if self._seconds < max(_ENOUGH, min(run, _SECONDS / 2)) or not self._tokens:
             return None
         return tokens * self._seconds / self._tokens
 
@@ -101,3 +102,14 @@ def seconds_too_late(wait: float, left: float, run: float, max_wait: float) -> f
     if not wait:
         return 0.0
     return max(0.0, wait - max(0.0, min(max_wait, (left - run) / 2)))
+
+
+def seconds_of_turns(turns: int, running: int, run: float) -> float | None:
+    """How long so many turns take while `running` sequences run for `run` seconds each; None if either is unknown."""
+    return turns / running * run if running and run else None
+
+
+def retry_after(late: float, late_now: float | None) -> float:
+    """When a refused request should come again: `late` is by how much it would come too late at the rate of the last
+    half minute, `late_now` as fast as those that run now will end."""
+    return late if late_now is None else max(1.0, min(late, late_now))
