@@ -88,7 +88,7 @@ class PrefillWorkers:
         if self._version != self.view.version:
             self._version, before = self.view.version, self._registered
             self._registered = self._alike(self.view.instances(Role.PREFILL, self.model))
-            if self._registered != before:
+            if _connected(self._registered) - _connected(before):
                 self.heard()
             self._newcomers = self._alike(self.view.newcomers(Role.PREFILL, self.model))
 
@@ -199,3 +199,7 @@ class PrefillWorkers:
                 yield request, ALONE
             elif request.prefiller and request.prefiller not in peers:
                 yield request, GONE
+
+
+def _connected(workers: list[Instance]) -> set[str]:
+    return {worker.id for worker in workers if not worker.queue_lost}

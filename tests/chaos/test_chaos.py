@@ -12,9 +12,9 @@ from tests.chaos.command import Run
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 SHARES = (
-    (4, "kill,garbage,nats-cut,etcd-cut,mixed,state"),
+    (4, "kill,garbage,nats-cut,etcd-cut,mixed,state,keys"),
     (4, "prefill-hang,decode-hang,nats-hang,etcd-hang,lose,drain,all-prefill-hang,poison,disk,unread"),
-    (30, "frontend-hang,prefill-cut,decode-cut,frontend-cut,clock,start,serve"),
+    (30, "frontend-hang,prefill-cut,prefill-without-nats,decode-cut,frontend-cut,clock,start,serve"),
 )
 """of graphs that are broken side by side, because each row is mostly waiting: `write-timeout`, to be longer than
 a frontend is away, and the faults. 200 unread streams take all of a small machine: they come when the other graphs are

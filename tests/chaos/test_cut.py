@@ -90,3 +90,46 @@ async def test_what_it_opens_meanwhile_is_cut_too() -> None:
             pytest.skip(str(reason))
         finally:
             caller.communicate()
+
+
+_TWO_WAYS = """
+import socket, sys
+ends = [socket.create_connection(("127.0.0.1", int(port))) for port in sys.argv[1:]]
+for line in sys.stdin:
+    for end in ends:
+        end.sendall(line.encode())
+"""
+
+
+@pytest.fixture
+def two_ways() -> Iterator[tuple["subprocess.Popen[bytes]", list[socket.socket]]]:
+    """A process that sends what it reads to two ports, and the sockets that listen there."""
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [str(server.getsockname()[1]) for server in (first, other)]
+        command = [sys.executable, "-c", _TWO_WAYS, *ports]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+        yield process, [first, other]
+        process.kill()
+        process.communicate()
+
+
+async def test_only_the_way_to_one_port_is_cut(
+    two_ways: tuple["subprocess.Popen[bytes]", list[socket.socket]],
+) -> None:
+    process, (first, other) = two_ways
+    port, pipe = first.getsockname()[1], process.stdin
+    assert pipe is not None
+    with first.accept()[0] as cut, other.accept()[0] as whole:
+        try:
+            async with cut_off(process.pid, [], port):
+                pipe.write(b"during\n")
+                pipe.flush()
+                assert _says(whole, 5) == b"during\n"
+                assert _says(cut) == b""
+                with socket.socket() as new:
+                    new.settimeout(0.3)
+                    with pytest.raises(TimeoutError):
+                        new.connect(("127.0.0.1", port))
+        except Cannot as reason:
+            pytest.skip(str(reason))
+        assert _says(cut, 5) == b"during\n"

@@ -1,7 +1,7 @@
 """Every fault that `pdserve chaos` knows."""
 
 from pdserve.errors import ConfigError
-from pdserve_bench.chaos import abuse, clocks, disk, faults, garbage, lost, restarts, weights
+from pdserve_bench.chaos import abuse, clocks, disk, faults, garbage, lost, restarts, unregistered, weights
 from pdserve_bench.chaos.scene import Fault
 
 STORIES = (
@@ -13,6 +13,8 @@ STORIES = (
     weights.MIXED_WEIGHTS,
     restarts.START_KILL,
     restarts.SERVE_KILL,
+    unregistered.KEYS_DELETED,
+    unregistered.PREFILL_WITHOUT_NATS,
     lost.STATE_LOST,
     lost.SERVE_AND_GUARDIAN_KILL,
 )

@@ -39,10 +39,11 @@ class Cannot(Exception):
 
 
 @asynccontextmanager
-async def cut_off(group: int, others: Iterable[int]) -> AsyncIterator["Cut"]:
-    """`others` are the processes at the far ends, as far as they are known: this process is always one. Raises
-    Cannot before anything is cut."""
-    cut = Cut(group, others)
+async def cut_off(group: int, others: Iterable[int], port: int = 0) -> AsyncIterator["Cut"]:
+    """`others` are the processes at the far ends, as far as they are known: this process is always one. With `port`
+    only connections to that one are cut, and what listens there gets no new ones from anywhere. Raises Cannot before
+    anything is cut."""
+    cut = Cut(group, others, port)
     try:
         cut.extend()
         keeper = asyncio.create_task(cut.keep(), name="cut")
@@ -56,8 +57,9 @@ async def cut_off(group: int, others: Iterable[int]) -> AsyncIterator["Cut"]:
 
 
 class Cut:
-    def __init__(self, group: int, others: Iterable[int]) -> None:
+    def __init__(self, group: int, others: Iterable[int], port: int = 0) -> None:
         self._group = group
+        self._port = port
         self._others = [os.getpid(), *others]
         self._members: list[int] = []
         self._known: set[tuple[int, str, str]] = set()
@@ -91,11 +93,13 @@ class Cut:
         own = {local for _, _, local, remote in inside if remote}
         fresh: set[Address] = set()
         for pid, fd, local, remote in inside:
+            if self._port and (remote is None or remote[1] != self._port):
+                continue
             if remote not in own and self._attach(pid, fd, (local, remote)) and remote:
                 fresh.add(local)
         if fresh:
             for pid, fd, local, remote in (end for other in self._others for end in _ends(other)):
-                if remote in fresh:
+                if remote in fresh or (remote is None and local[1] == self._port):
                     self._attach(pid, fd, (local, remote))
 
     def _attach(self, pid: int, fd: int, which: tuple[Address, Address | None]) -> bool:
