@@ -61,7 +61,7 @@ def worker_capacity(worker: Instance, ours: InFlight, frontends: int) -> Capacit
     if worker.draining:
         return Capacity()
     places = worker.max_num_seqs or DEFAULT_MAX_REQUESTS
-    extra = 0 if worker.stands_in else min(max(1, places // EXTRA), ours.load.remote)
+    extra = min(max(1, places // EXTRA), ours.load.remote)
     maximum = share = places + extra
     if frontends > 1:
         others = max(0, ours.load.running + ours.load.waiting - ours.requests)
