@@ -112,17 +112,17 @@ def test_where_an_engine_on_the_cpu_computes(
     assert config.parallel_config.distributed_executor_backend == expected
 
 
-def test_the_ranks_of_an_engine_meet_in_the_folder_that_is_emptied(
+def test_the_ranks_of_an_engine_meet_through_a_file_whose_name_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executors = (uniproc_executor, multiproc_executor)
     for executor in executors:
         name = "get_file_store_init_method"
         monkeypatch.setattr(executor, name, getattr(executor, name))
-    api.meet_in(str(tmp_path))
+    api.meet_in(f"{tmp_path}/ours_")
     methods = {executor.get_file_store_init_method() for executor in executors}
     assert len(methods) == 2
-    assert {urlsplit(method).path.rpartition("/")[0] for method in methods} == {str(tmp_path)}
+    assert {urlsplit(method).path.rpartition("_")[0] for method in methods} == {f"{tmp_path}/ours"}
 
 
 def test_a_worker_starts_where_torch_may_not_compile() -> None:

@@ -12,7 +12,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import msgspec
@@ -886,6 +888,8 @@ async def test_a_killed_prefill_engine_is_recomputed(pair: Pair) -> None:
 
 async def test_a_killed_engine_raises_and_leaves_nothing_behind(pair: Pair) -> None:
     processes = list(pair.decode.engine.processes)
+    meeting = f"{gettempdir()}/vllm_dist_{os.getpid()}_decode-0-test_*"
+    assert len(glob(meeting)) == 1
     pair.decode.kill()
     with pytest.raises(EngineDead):
         await asyncio.wait_for(_until_dead(pair.decode), 20)
@@ -893,6 +897,7 @@ async def test_a_killed_engine_raises_and_leaves_nothing_behind(pair: Pair) -> N
         await pair.decode.engine.generate("dead", prompt_of(10), body(), None)
     await pair.decode.engine.__aexit__(None, None, None)
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    assert glob(meeting) == []
 
 
 async def _until_dead(driven: Driven) -> None:

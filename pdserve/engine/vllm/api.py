@@ -56,12 +56,12 @@ def compute_in_core(config: VllmConfig) -> None:
         parallel.distributed_executor_backend = "uni"
 
 
-def meet_in(folder: str) -> None:
-    """Let the ranks of an engine that is forked from this process meet through a file in this folder. vLLM takes the
-    temporary folder, where the file of an engine that is killed stays for ever."""
+def meet_in(path: str) -> None:
+    """Let the ranks of each engine that is forked from this process meet through a file whose path begins so. vLLM
+    chooses a name in the temporary folder that only the engine knows, and an engine that is killed leaves the file."""
 
     def init_method() -> str:
-        return f"file://{folder}/vllm_dist_{uuid4().hex}"
+        return f"file://{path}{uuid4().hex}"
 
     for executor in (uniproc_executor, multiproc_executor):
         executor.get_file_store_init_method = init_method

@@ -8,7 +8,10 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from glob import escape, glob
 from multiprocessing import resource_tracker
+from pathlib import Path
+from tempfile import gettempdir
 
 import psutil
 
@@ -46,6 +49,8 @@ class VllmProcess:
         """children of this process, and their children"""
         self._spec = spec
         self._abandoned = False
+        folder = os.environ.get("VLLM_RPC_BASE_PATH") or gettempdir()
+        self._meeting = f"{folder}/vllm_dist_{os.getpid()}_{spec.instance}_"
 
     async def start(self, events_endpoint: str) -> None:
         """Raises ConfigError, and EngineDead if vLLM does not start.
@@ -72,6 +77,7 @@ class VllmProcess:
             await asyncio.to_thread(self.core.shutdown, SHUTDOWN_TIMEOUT)
             self.core.resources.ctx.destroy(linger=0)  # vLLM leaves it to the garbage collector
         await asyncio.to_thread(_kill, self.processes)
+        _remove(self._meeting)
         log.info("the engine's processes are gone")
 
     @property
@@ -120,8 +126,7 @@ class VllmProcess:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": self._spec.host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
         }
-        if sockets := os.environ.get("VLLM_RPC_BASE_PATH"):  # which the supervisor empties
-            api.meet_in(sockets)
+        api.meet_in(self._meeting)
         # it would send spans of its own start there, by gRPC
         os.environ.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)
 
@@ -160,6 +165,12 @@ def _fork_from_here() -> None:
     """
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
+def _remove(beginning: str) -> None:
+    """Remove the files whose paths begin so."""
+    for path in glob(f"{escape(beginning)}*"):
+        Path(path).unlink(missing_ok=True)
 
 
 @contextmanager
