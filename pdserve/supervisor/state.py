@@ -70,22 +70,17 @@ def locked(state_dir: Path, patience: float = 0.0) -> Iterator["StateFolder"]:
     """Lock the state directory. Raises ConfigError where another graph holds it, or it cannot be written. Where a
     guardian still stops the graph of a killed supervisor, wait for it; where that was killed too, stop what is left of
     the graph, with `patience` seconds for each wave of roles."""
-    folder = _locked(state_dir, patience)
     try:
+        folder = StateFolder(state_dir, _until_locked(state_dir))
+    except OSError as error:
+        raise _unusable(state_dir, error) from error
+    try:
+        _stop_leftovers(_holder(state_dir)[1], patience)
+        folder.mend()
         yield folder
     finally:
         folder.leave()
         os.close(folder.lock)
-
-
-def _locked(state_dir: Path, patience: float) -> "StateFolder":
-    try:
-        folder = StateFolder(state_dir, _until_locked(state_dir))
-        _stop_leftovers(_holder(state_dir)[1], patience)
-        folder.mend()
-    except OSError as error:
-        raise _unusable(state_dir, error) from error
-    return folder
 
 
 class StateFolder:
