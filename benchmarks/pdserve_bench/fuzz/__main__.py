@@ -97,6 +97,7 @@ def show(report: FuzzReport, graph: GraphRecord | None, seed: int) -> None:
     told = f"{len(report.findings)} findings" if report.findings else "nothing found, and nothing is left"
     print(f"{report.sent} requests in {report.seconds:.0f} s: {told}")
     print(f"beside them {report.canaries} right answers, {report.longest_pause:.2f} s between tokens at most")
+    print(f"the frontend's loop was held for {report.longest_hold:.2f} s of CPU time at most")
 
 
 say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)

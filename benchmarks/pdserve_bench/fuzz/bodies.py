@@ -15,10 +15,11 @@ from pdserve_bench.fuzz.request import FuzzRequest
 
 INTEGERS = (2**63 - 1, 2**63, -(2**63) - 1, 2**64 - 1, 2**64, -(2**64), 10**30, -(10**30), 10**400)
 NUMBERS = (0, -1, 1, 2, 0.5, -0.0, 1e308, -1e308, 1e-320, 2**31, 2**32, 65536, 129, 500)
+SPELLED = ("+129", "1_29", "129.0", " 4 ")
 NAMED = (float("nan"), float("inf"), float("-inf"))
 # fmt: off
 STRINGS = (
-    "", " ", "\0", "\ud800", "a\udc00b", "\U0010ffff", "x" * 5000, "%s%n", "-1", "1e999", "null", "../..", "🙂" * 300,
+    "", " ", "\0", "\ud800", "\U0010ffff", "x" * 5000, "a\n\x1b[2J", "-1", "1e999", "null", "../..", "🙂" * 300,
 )
 HUGE = 200_000
 """characters"""
@@ -215,7 +216,7 @@ def _nasty(dice: random.Random) -> Any:
 
 
 def _set_number(dice: random.Random, body: dict[str, Any]) -> None:
-    body[dice.choice(NUMERIC)] = dice.choice((*INTEGERS, *NUMBERS, _nasty(dice)))
+    body[dice.choice(NUMERIC)] = dice.choice((*INTEGERS, *NUMBERS, *SPELLED, _nasty(dice)))
 
 
 def _set_nested(dice: random.Random, body: dict[str, Any]) -> None:

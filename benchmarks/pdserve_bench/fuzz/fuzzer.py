@@ -4,13 +4,14 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 from httptools import HttpParserError, HttpParserUpgrade
 
 from pdserve.config.load import load
@@ -18,6 +19,7 @@ from pdserve.observe.logs import parse
 from pdserve.observe.pages import read_loads
 from pdserve.records import Role
 from pdserve.supervisor.state import GraphRecord
+from pdserve.tasks import Owner
 from pdserve_bench.chaos.judge import Judgement
 from pdserve_bench.chaos.load import JudgedLoad
 from pdserve_bench.chaos.questions import Case, again, computed, endless, learn, prompt_lengths, simulated
@@ -41,6 +43,8 @@ KNOWN_CASES = 8
 """prompts whose answers real engines are asked for before"""
 STARVED = 30.0
 """seconds that the canary may wait for a token"""
+HELD, LOOK_EVERY = 2.0, 0.02
+"""seconds of CPU time that a frontend's loop may be held, by some 30 requests at once; between two looks at it"""
 TOLD_EVERY = 10.0
 GROWTH = {"blocks": 0, "sockets": 8, "files": 8, "tasks": 8, "threads": 24, "MiB": 400}
 """what a process may hold more than before: pools and allocators fill up; the soak is what finds slow leaks"""
@@ -61,6 +65,8 @@ class FuzzReport:
     """answers of the client beside, all of which were judged"""
     longest_pause: float = 0.0
     """seconds that it waited for a token"""
+    longest_hold: float = 0.0
+    """seconds of CPU time that a frontend's loop was held, by all requests that came together"""
     seconds: float = 0.0
 
     @property
@@ -124,13 +130,32 @@ class Fuzzer:
             before = await watch.learn()
             held = await picture(self.graph.pid, before, {})
             load = await self._canary()
-            async with load:
+            frontends = [
+                psutil.Process(instance.pid) for instance in before if instance.role is Role.FRONTEND
+            ]
+            async with load, Owner() as tasks:
+                if len(frontends) == 1:
+                    tasks.start(self._measure_holds(frontends[0]), "measuring the frontend's loop")
                 yield load
+            if self.report.longest_hold > HELD:
+                self._found(f"the frontend's loop was held for {self.report.longest_hold:.2f} s of CPU time")
             self._judge(load)
             await self._look_after(watch, held, {instance.id for instance in before})
         for file, size in read.items():
             self._read_log(file, size)
         self.report.seconds = time.monotonic() - began
+
+    async def _measure_holds(self, frontend: psutil.Process) -> None:
+        """How much CPU time the frontend uses before it answers the smallest of requests: waiting for a busy machine
+        is not in it."""
+        async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT) as http:
+            while True:
+                began = sum(frontend.cpu_times()[:2])
+                with suppress(httpx.HTTPError):
+                    await http.get(f"{self.graph.url}/ping")
+                used = sum(frontend.cpu_times()[:2]) - began
+                self.report.longest_hold = max(self.report.longest_hold, used)
+                await asyncio.sleep(LOOK_EVERY)
 
     async def run(self, requests: Iterable[FuzzRequest], concurrency: int = CONCURRENCY) -> None:
         await side_by_side(requests, self.send, concurrency)
