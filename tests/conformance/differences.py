@@ -87,6 +87,11 @@ DIFFERENCES: dict[str, Difference] = {
             "prompt tokens x (logprobs + 1) x `n` up to 500,000, else 400: they are written in one piece",
         ),
         Difference(
+            "parameters (schemas, stop strings, ...) x `n` x prompts",
+            "any size",
+            "up to 32 MiB, else 400: each output takes them along to a worker",
+        ),
+        Difference(
             "`request_id`",
             "any text",
             "400 unless it is 1 to 128 letters, digits and `. _ : -` of ASCII: it is in every message and log line",

@@ -257,6 +257,8 @@ REQUESTS = [
     *(changed(path, "many logprobs", "logprobs of the prompt (`prompt_logprobs`, `echo` with `logprobs`)",
               prompt=[[300] * 4000] * 8, n=2, temperature=0.5, max_tokens=1, **asked)
       for path in ("/v1/completions",) for asked in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20})),
+    changed("/v1/completions", "many parameters", "parameters (schemas, stop strings, ...) x `n` x prompts",
+            vllm_xargs={"a": "x" * 600_000}, n=64, temperature=0.5, max_tokens=1),
     changed("/generative_scoring", "129 items", "`items` of `/generative_scoring`", items=["b"] * 129),
     *(changed(path, "too many outputs", "`n` x prompts", n=20_000)
       for path in ("/v1/chat/completions", "/v1/completions")),

@@ -199,3 +199,13 @@ async def test_json_in_pieces_is_the_same(depth: int) -> None:
     assert "".join(_pieces(content, depth)) == whole
     with pytest.raises(ValueError, match="not JSON compliant"):
         list(_pieces({"choices": [float("nan")]}, depth))
+
+
+@pytest.mark.parametrize(("n", "status"), [(1, 200), (64, 400)])
+async def test_parameters_that_each_output_takes_along_are_bounded(graph: Graph, n: int, status: int) -> None:
+    """With 128 outputs, 4 MB of them would be half a gigabyte on the way to the workers."""
+    body = completion(n=n, temperature=0.5, vllm_xargs={"a": "x" * 1_000_000})
+    async with graph.worker():
+        answer = await graph.http.post("/v1/completions", json=body)
+    assert answer.status_code == status
+    assert status == 200 or "in all outputs; they may have 33554432" in answer.json()["error"]["message"]

@@ -15,6 +15,7 @@ from pdserve.frontend.model.vllm_api import (
     EngineCoreOutput,
     EngineCoreRequest,
     SamplingParams,
+    Unencodable,
     drop_tokens,
     encode_request,
     with_params,
@@ -36,6 +37,8 @@ MAX_ENGINES = 2
 """engines that may die in a row while they compute a request's next token. After the first death each of the requests
 that were in that engine is tried again beside no other unproven request (`decode/quarantine.py`): the second one tells
 which of them kills."""
+MAX_PARAMETERS = 32 << 20
+"""bytes of a request's parameters, which each of its outputs takes along to a worker"""
 PAUSE = 0.5
 """seconds before a worker that failed a request gets it again, if there is no other"""
 
@@ -63,11 +66,15 @@ def repeatable(request: EngineCoreRequest) -> EngineCoreRequest:
 def next_attempt(generation: Generation) -> Submit:
     """Prompt + tokens so far, or the prompt alone for a replay, under a new id. Raises Unencodable."""
     attempt_id = f"{generation.id}#{generation.attempt + 1}-{_BOOT}{next(_serial):x}"
+    encoded, admission = body(generation.request, attempt_id, generation.tokens), generation.trace.admission
+    size = sum(map(len, encoded)) * (admission.size.sequences if admission is not None else 1)
+    if size > MAX_PARAMETERS:
+        raise Unencodable(f"its parameters have {size} bytes in all outputs; they may have {MAX_PARAMETERS}")
     return Submit(
         attempt_id,
         generation.prompt + ([] if generation.replays else generation.tokens),
         max(0.0, generation.trace.deadline - time.monotonic()),
-        body(generation.request, attempt_id, generation.tokens),
+        encoded,
         migrated=generation.losses > 0,
         engines_died=generation.engines_died,
         traceparent=generation.span.traceparent if generation.span is not None else "",
