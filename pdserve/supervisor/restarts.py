@@ -17,9 +17,9 @@ from enum import StrEnum
 from typing import Generic, TypeVar
 
 from pdserve import clock
-from pdserve.errors import ConfigError, PdserveError
+from pdserve.errors import PdserveError
 from pdserve.supervisor.child import CONFIG_ERROR, Child, Exit
-from pdserve.tasks import forever
+from pdserve.tasks import Apart, forever
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ LOADING_PATIENCE = 2.0
 """seconds to stop for a process that is not ready: it has nothing to drain"""
 _HISTORY = 50
 """runs that are remembered"""
+_WAIT_AGAIN = 0.5
+"""seconds"""
 
 # the policy
 
@@ -220,14 +222,13 @@ class RestartLoop(Generic[AnyProcess]):
         self._become(ProcessState.STARTING)
         try:
             child = self._child = self._child or self.process.spawn()
-        except (OSError, ConfigError) as error:
-            # no memory for another process, too many of them, a full disk
+        except Exception as error:  # no memory for another process, too many of them, a full disk
             exit_ = Exit(1, (f"it could not be started: {error}",))
             return PastRun(0.0, ready=False, exit=exit_)
         watching = asyncio.create_task(forever(lambda: self._watch(child), "child watch", until_done=True))
         self._failed_start = None
         try:
-            exit_ = await child.wait()
+            exit_ = await _exit_of(child)
         except asyncio.CancelledError:
             child.kill()
             await child.wait()
@@ -236,7 +237,8 @@ class RestartLoop(Generic[AnyProcess]):
             self._child = None
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-        await self.process.ended(exit_)
+        with Apart("ends of processes"):
+            await self.process.ended(exit_)
         ready = self.state is ProcessState.READY
         return PastRun(time.monotonic() - started, ready, self._failed_start or exit_)
 
@@ -279,4 +281,13 @@ class RestartLoop(Generic[AnyProcess]):
         if (state is ProcessState.READY) is not (self.state is ProcessState.READY):
             self.since = clock.unix()
         self.state = state
-        self._on_change(self)
+        with Apart("states of processes"):
+            self._on_change(self)
+
+
+async def _exit_of(child: Child) -> Exit:
+    """Wait for its end, however often that fails: there may be no file descriptor left for it."""
+    while True:
+        with Apart("ends of processes"):
+            return await child.wait()
+        await asyncio.sleep(_WAIT_AGAIN)

@@ -24,7 +24,7 @@ from pdserve.supervisor.restarts import (
     SupervisedProcess,
     failed_starts,
 )
-from pdserve.tasks import forever
+from pdserve.tasks import Apart, forever
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +148,12 @@ class RoleSupervisor:
             self._stop.set()
 
     async def _start(
+        self, missing: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
+    ) -> None:
+        with Apart("the report of the start"):
+            await self._show_start(missing, on_ready)
+
+    async def _show_start(
         self, missing: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
     ) -> None:
         with StartProgress(self._output, [loop.process.name for loop in self._loops]) as progress:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import sys
 import textwrap
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from io import StringIO
 from pathlib import Path
 
@@ -56,6 +56,7 @@ class Graph:
         self.stream = StringIO()
         self.output = ProcessOutput(folder / "logs", stream=self.stream)
         self.ready = asyncio.Event()
+        self.on_ready: Callable[[], None] = self.ready.set
         self.reported: list[SlotState] = []
         self.removed: list[int] = []
         """pids of instances that were taken off the registry"""
@@ -78,7 +79,7 @@ class Graph:
             self.supervisor = RoleSupervisor(
                 self._specs, instances, self.output, guardian, self._policy, self._patience
             )
-            work = self.supervisor.run(_nothing_missing(), lambda *_: self.ready.set())
+            work = self.supervisor.run(_nothing_missing(), lambda *_: self.on_ready())
             self.running = asyncio.create_task(work)
             self._stack = stack.pop_all()
         return self

@@ -134,6 +134,53 @@ async def test_a_role_that_cannot_even_be_forked_is_tried_again(tmp_path: Path) 
         await asyncio.wait_for(graph.ready.wait(), 30)
 
 
+@pytest.mark.parametrize("part", ["start", "end", "removal"])
+async def test_an_error_about_a_role_ends_no_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    async with Graph(tmp_path, fake(SERVE), fake(SERVE, Role.PREFILL)) as graph:
+        await asyncio.wait_for(graph.ready.wait(), 30)
+        victim, other = _pids_by_role(graph)
+        failed = 0
+
+        def fail(*_: object, **__: object) -> None:
+            nonlocal failed
+            failed += 1
+            raise ValueError("not expected")
+
+        with monkeypatch.context() as patch:
+            if part == "start":
+                patch.setattr("pdserve.supervisor.roles.Child", fail)
+            elif part == "end":  # as where no file descriptor is left
+                patch.setattr("pdserve.supervisor.child.end_group", fail)
+            else:
+                patch.setattr(graph.supervisor._instances, "remove", fail)
+            os.kill(victim, signal.SIGKILL)
+            await until(lambda: failed > 0)
+        await until(lambda: len(graph.pids()) > 2)
+        await until(
+            lambda: _last_report(graph, "decode-0").ready and _last_report(graph, "decode-0").restarts > 0
+        )
+        assert alive(other)
+        assert not graph.running.done()
+
+
+async def test_an_error_about_the_banner_ends_no_graph(tmp_path: Path) -> None:
+    graph = Graph(tmp_path, fake(SERVE))
+    shown = asyncio.Event()
+
+    def fail(*_: object) -> None:
+        shown.set()
+        raise OSError("not expected")
+
+    graph.on_ready = fail
+    async with graph:
+        await asyncio.wait_for(shown.wait(), 30)
+        os.kill(graph.pids()[0], signal.SIGKILL)
+        await until(lambda: len(graph.pids()) == 2)
+        assert not graph.running.done()
+
+
 async def test_stops_in_waves(tmp_path: Path) -> None:
     """Each role drains until it may end: no wave begins before the wave before is gone."""
     slow = """
