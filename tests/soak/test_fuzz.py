@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from pdserve_bench.fuzz import schema
+from pdserve_bench.fuzz import attack, schema
 from pdserve_bench.fuzz.__main__ import SIMULATED
 from pdserve_bench.fuzz.answers import problem
 from pdserve_bench.fuzz.bodies import INTEGERS, make
@@ -107,3 +107,14 @@ async def test_requests_of_every_shape_leave_nothing(tmp_path: Path) -> None:
     assert report.canaries > 5
     assert report.statuses["200"] > 50, json.dumps(report.statuses)
     assert report.statuses["400"] > 50
+
+
+async def test_clients_that_take_all_they_can_get_do_not_shut_out_another(tmp_path: Path) -> None:
+    """Streams on unread sockets, a large `n`, streams that are read, and many long prompts: each greedy answer takes
+    half a minute, and a client beside waits for none of them. With two frontends, https and keys."""
+    file, kinds = write(attack.SIMULATED, tmp_path / "sim.yaml"), ["unread", "many", "streams", "prompts"]
+    report = await attack.attacked(file, tmp_path, kinds, 20.0, print, beyond=10.0)
+    assert not [finding.what for finding in report.findings]
+    assert report.canaries > 10
+    assert report.statuses["streams: unfinished"] > 20
+    assert report.statuses["unread: unfinished"] > 20

@@ -3,12 +3,13 @@
 import asyncio
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
 
 from pdserve.records import Role
-from pdserve_bench.chaos.questions import LONGEST, simulated
+from pdserve_bench.chaos.judge import longest_pause
+from pdserve_bench.chaos.questions import LONGEST, Attempt, simulated
 from pdserve_bench.chaos.scene import Fault, Scene
 from pdserve_bench.client import Exchange, LoadClient, post, send_unread
 
@@ -17,8 +18,10 @@ GREEDY, POLITE = "127.0.0.2", "127.0.0.3"
 STREAMS = 200
 OUTPUT = 1000
 """tokens that each of them asks for"""
-GRACE = 10.0
-"""seconds beyond the frontend's write-timeout that a polite client may wait: its turn, and a short answer"""
+BEYOND = 5.0
+"""seconds that a client beside may wait longer than without these streams, for an answer or for a token"""
+QUIET = 3
+"""requests before them"""
 ASK_EVERY = 1.0
 MOST_DEAD = 2
 """workers that one request may take along"""
@@ -30,24 +33,32 @@ async def read_nothing(scene: Scene) -> float | None:
     if address.hostname not in ("127.0.0.1", "localhost"):
         raise LookupError("the frontend is not on this machine's loopback")
     assert scene.config.frontend is not None
-    most = scene.config.frontend.write_timeout + GRACE
-    waits: list[float] = []
+    quiet = max([await _wait_of_polite(scene) for _ in range(QUIET)])
+    calm, began, waits = _longest_pause(scene.load.done), time.monotonic(), list[float]()
     with ExitStack() as stack:
         for number in range(STREAMS):
             if sock := await asyncio.to_thread(_unread, scene, number):
                 stack.enter_context(sock)
         scene.say(f"{STREAMS} streams of {OUTPUT} tokens that are not read, from {GREEDY}")
-        end = time.monotonic() + max(most, scene.options.hold)
+        end = time.monotonic() + max(scene.config.frontend.write_timeout, scene.options.hold)
         while time.monotonic() < end:
             waits.append(await _wait_of_polite(scene))
             await asyncio.sleep(ASK_EVERY)
-    scene.say(f"a client from {POLITE} waited {max(waits):.1f} s at most, of {len(waits)} requests")
-    if max(waits) > most:
-        scene.amiss.append(
-            f"a client from {POLITE} waited {max(waits):.1f} s beside streams that are not read "
-            f"({most:g} s at most)"
-        )
-    return await scene.recovery()
+    recovered = await scene.recovery()
+    paused = _longest_pause(attempt for attempt in scene.load.done if attempt.ended > began)
+    for client, most, usual in ((POLITE, max(waits), quiet), ("the load's address", paused, calm)):
+        told = f"a client from {client} waited {most:.1f} s at most, {usual:.1f} s before"
+        scene.say(told)
+        if most > usual + BEYOND:
+            scene.amiss.append(f"{told}: streams that are not read may cost {BEYOND:g} s")
+    return recovered
+
+
+def _longest_pause(attempts: Iterable[Attempt]) -> float:
+    """Seconds that any of these waited for a token; 0 if none was streamed."""
+    return max(
+        (longest_pause(x.started, x.arrivals, x.ended) for x in attempts if x.case.stream), default=0.0
+    )
 
 
 def _unread(scene: Scene, number: int) -> socket.socket | None:

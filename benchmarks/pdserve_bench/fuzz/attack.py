@@ -157,7 +157,12 @@ KINDS: dict[str, tuple[int, Attack]] = {
 
 
 async def attacked(
-    file: Path, folder: Path, kinds: list[str], seconds: float, say: Callable[[str], None]
+    file: Path,
+    folder: Path,
+    kinds: list[str],
+    seconds: float,
+    say: Callable[[str], None],
+    beyond: float = BEYOND,
 ) -> FuzzReport:
     """Start the graph of the file, and attack it."""
     made = create(folder / "tls")
@@ -179,7 +184,7 @@ async def attacked(
             await child.stop()
         fuzzer.report.statuses.update(_statuses(child.text))
     longest, slowest = _longest(load, asked)
-    if longest > quiet + BEYOND:
+    if longest > quiet + beyond:
         what = f"a token came after {longest:.2f} s ({slowest}), {quiet:.2f} s at most without attackers"
         fuzzer.report.findings.append(FuzzFinding(what))
     return fuzzer.report
