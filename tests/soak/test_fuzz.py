@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from pdserve_bench.fuzz import attack, schema
-from pdserve_bench.fuzz.__main__ import SIMULATED
+from pdserve_bench.fuzz.__main__ import REAL, SIMULATED
 from pdserve_bench.fuzz.answers import problem
 from pdserve_bench.fuzz.bodies import INTEGERS, make
 from pdserve_bench.fuzz.fuzzer import Fuzzer
@@ -109,10 +109,16 @@ async def test_requests_of_every_shape_leave_nothing(tmp_path: Path) -> None:
     assert report.statuses["400"] > 50
 
 
-async def test_clients_that_take_all_they_can_get_do_not_shut_out_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "real",
+    [False, pytest.param(True, marks=[pytest.mark.engines, pytest.mark.timeout(900)])],
+    ids=["simulated", "real"],
+)
+async def test_clients_that_take_all_they_can_get_do_not_shut_out_another(tmp_path: Path, real: bool) -> None:
     """Streams on unread sockets, a large `n`, streams that are read, and many long prompts: each greedy answer takes
     half a minute, and a client beside waits for none of them. With two frontends, https and keys."""
-    file, kinds = write(attack.SIMULATED, tmp_path / "sim.yaml"), ["unread", "many", "streams", "prompts"]
+    file = REAL if real else write(attack.SIMULATED, tmp_path / "sim.yaml")
+    kinds = ["unread", "many", "streams", "prompts"]
     report = await attack.attacked(file, tmp_path, kinds, 20.0, print, beyond=10.0)
     assert not [finding.what for finding in report.findings]
     assert report.canaries > 10
