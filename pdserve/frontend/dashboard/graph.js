@@ -113,7 +113,7 @@ function curve(link, places, box) {
   const [y0, y1] = [a.y + HEIGHT / 2, b.y + HEIGHT / 2];
   if (a.column === b.column) return { x0: a.x + box, x1: b.x + box, y0, y1, bend: a.x + box + 70 };
   const [x0, x1] = a.column < b.column ? [a.x + box, b.x] : [a.x, b.x + box];
-  return { x0, x1, y0, y1, bend: (x0 + x1) / 2 };
+  return { x0, x1, y0, y1, bend: (x0 + x1) / 2, far: Math.abs(a.column - b.column) > 1 };
 }
 
 function line(link, { x0, x1, y0, y1, bend }) {
@@ -122,9 +122,9 @@ function line(link, { x0, x1, y0, y1, bend }) {
     d: `M${x0} ${y0}C${bend} ${y0} ${bend} ${y1} ${x1} ${y1}`, "stroke-width": width.toFixed(1) }, s("title", {}, linkDetails(link)));
 }
 
-// Nearer to the end of which there are more, where the lines have parted.
-function label(link, { x0, x1, y0, y1, bend }) {
-  const t = link.kind === "kv" ? 0.62 : 0.36;
+// Nearer to the end of which there are more, where the lines have parted; of a line below a column in between, before that.
+function label(link, { x0, x1, y0, y1, bend, far }) {
+  const t = far ? 0.14 : link.kind === "kv" ? 0.62 : 0.36;
   const at = (a, b, c, d) => (1 - t) ** 3 * a + 3 * (1 - t) ** 2 * t * b + 3 * (1 - t) * t * t * c + t ** 3 * d;
   const text = !link.up ? "down" : link.kind === "kv"
     ? link.pulls ? `${duration(link.pull_seconds)} · ${rate(link.bytes_per_second)}` : ""

@@ -21,6 +21,12 @@ const open = new Set(); // ids of requests whose timeline is shown
 const has = (receipt, name) => receipt.hops.some((hop) => hop.name === name);
 const failed = (receipt) => receipt.status >= 400 || (receipt.error !== "" && !receipt.running);
 
+// A hop that is not over ends now.
+function waits({ hops, seconds }) {
+  const last = hops.at(-1);
+  return last?.name === "admission" && seconds - last.start - last.seconds < 0.001;
+}
+
 // The reason without the way that it repeats: `cheaper` beside `local`, for `local-cheaper`.
 export const why = ({ prefill, reason }) => (reason.startsWith(`${prefill}-`) ? reason.slice(prefill.length + 1) : reason);
 
@@ -55,7 +61,7 @@ function row(receipt) {
     [age(receipt.age + (performance.now() - receipt.told) / 1000)],
     [h("button", { type: "button", class: "plain", "data-request": id, "aria-expanded": String(isOpen), title: id },
       short(id, 14)), receipt.key && h("span", { class: "quiet" }, ` ${receipt.key}`)],
-    [receipt.running ? (receipt.hops.at(-1)?.name === "admission" ? "in line" : "running") : receipt.status || "–", note && h("span", { class: "chip warn" }, note)],
+    [receipt.running ? (waits(receipt) ? "in line" : "running") : receipt.status || "–", note && h("span", { class: "chip warn" }, note)],
     [receipt.prefill || "–", receipt.reason && h("span", { class: "quiet" }, ` ${why(receipt)}`)],
     [receipt.cached_tokens ? whole(receipt.cached_tokens) : "–"],
     [receipt.prompt_tokens ? `${whole(receipt.prompt_tokens)} + ${whole(receipt.output_tokens)}` : "–"],
