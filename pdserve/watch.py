@@ -16,7 +16,7 @@ HOPS = {
     "queue": "in the prefill queue: published by the decode worker, to be pulled by a prefill worker",
     "turn": "the decode worker holds the prompt while its engine computes those before it",
     "engine-queue": "an engine has the prompt and no room for it: as many sequences as it runs at once, or no free KV "
-    "blocks; left out below `BRIEF`",
+    "blocks; left out below 0.1 s",
     "prefill": "the prompt is computed: at a prefill worker until its KV is there, at a decode worker until the first "
     "token",
     "transfer": "the decode engine waits for room and for the KV that it reads from the prefill engine",
