@@ -58,6 +58,7 @@ class Model:
         if self.pauses:
             self.running.remove(permit)
             self.paused.append(permit)
+            assert len(self.paused) < 1000, "places go back and forth"
         return self.pauses
 
     def streams(self, client: str, count: int, *, fixed: bool = False) -> list[SequencePermit]:
@@ -541,6 +542,20 @@ def test_two_clients_take_no_places_from_each_other_for_ever() -> None:
     for _ in range(50):
         model.control.advance()
     assert len(model.paused) == paused
+
+
+def test_a_place_that_is_made_goes_to_the_client_for_which_it_was_made() -> None:
+    """Also where that one runs its share already, since there are nearly as many clients as places: what has paused is
+    before it in the queue, and would get the place back, again and again."""
+    model = Model(17)
+    model.pauses = True
+    model.streams("greedy", 4)
+    for client in ("small", *"abcdefghijkl"):
+        model.streams(client, 1)
+    assert len(model.running) == 17
+    admission = model.ask("small")
+    assert not admission.waiting
+    assert [permit.admission.client for permit in model.paused] == ["greedy"]
 
 
 def test_nothing_pauses_for_a_client_alone_or_while_there_is_capacity() -> None:

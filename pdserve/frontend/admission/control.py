@@ -229,16 +229,18 @@ class AdmissionControl:
 
     def advance(self) -> None:
         """Grant permits as long as the workers have capacity, and take some back for requests that should not wait."""
+        made_for: Admission | None = None  # what has paused for it may be before it in the queue
         while self.queue:
             capacity = self._capacity()
             starting = sum(admission.tokens for admission in self._starting)
             room = capacity.free_requests > len(self._starting) and capacity.free_tokens > starting
             may = partial(self._may_start, places=self._places(capacity))
-            entry = self.queue.first_short(may)
+            entry = made_for if room and made_for else self.queue.first_short(may)
             if entry is None and (room or self._granted.any_unread):
                 entry = self.queue.next(capacity.max_requests, may)
             if entry is None or not (room or self._make_way(entry)):
                 return
+            made_for = None if room else entry
             if room:
                 self._grant(entry)
 
@@ -285,9 +287,8 @@ class AdmissionControl:
 
     def _may_start(self, admission: Admission, places: int) -> bool:
         """Whether enough places that can be taken back are left beside its next sequence."""
-        if not admission.requested or not admission.requested[0].fixed:
-            return True
-        return self._granted.leave_room(places) or not self.queue.runs(admission)
+        fixed = bool(admission.requested) and admission.requested[0].fixed
+        return not fixed or self._granted.leave_room(places) or not self.queue.runs(admission)
 
     def _make_way(self, entry: Admission) -> bool:
         """Pause one sequence for the entry's next one; whether there is one that may be."""
