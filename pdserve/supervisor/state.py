@@ -75,7 +75,7 @@ def locked(state_dir: Path, patience: float = 0.0) -> Iterator["StateFolder"]:
     except OSError as error:
         raise _unusable(state_dir, error) from error
     try:
-        _stop_leftovers(_holder(state_dir)[1], patience)
+        _stop_leftovers(*_holder(state_dir), patience)
         folder.mend()
         yield folder
     finally:
@@ -243,14 +243,22 @@ def _note_run(path: Path, text: str) -> None:
             file.write(text)
 
 
-def _stop_leftovers(run: str, patience: float) -> None:
-    """Stop the processes of a graph whose supervisor and guardian have both been killed."""
-    if run and (left := groups_of(run)):
+def _stop_leftovers(pid: int, run: str, patience: float) -> None:
+    """Stop the processes of a graph whose supervisor and guardian have both been killed. Where the supervisor lives,
+    this folder is a copy of its folder."""
+    left = groups_of(run) if run else {}
+    if left and not left.keys() & _children(pid):
         log.warning(
             "stopping what is left of a graph whose supervisor and guardian were killed (process groups %s)",
             ", ".join(map(str, left)),
         )
         stop_in_waves(left, patience)
+
+
+def _children(pid: int) -> set[int]:
+    with contextlib.suppress(psutil.Error):
+        return {child.pid for child in psutil.Process(pid).children()}
+    return set()
 
 
 def make_private(folder: Path) -> None:

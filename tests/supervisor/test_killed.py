@@ -1,6 +1,7 @@
 """The supervisor itself is killed: nothing that it started may be left."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -181,3 +182,20 @@ async def test_a_supervisor_killed_with_its_guardian_leaves_nothing_to_the_next(
     finally:
         stranger.kill()
         stranger.wait()
+
+
+async def test_a_copy_of_the_folder_of_a_running_graph_leaves_that_graph_alone(tmp_path: Path) -> None:
+    log, folder, copy = tmp_path / "log", tmp_path / "state", tmp_path / "copy"
+    process = start(GRAPH, log, str(folder))
+    try:
+        await until(lambda: log.read_text().count("up ") == 3)
+        copy.mkdir()
+        shutil.copy(folder / "lock", copy)
+        with state.locked(copy, patience=30):
+            pids = [int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("up")]
+            assert all(map(alive, pids))
+    finally:
+        process.kill()
+        process.wait()
+        with state.locked(folder):  # when its guardian has stopped it
+            pass
