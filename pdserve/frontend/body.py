@@ -31,11 +31,12 @@ PACE, GRACE = 1000.0, 30.0
 MAX_DISCARDED = 2 * MAX_BODY
 DISCARD_WITHIN = 10.0
 """bytes and seconds for the rest of a body whose request was refused"""
+_RESPONSES = "/v1/responses"
 _BYTES_PER_TOKEN = 4
 _BOUNDS = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/chat/completions/batch": ("max_completion_tokens", "max_tokens"),
-    "/v1/responses": ("max_output_tokens",),
+    _RESPONSES: ("max_output_tokens",),
 }
 """fields that bound the tokens of an output, the first that is set, on routes where that is not `max_tokens` alone"""
 _SEVERAL = {"/generative_scoring": ("items", str | list)}
@@ -51,6 +52,7 @@ _LARGEST = 1 << 40
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """ids that clients may give to requests: they are in each log line and, inside the graph, in each output"""
 _read_int = SchemaValidator(core_schema.int_schema()).validate_python
+_read_bool = SchemaValidator(core_schema.bool_schema()).validate_python
 
 # Where KV comes from is decided inside the graph. vLLM would take these from any client, and some values kill an
 # engine.
@@ -164,7 +166,10 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
     model = fields.get("model")
     named = model if isinstance(model, str) and model else None
     has_id = given is not None
-    background, previous = bool(fields.get("background")), fields.get("previous_response_id")
+    background, previous = (
+        path == _RESPONSES and _is_true(fields.get("background")),
+        fields.get("previous_response_id"),
+    )
     previous = previous if isinstance(previous, str) else ""
     large = not background and _is_large(raw, fields)
     return ParsedBody(
@@ -184,7 +189,7 @@ def _is_large(raw: bytes, fields: Mapping[str, object]) -> bool:
     body, or with the logprobs of an answer in one piece."""
     if len(raw) > LARGE or raw.count(b"{") > MANY:
         return True
-    if fields.get("stream") and not fields.get("echo"):
+    if _is_true(fields.get("stream")) and not fields.get("echo"):
         return False  # each chunk has its own
     return any(value is not None and value is not False for value in map(fields.get, _LOGPROBS))
 
@@ -235,6 +240,14 @@ def _count(value: object) -> int | None:
     except ValidationError:
         return None
     return min(number, _LARGEST) if number > 0 else None
+
+
+def _is_true(value: object) -> bool:
+    """Read a flag as vLLM's app does, with pydantic: "off" and 0 are false."""
+    try:
+        return bool(_read_bool(value))
+    except ValidationError:
+        return False
 
 
 def replay(raw: bytes, gone: asyncio.Event) -> Receive:
