@@ -63,6 +63,7 @@ class ClientConnection(HttpToolsProtocol):
     def __init__(self, owner: "ClientConnections", *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.logger = _uvicorn
+        self.url = b""
         self.origin = ""
         """the client that it counts for, until `ClientConnections.leave`"""
         self._owner = owner
@@ -220,8 +221,7 @@ class ClientConnection(HttpToolsProtocol):
     def refuse(self, status: int, message: str) -> None:
         """Answer, and close when the client has had time to read the answer."""
         self._refused, self._head_since = True, None
-        path = (self.url or b"").decode("latin-1")
-        body = msgspec.json.encode(error_body(path, HttpError(status, message)))
+        body = msgspec.json.encode(error_body(self.url.decode("latin-1"), HttpError(status, message)))
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
         self.transport.write(STATUS_LINE[status] + head % len(body) + body)
         asyncio.get_running_loop().call_later(LINGER, self.transport.close)
