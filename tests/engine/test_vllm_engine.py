@@ -293,6 +293,25 @@ def all_processes(pair: Pair) -> list[psutil.Process]:
     return [*pair.decode.engine.processes, *pair.prefill.engine.processes]
 
 
+async def test_a_request_tells_when_the_engine_had_room(pair: Pair) -> None:
+    """One more than the engine runs at once: it begins when another one is over."""
+    engine, places = pair.decode.engine, [f"place-{number}" for number in range(32)]
+    for number, name in enumerate(places):
+        await engine.generate(name, [400 + number, 401, 402], body(100), None)
+    await until(lambda: engine.usage.running == len(places), 60)
+    entered = time.monotonic()
+    await engine.generate("no-room", [500, 501, 502], body(4), None)
+    await until(lambda: engine.usage.waiting == 1, 60)
+    seen = time.monotonic()
+    await pair.decode.end("no-room")
+    begun = pair.decode.outputs["no-room"][0].begun
+    assert begun is not None
+    assert entered < seen < begun
+    for name in places:
+        await pair.decode.end(name)
+    await pair.all_free()
+
+
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 500, 3000])
 async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair: Pair, length: int) -> None:
     prompt = prompt_of(length)
