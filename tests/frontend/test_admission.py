@@ -640,3 +640,16 @@ def test_another_frontend_gets_its_part() -> None:
     model.places = 8
     model.control.advance()
     assert clients(model) == "ggggggmm"
+
+
+def test_a_client_never_yields_its_only_place() -> None:
+    model = Model(8)
+    model.pauses = True
+    permits = [
+        *model.streams("honest", 1),
+        *model.streams("fixed", 4, fixed=True),
+        *model.streams("greedy", 3),
+    ]
+    model.places = 0
+    model.control.yield_places(8, permits)
+    assert clients(model) == "ffffgh"

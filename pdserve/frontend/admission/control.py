@@ -14,7 +14,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -276,10 +276,10 @@ class AdmissionControl:
         elif permit in admission.paused:
             admission.paused.remove(permit)
 
-    def yield_places(self, count: int, permits: Iterable[SequencePermit]) -> None:
-        """Pause up to so many of these sequences, as another frontend's requests wait at their worker."""
-        for permit in self._granted.to_pause(permits)[:count]:
-            self._pause(permit)
+    def yield_places(self, count: int, permits: Sequence[SequencePermit]) -> None:
+        """Pause up to so many of these, as requests wait at their worker; of no client the only one that is read."""
+        while count and any(map(self._pause, self._granted.to_pause(permits))):
+            count -= 1
 
     def _places(self, capacity: Capacity) -> int:
         """How many sequences could run at a time, as the others use the workers now."""

@@ -45,10 +45,14 @@ class GrantedPermits:
 
     def to_pause(self, permits: "Iterable[SequencePermit]") -> "list[SequencePermit]":
         """Those that can pause, in the order in which they have to: what is not read, then of the client that runs the
-        most, the youngest first."""
+        most, the youngest first. Of no client the only one that is read."""
         age = {permit: age for age, permit in enumerate(self._permits)}
         return sorted(
-            (permit for permit in permits if not permit.fixed and permit in age),
+            (
+                permit
+                for permit in permits
+                if permit in age and not permit.fixed and (permit.admission.unread or self._runs(permit) > 1)
+            ),
             key=lambda permit: (permit.admission.unread, self._runs(permit), age[permit]),
             reverse=True,
         )
