@@ -51,3 +51,4 @@ class StandIn(BothWorker):
                 source = alike[0]
             elif workers and not alike:
                 await self._presence.keep(None)  # the model has other weights now
+                source = ""

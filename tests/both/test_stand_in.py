@@ -143,3 +143,20 @@ async def test_it_gives_up_the_card_when_the_model_has_other_weights(graph: Grap
     instance = replace(instance, id="decode-1", fingerprint="other")
     await other.put(keys.instance(instance), encode_record(instance))
     await until(lambda: card_in(graph.registry) is None)
+
+
+async def test_it_keeps_the_card_again_when_the_worker_that_wrote_it_is_back(graph: Graph) -> None:
+    """That one had only lost its lease for a moment, while a worker of other weights was there."""
+    await start(graph)
+    await until(lambda: card_in(graph.registry) is not None)
+    other, instance = await graph.registry_of_another(), graph.decode._presence.instance
+    key = "/t/" + keys.instance(instance)
+    record = graph.registry.data[key]
+    replaced = replace(instance, id="decode-1", fingerprint="other")
+    await other.put(keys.instance(replaced), encode_record(replaced))
+    graph.registry.remove(key)
+    await graph.registry.tell()
+    await until(lambda: card_in(graph.registry) is None)
+    graph.registry.write(key, record, worker_registry(graph))
+    await graph.registry.tell()
+    await until(lambda: card_in(graph.registry) is not None)
