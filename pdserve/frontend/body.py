@@ -187,9 +187,9 @@ def _parts(raw: bytes) -> int:
 def _is_large(raw: bytes, fields: Mapping[str, object]) -> bool:
     """Whether vLLM's app would hold the frontend's loop for long (`model/vllm_aside.py`): with the many parts of the
     body, or with the logprobs of an answer in one piece."""
-    if len(raw) > LARGE or raw.count(b"{") > MANY:
-        return True
-    if _is_true(fields.get("stream")) and not fields.get("echo"):
+    if len(raw) > LARGE or raw.count(b"{") > MANY or _is_true(fields.get("echo")):
+        return True  # a chat with `echo` has the logprobs of its prompt, too
+    if _is_true(fields.get("stream")):
         return False  # each chunk has its own
     return any(value is not None and value is not False for value in map(fields.get, _LOGPROBS))
 

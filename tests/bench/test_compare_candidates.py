@@ -142,4 +142,4 @@ def test_batch_sizes_are_no_smaller_than_vllm_takes(tmp_path: Path) -> None:
     sections["VllmWorker"]["max-num-batched-tokens"] = 1024
     found = maker(write(sections, tmp_path / "file.yaml"), CPU)
     assert {candidate.shape.batch for candidate in found.aggregated()} == {1024}
-    assert [candidate.shape.batch for candidate in found.rebatched(3, [128, 264])] == [264]
+    assert [candidate.shape.batch for candidate in found.rebatched(3, [128, 288])] == [288]

@@ -25,11 +25,12 @@ ATTEMPTS = 3
 
 
 def answer(verdict: str, folder: Path, file: Path, *options: str) -> dict[str, Any]:
-    """What the command writes as JSON; of a busy machine the first of three that has this verdict."""
+    """What the command writes as JSON; of a busy machine the first of three that has this verdict, each with more time
+    for enough requests."""
     for attempt in range(ATTEMPTS):
         busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
-        found = _answer(folder, file, *options)
-        if found["verdict"] == verdict or not busy:
+        found = _answer(folder, file, *options, "--minutes", str(0.6 * 2.5**attempt))
+        if found["verdict"] == verdict or not (busy or found["verdict"] == "unknown"):
             break
         print(f"attempt {attempt}: {found}")
     assert found["verdict"] == verdict
@@ -62,7 +63,7 @@ def test_it_pays_where_steps_take_nearly_as_long_as_a_gap_may(tmp_path: Path) ->
     sections = simulated({"step-seconds": 0.1, "prefill-rate": 3000}, prefill={"ServiceArgs": {"workers": 3}})
     file, best = write(sections, tmp_path / "graph.yaml"), tmp_path / "best.yaml"
     load_ = ("--prompt-tokens", "1200", "--answer-len", "32", "--ttft", "800ms", "--gap", "280ms")
-    budget = ("--rate", "2.5", "--share", "0.5", "--minutes", "0.6", "--batch-sizes", "2048")
+    budget = ("--rate", "2.5", "--share", "0.5", "--batch-sizes", "2048")
     found = answer("disaggregate", tmp_path, file, *load_, *budget, "--write", str(best))
     assert found["choice"] == "3 prefill + 1 decode, remote above 64 tokens"
     (together,) = (result for result in found["results"] if result["aggregated"])
@@ -86,7 +87,7 @@ def test_it_does_not_pay_where_answers_are_the_work(tmp_path: Path) -> None:
     sections = simulated({"step-seconds": 0.02, "sequence-seconds": 0.02, "prefill-rate": 20000})
     file = write(sections, tmp_path / "graph.yaml")
     load_ = ("--prompt-tokens", "64", "--answer-len", "8", "--ttft", "1s", "--gap", "200ms")
-    budget = ("--rate", "9", "--share", "0.7", "--minutes", "0.6", "--batch-sizes", "512")
+    budget = ("--rate", "9", "--share", "0.7", "--batch-sizes", "512")
     found = answer("don't", tmp_path, file, *load_, *budget)
     assert found["choice"] == "aggregated: 2 engines, batch 512"
     separate = [result for result in found["results"] if not result["aggregated"]]

@@ -41,7 +41,7 @@ def test_on_a_cpu_host_one_engine_has_all_cores_and_the_kv_space_of_all_workers(
     system = Baseline(plan, Layout(), 512, dtype="float32").system("base")
     assert isinstance(system, PlainVllm)
     words = " ".join(system.arguments)
-    for word in ("block-size=32", "max-model-len=4096", "enforce-eager", "dtype=float32", "max-num-seqs=40"):
+    for word in ("block-size=32", "max-model-len=4096", "enforce-eager", "dtype=float32", "max-num-seqs=64"):
         assert f"--{word}" in words, words
     assert "--max-num-batched-tokens=512" in words
     assert (system.variables["OMP_NUM_THREADS"], system.variables["VLLM_CPU_KVCACHE_SPACE"]) == ("8", "2")

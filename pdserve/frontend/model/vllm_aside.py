@@ -11,7 +11,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
@@ -96,8 +96,7 @@ class SideLoop(Lifetime):
             tasks = await on_loop(self._home, engine.get_supported_tasks())
             _validated.set((params, validate(params, tasks)))
             while (output := await on_loop(self._home, anext(outputs, None))) is not None:
-                if isinstance(output.prompt_logprobs, LaterLogprobs):
-                    output.prompt_logprobs = output.prompt_logprobs.made()
+                _make_logprobs(output)
                 try:
                     yield output
                 except GeneratorExit:
@@ -106,7 +105,9 @@ class SideLoop(Lifetime):
 
         def generate(prompt: object, params: object, *args: Any, **options: Any) -> Outputs:
             outputs = here(prompt, params, *args, **options)
-            return outputs if asyncio.get_running_loop() is self._home else there(params, outputs)
+            if asyncio.get_running_loop() is not self._home:
+                return there(params, outputs)
+            return outputs if getattr(params, "prompt_logprobs", None) is None else _with_logprobs(outputs)
 
         inputs._validate_params, engine.generate = validated, generate
 
@@ -121,6 +122,18 @@ def tokenize_short_prompts_here(renderer: BaseRenderer[Any]) -> None:
         return await in_thread(prompt, params)
 
     renderer._tokenize_prompt_async = tokenize
+
+
+async def _with_logprobs(outputs: Outputs) -> Outputs:
+    async with aclosing(outputs):
+        async for output in outputs:
+            _make_logprobs(output)
+            yield output
+
+
+def _make_logprobs(output: RequestOutput) -> None:
+    if isinstance(output.prompt_logprobs, LaterLogprobs):
+        output.prompt_logprobs = output.prompt_logprobs.made()
 
 
 class LaterLogprobs:
