@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -342,3 +342,64 @@ def test_the_reading_list_states_sizes() -> None:
 def test_links_of_the_documents_lead_somewhere(document: Path) -> None:
     targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
     assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+# ── the ratchet: a room may shrink without a word, and grow with one ──────────────────────────────────────────────
+
+ROOMS = {
+    "both": 160,
+    "cli": 1920,
+    "config": 1720,
+    "decode": 2180,
+    "engine": 2490,
+    "files beside the rooms": 1920,
+    "frontend": 7240,
+    "kv": 1060,
+    "observe": 1390,
+    "plan": 1630,
+    "prefill": 680,
+    "process": 970,
+    "queue": 2270,
+    "registry": 910,
+    "stream": 800,
+    "supervisor": 2610,
+}
+"""lines of each room of the package"""
+BESIDE = {"benchmarks": 15210, "tests": 38180, "tools": 1640}
+"""lines of what is beside it"""
+WORDS, RECORD = 26750, 380
+"""words of docs/ without the decisions, and of one decision record"""
+ADVICE = (
+    "Take out what your change made dead, or say the same in fewer lines. Where a feature is worth the lines, raise "
+    "the limit here, and say in its decision record what it is worth to its user and what went for it."
+)
+
+
+def _lines(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def test_no_room_has_grown() -> None:
+    sizes: dict[str, int] = dict.fromkeys(ROOMS, 0)
+    for path in SOURCES:
+        parts = Path(name(path)).parts
+        place = parts[0] if len(parts) > 1 else "files beside the rooms"
+        if place in ROOMS:
+            sizes[place] += _lines([path])
+    assert {room: size for room, size in sizes.items() if size > ROOMS[room]} == {}, ADVICE
+    rooms = {Path(name(path)).parts[0] for path in SOURCES if len(Path(name(path)).parts) > 1}
+    assert rooms - ROOMS.keys() <= {"demo"}, ADVICE
+
+
+def test_benches_tests_and_tools_have_not_grown() -> None:
+    sizes = {folder: _lines((ROOT / folder).rglob("*.py")) for folder in BESIDE}
+    assert {folder: size for folder, size in sizes.items() if size > BESIDE[folder]} == {}, ADVICE
+
+
+def test_docs_have_not_grown() -> None:
+    words = {path: len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md")}
+    pages = sum(count for path, count in words.items() if path.parent.name != "decisions")
+    assert pages <= WORDS, f"{pages} words: {ADVICE}"
+    records = {path.name: count for path, count in words.items() if path.parent.name == "decisions"}
+    assert {name: count for name, count in records.items() if count > RECORD} == {}, ADVICE
+    assert len((ROOT / "README.md").read_text().split()) <= 1010, ADVICE
