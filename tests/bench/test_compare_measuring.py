@@ -83,13 +83,20 @@ def test_failures_count_at_rates_that_are_carried() -> None:
 
 
 def test_an_interval_rests_on_enough_requests() -> None:
-    found = entrant("a", True, r2=20, r4=5)
+    found = entrant("a", True, r2=20, r4=10)
     assert found.thin == 2.0
     assert found.result().thin == "20 requests at 2 requests/s"
     probe(found, 2.0, 20)
     assert (found.thin, found.result().requests) == (4.0, 40)
     probe(found, 4.0, 5)
     assert found.result().thin == ""
+
+
+def test_one_probe_is_enough_at_a_rate_at_which_hardly_any_request_keeps_the_slo() -> None:
+    found = entrant("a", True, r2=20, r4=0)
+    probe(found, 2.0, 20)
+    assert found.judged(4.0) < LEAST_REQUESTS
+    assert found.thin is None
 
 
 def test_noise_is_known_where_both_searches_came_near_the_border() -> None:

@@ -16,7 +16,7 @@ from pdserve_bench.goodput.measure import Canary, GoodputOptions, Probe, probe, 
 from pdserve_bench.goodput.search import GoodputSearch
 from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import Scalable
-from pdserve_bench.samples import percentile
+from pdserve_bench.samples import percentile, wilson
 from pdserve_bench.slo import Slo, Tally
 from pdserve_bench.systems.system import Stage
 
@@ -65,13 +65,14 @@ class Entrant:
 
     @property
     def thin(self) -> float | None:
-        """A rate on which its interval rests and which was probed too little. What broke needs a second probe: a
-        machine that was busy for a moment breaks any rate."""
+        """A rate on which its interval rests and which was probed too little. What broke needs a second probe, since a
+        machine that was busy for a moment breaks any rate, unless hardly any request kept the SLO."""
         low, high = self.search.carried, self.search.broken
         if low is not None and self.judged(low) < LEAST_REQUESTS:
             return low
         if high is not None and self.judged(high) < LEAST_REQUESTS and len(self.of(high)) < 2:
-            return high
+            kept = sum(each.tally.kept for each in self.of(high))
+            return high if wilson(kept, self.judged(high))[1] > self.search.share / 2 else None
         return None
 
     def rank(self) -> tuple[float, float]:
