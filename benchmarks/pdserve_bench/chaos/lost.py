@@ -8,9 +8,8 @@ from pathlib import Path
 import psutil
 
 from pdserve_bench.chaos.faults import Harm, Target, find, injected
-from pdserve_bench.chaos.restarts import AFTER_DRAIN, BEFORE, described, survivors
+from pdserve_bench.chaos.restarts import AFTER_DRAIN, described, hold_load, survivors
 from pdserve_bench.chaos.scene import Fault, Scene
-from pdserve_bench.launch import StartedGraph
 
 NEED = ("lock", "graph.json", "credentials", "logs", "sockets", "nats", "etcd")
 """what restarts and other commands need of the state directory, as far as it was there"""
@@ -51,12 +50,7 @@ def _remove(path: Path) -> None:
 
 
 async def kill_with_guardian(scene: Scene) -> float | None:
-    running = scene.running
-    if not isinstance(running, StartedGraph):
-        raise LookupError("only where this command has started the graph, and can start it again")
-    scene.gone |= {instance.id for instance in await scene.watch.instances()}
-    scene.load.pause()
-    await asyncio.sleep(BEFORE)
+    running = await hold_load(scene)
     family = running.family()
     guardians = [process for process in family if _is_guardian(process)]
     running.away = True

@@ -75,14 +75,20 @@ def _kill(process: psutil.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-async def kill_serve(scene: Scene) -> float | None:
+async def hold_load(scene: Scene) -> StartedGraph:
+    """Let no request begin any more, with some in flight, and return the graph, whose `serve` may be killed now."""
     running = scene.running
     if not isinstance(running, StartedGraph):
         raise LookupError("only where this command has started the graph, and can start it again")
     scene.gone |= {instance.id for instance in await scene.watch.instances()}
     scene.load.pause()
     await asyncio.sleep(BEFORE)
-    family = scene.running.family()
+    return running
+
+
+async def kill_serve(scene: Scene) -> float | None:
+    running = await hold_load(scene)
+    family = running.family()
     scene.say(f"SIGKILL of process {running.graph.pid}, {len(scene.load.running)} requests in flight")
     running.away = True
     running.serve.process.kill()
