@@ -11,6 +11,10 @@ from tests.conformance.answers import Answer, Request, answer_of, differences, w
 from tests.conformance.differences import DIFFERENCES
 from tests.real import KEY
 
+FRESH = httpx.Limits(keepalive_expiry=1.0)
+"""vLLM's server closes a connection that was idle for 5 s: one that httpx would reuse after just as long may be closed
+while the request is on its way"""
+
 
 class Pair:
     """Use it as a context manager."""
@@ -19,7 +23,7 @@ class Pair:
         self.ours, self.theirs = ours, theirs
         """URLs"""
         self._stack = ExitStack()
-        self._clients = [httpx.Client(base_url=url, timeout=120) for url in (ours, theirs)]
+        self._clients = [httpx.Client(base_url=url, timeout=120, limits=FRESH) for url in (ours, theirs)]
         self._pool = ThreadPoolExecutor(16)
         self._begun: dict[str, list[Future[Answer]]] = {}
         self._ways: list[str] = []
