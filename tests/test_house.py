@@ -101,12 +101,14 @@ ARROWS = {
     "prefill": "process config engine queue registry observe tasks",
     "both": "decode prefill config engine registry tasks",
     "frontend/admission": "config",
-    "frontend/deltas": "",
-    "frontend/dashboard": "observe registry",
-    "frontend/trace": "frontend/admission frontend/deltas observe",
-    "frontend/model": "frontend/admission frontend/deltas frontend/trace config queue stream observe tasks",
-    "frontend": "frontend/dashboard frontend/model frontend/deltas frontend/trace frontend/admission process config "
-    "plan queue registry stream observe tasks",
+    "frontend/edge": "frontend/admission observe tasks",
+    "frontend/watching/dashboard": "observe registry",
+    "frontend/keys": "frontend/admission frontend/edge frontend/watching/dashboard config observe",
+    "frontend/model": "frontend/admission frontend/edge config queue registry stream observe tasks",
+    "frontend/watching": "frontend/edge frontend/keys frontend/model frontend/watching/dashboard config "
+    "observe registry",
+    "frontend": "frontend/admission frontend/edge frontend/keys frontend/model frontend/watching "
+    "frontend/watching/dashboard process config plan queue registry stream observe tasks",
     "supervisor": "process config plan graph queue registry observe tasks",
     "cli": "supervisor process config plan graph engine kv queue registry observe",
     "__main__": "cli",
@@ -116,11 +118,10 @@ decision. Lazily loaded implementations and the roles' services, which are named
 
 
 def room(path: Path) -> str:
-    """A folder of the package, a folder inside `frontend/`, or a file beside them. `frontend/trace.py` and `deltas.py`
-    are for all of the frontend, and above none of it."""
+    """A folder of the package, a folder inside `frontend/`, or a file beside them."""
     parts = path.relative_to(ROOT / "pdserve").with_suffix("").parts
-    if parts[0] == "frontend" and (len(parts) > 2 or parts[1] in ("trace", "deltas")):
-        return "/".join(parts[:2])
+    if parts[0] == "frontend" and len(parts) > 2:
+        return "/".join(parts[: 3 if parts[2] == "dashboard" else 2])
     return parts[0]
 
 
@@ -309,7 +310,7 @@ def test_every_target_of_the_makefile_is_explained() -> None:
 
 
 READING = ROOT / "docs/reading.md"
-READING_LIMIT = 2650
+READING_LIMIT = 2700
 """lines: what a reader takes in in an evening"""
 
 

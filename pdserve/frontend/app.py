@@ -3,7 +3,7 @@
 `FrontendApp` is called once for each request. It checks the deadline, the API key and the size of the body, finds the
 model that the body names, waits until that model's admission control lets the request in, and hands it to the model's
 own app, which is vLLM's (`frontend/model`). That one reads the body again and writes the answer, chunk by chunk, into a
-`ResponseWriter`. Pages that need no model are in `pages.py`.
+`ResponseWriter`. Pages that need no model are in `watching/pages.py`.
 """
 
 import asyncio
@@ -22,9 +22,8 @@ from pdserve.config.schema import FrontendConfig
 from pdserve.errors import BadRequest, Overloaded
 from pdserve.frontend.admission.control import Admission, ModelReplaced
 from pdserve.frontend.admission.estimate import RequestSize
-from pdserve.frontend.answer import HttpError, ResponseWriter, error_response, log_request
-from pdserve.frontend.auth import ApiKeys, client_of, is_open_here
-from pdserve.frontend.body import (
+from pdserve.frontend.edge.answer import HttpError, ResponseWriter, error_response, log_request
+from pdserve.frontend.edge.body import (
     SANE_ID,
     BodyReader,
     ParsedBody,
@@ -34,16 +33,23 @@ from pdserve.frontend.body import (
     parse_body,
     replay,
 )
-from pdserve.frontend.connections import CHUNKS, UNREAD
-from pdserve.frontend.dashboard.page import Dashboard
-from pdserve.frontend.deltas import DeltaStream
+from pdserve.frontend.edge.connections import CHUNKS, UNREAD
+from pdserve.frontend.edge.deltas import DeltaStream
+from pdserve.frontend.edge.trace import (
+    NO_WORKER,
+    RequestFailure,
+    RequestTrace,
+    current_trace,
+    seconds_allowed,
+)
+from pdserve.frontend.keys.auth import ApiKeys, client_of, is_open_here
+from pdserve.frontend.keys.usage import KeyUse
+from pdserve.frontend.model.served import ServedModel, ServedModels
 from pdserve.frontend.model.stored import begin
-from pdserve.frontend.models import ServedModel, ServedModels
-from pdserve.frontend.pages import FrontendPages, MetricsPage
 from pdserve.frontend.peers import RESPONSE, PeerFrontends, disconnected, owner_at_peer
-from pdserve.frontend.receipts import Receipts
-from pdserve.frontend.trace import NO_WORKER, RequestFailure, RequestTrace, current_trace, seconds_allowed
-from pdserve.frontend.usage import KeyUse
+from pdserve.frontend.watching.dashboard.page import Dashboard
+from pdserve.frontend.watching.pages import FrontendPages, MetricsPage
+from pdserve.frontend.watching.receipts import Receipts
 from pdserve.observe.tracing import Tracer
 
 logger = logging.getLogger(__name__)

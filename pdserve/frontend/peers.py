@@ -17,9 +17,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Scope
 
 from pdserve.errors import PeerGone, QueueUnavailable
-from pdserve.frontend.answer import HttpError, ResponseWriter
+from pdserve.frontend.edge.answer import HttpError, ResponseWriter
+from pdserve.frontend.edge.trace import RETRY_AFTER
 from pdserve.frontend.model.stored import UNFINISHED, RunningResponse, StoredResponses
-from pdserve.frontend.trace import RETRY_AFTER
 from pdserve.records import AnswerHead, Instance, ResponseQuery, Role, StoredResponse
 
 logger = logging.getLogger(__name__)

@@ -23,17 +23,17 @@ from pdserve.config.schema import Config, FrontendConfig
 from pdserve.credentials import Credentials
 from pdserve.errors import QueueUnavailable
 from pdserve.frontend.app import GRACE, FrontendApp
-from pdserve.frontend.auth import KeySource
-from pdserve.frontend.connections import LINGER, SHUTDOWN_WITHIN, ClientConnection, ClientConnections
-from pdserve.frontend.dashboard.page import Dashboard
+from pdserve.frontend.edge.connections import LINGER, SHUTDOWN_WITHIN, ClientConnection, ClientConnections
+from pdserve.frontend.edge.renewal import RenewedCertificate
+from pdserve.frontend.edge.sockets import accept_all, begins_tls, bind
+from pdserve.frontend.keys.auth import KeySource
+from pdserve.frontend.keys.origins import CrossOrigin
 from pdserve.frontend.model import ModelContext
+from pdserve.frontend.model.served import serve_models
 from pdserve.frontend.model.stored import StoredResponses
-from pdserve.frontend.models import serve_models
-from pdserve.frontend.origins import CrossOrigin
-from pdserve.frontend.pages import MetricsPage
 from pdserve.frontend.peers import PeerFrontends, answer_peer
-from pdserve.frontend.renewal import RenewedCertificate
-from pdserve.frontend.sockets import accept_all, begins_tls, bind
+from pdserve.frontend.watching.dashboard.page import Dashboard
+from pdserve.frontend.watching.pages import MetricsPage
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
 from pdserve.plan.slots import Slot
 from pdserve.ports import in_url

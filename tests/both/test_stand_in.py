@@ -1,5 +1,5 @@
 """A prefill worker that decodes, among simulated engines: its half of standing in. The frontend's is in
-tests/frontend/test_stand_in.py."""
+tests/frontend/model/test_stand_in.py."""
 
 import asyncio
 import dataclasses

@@ -18,16 +18,16 @@ from pdserve.config.host import installed_vllm
 from pdserve.config.schema import AdmissionLimits
 from pdserve.credentials import create
 from pdserve.frontend.app import FrontendApp
-from pdserve.frontend.auth import ApiKeys
-from pdserve.frontend.connections import ClientConnections
+from pdserve.frontend.edge.connections import ClientConnections
+from pdserve.frontend.edge.renewal import RenewedCertificate
+from pdserve.frontend.edge.sockets import bind
+from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.model import ModelContext
+from pdserve.frontend.model.served import ServedModels, serve_models
 from pdserve.frontend.model.stored import StoredResponses
-from pdserve.frontend.models import ServedModels, serve_models
-from pdserve.frontend.pages import MetricsPage
 from pdserve.frontend.peers import PeerFrontends
-from pdserve.frontend.renewal import RenewedCertificate
 from pdserve.frontend.server import QuietServer, http_config
-from pdserve.frontend.sockets import bind
+from pdserve.frontend.watching.pages import MetricsPage
 from pdserve.observe.tracing import Tracer
 from pdserve.queue.base import BlobStore
 from pdserve.records import ModelCard, Role, encode_record

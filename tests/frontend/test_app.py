@@ -10,8 +10,8 @@ import pytest
 
 from pdserve.config.api_keys import ApiKey
 from pdserve.config.schema import AdmissionLimits
-from pdserve.frontend.auth import ApiKeys
-from pdserve.frontend.body import BodyReader, max_body
+from pdserve.frontend.edge.body import BodyReader, max_body
+from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.messages import Failed
 from tests.conditions import until
 from tests.frontend.conftest import Graph
@@ -381,10 +381,12 @@ async def test_a_log_line_names_the_key_and_does_not_tell_it(
 
 
 async def test_a_log_line_for_each_request(graph: Graph, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "pdserve.frontend.answer")
+    caplog.set_level(logging.INFO, "pdserve.frontend.edge.answer")
     async with graph.worker() as worker:
         await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "line-1"})
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "pdserve.frontend.answer"]
+    (line,) = [
+        record.getMessage() for record in caplog.records if record.name == "pdserve.frontend.edge.answer"
+    ]
     assert line.startswith("line-1 /v1/completions model=demo code=200 tokens=4+8 ttft=0.")
     assert f"prefill=local instance={worker.id}" in line
 

@@ -19,7 +19,7 @@ from pdserve.config.schema import Config, DecodeConfig, FrontendConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.spec import EngineSpec, make_engine
 from pdserve.errors import ConfigError
-from pdserve.frontend.connections import ClientConnections
+from pdserve.frontend.edge.connections import ClientConnections
 from pdserve.frontend.server import http_config
 from pdserve.plan.slots import Slot
 from pdserve.process.life import live

@@ -14,7 +14,8 @@ from functools import partial
 from types import SimpleNamespace
 
 from pdserve.frontend.admission.estimate import RequestEstimate
-from pdserve.frontend.deltas import DeltaStream
+from pdserve.frontend.edge.deltas import DeltaStream
+from pdserve.frontend.edge.trace import PAUSED, RETRY_AFTER, RequestFailure, RequestTrace, current_trace
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.generation import Generation, unsupported
 from pdserve.frontend.model.migration import Migration, next_attempt, repeatable
@@ -32,7 +33,6 @@ from pdserve.frontend.model.vllm_api import (
     outputs_now,
 )
 from pdserve.frontend.model.workers import Link, WorkerPool
-from pdserve.frontend.trace import PAUSED, RETRY_AFTER, RequestFailure, RequestTrace, current_trace
 from pdserve.messages import Cancel, Failed, Outputs, Placed, ToFrontend, WorkerLoad
 from pdserve.observe.metrics import ITL, TTFT
 from pdserve.records import ModelCard

@@ -4,9 +4,9 @@ import time
 from dataclasses import dataclass, field
 
 from pdserve.frontend.admission.control import SequencePermit
+from pdserve.frontend.edge.trace import RequestTrace, SequenceHops
 from pdserve.frontend.model.vllm_api import EngineCoreRequest
 from pdserve.frontend.model.workers import Link
-from pdserve.frontend.trace import RequestTrace, SequenceHops
 from pdserve.messages import Hop, Placed
 from pdserve.observe.tracing import TracedSpan
 

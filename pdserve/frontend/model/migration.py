@@ -10,6 +10,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
+from pdserve.frontend.edge.trace import NO_WORKER, RETRY_AFTER, RequestFailure
 from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.vllm_api import (
     EngineCoreOutput,
@@ -20,7 +21,6 @@ from pdserve.frontend.model.vllm_api import (
     encode_request,
     with_params,
 )
-from pdserve.frontend.trace import NO_WORKER, RETRY_AFTER, RequestFailure
 from pdserve.messages import Cancel, Failed, Submit
 from pdserve.observe.metrics import MIGRATIONS
 from pdserve.sampling import looks_back

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from pdserve.errors import BadRequest, QueueUnavailable
-from pdserve.frontend.trace import RequestFailure, RequestTrace
+from pdserve.frontend.edge.trace import RequestFailure, RequestTrace
 from pdserve.observe.metrics import STORED_BYTES, STORED_RESPONSES
 from pdserve.queue.responses import ResponseStore
 from pdserve.records import StoredResponse

@@ -46,7 +46,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from pdserve.frontend.deltas import DeltaStream
+from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.frontend.model.grammar import problem
 from pdserve.frontend.model.openapi import describe
 from pdserve.frontend.model.stored import StoredResponses
@@ -373,9 +373,9 @@ def _is_no_clients_fault(record: logging.LogRecord) -> bool:
 
 
 def _plain_paths(app: FastAPI, args: Namespace) -> dict[str, bool]:
-    """The routes on which the ordinary chunks of a plain request (`frontend/deltas.py`) differ only in their text, and
-    whether outputs without text have chunks there. On other routes a parser reads each text, or something is added to
-    each chunk. vLLM's older tool parsers read nothing if no tools are given."""
+    """The routes on which the ordinary chunks of a plain request (`frontend/edge/deltas.py`) differ only in their text,
+    and whether outputs without text have chunks there. On other routes a parser reads each text, or something is added
+    to each chunk. vLLM's older tool parsers read nothing if no tools are given."""
     if args.enable_force_include_usage or args.enable_log_outputs or args.sse_keep_alive_interval:
         return {}
     completions, chats = {"/v1/completions": True}, "/v1/chat/completions"

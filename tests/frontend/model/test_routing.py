@@ -12,10 +12,10 @@ from pdserve.config.host import VLLM_VERSION
 from pdserve.config.schema import DecodeConfig
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
+from pdserve.frontend.edge.trace import RequestTrace
 from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.vllm_api import EngineCoreRequest
 from pdserve.frontend.model.workers import Link, WorkerPool
-from pdserve.frontend.trace import RequestTrace
 from pdserve.messages import Outputs, Submit, ToFrontend
 from pdserve.plan.slots import Slot
 from pdserve.queue.memory import MemoryBroker, MemoryQueue

@@ -1,0 +1,276 @@
+"""The body of a request: read once within bounds, parsed for what the frontend has to know, replayed to the model's
+app."""
+
+import asyncio
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from types import UnionType
+
+import msgspec
+from pydantic_core import SchemaValidator, ValidationError, core_schema
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive, Scope
+
+from pdserve.errors import BadRequest, Overloaded
+from pdserve.frontend.admission.estimate import RequestSize
+from pdserve.frontend.edge.answer import HttpError
+from pdserve.frontend.edge.deltas import is_plain
+
+MAX_BODY = 32 << 20
+"""bytes; prompts of a million tokens fit"""
+MAX_HELD = 256 << 20
+"""bytes of the bodies of all requests that are not over"""
+PACE, GRACE = 1000.0, 30.0
+"""bytes per second that a body must have on average, and seconds to begin with that do not count"""
+MAX_DISCARDED = 2 * MAX_BODY
+DISCARD_WITHIN = 10.0
+"""bytes and seconds for the rest of a body whose request was refused"""
+_RESPONSES = "/v1/responses"
+_BYTES_PER_TOKEN = 4
+_BOUNDS = {
+    "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
+    "/v1/chat/completions/batch": ("max_completion_tokens", "max_tokens"),
+    _RESPONSES: ("max_output_tokens",),
+}
+"""fields that bound the tokens of an output, the first that is set, on routes where that is not `max_tokens` alone"""
+_SEVERAL = {"/generative_scoring": ("items", str | list)}
+"""field that holds several prompts, and the kind of each, on routes where that is neither `prompt` nor `messages`"""
+MAX_PARTS = 10_000
+"""lists and objects of a body: vLLM's app takes some 10 to 100 microseconds for each"""
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+LARGE, MANY = 64 << 10, 100
+"""bytes, and JSON objects, of a body that takes vLLM's app some 10 ms"""
+_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
+_LARGEST = 1 << 40
+"""above every bound; larger numbers, which JSON may spell, overflow what is computed from them"""
+SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""ids that clients may give to requests: they are in each log line and, inside the graph, in each output"""
+_read_int = SchemaValidator(core_schema.int_schema()).validate_python
+_read_bool = SchemaValidator(core_schema.bool_schema()).validate_python
+
+# Where KV comes from is decided inside the graph. vLLM would take these from any client, and some values kill an
+# engine.
+FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", "kv_hints")
+
+
+@dataclass(frozen=True)
+class ParsedBody:
+    raw: bytes
+    model: str | None
+    """None where the body names none"""
+    size: RequestSize
+    plain: bool = False
+    """see `is_plain`"""
+    has_id: bool = False
+    """whether it names an id for its answer"""
+    background: bool = False
+    """whether the request goes on after its answer"""
+    previous: str = ""
+    """the stored response that it continues"""
+    large: bool = False
+    """see `_is_large`"""
+
+
+def max_body(max_model_len: int, *, tokenizing: bool) -> int:
+    """Return the most bytes of a request for a model with this context. Beyond them no text fits, however it is written
+    (64 bytes a token: text in \\u escapes, lists of token ids, several prompts); what is only tokenized for an answer
+    may be a few times as long as the context."""
+    most = (256 << 10) + 32 * max_model_len if tokenizing else (4 << 20) + 64 * max_model_len
+    return min(MAX_BODY, most)
+
+
+class BodyReader:
+    """Reads bodies, and counts each from its first byte until its request is over: the model's app holds it as long,
+    and several times as much beside it. A client gets no more than is still free, so that there is always something
+    left for another client."""
+
+    def __init__(self, bound: int = MAX_HELD, grace: float = GRACE) -> None:
+        self._bound = bound
+        self._grace = grace
+        self._held = 0
+        self._of_client: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def read(self, request: Request, deadline: float, client: str, most: int) -> AsyncIterator[bytes]:
+        """`deadline` in monotonic seconds, `most` in bytes. Raises HttpError for a body that is larger or not whole by
+        then, Overloaded, and ClientDisconnect."""
+        body, size = bytearray(), 0  # a list of parts could have one for each byte
+        begun = asyncio.get_running_loop().time()
+        end = begun + deadline - time.monotonic()
+        try:
+            try:
+                async with asyncio.timeout_at(min(end, begun + self._grace)) as bound:
+                    async for part in request.stream():
+                        body += part
+                        size += len(part)
+                        bound.reschedule(min(end, begun + self._grace + size / PACE))
+                        self._held += len(part)
+                        self._of_client[client] += len(part)
+                        self._check(size, client, most)
+            except TimeoutError:
+                why = f"came slower than {PACE:g} bytes a second"
+                if bound.when() == end:
+                    why = "was not complete by the request's deadline"
+                raise HttpError(408, f"the request body {why}") from None
+            yield bytes(body)
+        finally:
+            self._held -= size
+            self._of_client[client] -= size
+            if not self._of_client[client]:
+                del self._of_client[client]
+
+    def _check(self, size: int, client: str, most: int) -> None:
+        if size > most:
+            raise HttpError(413, f"the request body is larger than {most} bytes")
+        if self._of_client[client] > self._bound - self._held:
+            raise Overloaded(f"request bodies of {self._held} bytes are being worked on")
+
+
+async def discard_rest(request: Request) -> None:
+    """Read the rest of a refused request's body for a while: if the socket were closed before, its client would see a
+    broken connection and not the answer."""
+    left = MAX_DISCARDED
+    with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # RuntimeError: all of it has been read
+        async with asyncio.timeout(DISCARD_WITHIN):
+            async for part in request.stream():
+                left -= len(part)
+                if left <= 0:
+                    return
+
+
+def parse_body(path: str, raw: bytes) -> ParsedBody:
+    """Find the model and the size of the request. Raises BadRequest for what must not come from outside. The model's
+    app refuses what is no JSON object, or names its model by no text."""
+    if (parts := _parts(raw)) > MAX_PARTS:
+        raise BadRequest(f"the body has {parts} lists and objects; one request may have {MAX_PARTS}")
+    fields = _fields(raw)
+    extra = fields.get("vllm_xargs")
+    for name in FORBIDDEN:
+        if fields.get(name) is not None:
+            raise BadRequest(f"{name} must not be sent: the server decides where KV comes from", name)
+        if isinstance(extra, dict) and name in extra:
+            raise BadRequest(
+                f"vllm_xargs.{name} must not be sent: the server decides where KV comes from", name
+            )
+    if not isinstance(fields.get("structured_outputs") or {}, dict):  # vLLM 0.32 answers 500
+        raise BadRequest("structured_outputs must be an object", "structured_outputs")
+    given = fields.get("request_id")
+    if isinstance(given, str) and not SANE_ID.fullmatch(given):
+        raise BadRequest("request_id must be 1 to 128 letters, digits and . _ : - of ASCII", "request_id")
+    model = fields.get("model")
+    named = model if isinstance(model, str) and model else None
+    has_id = given is not None
+    background, previous = (
+        path == _RESPONSES and _is_true(fields.get("background")),
+        fields.get("previous_response_id"),
+    )
+    previous = previous if isinstance(previous, str) else ""
+    large = not background and _is_large(raw, fields)
+    return ParsedBody(
+        raw, named, _size(path, raw, fields), is_plain(fields), has_id, background, previous, large
+    )
+
+
+def _parts(raw: bytes) -> int:
+    """Count the lists and objects of a JSON text, if there may be too many."""
+    if raw.count(b"{") + raw.count(b"[") > MAX_PARTS:
+        raw = _TEXT.sub(b"", raw)
+    return raw.count(b"{") + raw.count(b"[")
+
+
+def _is_large(raw: bytes, fields: Mapping[str, object]) -> bool:
+    """Whether vLLM's app would hold the frontend's loop for long (`model/vllm_aside.py`): with the many parts of the
+    body, or with the logprobs of an answer in one piece."""
+    if len(raw) > LARGE or raw.count(b"{") > MANY or _is_true(fields.get("echo")):
+        return True  # a chat with `echo` has the logprobs of its prompt, too
+    if _is_true(fields.get("stream")):
+        return False  # each chunk has its own
+    return any(value is not None and value is not False for value in map(fields.get, _LOGPROBS))
+
+
+def _fields(raw: bytes) -> dict[str, object]:
+    """Return the fields that the model's app will find too. It reads with Python's `json`, which takes more than the
+    standard allows: NaN, numbers of any size, other encodings, halves of a surrogate pair."""
+    try:
+        fields = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        try:
+            fields = json.loads(raw)
+        except (ValueError, RecursionError):
+            return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _size(path: str, raw: bytes, fields: Mapping[str, object]) -> RequestSize:
+    """Ignore invalid values: vLLM's app will refuse them."""
+    bounds = (_count(fields.get(name)) for name in _BOUNDS.get(path, ("max_tokens",)))
+    bound, n = next(filter(None, bounds), None), _count(fields.get("n")) or 1
+    several, kind = _SEVERAL.get(path, ("prompt", str | list))
+    prompts = max(_several(fields.get(several), kind), _several(fields.get("messages"), list))
+    size = len(raw)
+    if several == "items":
+        bound, n, size = 1, 1, size + (prompts - 1) * _length(fields.get("query"))
+    tokens, asked = size // _BYTES_PER_TOKEN, fields.get("logprobs") if fields.get("echo") else None
+    logprobs = tokens * n * (_count(fields.get("prompt_logprobs") or asked) or 0)
+    return RequestSize(tokens, bound, prompts * n, n, min(logprobs, _LARGEST), several)
+
+
+def _length(text: object) -> int:
+    """Bytes of a text, or of a list of tokens, about."""
+    return (
+        len(text) if isinstance(text, str) else _BYTES_PER_TOKEN * len(text) if isinstance(text, list) else 0
+    )
+
+
+def _several(value: object, kind: type | UnionType) -> int:
+    """Count the prompts in a list of `kind`; anything else is one."""
+    return len(value) if isinstance(value, list) and value and isinstance(value[0], kind) else 1
+
+
+def _count(value: object) -> int | None:
+    """Read a number above 0 as vLLM's app does, with pydantic: "+3", "3.0" and 3.0 are 3."""
+    try:
+        number = _read_int(value)
+    except ValidationError:
+        return None
+    return min(number, _LARGEST) if number > 0 else None
+
+
+def _is_true(value: object) -> bool:
+    """Read a flag as vLLM's app does, with pydantic: "off" and 0 are false."""
+    try:
+        return bool(_read_bool(value))
+    except ValidationError:
+        return False
+
+
+def replay(raw: bytes, gone: asyncio.Event) -> Receive:
+    """Return the `receive` for the model's app: the body again and, once `gone` is set, a disconnect."""
+    sent = False
+
+    async def receive() -> Message:
+        nonlocal sent
+        if not sent:
+            sent = True
+            return {"type": "http.request", "body": raw, "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    return receive
+
+
+def app_scope(request: Request, request_id: str, body: ParsedBody) -> Scope:
+    """Return the scope for vLLM's app: always with a request id, from which the app makes the response's id. It prefers
+    the header's id to the body's."""
+    headers = MutableHeaders(raw=list(request.scope["headers"]))
+    if not body.has_id or "x-request-id" in headers:
+        headers["x-request-id"] = request_id
+    del headers["traceparent"]  # the request is traced here; vLLM's app would say that it does not
+    del headers["tracestate"]
+    return {**request.scope, "headers": headers.raw}

@@ -1,0 +1,395 @@
+"""The clients' connections: each with an end where nothing moves, and with bounds on what a client may do on it before
+it has shown a key.
+
+uvicorn waits for ever for a request's head, however long it gets, and for ever for a client that does not read its
+answer. The first keeps a socket and memory, the second a place at a worker too: its stream is generated on and on, into
+buffers that are never emptied.
+"""
+
+import asyncio
+import logging
+import socket
+import time
+from collections import Counter
+from ipaddress import IPv6Address, ip_address, ip_network
+from typing import Any
+
+import httptools
+import msgspec
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from pdserve.frontend.edge.answer import HttpError, error_body
+from pdserve.frontend.edge.deltas import ChunkWriter
+from pdserve.observe.metrics import CONNECTIONS_CLOSED
+from pdserve.tasks import Apart
+
+logger = logging.getLogger(__name__)
+_uvicorn = logging.getLogger(f"{__name__}.uvicorn")
+_uvicorn.setLevel(logging.ERROR)  # it warns of each request that is no HTTP: a stranger could fill the log
+
+LINGER = 0.5
+"""seconds that a server which drains leaves a connection open on which a first or next request may be on its way, and
+that a client gets to read a refusal before its connection is closed, or to say goodbye after that"""
+SWEEP = 1.0
+"""seconds between two looks at all connections"""
+UNREAD = "pdserve.unread"
+"""the extension of the ASGI scope by which a request is told whether its client reads"""
+CHUNKS = "pdserve.chunks"
+"""the extension by which parts of a response's body are written past its `send`: a `ChunkWriter`"""
+UNSENT = 16 << 10
+"""bytes of an answer that the kernel takes beyond what the client's window admits: what is not read shows soon"""
+BUFFERED = 64 << 10
+"""bytes of an answer in this process above which its request is held up; plain connections have it from uvloop"""
+MAX_TARGET = 16 << 10
+MAX_HEAD = 64 << 10
+"""bytes of a request's path and query, and of its whole head"""
+MAX_FIELDS = 128
+"""header fields of a request"""
+MAX_PIPELINED = 16
+"""requests that wait for the answers to those before them on their connection"""
+SHUTDOWN_WITHIN = 3600.0
+"""seconds for a TLS connection to be closed in an orderly way: those that do not move are ended by `watch`"""
+_TOO_LARGE = (431, f"the request's head is larger than {MAX_HEAD} bytes")
+_BYTES_ACKED = slice(120, 128)
+_BYTES_NOT_SENT = slice(144, 148)
+"""of Linux's struct tcp_info"""
+
+
+class ClientConnection(HttpToolsProtocol):
+    """uvicorn's HTTP protocol on one socket."""
+
+    def __init__(self, owner: "ClientConnections", *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.logger = _uvicorn
+        self.url = b""
+        self.origin = ""
+        """the client that it counts for, until `ClientConnections.leave`"""
+        self._owner = owner
+        self._head_since: float | None = None
+        """monotonic, when the wait for a request's head began; None outside of it"""
+        self._fields = 0
+        """header fields of the head so far; -1 once it is complete"""
+        self._moved = False
+        self._unmoved = 0
+        """bytes that came since the parser last recognized anything"""
+        self._refusal = (400, "this is no valid HTTP request")
+        self._refused = False
+        """whatever else comes is ignored"""
+        self._taken = -1
+        """bytes that the client had taken at the last look; -1 if nothing waited to be sent"""
+        self._unread = 0.0
+        """seconds"""
+        self._looked = 0.0
+        self._closing_since = 0.0
+        """monotonic, by the look that saw it first; 0 before"""
+        self._last = False
+        """whether the next request is the last one"""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._owner.open.add(self)
+        self._head_since = time.monotonic()
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:  # None: the client has left
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
+        if self.scheme == "https":
+            transport.set_write_buffer_limits(BUFFERED)
+        if self._owner.draining:
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """Drain. uvicorn would close a connection on which no request is at work, and reset the one that
+        the client is just sending."""
+        if not self._idle():
+            super().shutdown()
+            return
+        self._last = True
+        asyncio.get_running_loop().call_later(LINGER, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if self._idle():
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._owner.leave(self)
+        super().connection_lost(exc)
+
+    # a request's head
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused or self.transport.is_closing():
+            return
+        if self._head_since is None and self._idle():  # also what comes of the body of a refused request
+            self._head_since = time.monotonic()
+        self._moved = False
+        self._unset_keepalive_if_required()
+        self._parse(data)
+        self._unmoved = 0 if self._moved else self._unmoved + len(data)
+        if self._unmoved > MAX_HEAD and not self._refused:  # the parser holds a field until it is whole
+            self._refusal = _TOO_LARGE
+            self.send_400_response("")
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _without_upgrade(self, rest: bytes) -> None:
+        """Clients may offer another protocol (Java's offer h2c) and have to take an answer in this one. The parser
+        takes such a head for a whole message, and would take its body for the next one: so it gets the head without
+        the offer."""
+        lines = [b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b"close" if b"close" in value.lower() else b"keep-alive"
+            if name != b"upgrade":
+                lines.append(b"%b: %b" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._fields, self._moved = 0, True
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError(f"{MAX_PIPELINED} requests wait for the answers to those before them")
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > MAX_TARGET:
+            self._refuse_head(414, f"the request's path and query are larger than {MAX_TARGET} bytes")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._fields < 0:  # after a chunked body: uvicorn would add it to the checked ones
+            return
+        self._fields += 1
+        if self._fields > MAX_FIELDS:
+            self._refuse_head(431, f"the request has more than {MAX_FIELDS} header fields")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._head_since, self._fields, self._moved = None, -1, True
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD:
+            self._refuse_head(*_TOO_LARGE)
+        hosts, version = sum(name == b"host" for name, _ in self.headers), self.parser.get_http_version()
+        if hosts > 1 or (not hosts and version == "1.1") or version == "0.9":
+            self._refuse_head(400, "a request is of HTTP/1.0 or 1.1, and has one Host header")
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse_head(400, "this is no proxy")
+        if self.parser.should_upgrade():  # see `_without_upgrade`
+            return
+        super().on_headers_complete()
+        self.scope["extensions"] = {CHUNKS: _Chunks(self.cycle)}  # type: ignore[dict-item]
+        if self._last:
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        self._moved = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        super().on_message_complete()
+        if self._idle():  # answered before it had come; uvicorn has stopped its own timer
+            self._head_since = time.monotonic()
+
+    def _refuse_head(self, status: int, message: str) -> None:
+        """Raise out of the parser, so that uvicorn calls `send_400_response`."""
+        self._refusal = (status, message)
+        raise ValueError(message)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what came, which is no request. Requests before it are answered; one whose body it was is over."""
+        self._refused = True
+        CONNECTIONS_CLOSED.labels("refused").inc()
+        if self._idle():
+            self.refuse(*self._refusal)
+        elif not self.cycle.more_body:
+            self.cycle.keep_alive = False
+        elif self.cycle.response_started or self.pipeline:
+            self.transport.close()
+        else:
+            self.refuse(*self._refusal)
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def refuse(self, status: int, message: str) -> None:
+        """Answer, and close when the client has had time to read the answer."""
+        self._refused, self._head_since = True, None
+        body = msgspec.json.encode(error_body(self.url.decode("latin-1"), HttpError(status, message)))
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        self.transport.write(STATUS_LINE[status] + head % len(body) + body)
+        asyncio.get_running_loop().call_later(LINGER, self.transport.close)
+
+    # what does not move
+
+    def head_seconds(self, now: float) -> float:
+        """Return how long the next request's head has been waited for."""
+        return now - self._head_since if self._head_since is not None and self._idle() else 0.0
+
+    def unread_seconds(self, now: float) -> float:
+        """Return how long the client has taken nothing of what waits to be sent to it. Call regularly."""
+        since, self._looked = now - self._looked, now
+        taken, waiting = self._bytes_taken()
+        if not waiting or taken != self._taken:
+            self._unread = 0.0
+        else:  # a time in which this process itself stood still is not the client's fault
+            self._unread += min(since, 2 * self._owner.interval)
+        self._taken = taken
+        return self._unread
+
+    def closing_seconds(self, now: float) -> float:
+        """Return how long it has been closed on this side, with nothing left to be sent. Call regularly, after
+        `unread_seconds`."""
+        if not self.transport.is_closing() or self._taken >= 0:
+            self._closing_since = 0.0
+        else:
+            self._closing_since = self._closing_since or now
+        return now - self._closing_since if self._closing_since else 0.0
+
+    def tell_request(self, unread: bool) -> None:
+        """Tell the request whether its client has stopped to read: it may give its places to others meanwhile."""
+        extensions: dict[str, Any] = {} if self._idle() else dict(self.cycle.scope.get("extensions") or {})
+        if UNREAD in extensions:
+            extensions[UNREAD](unread)
+
+    def abort(self) -> None:
+        """End the request everywhere, as when its client disconnects."""
+        self.transport.abort()
+
+    def _idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _bytes_taken(self) -> tuple[int, bool]:
+        """Return the bytes that the client's kernel has acknowledged, as far as the client reads give or take a buffer,
+        and whether more waits; -1 if nothing does. Below TLS uvloop has a buffer that cannot be seen: what is in it
+        waits for what the kernel holds."""
+        waiting = self.transport.get_write_buffer_size() > 0
+        if not waiting and self.scheme == "http":
+            return -1, False
+        sock = self.transport.get_extra_info("socket")
+        if sock is None:  # the TCP connection is gone, and `connection_lost` is on its way
+            return -1, False
+        try:
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        except OSError:
+            return 0, waiting
+        waiting = waiting or any(info[_BYTES_NOT_SENT])
+        return (int.from_bytes(info[_BYTES_ACKED], "little"), True) if waiting else (-1, False)
+
+
+class _Chunks(ChunkWriter):
+    """Do what uvicorn's `send` does for a part of a chunked body, without a message and a coroutine."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    def ready(self) -> bool:
+        cycle = self._cycle
+        over = self._flow.write_paused or cycle.disconnected or cycle.response_complete
+        return bool(cycle.chunked_encoding) and not over
+
+    def write(self, part: bytes) -> None:
+        self._write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
+class ClientConnections:
+    """uvicorn's `http`: makes a protocol for each connection. `watch` must run."""
+
+    def __init__(
+        self,
+        header_timeout: float,
+        write_timeout: float,
+        pause_after: float = 2.0,
+        *,
+        most: int = 1 << 20,
+        most_per_client: int = 1 << 20,
+    ) -> None:
+        self.header_timeout = header_timeout
+        self.open: set[ClientConnection] = set()
+        self.draining = False
+        """set when the server stops: a connection that is accepted now has one request"""
+        self._pause_after = pause_after
+        """seconds after which a client counts as not reading"""
+        self._write_timeout = write_timeout
+        self.interval = min(SWEEP, header_timeout / 4, write_timeout / 4, pause_after / 2)
+        """seconds between two looks at all connections"""
+        self._most, self._most_per_client = most, most_per_client
+        self._count, self._of_origin = 0, Counter[str]()
+        """with those that are not `open` yet"""
+
+    def __call__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> ClientConnection:
+        return ClientConnection(self, config, server_state, app_state, _loop)
+
+    def enter(self, connection: ClientConnection, address: str) -> bool:
+        """Count the connection until `leave`; return False if there are too many already."""
+        origin = _origin(address)
+        if self._of_origin[origin] >= self._most_per_client or self._count >= self._most:
+            CONNECTIONS_CLOSED.labels("limit").inc()
+            return False
+        connection.origin = origin
+        self._of_origin[origin] += 1
+        self._count += 1
+        return True
+
+    def leave(self, connection: ClientConnection) -> None:
+        """Stop counting it; may be called twice."""
+        self.open.discard(connection)
+        if connection.origin:
+            self._count -= 1
+            self._of_origin[connection.origin] -= 1
+            if not self._of_origin[connection.origin]:
+                del self._of_origin[connection.origin]
+            connection.origin = ""
+
+    async def watch(self) -> None:
+        """Look at all connections again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(self.interval)
+            self._sweep(time.monotonic())
+
+    def _sweep(self, now: float) -> None:
+        """Look at each connection; one at which that fails is ended."""
+        for connection in list(self.open):
+            with Apart("client connections") as one:
+                self._look(connection, now)
+            if one.error is not None:
+                self.leave(connection)
+                with Apart("client connections"):
+                    connection.abort()
+
+    def _look(self, connection: ClientConnection, now: float) -> None:
+        client = connection.client[0] if connection.client else "a client"
+        unread = connection.unread_seconds(now)
+        connection.tell_request(unread > self._pause_after)
+        if unread > self._write_timeout:
+            logger.warning("%s has read nothing for %g s: its request ends", client, self._write_timeout)
+            CONNECTIONS_CLOSED.labels("unread").inc()
+            connection.abort()
+        elif connection.closing_seconds(now) > LINGER:
+            connection.abort()
+        elif connection.head_seconds(now) > self.header_timeout:
+            logger.info("%s has sent no whole request head for %g s", client, self.header_timeout)
+            CONNECTIONS_CLOSED.labels("head").inc()
+            connection.refuse(408, f"no whole request head came within {self.header_timeout:g} s")
+
+
+def _origin(address: str) -> str:
+    """Return what counts as one client: an IPv4 address, or the /64 network that a client of IPv6 has."""
+    ip = ip_address(address)
+    if not isinstance(ip, IPv6Address):
+        return address
+    return str(ip.ipv4_mapped or ip_network((ip.packed, 64), strict=False))

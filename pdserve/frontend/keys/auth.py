@@ -1,0 +1,133 @@
+"""API keys at the HTTP edge: which one a request came with. Where none are configured, every request is allowed."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from ipaddress import ip_address
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from pdserve.config.api_keys import ApiKey, FoundKeys, digest_of, read_keys
+from pdserve.errors import ConfigError
+from pdserve.frontend.edge.answer import HttpError
+from pdserve.frontend.edge.trace import RequestTrace
+from pdserve.frontend.keys.limits import KeyLedger
+from pdserve.frontend.watching.dashboard.page import SHELL
+from pdserve.observe.metrics import KEY_REQUESTS, KEY_TOKENS
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/ping", *SHELL})
+"""need no key: health, of which a probe without one gets the status alone, and the dashboard, which asks for a key"""
+LOCAL_PATHS = frozenset({"/load", "/version", "/metrics"})
+"""need no key from clients on this machine, such as scrapers"""
+CHECK = 2.0
+"""seconds between two looks at the files"""
+
+
+class ApiKeys:
+    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+        self.ledger = KeyLedger()
+        self._keys: dict[bytes, ApiKey] = {}
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[ApiKey]) -> None:
+        """Take these keys from now on. A key that is gone is refused, and its running requests go on."""
+        before, self._keys = self._keys, {key.digest: key for key in keys}
+        names = {key.name for key in self._keys.values()}
+        for gone in {key.name for key in before.values()} - names:
+            for metric in (KEY_REQUESTS, KEY_TOKENS):
+                metric.remove_by_labels({"key": gone})
+        self.ledger.replace(self._keys.values(), time.monotonic())
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, path: str, headers: Mapping[str, str]) -> ApiKey | None:
+        """Return the key that a request came with: `Authorization: Bearer KEY` as OpenAI's clients send it, or
+        `x-api-key` as Anthropic's; None where none is needed. Raises HttpError for a request that needs one and has
+        none."""
+        if not self._keys or path in OPEN_PATHS:
+            return None
+        # looked up by a hash that no client can steer, so that the time tells nothing about the keys
+        key = self._keys.get(digest_of(_given(headers)))
+        if key is None:
+            raise HttpError(401, "a valid API key is needed: Authorization: Bearer KEY")
+        return key
+
+    def knows(self, headers: Mapping[str, str]) -> bool:
+        """Return whether a request for an open page may see all of it."""
+        return not self._keys or digest_of(_given(headers)) in self._keys
+
+
+def is_open_here(scope: Scope) -> bool:
+    return scope["path"] in LOCAL_PATHS and is_local(scope)
+
+
+def is_local(scope: Scope) -> bool:
+    """Return whether the client is on this machine."""
+    client, server = scope.get("client"), scope.get("server")
+    if not client or not server:
+        return False
+    return client[0] == server[0] or ip_address(client[0]).is_loopback
+
+
+class KeySource:
+    """The files and the environment variable that hold the keys. Mistakes at the start raise ConfigError; later ones
+    are logged, and the keys of before stay."""
+
+    def __init__(self, file: Path | None, env: Mapping[str, str] = os.environ) -> None:
+        self._file = file
+        self._env = env
+        self._notes: list[str] = []
+        """that were logged"""
+        found = read_keys(file, env)
+        self._states = {path: _state(path) for path in found.files}
+        self.keys = ApiKeys()
+        self._take(found)
+
+    async def follow(self) -> None:
+        """Read the files again whenever they change. Never returns."""
+        while True:
+            await asyncio.sleep(CHECK)
+            states = await asyncio.to_thread(lambda: {path: _state(path) for path in self._states})
+            if states == self._states:
+                continue
+            self._states = states
+            try:
+                self._take(await asyncio.to_thread(read_keys, self._file, self._env))
+            except ConfigError as error:
+                logger.error("the API keys of before stay, since the new ones cannot be used: %s", error)
+
+    def _take(self, found: FoundKeys) -> None:
+        self.keys.replace(found.keys)
+        if found.keys:
+            logger.info("%d API keys", len(found.keys))
+        for note in found.notes:
+            if note not in self._notes:
+                logger.warning("%s", note)
+        self._notes = found.notes
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    """Return what changes whenever the file may have changed."""
+    try:
+        found = file.stat()
+    except OSError as error:
+        return (error.errno or 0,)
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _given(headers: Mapping[str, str]) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def client_of(request: Request, trace: RequestTrace) -> str:
+    """Return what counts as one client where clients share fairly: the API key or, where no keys are configured and any
+    could be made up, the address."""
+    return trace.key or (request.client.host if request.client else "")

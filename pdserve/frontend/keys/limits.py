@@ -1,0 +1,149 @@
+"""What an API key has left of what it may use at this frontend. Pure: the time is told to it, in monotonic seconds.
+
+Requests and tokens come from a bucket that holds a minute's worth and fills steadily; below zero it counts on. Each
+frontend fills its buckets at its share of the rate, by the number of frontends, and asks no other process: in the mean
+a key never gets more than its limits from all of them (docs/decisions/0036-limits-of-keys.md).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from pdserve.config.api_keys import ApiKey, KeyLimits
+from pdserve.frontend.edge.answer import HttpError
+
+MINUTE = 60.0
+KINDS = ("requests", "tokens")
+_ALMOST = 1e-6
+
+
+class LimitReached(HttpError):
+    """`limit` is `requests` or `tokens`, as OpenAI calls them; without `retry_after` it would not help to wait."""
+
+    def __init__(self, limit: str, message: str, retry_after: float) -> None:
+        super().__init__(429, message, None, retry_after)
+        self.limit = limit
+
+
+class Bucket:
+    def __init__(self, limit: int, shares: int, now: float) -> None:
+        """A bucket begins full."""
+        self.limit = limit
+        """what it holds; one of `shares` equal buckets gets this per minute divided by their number"""
+        self._shares = shares
+        self._level = float(limit)
+        self._at = now
+
+    @property
+    def _rate(self) -> float:
+        return self.limit / MINUTE / self._shares
+
+    def level(self, now: float) -> float:
+        return min(self.limit, self._level + (now - self._at) * self._rate)
+
+    def take(self, amount: float, now: float) -> None:
+        """A negative amount is given back."""
+        self._level, self._at = min(self.limit, self.level(now) - amount), now
+
+    def change(self, limit: int, shares: int, now: float) -> None:
+        """Change the limit; what was used stays used."""
+        used = self.limit - self.level(now)
+        self.limit, self._shares, self._level, self._at = limit, shares, limit - used, now
+
+    def wait(self, amount: float, now: float) -> float:
+        """Return the seconds until it holds so much; 0 if it does."""
+        missing = amount - self.level(now)
+        return missing / self._rate if missing > _ALMOST else 0.0
+
+
+class KeyQuota:
+    """The limits of one key, and what this frontend knows of their use."""
+
+    def __init__(self, limits: KeyLimits, now: float) -> None:
+        self.running = 0
+        self.used = dict.fromkeys(KINDS, 0.0)
+        self.buckets: dict[str, Bucket] = {}
+        self._frontends = 1
+        self.change(limits, now)
+
+    def change(self, limits: KeyLimits, now: float) -> None:
+        self.limits = limits
+        for kind, limit in zip(KINDS, (limits.requests_per_minute, limits.tokens_per_minute), strict=True):
+            if limit is None:
+                self.buckets.pop(kind, None)
+            elif kind in self.buckets:
+                self.buckets[kind].change(limit, self._frontends, now)
+            else:
+                self.buckets[kind] = Bucket(limit, self._frontends, now)
+
+    def divide(self, frontends: int, now: float) -> None:
+        """Take the share of one of so many frontends from now on."""
+        if frontends != self._frontends:
+            self._frontends = frontends
+            self.change(self.limits, now)
+
+    def begin(self, now: float) -> None:
+        """Count a request that begins. Raises LimitReached."""
+        most = self.limits.concurrent_requests
+        if most is not None and self.running >= math.ceil(most / self._frontends):
+            raise LimitReached("requests", f"this API key may have {most} requests at a time", 1.0)
+        self.take("requests", 1, now)
+        self.running += 1
+
+    def take(self, kind: str, amount: float, now: float) -> None:
+        """Take from the bucket of this kind. Raises LimitReached."""
+        if (bucket := self.buckets.get(kind)) is None:
+            return
+        if amount > bucket.limit:
+            text = f"this request may need {amount:.0f} {kind}, and this API key has {bucket.limit} a minute"
+            raise LimitReached(kind, f"{text}: make it smaller", 0.0)
+        if wait := bucket.wait(amount, now):
+            text = f"this API key has used its {bucket.limit} {kind} a minute; try again in {in_words(wait)}"
+            raise LimitReached(kind, text, wait)
+        self.count(kind, amount, now)
+
+    def count(self, kind: str, amount: float, now: float) -> None:
+        """Take it, whatever is left; a negative amount is given back."""
+        if kind in self.buckets:
+            self.buckets[kind].take(amount, now)
+            self.used[kind] += amount
+
+    def state(self, now: float) -> Iterator[tuple[str, int, int, float]]:
+        """Yield each kind with its limit, what is left of it, and the seconds until it is full again."""
+        for kind, bucket in self.buckets.items():
+            left = max(0, math.floor(bucket.level(now) + _ALMOST))
+            yield kind, bucket.limit, left, bucket.wait(bucket.limit, now)
+
+
+class KeyLedger:
+    """The quotas of all keys that have limits."""
+
+    def __init__(self) -> None:
+        self.frontends: Callable[[], int] = lambda: 1
+        """the number of frontends that share the limits, this one included"""
+        self._quotas: dict[str, KeyQuota] = {}
+
+    def replace(self, keys: Iterable[ApiKey], now: float) -> None:
+        """Take the limits of these keys from now on. What they have used stays used."""
+        limits = {key.name: key.limits for key in keys if key.limits != KeyLimits()}
+        for name in self._quotas.keys() - limits.keys():
+            del self._quotas[name]
+        for name, limit in limits.items():
+            if name not in self._quotas:
+                self._quotas[name] = KeyQuota(limit, now)
+            elif self._quotas[name].limits != limit:
+                self._quotas[name].change(limit, now)
+
+    def quota(self, name: str, now: float) -> KeyQuota | None:
+        """Return the quota of a key, by the number of frontends of now; None for a key without limits."""
+        if quota := self._quotas.get(name):
+            quota.divide(max(1, self.frontends()), now)
+        return quota
+
+
+def in_words(seconds: float) -> str:
+    """Write a time as OpenAI does that until a limit is reset: 6m0s, 1.5s, 20ms."""
+    milliseconds = math.ceil(seconds * 1000 - _ALMOST)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    return f"{minutes}m{rest / 1000:g}s" if minutes else f"{rest / 1000:g}s"

@@ -1,0 +1,68 @@
+"""Which web pages may use the frontend from a browser.
+
+Where requests need a key any page may: it has to bring one. Where they need none, the browser of a user of this machine
+could be made to ask by any page that this user visits. So a page has to be of this machine, or named in
+`Frontend.allowed-origins`; and a frontend on loopback answers to names of this machine only, or a page could have its
+own name lead here (DNS rebinding).
+"""
+
+import re
+from collections.abc import Sequence, Sized
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pdserve.frontend.edge.answer import HttpError, error_response
+from pdserve.frontend.keys.auth import LOCAL_PATHS, OPEN_PATHS
+from pdserve.ports import is_loopback, names_this_machine
+
+ANY = "*"
+_HERE = re.compile(r"https?://(localhost|[\w.-]+\.localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
+
+
+class CrossOrigin:
+    """Middleware that refuses the requests of pages that may not ask."""
+
+    def __init__(self, app: ASGIApp, keys: Sized, allowed: Sequence[str] = (), *, host: str = "") -> None:
+        """`keys` is empty while requests need none; `host` is what the frontend listens on."""
+        self._app, self._keys, self._allowed = app, keys, allowed
+        self._hosts = {urlsplit(origin).hostname for origin in allowed}
+        self._check_host = is_loopback(host) and ANY not in allowed
+        here = None if allowed else _HERE.pattern
+        self._with_keys = _cors(app, allowed or [ANY])
+        self._without = _cors(app, allowed, here)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app, headers = self._app, Headers(scope=scope)
+        if self._keys:
+            if scope["path"] not in OPEN_PATHS | LOCAL_PATHS or self._allowed:
+                app = self._with_keys
+        elif refusal := self._refusal(headers):
+            app = error_response(scope["path"], HttpError(403, refusal))
+        else:
+            app = self._without
+        await app(scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> str:
+        """Return why a request without a key is not answered; empty if it is."""
+        host, origin = headers.get("host", ""), headers.get("origin", "")
+        hint = "list it in Frontend.allowed-origins, or let requests need an API key"
+        if self._check_host and host and not names_this_machine(host) and _name(host) not in self._hosts:
+            return f"this server is not {host!r}: ask it at 127.0.0.1 or localhost, or {hint}"
+        if origin and origin.partition("://")[2] != host and not self._without.is_allowed_origin(origin):
+            return f"pages of {origin!r} may not use this server: {hint}"
+        return ""
+
+
+def _name(host: str) -> str | None:
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return ""
+
+
+def _cors(app: ASGIApp, origins: Sequence[str], pattern: str | None = None) -> CORSMiddleware:
+    """Let pages read all headers of an answer: its request's id, what is left of its key's limits."""
+    return CORSMiddleware(app, origins, ["*"], ["*"], allow_origin_regex=pattern, expose_headers=["*"])

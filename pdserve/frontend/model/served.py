@@ -1,0 +1,400 @@
+"""The models that this frontend serves: each model card in the registry gets a processor, until the card has been gone
+for long."""
+
+import asyncio
+import gc
+import logging
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import cache, partial
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from pdserve.config.schema import AdmissionLimits
+from pdserve.errors import BadRequest, ConfigError, Unavailable
+from pdserve.frontend.admission.capacity import Capacity
+from pdserve.frontend.admission.control import AdmissionControl, ModelReplaced
+from pdserve.frontend.admission.estimate import RequestEstimate
+from pdserve.frontend.edge.answer import HttpError
+from pdserve.frontend.edge.trace import RETRY_AFTER
+from pdserve.frontend.model import ModelContext
+from pdserve.imports import import_large
+from pdserve.messages import Load
+from pdserve.observe.metrics import INSTANCES, LINKS, RUNNING, WAITING
+from pdserve.records import Instance, ModelCard, Role
+from pdserve.registry.view import RegistryView
+from pdserve.settings import in_force
+from pdserve.tasks import Apart, Owner, forever
+from pdserve.watch import LinkState
+
+if TYPE_CHECKING:
+    from pdserve.frontend.model.processor import Processor
+
+logger = logging.getLogger(__name__)
+
+YOUNG = 20_000
+"""new objects, more than some requests in flight hold, after which the garbage collector looks through the youngest:
+Python's 700 cost an eighth of a request's CPU"""
+RETRY = 5.0
+"""seconds between attempts to serve a card that could not be served"""
+_LINK_STATES = ("up", "down")
+UNLIMITED = Capacity(sys.maxsize, sys.maxsize, float("inf"))
+
+
+class ServedModel:
+    """One model card, its processor and its admission control."""
+
+    def __init__(self, card: ModelCard, limits: AdmissionLimits) -> None:
+        self.card = card
+        self.processor: Processor | None = None
+        self.problem = ""
+        """why there is no processor; empty while it is being built"""
+        self.settled = asyncio.Event()
+        """set when there is a processor or a problem"""
+        self.retired = asyncio.Event()
+        """set when its name belongs to another model, or to none"""
+        self.removal: asyncio.TimerHandle | None = None
+        """set while its card is not in the registry"""
+        self.admission = AdmissionControl(limits, self._capacity, self._estimate)
+
+    async def ready(self) -> "Processor":
+        """Wait for the processor. Raises ModelReplaced, and HttpError if it cannot be built."""
+        await self.settled.wait()
+        if self.processor is not None:
+            return self.processor
+        if self.retired.is_set():
+            raise ModelReplaced
+        message = f"{self.card.name} is not being served: {self.problem}"
+        raise HttpError(503, message, retry_after=RETRY_AFTER)
+
+    def replace(self, replaced: bool) -> None:
+        """Note whether another model has its name and no worker is left here: then requests that have not begun go
+        there."""
+        if replaced:
+            self.admission.redirect()
+        if self.processor is not None:
+            self.processor.core.replace(replaced)
+
+    @property
+    def live(self) -> int:
+        """How many decode workers would take a request now."""
+        return self.processor.workers.live if self.processor is not None else 0
+
+    @property
+    def running(self) -> int:
+        """How many sequences are at workers."""
+        return self.processor.core.running if self.processor is not None else 0
+
+    def count_links(self, up: bool) -> int:
+        return sum(link.up == up for link in self.links())
+
+    def links(self) -> list[LinkState]:
+        """The links to its decode workers."""
+        return self.processor.workers.links() if self.processor is not None else []
+
+    async def idle(self) -> None:
+        """Wait until no request is left."""
+        await self.admission.idle()
+        if self.processor is not None:
+            await self.processor.core.idle()
+
+    def _capacity(self) -> Capacity:
+        if self.processor is not None:
+            return self.processor.workers.capacity
+        return UNLIMITED if self.settled.is_set() else Capacity()  # `ready` refuses requests at once
+
+    def _estimate(self) -> RequestEstimate:
+        return self.processor.core.estimate if self.processor is not None else RequestEstimate()
+
+
+@asynccontextmanager
+async def serve_models(
+    view: RegistryView, context: ModelContext, expected: str, limits: AdmissionLimits
+) -> AsyncIterator["ServedModels"]:
+    """Follow the registry while entered."""
+    async with Owner() as tasks:
+        models = ServedModels(view, context, expected, limits, tasks)
+        tasks.start(_import_early(), "importing vLLM")
+        tasks.forever(models.follow, "served models")
+        try:
+            yield models
+        finally:
+            models.cancel_removals()
+
+
+class ServedModels:
+    """A model whose card is gone is no longer listed, but for `request_timeout` seconds its requests still wait for a
+    worker, which may just be restarting; then the model is unknown, once it is idle.
+
+    `expected` is the model of this frontend's configuration: before its first worker registers, it is starting, not
+    unknown."""
+
+    def __init__(
+        self, view: RegistryView, context: ModelContext, expected: str, limits: AdmissionLimits, tasks: Owner
+    ) -> None:
+        self._limits = limits
+        self._view = view
+        self._context = context
+        self._expected = expected
+        self._tasks = tasks
+        self._models: dict[str, ServedModel] = {}
+        self._retiring: set[ServedModel] = set()
+        """no longer known by name: their requests finish, and migrate, on workers of the same fingerprint"""
+        self._mixed: dict[str, set[str]] = {}
+        """by model: the fingerprints of its workers, where they differ"""
+        self._building = asyncio.Lock()
+
+    # for requests
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model of this name, or the only one. Raises HttpError and BadRequest."""
+        names = [card.name for card in self.known()]
+        if name is None:
+            if len(names) > 1:
+                raise BadRequest(f"model must be named; there are: {', '.join(names)}", "model")
+            name = names[0] if names else self._expected
+        model = self._models.get(name)
+        if model is not None and not model.problem:
+            return model
+        if model is not None or name == self._expected:
+            message = f"{name} is not being served: {self.missing(name)}"
+            raise HttpError(503, message, retry_after=RETRY_AFTER)
+        there = f"Valid aliases: {', '.join(names)}." if names else "There are none now."
+        raise HttpError(404, f"The model `{name}` does not exist. {there}", "model")
+
+    def listed(self) -> list[ModelCard]:
+        """The models that would serve a request now, in order of name."""
+        return [card for card in self.known() if self._models[card.name].live]
+
+    def known(self) -> list[ModelCard]:
+        """The models whose requests are served or wait: also those whose processors are being built, or whose workers
+        are being connected."""
+        known = [model for model in self._models.values() if model.removal is None and not model.problem]
+        return sorted((model.card for model in known), key=lambda card: card.name)
+
+    async def settled(self) -> None:
+        """Wait until each model that the registry has now is served, or known not to be."""
+        self._update()
+        for model in list(self._models.values()):
+            await model.settled.wait()
+
+    # for reports
+
+    def missing(self, name: str | None = None) -> str:
+        """Why this model, or any, is not being served; empty if it is."""
+        if name is None:
+            if any(model.live for model in self._models.values()):
+                return ""
+            return "; ".join(f"{known}: {self.missing(known)}" for known in self._models or [self._expected])
+        model = self._models.get(name)
+        if model is None:
+            return "no decode worker has registered"
+        if model.processor is None:
+            return model.problem or "its tokenizer and configuration are being loaded"
+        return "" if model.live else "no decode worker is connected"
+
+    def live(self) -> dict[str, int]:
+        """By model: how many decode workers would take a request now."""
+        return {name: model.live for name, model in sorted(self._models.items())}
+
+    def degraded(self) -> dict[str, str]:
+        """By name: the state of each supervised process that is not ready."""
+        return {f"{slot.name}@{slot.host}": str(slot) for slot in self._view.slots() if not slot.ready}
+
+    def load(self) -> int:
+        """How many requests of this frontend need a decode worker and are not over."""
+        return sum(model.admission.requests for model in self._all())
+
+    def report(self) -> Load:
+        """This frontend's load."""
+        running = sum(model.running for model in self._all())
+        lost = sum(len(model.processor.core.waiting) for model in self._all() if model.processor is not None)
+        return Load(running, lost + sum(len(model.admission) for model in self._all()))
+
+    def links(self) -> list[LinkState]:
+        """The links to the decode workers of all models."""
+        return [link for model in self._all() for link in model.links()]
+
+    def frontends(self) -> list[Instance]:
+        """All frontends of the graph."""
+        return self._view.instances(Role.FRONTEND)
+
+    # following the registry
+
+    async def follow(self) -> None:
+        async for _ in self._view.changes():
+            self._update()
+
+    def cancel_removals(self) -> None:
+        for model in self._models.values():
+            if model.removal is not None:
+                model.removal.cancel()
+
+    def _update(self) -> None:
+        cards = self._view.cards()
+        for name in self._models.keys() - cards.keys():
+            self._miss(name)
+        for name, model_cards in cards.items():
+            with Apart("served models"):
+                self._add(name, _newest(model_cards))
+                self._warn_if_mixed(name, model_cards)
+        for model in self._all():
+            with Apart("served models"):
+                self._update_model(model)
+        running = Counter(instance.role for instance in self._view.instances())
+        for role in Role:
+            INSTANCES.labels(role.value).set(running[role])
+
+    def _all(self) -> list[ServedModel]:
+        return [*self._models.values(), *self._retiring]
+
+    def _add(self, name: str, card: ModelCard) -> None:
+        model = self._models.get(name)
+        if model is not None and model.card.alike(card):
+            if model.removal is not None:
+                model.removal.cancel()
+                model.removal = None
+            return
+        if model is not None:
+            logger.info("%s: its model card changed", name)
+            self._remove(name)
+        self._models[name] = model = ServedModel(card, self._limits)
+        WAITING.labels(name).set_function(model.admission.__len__)
+        RUNNING.labels(name).set_function(lambda: model.running)
+        for state in _LINK_STATES:
+            LINKS.labels(name, state).set_function(partial(model.count_links, state == "up"))
+        serving = forever(lambda: self._serve(model), f"model: {name}", until_done=True)
+        self._tasks.start(serving, f"model: {name}")
+
+    def _miss(self, name: str) -> None:
+        model = self._models[name]
+        if model.removal is None:
+            grace = self._context.request_timeout
+            logger.warning("%s: no decode worker is left; requests wait for one for %g s", name, grace)
+            model.removal = asyncio.get_running_loop().call_later(grace, self._remove, name)
+
+    def _remove(self, name: str) -> None:
+        model = self._models.pop(name)
+        WAITING.remove(name)
+        RUNNING.remove(name)
+        for state in _LINK_STATES:
+            LINKS.remove(name, state)
+        if model.removal is not None:
+            model.removal.cancel()
+        model.retired.set()
+        self._retiring.add(model)
+
+    def _update_model(self, model: ServedModel) -> None:
+        if model.processor is not None:
+            frontends = len(self._view.instances(Role.FRONTEND))
+            workers = self._view.instances(model=model.card.name)
+            ours = [
+                worker
+                for worker in workers
+                if worker.fingerprint == model.card.fingerprint
+                and (worker.role.does(Role.DECODE) or worker.stands_in)
+            ]
+            model.processor.workers.update(ours, max(1, frontends))
+            now = in_force({"router": self._context.router}, self._view.settings())
+            model.processor.workers.policy = now["router"]
+            model.admission.advance()
+        if model.retired.is_set():
+            model.replace(model.card.name in self._models and not model.live)
+
+    def _warn_if_mixed(self, name: str, cards: list[tuple[str, ModelCard]]) -> None:
+        loaded, before = {card.fingerprint for _, card in cards}, self._mixed.get(name)
+        if len(loaded) < 2:
+            self._mixed.pop(name, None)
+        elif loaded != before:
+            self._mixed[name] = loaded
+            newest = _newest(cards).fingerprint
+            others = [
+                f"{worker} ({card.fingerprint})" for worker, card in cards if card.fingerprint != newest
+            ]
+            logger.warning(
+                "%s: its workers have loaded different weights or settings; new requests go only to those of %s, "
+                "not to %s",
+                name,
+                newest,
+                ", ".join(others),
+            )
+
+    # the life of one model
+
+    async def _serve(self, model: ServedModel) -> None:
+        """Build the model's processor, again and again until that succeeds, and keep it until the model is retired and
+        idle."""
+        name = model.card.name
+        try:
+            while not model.retired.is_set():
+                try:
+                    await self._serve_once(model)
+                except (ConfigError, Unavailable) as error:
+                    model.problem = str(error)
+                except Exception as error:
+                    logger.exception("%s: building its processor failed", name)
+                    model.problem = f"internal error: {error}"
+                if model.retired.is_set():
+                    return
+                logger.error("%s is not served: %s", name, model.problem)
+                model.settled.set()
+                model.admission.advance()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(model.retired.wait(), RETRY)
+        finally:
+            self._retiring.discard(model)
+            if model.retired.is_set():  # perhaps while its processor was being built, which failed
+                model.settled.set()
+                model.admission.redirect()
+
+    async def _serve_once(self, model: ServedModel) -> None:
+        name = model.card.name
+        async with AsyncExitStack() as stack:
+            async with self._building:
+                serving = (await _import_processor()).serve_model(model.card, self._context)
+                processor: Processor = await stack.enter_async_context(serving)
+            processor.core.on_capacity = model.admission.advance
+            try:
+                model.processor, model.problem = processor, ""
+                model.settled.set()
+                self._update_model(model)
+                logger.info("%s is being served, up to %d tokens", name, model.card.max_model_len)
+                await model.retired.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(model.idle(), self._context.longest)
+                logger.info("%s is no longer served", name)
+            finally:
+                model.processor = None
+                model.admission.advance()
+
+
+def _newest(cards: list[tuple[str, ModelCard]]) -> ModelCard:
+    return max(
+        (card for _, card in cards), key=lambda card: (card.generation, card.created, card.fingerprint)
+    )
+
+
+async def _import_early() -> None:
+    """Import vLLM before the first card comes: workers take longer to start than the import."""
+    try:
+        await _import_processor()
+    except ImportError:
+        logger.exception("no model can be served: vLLM cannot be imported")
+
+
+async def _import_processor() -> ModuleType:
+    """Import vLLM in a thread, so that the frontend answers meanwhile."""
+    return await asyncio.to_thread(_import)
+
+
+@cache
+def _import() -> ModuleType:
+    """Import the processor, and freeze all objects of the import: a full garbage collection then takes 20-45 ms instead
+    of 500. Models are not frozen, since those that go would never be collected."""
+    module = import_large("pdserve.frontend.model.processor", compiler=False)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG)
+    return module

@@ -1,0 +1,196 @@
+import json
+
+import pytest
+from pydantic import ValidationError
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from pdserve.errors import BadRequest
+from pdserve.frontend.app import GENERATING
+from pdserve.frontend.edge.body import LARGE, MANY, MAX_PARTS, max_body, parse_body
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tokenizing", "expected"),
+    [
+        (4096, False, 4456448),
+        (4096, True, 393216),
+        (131072, False, 12582912),
+        (131072, True, 4456448),
+        (10_000_000, False, 32 << 20),
+        (10_000_000, True, 32 << 20),
+    ],
+)
+def test_max_body(tokens: int, tokenizing: bool, expected: int) -> None:
+    assert max_body(tokens, tokenizing=tokenizing) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "max_tokens", "sequences"),
+    [
+        ("completions", b'{"prompt": "a"}', None, 1),
+        ("completions", b'{"prompt": "a", "max_tokens": 5}', 5, 1),
+        ("chat/completions", b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 5}', 5, 1),
+        ("chat/completions", b'{"messages": [], "max_tokens": 9}', 9, 1),
+        ("messages", b'{"messages": [], "max_tokens": 9, "max_completion_tokens": 1}', 9, 1),
+        ("completions", b'{"prompt": "a", "max_tokens": 9, "max_output_tokens": 1}', 9, 1),
+        ("responses", b'{"input": "a", "max_tokens": 1}', None, 1),
+        ("responses", b'{"input": "a", "max_output_tokens": 7}', 7, 1),
+        ("completions", b'{"prompt": ["a", "b"], "n": 3}', None, 6),
+        ("completions", b'{"prompt": [[1, 2], [3]]}', None, 2),
+        ("completions", b'{"prompt": [1, 2, 3]}', None, 1),
+        ("completions", b'{"prompt": [], "n": true, "max_tokens": "x"}', None, 1),
+        ("completions", b'{"n": -4, "max_tokens": 0}', None, 1),
+        ("completions", b'{"n": "4", "max_tokens": 5.0}', 5, 4),
+        ("completions", b'{"n": 1e300, "max_tokens": "\xd9\xa3"}', None, 1),
+        ("completions", b'{"n": "+500", "max_tokens": "+200"}', 200, 500),
+        ("completions", b'{"n": "5_00", "max_tokens": " 200.0 "}', 200, 500),
+        ("completions", b'{"n": "500.0", "max_tokens": "0200"}', 200, 500),
+        ("completions", b'{"n": 1%b}' % (b"0" * 4299), None, 1 << 40),
+        ("chat/completions", b'{"messages": [[], [], []]}', None, 3),
+        ("chat/completions", b'{"messages": [{}, {}]}', None, 1),
+        ("chat/completions", b'{"messages": [{}], "items": ["a", "b"]}', None, 1),
+    ],
+)
+def test_the_size_of_a_request(path: str, body: bytes, max_tokens: int | None, sequences: int) -> None:
+    size = parse_body(f"/v1/{path}", body).size
+    assert (size.prompt_tokens, size.max_tokens, size.sequences) == (len(body) // 4, max_tokens, sequences)
+
+
+@pytest.mark.parametrize("items", [["a"] * 5000, [[300]] * 5000])
+def test_each_scored_item_is_an_output_of_one_token(items: list[object]) -> None:
+    size = parse_body("/generative_scoring", json.dumps({"query": "a" * 4000, "items": items}).encode()).size
+    assert (size.sequences, size.max_tokens, size.several) == (5000, 1, "items")
+    assert size.prompt_tokens > 5000 * 1000  # the query is in each prompt
+
+
+@pytest.mark.parametrize(
+    "spelled", [500, 500.0, True, "500", "+500", "5_00", "500.0", " 500\n", "0500", "+5_00.00"]
+)
+def test_a_number_is_what_vllm_reads(spelled: object) -> None:
+    asked = CompletionRequest(prompt="a", n=spelled, max_tokens=spelled)
+    size = parse_body("/v1/completions", json.dumps({"n": spelled, "max_tokens": spelled}).encode()).size
+    assert (size.n, size.max_tokens) == (asked.n, asked.max_tokens)
+
+
+@pytest.mark.parametrize(
+    "spelled", ["500.5", "5__00", "0x10", "5e2", "\u0665", "\uff15", "", "+", 1e300, "9" * 5000]
+)
+def test_a_number_that_vllm_refuses_is_none(spelled: object) -> None:
+    with pytest.raises(ValidationError):
+        CompletionRequest(prompt="a", n=spelled)
+    size = parse_body("/v1/completions", json.dumps({"n": spelled, "max_tokens": spelled}).encode()).size
+    assert (size.n, size.max_tokens) == (1, None)
+
+
+@pytest.mark.parametrize("part", [b"{}", b"[1]", b'{"role": "user"}'])
+def test_a_body_of_too_many_parts_is_refused(part: bytes) -> None:
+    few, many = (
+        b'{"messages": [%b]}' % b",".join([part] * count) for count in (MAX_PARTS - 2, MAX_PARTS - 1)
+    )
+    parse_body(CHAT, few)
+    with pytest.raises(BadRequest, match="one request may have 10000"):
+        parse_body(CHAT, many)
+
+
+def test_brackets_in_a_text_are_no_parts() -> None:
+    parse_body(CHAT, json.dumps({"messages": [{"content": '{["\\\\' * MAX_PARTS}]}).encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "large"),
+    [
+        ({"prompt": "a" * (LARGE + 1)}, True),
+        ({"messages": [{}] * (MANY + 1)}, True),
+        ({"logprobs": True}, True),
+        ({"logprobs": 0}, True),
+        ({"logprobs": False, "prompt_logprobs": None}, False),
+        ({"prompt_logprobs": 1}, True),
+        ({"top_logprobs": 5}, True),
+        ({"logprobs": 5, "stream": True}, False),
+        ({"logprobs": 5, "stream": True, "echo": True}, True),
+        ({"prompt": "a", "stream": True}, False),
+        ({"logprobs": 5, "stream": "off"}, True),
+        ({"logprobs": True, "background": True}, True),
+    ],
+)
+def test_requests_that_would_hold_the_loop_are_large(fields: dict[str, object], large: bool) -> None:
+    assert parse_body(CHAT, json.dumps(fields).encode()).large is large
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "background"),
+    [
+        ("/v1/responses", True, True),
+        ("/v1/responses", "yes", True),
+        ("/v1/responses", "off", False),
+        ("/v1/responses", 0, False),
+        ("/v1/responses", {}, False),
+        ("/v1/completions", True, False),
+    ],
+)
+def test_only_what_vllm_makes_in_the_background_counts_as_such(
+    path: str, value: object, background: bool
+) -> None:
+    """Anything else would be answered on the frontend's loop, however large it is, and keep its places unread."""
+    body = parse_body(path, json.dumps({"prompt": "a" * (LARGE + 1), "background": value}).encode())
+    assert (body.background, body.large) == (background, not background)
+
+
+@pytest.mark.parametrize(
+    ("fields", "logprobs"),
+    [
+        ({"prompt_logprobs": 5}, 5),
+        ({"prompt_logprobs": "5", "n": 3}, 15),
+        ({"logprobs": 4, "echo": True}, 4),
+        ({"logprobs": 4}, 0),
+    ],
+)
+def test_logprobs_of_the_prompt_count_in_its_size(fields: dict[str, object], logprobs: int) -> None:
+    size = parse_body("/v1/completions", json.dumps({"prompt": "a" * 4000, **fields}).encode()).size
+    assert size.logprobs == logprobs * size.prompt_tokens
+
+
+ODD_IDS = ["", "x" * 129, "a\nb", "a\x1b[2Jb", "a b", "\ud800", "\xe9", "a/b"]
+
+
+@pytest.mark.parametrize("path", sorted(GENERATING))
+@pytest.mark.parametrize("given", ODD_IDS)
+def test_an_id_that_is_long_or_odd_is_refused(path: str, given: str) -> None:
+    """It is in each output and each log line."""
+    with pytest.raises(BadRequest, match="request_id must") as refused:
+        parse_body(path, json.dumps({"request_id": given}).encode())
+    assert refused.value.param == "request_id"
+
+
+@pytest.mark.parametrize("given", ["x" * 128, "cmpl-1.2:3_A", None, 5, ["a"]])
+def test_other_ids_are_left_to_the_app(given: object) -> None:
+    parse_body(CHAT, json.dumps({"request_id": given}).encode())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"temperature": NaN, "kv_transfer_params": {}}',
+        b'{"user": "\\ud800", "kv_transfer_params": {}}',
+        '{"kv_transfer_params": {}}'.encode("utf-16"),
+        b'\xef\xbb\xbf{"kv_transfer_params": {}}',
+        b'{"seed": 1e999, "kv_transfer_params": {}}',
+    ],
+)
+def test_what_only_python_reads_is_read_as_well(body: bytes) -> None:
+    with pytest.raises(BadRequest, match="kv_transfer_params"):
+        parse_body(CHAT, body)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"[" * 10_000, b'{"model": 5}'])
+def test_what_names_no_model_is_left_to_the_app(body: bytes) -> None:
+    assert parse_body(CHAT, body).model is None
+
+
+def test_structured_outputs_that_are_no_object_are_refused() -> None:
+    """vLLM 0.32 would answer 500."""
+    with pytest.raises(BadRequest, match="must be an object"):
+        parse_body(CHAT, b'{"structured_outputs": "json"}')
+    assert parse_body(CHAT, b'{"structured_outputs": {"regex": "a"}}').model is None

@@ -1,0 +1,400 @@
+"""The same bytes, whether vLLM's app makes every chunk or the ordinary ones are written without it."""
+
+import asyncio
+import gc
+import json
+import random
+import re
+import socket
+from collections import Counter
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.output_processor import RequestState
+
+from pdserve.frontend.edge.deltas import DeltaStream, is_plain
+from pdserve.frontend.model.generation import Generation
+from pdserve.messages import Failed
+from tests.conditions import until
+from tests.frontend.conftest import MODEL, Graph
+from tests.frontend.model.echo import EchoWorker, Step
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "hello", "stream": True}
+TEXTS = (
+    'plain words, "quotes", a back\\slash / slash\n\ttab \r\n',
+    "emoji 😀 👩‍👩‍👧‍👦 🇪🇺, Привет, 你好, 世界, \u2028\u2029 \x00\x01\x1f\x7f \ufeff e\u0301",
+    '"delta":{"content":"no"} "choices":[{"index":0,"text":"no" "finish_reason":null} data: [DONE]\n\ndata: x',
+    "<|im_end|> special <|im_start|> tokens <|endoftext|> inside",
+)
+NOT_PLAIN = {"priority": 0}
+"""changes nothing, and is not known to `is_plain`: vLLM's app makes every chunk"""
+
+
+TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
+
+# which requests
+
+
+@pytest.mark.parametrize(
+    ("changes", "plain"),
+    [
+        ({}, True),
+        ({"max_tokens": 5, "temperature": 0.5, "stop": ["a"], "seed": 1, "user": "me", "n": 1}, True),
+        ({"logprobs": None, "tools": None, "stream_options": None}, True),
+        ({"stream_options": {"include_usage": True}}, True),
+        ({"stream_options": {"continuous_usage_stats": True}}, False),
+        ({"stream_options": 1}, False),
+        ({"stream": False}, False),
+        ({"stream": "true"}, False),
+        ({"n": 2}, False),
+        ({"logprobs": False}, False),
+        ({"logprobs": 0}, False),
+        ({"echo": True}, False),
+        ({"tools": []}, False),
+        ({"tool_choice": None}, False),
+        ({"return_token_ids": True}, False),
+        ({"use_beam_search": True}, False),
+        ({"whatever comes": 1}, False),
+        ({"prompt": [1, 2, 3]}, True),
+        ({"prompt": ["a"]}, False),
+        ({"prompt": [[1]]}, False),
+        ({"prompt": []}, False),
+    ],
+)
+def test_plain(changes: dict[str, Any], plain: bool) -> None:
+    assert is_plain({**COMPLETION, **changes}) is plain
+
+
+# the order of what two hands write
+
+
+class Connection:
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.takes = True
+
+    def ready(self) -> bool:
+        return self.takes
+
+    def write(self, part: bytes) -> None:
+        self.written.append(part)
+
+
+def chunk(text: str, finish: str = "null") -> bytes:
+    return f'data: {{"id":"\\"","choices":[{{"index":0,"text":"{text}","finish_reason":{finish}}}]}}\n\n'.encode()
+
+
+def test_nothing_overtakes_the_app() -> None:
+    connection = Connection()
+    deltas = DeltaStream(connection)
+    assert not deltas.ready()  # no chunk was seen yet
+    deltas.passed()
+    deltas.sent(b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n')
+    assert not deltas.ready()
+    deltas.passed()  # the next output, while the app still writes
+    deltas.sent(chunk('a \\" quote'))
+    assert not deltas.ready()
+    deltas.sent(chunk("b"))
+    assert deltas.ready()
+    connection.takes = False
+    assert not deltas.ready()
+    connection.takes = True
+    deltas.write('new\n"')
+    assert connection.written == [chunk('new\\n\\"')]
+
+
+def test_an_answer_of_one_chunk_gives_no_frame() -> None:
+    deltas = DeltaStream(Connection())
+    deltas.passed()
+    deltas.sent(chunk("all", '"length"'))
+    assert not deltas.ready()
+
+
+# vLLM's bytes
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many chunks were written without the app."""
+    count: Counter[str] = Counter()
+    write = DeltaStream.write
+
+    def counting(self: DeltaStream, text: str) -> None:
+        count["chunks"] += 1
+        write(self, text)
+
+    monkeypatch.setattr(DeltaStream, "write", counting)
+    return count
+
+
+async def stream(graph: Graph, worker: EchoWorker, body: dict[str, Any], *, fail_after: int = 99) -> bytes:
+    """The raw answer, where each step begins when what the step before brought has come."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    parts: list[bytes] = []
+    more = asyncio.Event()
+
+    async def read() -> None:
+        headers = {"x-request-id": "same"}
+        async with graph.http.stream("POST", path, json=body, headers=headers) as answer:
+            async for part in answer.aiter_raw():
+                parts.append(part)
+                more.set()
+
+    def events() -> int:
+        return b"".join(parts).count(b"\n\ndata:") + bool(parts)
+
+    reader = asyncio.create_task(read())
+    reader.add_done_callback(lambda _: more.set())
+    await worker.until(lambda: len(worker.jobs) == body.get("n", 1) or reader.done())
+    step = 0
+    while worker.jobs and not reader.done():
+        before, jobs = events(), len(worker.jobs)
+        if step == fail_after:
+            for request_id in list(worker.jobs):
+                await worker.send(Failed(request_id, "it broke"))
+            break
+        await worker.step()
+        step += 1
+        expected = before + jobs * (2 if step == 1 and "messages" in body else 1)  # the role comes first
+        while events() < expected and not reader.done():
+            more.clear()
+            await more.wait()
+    await reader
+    worker.jobs.clear()
+    return re.sub(rb'"created":\d+', b'"created":0', b"".join(parts))
+
+
+async def both(graph: Graph, worker: EchoWorker, body: dict[str, Any], **options: Any) -> bytes:
+    ours = await stream(graph, worker, body, **options)
+    theirs = await stream(graph, worker, {**body, **NOT_PLAIN}, **options)
+    assert ours == theirs, (body, worker.script)
+    return ours
+
+
+def script(text: str, rng: random.Random, finish: FinishReason, stop: int | None = None) -> list[Step]:
+    """The text in steps of one to three tokens."""
+    tokens = TOKENIZER.encode(text)
+    steps: list[Step] = []
+    while tokens:
+        count = rng.choice((1, 1, 1, 2, 3))
+        steps.append(Step(tokens[:count]))
+        tokens = tokens[count:]
+    steps[-1].finish, steps[-1].stop = finish, stop
+    return steps
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"stream_options": {"include_usage": True}},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"stop": ["tab", "Привет", "no"]},
+    {"stop": ["inside"], "include_stop_str_in_output": True},
+    {"skip_special_tokens": False},
+    {"skip_special_tokens": False, "spaces_between_special_tokens": False},
+    {"n": 2, "temperature": 1.0},
+    {"echo": True},
+]
+FINISHES = ((FinishReason.LENGTH, None), (FinishReason.STOP, None), (FinishReason.STOP, 7))
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("base", [CHAT, COMPLETION], ids=["chat", "completion"])
+async def test_equal_bytes(graph: Graph, written: Counter[str], base: dict[str, Any]) -> None:
+    rng, plain = random.Random(5), 0
+    async with graph.worker(pace=None) as worker:
+        for number, text in enumerate(TEXTS):
+            for at, options in enumerate(OPTIONS):
+                finish, stop = FINISHES[(number + at) % len(FINISHES)]
+                worker.script = script(text, rng, finish, stop)
+                before, body = written["chunks"], {**base, **options, "max_tokens": 500}
+                answer = await both(graph, worker, body)
+                assert answer.endswith(b"data: [DONE]\n\n")
+                if is_plain(body) and b'"finish_reason":"stop"' not in answer:
+                    assert written["chunks"] - before == len(worker.script) - 2  # but the first and the last
+                    plain += 1
+    assert plain > 5
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_equal_bytes_of_any_tokens(graph: Graph, written: Counter[str]) -> None:
+    rng, vocabulary = random.Random(6), len(TOKENIZER)
+    async with graph.worker(pace=None) as worker:
+        for number in range(30):
+            steps = [
+                Step([rng.randrange(vocabulary) for _ in range(rng.choice((1, 1, 2)))]) for _ in range(12)
+            ]
+            steps[-1].finish = FinishReason.LENGTH
+            worker.script = steps
+            options = {"stream_options": {"include_usage": True}, "skip_special_tokens": number % 2 == 0}
+            await both(graph, worker, {**(CHAT, COMPLETION)[number % 2], **options})
+    assert written["chunks"] == 30 * 10
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("base", [CHAT, COMPLETION], ids=["chat", "completion"])
+async def test_equal_bytes_where_it_fails(graph: Graph, written: Counter[str], base: dict[str, Any]) -> None:
+    async with graph.worker(pace=None) as worker:
+        worker.script = [Step([300 + number]) for number in range(9)]
+        for after in (0, 1, 4):
+            await both(graph, worker, base, fail_after=after)
+    assert written["chunks"] == 3
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("base", [CHAT, COMPLETION], ids=["chat", "completion"])
+async def test_a_client_that_does_not_read_for_a_while_loses_nothing(
+    graph: Graph, written: Counter[str], base: dict[str, Any]
+) -> None:
+    """Its connection takes nothing more at some point: then the app has the outputs, and merges those that wait."""
+    count = 4000
+    body = {**base, "max_tokens": count, "stream_options": {"include_usage": True}}
+    async with graph.worker(pace=None) as worker:
+        worker.script = [Step([300 + number % 600]) for number in range(count)]
+        worker.script[-1].finish = FinishReason.LENGTH
+        sock = await post_raw(graph, body)
+        await worker.until(lambda: worker.jobs)
+        for _ in range(count - 500):
+            await worker.step()
+            await asyncio.sleep(0.0002)
+        assert 0 < written["chunks"] < count - 1000
+        merged = written["chunks"]
+        rest = asyncio.create_task(read_all(sock))
+        while worker.jobs:
+            await worker.step()
+            await asyncio.sleep(0.001)
+        raw = await rest
+    assert written["chunks"] > merged  # and then written again without the app
+    events = [json.loads(event) for event in re.findall(rb"^data: (\{.*\})\r?$", raw, re.MULTILINE)]
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+    assert text == TOKENIZER.decode([token for step in worker.script for token in step.tokens])
+    assert events[-1]["usage"]["completion_tokens"] == count
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("changes", [{}, {"presence_penalty": 0.5}], ids=["goes on", "is replayed"])
+async def test_equal_bytes_at_another_worker(
+    graph: Graph, written: Counter[str], changes: dict[str, Any]
+) -> None:
+    body, answers = {**CHAT, **changes, "max_tokens": 12}, []
+    for more in ({}, NOT_PLAIN):
+        async with graph.worker(pace=None) as first:
+            request = graph.http.post(
+                "/v1/chat/completions", json={**body, **more}, headers={"x-request-id": "same"}
+            )
+            answer = asyncio.create_task(request)
+            await first.until(lambda: first.jobs)
+            for _ in range(5):
+                await paced_step(first)
+            async with graph.worker(pace=None) as second:
+                await first.die()
+                await second.until(lambda: second.jobs)
+                while second.jobs:
+                    await paced_step(second)
+                answers.append(re.sub(r'"created":\d+', "", (await answer).text))
+    assert answers[0] == answers[1]
+    assert written["chunks"] > 5
+
+
+TOOLS = {"tool-call-parser": "hermes", "enable-auto-tool-choice": True}
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_equal_bytes_beside_a_tool_parser(graph: Graph, written: Counter[str]) -> None:
+    """It looks at nothing where the request has no tools, and makes no chunk of half a character."""
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    async with graph.worker("tools", pace=None, args=TOOLS) as worker:
+        for text in (TEXTS[1], f"a call {call}"):
+            worker.script = [Step([token]) for token in TOKENIZER.encode(text)]
+            worker.script[-1].finish = FinishReason.STOP
+            before, answers = written["chunks"], []
+            for more in ({}, NOT_PLAIN, {"tool_choice": None}):
+                body = {**CHAT, "model": "tools", "stream_options": {"include_usage": True}, **more}
+                request = graph.http.post("/v1/chat/completions", json=body, headers={"x-request-id": "same"})
+                answer = asyncio.create_task(request)
+                await worker.until(lambda: worker.jobs)
+                while worker.jobs:
+                    await paced_step(worker)
+                answers.append(re.sub(r'"created":\d+', "", (await answer).text))
+            assert answers[0] == answers[1]
+            assert written["chunks"] - before > 10
+            assert ('"tool_calls":[{' in answers[2]) == (call in text)
+
+
+async def paced_step(worker: EchoWorker) -> None:
+    """Tokens of two steps are not merged."""
+    await worker.step()
+    await asyncio.sleep(0.02)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever came before and after it in the same step; what met a stop string before it is stopped at the worker."""
+    before, poisoned, stopped, after = ({**COMPLETION, "max_tokens": 9, "user": name} for name in "abcd")
+    stopped["stop"] = TOKENIZER.decode([302])
+    async with graph.worker(pace=None) as worker:
+        worker.script = [Step([300 + number]) for number in range(6)]
+        worker.script[-1].finish = FinishReason.LENGTH
+        answers = []
+        for number, body in enumerate((before, stopped, poisoned, after), 1):
+            answers.append(asyncio.create_task(graph.http.post("/v1/completions", json=body)))
+            await worker.until(lambda number=number: len(worker.jobs) == number)
+        for _ in range(2):
+            await worker.step()
+        processor = graph.models._models["demo"].processor
+        assert processor is not None
+        states = processor.core.fail_request.args[0].output_processor.request_states  # type: ignore[attr-defined]
+        monkeypatch.setattr(list(states.values())[2].detokenizer, "update", None)
+        await worker.step()
+        stopped_id, poisoned_id = list(worker.jobs)[1:3]
+        await worker.until(lambda: worker.jobs.keys().isdisjoint({stopped_id, poisoned_id}))
+        while worker.jobs:
+            await worker.step()
+        bodies = [(await answer).text for answer in answers]
+    texts = ["".join(re.findall(r'"text":"((?:[^"\\]|\\.)*)"', body)) for body in bodies]
+    assert texts[0] == texts[3]
+    assert ['"length"' in body for body in bodies] == [True, False, False, True]
+    assert '"finish_reason":"stop"' in bodies[1]
+    assert '"code":500' in bodies[2]
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_what_a_request_held_is_free_when_it_is_over(graph: Graph) -> None:
+    """Without the garbage collector, which comes rarely: prompts are large."""
+    kinds = (RequestState, Generation)
+    async with graph.worker():
+        gc.collect()
+        gc.disable()
+        try:
+            for changes in ({}, NOT_PLAIN):
+                await graph.http.post("/v1/completions", json={**COMPLETION, **changes, "max_tokens": 5})
+            await until(lambda: not any(isinstance(found, kinds) for found in gc.get_objects()))
+        finally:
+            gc.enable()
+
+
+async def post_raw(graph: Graph, body: dict[str, Any]) -> socket.socket:
+    """Over a connection that takes little until it is read from."""
+    host, port = graph.url.removeprefix("http://").split(":")
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(sock, (host, int(port)))
+    path, data = "/v1/chat/completions" if "messages" in body else "/v1/completions", json.dumps(body)
+    headers = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    await loop.sock_sendall(sock, f"POST {path} HTTP/1.1\r\n{headers}{data}".encode())
+    return sock
+
+
+async def read_all(sock: socket.socket) -> bytes:
+    raw = bytearray()
+    with sock:
+        while b"data: [DONE]" not in raw[-100:]:
+            raw += await asyncio.get_running_loop().sock_recv(sock, 1 << 16)
+    return bytes(raw)

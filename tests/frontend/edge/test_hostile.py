@@ -1,0 +1,300 @@
+"""What strangers send who have no key, in plain and over TLS: each is answered or cut off within its bounds, and leaves
+nothing behind."""
+
+import asyncio
+import json
+import re
+import resource
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import pytest
+
+from pdserve.certificate import ServerCertificate
+from pdserve.config.api_keys import ApiKey
+from pdserve.frontend.app import FrontendApp
+from pdserve.frontend.edge.body import BodyReader
+from pdserve.frontend.edge.connections import (
+    MAX_FIELDS,
+    MAX_HEAD,
+    MAX_PIPELINED,
+    MAX_TARGET,
+    ClientConnections,
+)
+from pdserve.frontend.edge.renewal import RenewedCertificate
+from pdserve.frontend.keys.auth import ApiKeys
+from tests.conditions import until
+from tests.frontend.conftest import Graph, on_uvloop, serve, trusting
+from tests.frontend.test_generate import completion
+
+KEY = "a-key-0123456789abcdef"
+GET = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+WITH_KEY = POST + b"authorization: Bearer " + KEY.encode() + b"\r\n"
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+BODY = json.dumps(completion()).encode()
+
+
+@dataclass
+class Edge:
+    address: tuple[str, int]
+    tls: ssl.SSLContext | None
+    app: FrontendApp
+    connections: ClientConnections
+
+    async def say(self, *parts: bytes, end: bool = False) -> bytes:
+        """All that is answered until the server closes or, as an answer of a kept connection, nothing more comes."""
+        reader, writer = await asyncio.open_connection(*self.address, ssl=self.tls)
+        answer = b""
+        try:
+            for part in parts:
+                writer.write(part)
+                with suppress(ConnectionError):
+                    await writer.drain()
+            with suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(20 if end else 0.5):
+                    while part := await reader.read(1 << 16):
+                        answer += part
+        finally:
+            writer.transport.abort()
+        return answer
+
+    async def statuses(self, *parts: bytes, end: bool = False) -> list[int]:
+        return [int(code) for code in re.findall(rb"HTTP/1.1 (\d+)", await self.say(*parts, end=end))]
+
+
+@asynccontextmanager
+async def guarded(
+    graph: Graph, files: ServerCertificate | None = None, connections: ClientConnections | None = None
+) -> AsyncIterator[Edge]:
+    """With a key; leaving wants nothing to be left."""
+    app = FrontendApp(graph.models, graph.app._pages._metrics, ApiKeys([ApiKey.of(KEY)]), 20.0)
+    connections = connections or ClientConnections(30.0, 30.0)
+    async with AsyncExitStack() as stack:
+        certificate = RenewedCertificate(files) if files else None
+        url = await serve(app, stack, connections, certificate)
+        tls = trusting(files) if files else None
+        yield Edge(("127.0.0.1", int(url.rpartition(":")[2])), tls, app, connections)
+        await until(lambda: not connections.open and not connections._of_origin)
+        await until(lambda: (app._bodies._held, dict(app._bodies._of_client)) == (0, {}))
+    await until(
+        lambda: not [task for task in asyncio.all_tasks() if _OF_REQUESTS.search(str(task.get_coro()))]
+    )
+    for model in graph.models.listed():
+        assert not len(graph.models.find(model.name).admission)
+
+
+_OF_REQUESTS = re.compile("RequestResponseCycle|_disconnected|_run.<locals>|Server._take")
+
+
+HEADS = {
+    "fields": (GET + b"a: b\r\n" * MAX_FIELDS + b"\r\n", 431),
+    "large field": (GET + b"a: " + b"b" * MAX_HEAD + b"\r\n\r\n", 431),
+    "large name": (GET + b"a" * MAX_HEAD + b": b\r\n\r\n", 431),
+    "endless field": (GET + b"a: " + b"b" * (4 * MAX_HEAD + (1 << 19)), 431),
+    "large target": (b"GET /" + b"a" * MAX_TARGET + b" HTTP/1.1\r\nhost: x\r\n\r\n", 414),
+    "endless target": (b"GET /" + b"a" * (1 << 20), 414),
+    "NUL in a value": (GET + b"a: b\0c\r\n\r\n", 400),
+    "NUL in a name": (GET + b"a\0: b\r\n\r\n", 400),
+    "NUL in the target": (b"GET /\0 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+    "CR in a value": (GET + b"a: b\rc: d\r\n\r\n", 400),
+    "space before the colon": (GET + b"a : b\r\n\r\n", 400),
+    "folded field": (GET + b"a: b\r\n c: d\r\n\r\n", 400),
+    "no host": (b"GET / HTTP/1.1\r\n\r\n", 400),
+    "two hosts": (GET + b"host: y\r\n\r\n", 400),
+    "HTTP/0.9": (b"GET /\r\n\r\n", 400),
+    "HTTP/1.0": (b"GET /v1/models HTTP/1.0\r\n\r\n", 401),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+    "HTTP/9.9": (b"GET / HTTP/9.9\r\nhost: x\r\n\r\n", 400),
+    "CONNECT": (b"CONNECT evil.example:443 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+    "OPTIONS *": (b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n", 401),
+    "absolute": (b"GET http://evil.example/v1/models HTTP/1.1\r\nhost: x\r\n\r\n", 401),
+    "authority of nothing": (b"GET http:// HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+    "made-up method": (b"BREW / HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+    "lower case": (b"get / http/1.1\r\nhost: x\r\n\r\n", 400),
+    "garbage": (bytes(range(65, 91)) * 20 + b"\r\n\r\n", 400),
+    "WebSocket": (GET + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n", 401),
+    "h2c": (GET + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: x\r\n\r\n", 401),
+}
+SMUGGLED = {
+    "both lengths": b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "both, the other way": b"transfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
+    "two lengths": b"content-length: 5\r\ncontent-length: 6\r\n\r\nhello",
+    "a list of lengths": b"content-length: 5, 5\r\n\r\nhello",
+    "minus": b"content-length: -5\r\n\r\nhello",
+    "plus": b"content-length: +5\r\n\r\nhello",
+    "hex": b"content-length: 0x5\r\n\r\nhello",
+    "too large": b"content-length: 99999999999999999999999\r\n\r\nhello",
+    "not chunked": b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "chunked, then more": b"transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    "no size": b"transfer-encoding: chunked\r\n\r\nzzz\r\n\r\n",
+    "minus size": b"transfer-encoding: chunked\r\n\r\n-5\r\nhello\r\n0\r\n\r\n",
+    "size too large": b"transfer-encoding: chunked\r\n\r\nfffffffffffffffffffff\r\nhello\r\n0\r\n\r\n",
+    "longer than its size": b"transfer-encoding: chunked\r\n\r\n1\r\nhello\r\n0\r\n\r\n",
+}
+
+
+@on_uvloop
+async def test_heads(edge: Graph, either: ServerCertificate | None) -> None:
+    async with guarded(edge, either) as server:
+        found = await asyncio.gather(*(server.statuses(said) for said, _ in HEADS.values()))
+    assert dict(zip(HEADS, found, strict=True)) == {name: [status] for name, (_, status) in HEADS.items()}
+
+
+@on_uvloop
+async def test_bodies_of_two_readings(edge: Graph) -> None:
+    """What a proxy could take for another request than this server does: what follows is not looked at."""
+    async with guarded(edge) as server:
+        hidden = GET + b"x-hidden: 1\r\n\r\n"
+        found = await asyncio.gather(
+            *(server.statuses(WITH_KEY + said + hidden) for said in SMUGGLED.values())
+        )
+    assert dict(zip(SMUGGLED, found, strict=True)) == {name: [400] for name in SMUGGLED}
+
+
+@on_uvloop
+async def test_upgrades_that_are_not_taken_leave_the_request(edge: Graph) -> None:
+    """Java's clients offer h2c with each request."""
+    h2c = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: x\r\n"
+    async with edge.worker(), guarded(edge) as server:
+        post = WITH_KEY + h2c + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+        assert await server.statuses(post) == [200]
+        assert await server.statuses(post, GET + b"\r\n") == [200, 401]
+        hidden = GET + b"\r\n"
+        inside = WITH_KEY + h2c + b"content-length: %d\r\n\r\n" % len(hidden)
+        assert await server.statuses(inside, hidden) == [400]  # it is a body, and no JSON
+
+
+@on_uvloop
+async def test_a_flood_of_pipelined_requests(edge: Graph) -> None:
+    """Those that may wait are answered in their order, and no more are taken."""
+    async with edge.worker(), guarded(edge) as server:
+        flood = await server.statuses((GET + b"\r\n") * 5000, end=True)
+        assert set(flood) == {401}
+        assert len(flood) <= MAX_PIPELINED + 1
+        first = WITH_KEY + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+        assert await server.statuses(first + (GET + b"\r\n") * 3) == [200, 401, 401, 401]
+        assert await server.statuses(first + b"no HTTP\r\n\r\n", end=True) == [200]
+
+
+@on_uvloop
+async def test_without_a_key_no_body_is_held(edge: Graph, either: ServerCertificate | None) -> None:
+    async with guarded(edge, either) as server:
+        large, held = b" " * (1 << 20), 0
+
+        async def most() -> None:
+            nonlocal held
+            while True:
+                held = max(held, server.app._bodies._held)
+                await asyncio.sleep(0.001)
+
+        looking = asyncio.create_task(most())
+        declared, in_chunks, expecting = await asyncio.gather(
+            server.statuses(POST + b"content-length: %d\r\n\r\n" % (1 << 40), *[large] * 10),
+            server.statuses(POST + CHUNKED + (b"%x\r\n%b\r\n" % (len(large), large)) * 10),
+            server.say(POST + b"expect: 100-continue\r\ncontent-length: 9\r\n\r\n"),
+        )
+        looking.cancel()
+    assert (declared, in_chunks) == ([401], [401])
+    assert expecting.startswith(b"HTTP/1.1 401")  # and no 100 before it
+    assert b"connection: close" in expecting
+    assert held == 0
+
+
+@on_uvloop
+async def test_expecting_clients_with_a_key_are_told_to_go_on(edge: Graph) -> None:
+    async with edge.worker(), guarded(edge) as server:
+        head = WITH_KEY + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(BODY)
+        assert await server.statuses(head, BODY) == [100, 200]
+
+
+@on_uvloop
+async def test_bodies_in_tiny_chunks(edge: Graph) -> None:
+    tiny = b"".join(b"1;a=b\r\n%c\r\n" % byte for byte in BODY + b" " * 50_000)
+    async with edge.worker(), guarded(edge) as server:
+        assert await server.statuses(WITH_KEY + CHUNKED + tiny + b"0\r\n\r\n") == [200]
+        trailers = b"0\r\nauthorization: Bearer nothing\r\nx-request-id: late\r\n\r\n"
+        answer = await server.say(WITH_KEY + CHUNKED + b"%x\r\n%b\r\n" % (len(BODY), BODY) + trailers)
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"late" not in answer
+        for endless in (b"1;a=" + b"b" * (1 << 20), b"0\r\na: " + b"b" * (1 << 20)):
+            assert await server.statuses(WITH_KEY + CHUNKED + endless, end=True) == [431]
+
+
+@on_uvloop
+async def test_bodies_that_come_too_slowly(edge: Graph) -> None:
+    async with guarded(edge) as server:
+        server.app._bodies = BodyReader(grace=0.2)
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(WITH_KEY + b"content-length: 100000\r\n\r\n")
+        answer = asyncio.create_task(reader.readuntil(b"}"))
+        while not answer.done():
+            writer.write(b" ")
+            await asyncio.sleep(0.02)
+        assert b"slower than 1000 bytes a second" in await answer
+        writer.transport.abort()
+
+
+@on_uvloop
+async def test_too_many_connections(edge: Graph, either: ServerCertificate | None) -> None:
+    connections = ClientConnections(30.0, 30.0, most=3, most_per_client=2)
+    async with guarded(edge, either, connections) as server:
+        ask = GET + b"\r\n"
+
+        async def silent(source: str) -> asyncio.StreamWriter:
+            _, writer = await asyncio.open_connection(*server.address, local_addr=(source, 0))
+            return writer
+
+        open_ones = [await silent("127.0.0.1") for _ in range(2)]  # over TLS without a handshake
+        await until(lambda: connections._count == 2)
+        with suppress(ConnectionError, ssl.SSLError):
+            assert await server.say(ask) == b""
+        open_ones.append(await silent("127.0.0.2"))
+        await until(lambda: connections._count == 3)
+        with suppress(ConnectionError, ssl.SSLError):
+            reader, refused = await asyncio.open_connection(*server.address, local_addr=("127.0.0.3", 0))
+            assert await reader.read() == b""
+            refused.close()
+        for writer in open_ones:
+            writer.transport.abort()
+        await until(lambda: connections._count == 0)
+        assert await server.statuses(ask) == [401]
+
+
+@on_uvloop
+async def test_a_process_without_file_descriptors_recovers(
+    edge: Graph, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pdserve.frontend.server.EXHAUSTED", 0.1)
+    async with guarded(edge) as server:
+        waiting = socket.socket()
+        waiting.setblocking(False)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            waiting.connect_ex(server.address)
+            await until(lambda: "no connections for a second" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert await server.statuses(GET + b"\r\n") == [401]
+        waiting.close()
+
+
+@on_uvloop
+async def test_what_is_told_without_a_key(edge: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off this machine: whether it serves."""
+    async with edge.worker(), guarded(edge) as server:
+        here = await server.say(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"workers" in here
+        monkeypatch.setattr("pdserve.frontend.keys.auth.is_local", lambda _: False)
+        monkeypatch.setattr("pdserve.frontend.watching.pages.is_local", lambda _: False)
+        told = await server.say(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert told.endswith(b'{"status":"ok"}')
+        assert b"server:" not in told.lower()
+        known = b"GET /health HTTP/1.1\r\nhost: x\r\nx-api-key: " + KEY.encode() + b"\r\n\r\n"
+        assert b"workers" in await server.say(known)
+        for path in ("/metrics", "/load", "/version", "/docs", "/openapi.json", "/v1/models", "/nowhere"):
+            assert await server.statuses(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()) == [401], path

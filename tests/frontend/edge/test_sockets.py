@@ -1,0 +1,278 @@
+"""The listening socket; clients that do not read, and clients that do not write, in plain and over TLS. All on real
+sockets."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from pdserve.certificate import ServerCertificate
+from pdserve.errors import ConfigError
+from pdserve.frontend.edge.connections import ClientConnections
+from pdserve.frontend.edge.renewal import RenewedCertificate
+from pdserve.frontend.edge.sockets import bind
+from pdserve.frontend.server import QuietServer, http_config
+from tests.conditions import until
+from tests.frontend.admission.test_overload import NAME, PLACES, worker
+from tests.frontend.conftest import Graph, on_uvloop, serve, trusting
+from tests.frontend.test_generate import completion
+from tests.uvloops import Loop
+
+Address = tuple[str, int]
+
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: 100\r\n"
+    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
+)
+
+_HOLD = (
+    "import socket, os\n"
+    "if os.fork(): os._exit(0)\n"  # orphaned: not a child of our own parent
+    "s = socket.socket()\n"
+    "s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)\n"
+    "s.bind(('127.0.0.1', 0)); s.listen()\n"
+    "print(s.getsockname()[1], os.getpid(), flush=True)\n"
+    "input()\n"
+)
+
+
+def test_processes_share_a_port() -> None:
+    with bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        with bind("127.0.0.1", port) as second:
+            assert second.getsockname()[1] == port
+
+
+def test_another_process_on_the_port_is_named() -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdin is not None
+    port, pid = map(int, holder.stdout.readline().split())
+    try:
+        with pytest.raises(ConfigError, match=rf"{port} is in use by process {pid} .*python"):
+            bind("127.0.0.1", port)
+    finally:
+        holder.stdin.close()
+        holder.stdout.close()
+        holder.wait()
+
+
+def test_an_address_that_is_not_ours() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1"):
+        bind("203.0.113.1", 0)
+
+
+def test_ipv6() -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 on this machine")
+    with bind("::1", 0) as sock:
+        assert sock.family == socket.AF_INET6
+
+
+def test_a_bound_port_gets_no_connections_yet() -> None:
+    with bind("127.0.0.1", 0) as sock, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(sock.getsockname())
+
+
+def test_connections_are_not_accepted_in_a_turn_each() -> None:
+    """Turns of a busy event loop are long, and uvloop alone accepts a single connection in each."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def turns_until_all_are_open(count: int) -> int:
+        connections = ClientConnections(30.0, 30.0)
+        with bind("127.0.0.1", 0) as sock, ExitStack() as clients:
+            server = QuietServer(http_config(app, connections, 1.0), connections)
+            serving = asyncio.create_task(server.serve(sockets=[sock]))
+            await until(lambda: server.started)
+            for _ in range(count):
+                clients.enter_context(socket.create_connection(sock.getsockname()))
+            turns = 0
+            while len(connections.open) < count and turns < 2 * count:
+                await asyncio.sleep(0)
+                turns += 1
+            server.should_exit = True
+            await serving
+        return turns
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        assert runner.run(turns_until_all_are_open(100)) < 20
+
+
+@asynccontextmanager
+async def server(
+    graph: Graph, certificate: ServerCertificate | None = None, connections: ClientConnections | None = None
+) -> AsyncIterator[Address]:
+    """The same frontend on another port."""
+    async with AsyncExitStack() as stack:
+        renewed = RenewedCertificate(certificate) if certificate else None
+        url = httpx.URL(await serve(graph.app, stack, connections, renewed))
+        assert url.port is not None
+        yield url.host, url.port
+
+
+@asynccontextmanager
+async def client(
+    address: Address, certificate: ServerCertificate | None, source: str = "127.0.0.1"
+) -> AsyncIterator[socket.socket]:
+    """Blocking, so to be read in another thread; it holds next to nothing unread."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        sock.bind((source, 0))
+        sock.settimeout(60)
+        sock.connect(address)
+        if certificate is None:
+            yield sock
+            return
+        wrap = trusting(certificate).wrap_socket
+        with await asyncio.to_thread(wrap, sock, server_hostname=address[0]) as wrapped:
+            yield wrapped
+
+
+def ask(sock: socket.socket, *, close: bool = False, **changes: object) -> None:
+    body = json.dumps(completion(**{"model": NAME, "stream": True, **changes})).encode()
+    head = HEAD % len(body)
+    sock.sendall((head.replace(b"\r\nhost", b"\r\nconnection: close\r\nhost") if close else head) + body)
+
+
+def read(sock: socket.socket) -> bytes:
+    answer = b""
+    while b"[DONE]" not in answer:
+        part = sock.recv(1 << 16)
+        assert part, "the connection was closed"
+        answer += part
+    return answer
+
+
+@on_uvloop
+async def test_unread_streams_end_and_free_everything(edge: Graph, either: ServerCertificate | None) -> None:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(worker(edge))
+        address = await stack.enter_async_context(server(edge, either, ClientConnections(30.0, 0.4)))
+        admission = edge.models.find(NAME).admission
+        for _ in range(PLACES + 1):
+            unread = await stack.enter_async_context(client(address, either))
+            ask(unread, max_tokens=3500)
+        await until(lambda: len(admission) == 1)
+        async with client(address, either, "127.0.0.2") as other:
+            ask(other, max_tokens=2)
+            await asyncio.to_thread(read, other)
+        await until(lambda: not len(admission) and not engine.usage.running)
+        assert await engine.all_blocks_free()
+        await until(lambda: not admission.queue.running)
+
+
+@on_uvloop
+async def test_unread_streams_make_way_and_go_on(edge: Graph, either: ServerCertificate | None) -> None:
+    """Long before their end: others get their places, and a client that reads again gets everything."""
+    async with AsyncExitStack() as stack:
+        decode = await stack.enter_async_context(edge.worker(at_once=4, pace=0.001))
+        connections = ClientConnections(60.0, 60.0, pause_after=0.2)
+        address = await stack.enter_async_context(server(edge, either, connections))
+        await until(lambda: bool(edge.models.live().get("demo")))
+        unread = []
+        for _ in range(PLACES + 1):
+            unread.append(await stack.enter_async_context(client(address, either)))
+            ask(unread[-1], model="demo", max_tokens=1500, stream_options={"include_usage": True})
+        await decode.until(lambda: len(decode.jobs) == PLACES)
+        async with client(address, either, "127.0.0.2") as other:
+            ask(other, model="demo", max_tokens=2)
+            await asyncio.to_thread(read, other)
+        assert decode.cancelled
+        for sock in unread[1:]:
+            sock.close()  # over TLS without a goodbye
+        assert b'"completion_tokens":1500' in await asyncio.to_thread(read, unread[0])
+        admission = edge.models.find("demo").admission
+        await until(lambda: not admission.queue.running)
+
+
+@on_uvloop
+async def test_a_slow_reader_that_moves_is_served_to_the_end(
+    edge: Graph, either: ServerCertificate | None
+) -> None:
+    """Also of what is left when the server has closed: over TLS its goodbye waits behind it."""
+
+    def slowly(sock: socket.socket) -> bytes:
+        answer, slow = b"", time.monotonic() + 1.5
+        while part := sock.recv(2048):
+            answer += part
+            if time.monotonic() < slow:
+                time.sleep(0.02)
+        return answer
+
+    connections = ClientConnections(30.0, 0.8)
+    async with (
+        edge.worker(),
+        server(edge, either, connections) as address,
+        client(address, either) as sock,
+    ):
+        ask(sock, close=True, model="demo", max_tokens=1600, logprobs=5)
+        started = time.monotonic()
+        answer = await asyncio.to_thread(slowly, sock)
+    assert b"[DONE]" in answer
+    assert answer.endswith(b"0\r\n\r\n")
+    assert time.monotonic() - started > 1.0, "longer than the write timeout"
+    await until(lambda: not connections.open)
+
+
+@on_uvloop
+async def test_a_head_that_does_not_end_ends_the_connection(
+    edge: Graph, either: ServerCertificate | None
+) -> None:
+    """Also when a byte comes now and then, and on a connection that was used before."""
+    tls = trusting(either) if either else None
+
+    async def refused(address: Address, begin: bytes, again: bool) -> bool:
+        reader, writer = await asyncio.open_connection(*address, ssl=tls)
+        if again:
+            writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b"vllm" in await reader.read(4096)
+        writer.write(begin)
+        dribble = asyncio.create_task(_dribble(writer)) if begin.startswith(b"GET") else None
+        answer = await reader.readline()
+        with suppress(ConnectionError):  # a byte may have come after the end
+            await reader.read()
+        if dribble is not None:
+            dribble.cancel()
+        writer.close()
+        return answer.startswith(b"HTTP/1.1 408")
+
+    connections = ClientConnections(0.4, 30.0)
+    begun = [
+        (begin, again)
+        for begin in (b"", b"GET /version HTTP/1.1\r\nhost", b"\r\n")
+        for again in (False, True)
+    ]
+    begun.remove((b"", True))  # no head has begun: the connection is kept
+    async with server(edge, either, connections) as address, asyncio.timeout(30):
+        assert all(await asyncio.gather(*(refused(address, *each) for each in begun)))
+        await until(lambda: not connections.open)
+
+
+async def _dribble(writer: asyncio.StreamWriter) -> None:
+    while True:
+        await asyncio.sleep(0.05)
+        writer.write(b"a")
+
+
+@on_uvloop
+async def test_a_slow_body_is_no_slow_head(edge: Graph) -> None:
+    body = json.dumps(completion()).encode()
+    async with edge.worker(), server(edge, None, ClientConnections(0.3, 30.0)) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(HEAD % len(body))
+        for byte in range(0, len(body), 10):
+            await asyncio.sleep(0.06)
+            writer.write(body[byte : byte + 10])
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()

@@ -1,0 +1,304 @@
+"""TLS at the edge, on real sockets: the handshake, the goodbye, and the certificate's own life. What holds without
+TLS too is in `test_sockets.py`."""
+
+import asyncio
+import socket
+import ssl
+import time
+from contextlib import AsyncExitStack, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from pdserve.certificate import ServerCertificate
+from pdserve.errors import ConfigError
+from pdserve.frontend.edge.connections import ClientConnections
+from pdserve.frontend.edge.renewal import RenewedCertificate
+from pdserve.frontend.edge.sockets import bind
+from pdserve.frontend.server import QuietServer, http_config
+from pdserve.observe.metrics import CONNECTIONS_CLOSED, TASK_FAILURES
+from tests.conditions import until
+from tests.frontend.conftest import Graph, on_uvloop, serve, trusting
+from tests.frontend.edge.test_sockets import Address, ask, client, server
+from tests.frontend.test_generate import completion
+
+
+@on_uvloop
+async def test_what_is_agreed_on(edge: Graph, certificate: ServerCertificate) -> None:
+    async with edge.worker(), server(edge, certificate) as address:
+        url = f"https://{address[0]}:{address[1]}"
+        async with httpx.AsyncClient(base_url=url, verify=trusting(certificate)) as http:
+            answer = await http.post("/v1/completions", json=completion())
+            streamed = await http.post("/v1/completions", json=completion(stream=True))
+        assert answer.status_code == 200
+        assert b"[DONE]" in streamed.content
+
+        def agreed(newest: ssl.TLSVersion) -> tuple[str | None, str | None]:
+            context = trusting(certificate)
+            context.maximum_version = newest
+            context.set_alpn_protocols(["h2", "http/1.1"])
+            with (
+                socket.create_connection(address) as sock,
+                context.wrap_socket(sock, server_hostname="localhost") as tls,
+            ):
+                return tls.version(), tls.selected_alpn_protocol()
+
+        assert await asyncio.to_thread(agreed, ssl.TLSVersion.TLSv1_3) == ("TLSv1.3", "http/1.1")
+        assert await asyncio.to_thread(agreed, ssl.TLSVersion.TLSv1_2) == ("TLSv1.2", "http/1.1")
+
+
+@on_uvloop
+async def test_old_versions_are_refused(edge: Graph, certificate: ServerCertificate) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    async with server(edge, certificate) as address:
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await asyncio.open_connection(*address, ssl=context)
+
+
+@on_uvloop
+async def test_a_handshake_that_does_not_end_ends_the_connection(
+    edge: Graph, certificate: ServerCertificate
+) -> None:
+    async def ended(address: Address, hello: bytes) -> None:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(hello)
+        with suppress(ConnectionError):
+            assert not await reader.read()
+        writer.close()
+
+    connections, started = ClientConnections(0.4, 30.0), time.monotonic()
+    async with server(edge, certificate, connections) as address, asyncio.timeout(30):
+        hellos = b"", b"\x16\x03\x01\x02\x00", b"\x16\x03\x01"
+        await asyncio.gather(*(ended(address, hello) for hello in hellos))
+        assert time.monotonic() - started > 0.3
+        await until(lambda: not connections._of_origin)
+
+
+@on_uvloop
+async def test_a_client_that_never_says_goodbye_is_left(edge: Graph, certificate: ServerCertificate) -> None:
+    connections = ClientConnections(30.0, 4.0, pause_after=0.2)
+    async with server(edge, certificate, connections) as address, client(address, certificate) as sock:
+        sock.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        await until(lambda: bool(connections.open))
+        await until(lambda: not connections.open)
+        assert b"vllm" in sock.recv(4096) + sock.recv(4096)
+
+
+async def _silent(scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+@on_uvloop
+async def test_a_connection_whose_socket_is_gone_costs_no_other(certificate: ServerCertificate) -> None:
+    """Between the end of the TCP connection and `connection_lost` a TLS transport has no socket."""
+    connections = ClientConnections(2.0, 30.0)
+    async with AsyncExitStack() as stack:
+        url = httpx.URL(await serve(_silent, stack, connections, RenewedCertificate(certificate)))
+        assert url.port is not None
+        address = url.host, url.port
+        await stack.enter_async_context(client(address, certificate))
+        await until(lambda: len(connections.open) == 1)
+        (going,) = connections.open
+        there = await stack.enter_async_context(client(address, certificate))
+        await until(lambda: len(connections.open) == 2)
+        failed = TASK_FAILURES.labels("client connections")._value.get()
+        going.transport.abort()
+        for _ in range(100):
+            if going.transport.get_extra_info("socket") is not None:
+                await asyncio.sleep(0)
+        assert going in connections.open
+        connections._sweep(time.monotonic())
+        assert TASK_FAILURES.labels("client connections")._value.get() == failed
+        await until(lambda: going not in connections.open)
+        assert b" 408 " in await asyncio.to_thread(there.recv, 4096)
+
+
+@on_uvloop
+async def test_a_connection_that_cannot_be_looked_at_ends_alone(certificate: ServerCertificate) -> None:
+    connections = ClientConnections(0.4, 30.0)
+    async with AsyncExitStack() as stack:
+        url = httpx.URL(await serve(_silent, stack, connections, RenewedCertificate(certificate)))
+        assert url.port is not None
+        failed = TASK_FAILURES.labels("client connections")._value.get()
+        broken = connections(http_config(_silent, connections, 1.0), ServerState(), {})
+        assert connections.enter(broken, "127.0.0.1")
+        connections.open.add(broken)  # without a transport, so that looking and ending fail
+        there = await stack.enter_async_context(client((url.host, url.port), certificate))
+        assert b" 408 " in await asyncio.to_thread(there.recv, 4096), "the sweeps go on"
+        assert broken not in connections.open
+        assert TASK_FAILURES.labels("client connections")._value.get() >= failed + 2
+        await until(lambda: not connections._of_origin)
+
+
+@pytest.mark.parametrize("way", ["goodbye", "half-close", "vanish"])
+@on_uvloop
+async def test_a_client_that_leaves_ends_its_request(
+    edge: Graph, certificate: ServerCertificate, way: str
+) -> None:
+    async with edge.worker(pace=None) as decode, server(edge, certificate) as address:
+        await until(lambda: bool(edge.models.live().get("demo")))
+        async with client(address, certificate) as sock:
+            ask(sock, model="demo")
+            await decode.until(lambda: decode.jobs)
+            if way == "goodbye":
+                with suppress(TimeoutError, OSError):
+                    sock.settimeout(0.1)
+                    assert isinstance(sock, ssl.SSLSocket)
+                    sock.unwrap()
+            elif way == "half-close":
+                sock.shutdown(socket.SHUT_WR)
+            else:
+                sock.close()
+            await decode.until(lambda: not decode.jobs)
+
+
+@on_uvloop
+async def test_plain_http_is_told_so_and_logged_once(
+    edge: Graph, certificate: ServerCertificate, caplog: pytest.LogCaptureFixture
+) -> None:
+    connections, failed = ClientConnections(30.0, 30.0), CONNECTIONS_CLOSED.labels("handshake")
+    async with server(edge, certificate, connections) as address, httpx.AsyncClient() as http:
+        before = failed._value.get()
+        socket.create_connection(address).close()
+        await until(lambda: failed._value.get() > before)
+        assert "does not speak TLS" not in caplog.text, "a port probe says nothing"
+        for _ in range(2):
+            answer = await http.get(f"http://{address[0]}:{address[1]}/health")
+            assert (answer.status_code, answer.text) == (400, "This port speaks https.\n")
+        await until(lambda: not connections._of_origin)
+    assert caplog.text.count("does not speak TLS") == 1
+
+
+@on_uvloop
+async def test_what_is_on_its_way_when_it_stops_is_answered(certificate: ServerCertificate) -> None:
+    """A connection that the kernel has made, one that is open, one with a request at work."""
+    working, release = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        working.set()
+        await release.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def get(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    connections = ClientConnections(30.0, 30.0)
+    with bind("127.0.0.1", 0) as sock:
+        http = QuietServer(http_config(app, connections, 5.0), connections, RenewedCertificate(certificate))
+        serving = asyncio.create_task(http.serve(sockets=[sock]))
+        await until(lambda: http.started)
+        address = sock.getsockname()
+        at_work = asyncio.create_task(
+            get(*await asyncio.open_connection(*address, ssl=trusting(certificate)))
+        )
+        await working.wait()
+        idle = await asyncio.open_connection(*address, ssl=trusting(certificate))
+        fresh = socket.create_connection(address)
+        connections.draining = http.should_exit = True
+        await until(lambda: sock.fileno() < 0)
+        late = await asyncio.open_connection(
+            sock=fresh, ssl=trusting(certificate), server_hostname="localhost"
+        )
+        asking = [asyncio.create_task(get(*each)) for each in (idle, late)]
+        await asyncio.sleep(0)
+        release.set()
+        for answer in await asyncio.gather(at_work, *asking):
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert answer.endswith(b"ok")
+        await asyncio.wait_for(serving, 5)
+
+
+# the certificate
+
+
+def made(folder: Path, *, days: float = 30, start: float = -1, passphrase: bytes = b"") -> ServerCertificate:
+    folder.mkdir(exist_ok=True)
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now + timedelta(days=start))
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    how = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
+    files = ServerCertificate(folder / "cert.pem", folder / "key.pem")
+    files.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, how))
+    files.chain.write_bytes(certificate.public_bytes(Encoding.PEM))
+    return files
+
+
+def test_wrong_files_are_told_with_what_to_do(tmp_path: Path) -> None:
+    good, other = made(tmp_path / "good"), made(tmp_path / "other")
+    garbage = tmp_path / "garbage.pem"
+    garbage.write_text("not PEM")
+    good.context()
+    wrong = {
+        r"tls-certificate: .*nowhere cannot be read \(No such file": (tmp_path / "nowhere", good.key),
+        r"tls-key: .*nowhere cannot be read \(No such file": (good.chain, tmp_path / "nowhere"),
+        r"tls-key: .* cannot be read \(Is a directory": (good.chain, tmp_path),
+        r"holds no certificate in PEM": (garbage, good.key),
+        r"tls-key: .*garbage.pem cannot be used": (good.chain, garbage),
+        r"is not the key of the first certificate in": (good.chain, other.key),
+    }
+    for message, (chain, key) in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            ServerCertificate(chain, key).context()
+    with pytest.raises(ConfigError, match=r"expired on 20.*: renew it"):
+        made(tmp_path / "old", days=-0.5).context()
+    with pytest.raises(ConfigError, match="is not valid before"):
+        made(tmp_path / "new", start=1).context()
+    with pytest.raises(ConfigError, match="is encrypted"):
+        made(tmp_path / "secret", passphrase=b"secret").context()
+
+
+@on_uvloop
+async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    def shown(address: Address) -> str:
+        return ssl.get_server_certificate(address)
+
+    files, connections = made(tmp_path / "tls"), ClientConnections(30.0, 30.0)
+    certificate = RenewedCertificate(files, every=0.02)
+    async with AsyncExitStack() as stack:
+        url = httpx.URL(await serve(app, stack, connections, certificate))
+        assert url.port is not None
+        address, watching = (url.host, url.port), asyncio.create_task(certificate.watch())
+        first = await asyncio.to_thread(shown, address)
+        assert first.strip() == files.chain.read_text().strip()
+        made(tmp_path / "tls")
+        await until(lambda: "a new certificate" in caplog.text)
+        second = await asyncio.to_thread(shown, address)
+        assert second.strip() == files.chain.read_text().strip() != first.strip()
+        files.key.write_text("broken")
+        await until(lambda: "the one before stays" in caplog.text)
+        assert await asyncio.to_thread(shown, address) == second
+        made(tmp_path / "tls")
+        await until(lambda: caplog.text.count("a new certificate, valid") == 2)
+        assert await asyncio.to_thread(shown, address) not in (first, second)
+        assert caplog.text.count("the one before stays") == 1
+        watching.cancel()

@@ -1,0 +1,142 @@
+"""What cannot travel to a worker is the fault of one request, and nobody else's."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from pdserve.errors import ProtocolError
+from pdserve.frontend.model.processor import Processor
+from pdserve.messages import Submit
+from pdserve.stream import connect, listen
+from tests.conditions import until
+from tests.frontend.conftest import Graph
+from tests.frontend.model.test_moving import post, steps
+from tests.frontend.test_generate import PROMPT, completion
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+HUGE = 1 << 70
+NESTED = {"type": "object", "properties": {"a": {"anyOf": [{"const": 1}, {"const": -HUGE}]}}}
+BAD: list[tuple[dict[str, Any], str]] = [
+    (
+        {"repetition_detection": {"max_pattern_size": HUGE, "min_count": 2}},
+        "repetition_detection.max_pattern_size",
+    ),
+    ({"structured_outputs": {"json": {"enum": [1, HUGE]}}}, "structured_outputs.json.enum[1]"),
+    ({"structured_outputs": {"json": NESTED}}, "structured_outputs.json.properties.a.anyOf[1].const"),
+]
+
+
+def processor(graph: Graph) -> Processor:
+    found = graph.models.find("demo").processor
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("changes", "field"), BAD)
+async def test_it_is_a_400_that_names_the_field(
+    graph: Graph, changes: dict[str, Any], field: str, stream: bool
+) -> None:
+    async with graph.worker() as worker:
+        answer = await graph.http.post("/v1/completions", json=completion(**changes, stream=stream))
+        assert answer.status_code == 400
+        assert field in answer.json()["error"]["message"]
+        assert not worker.seen
+
+
+async def test_many_take_nothing_from_others(graph: Graph) -> None:
+    """Neither a place nor tokens of a worker, and when a link is lost the others go on elsewhere."""
+    async with graph.worker(pace=None, at_once=8) as first:
+        before = processor(graph).workers.capacity
+        for _ in range(8):  # as many at once as there are places: 429 would be right for more
+            bad = [post(graph, **BAD[number % len(BAD)][0], n=2) for number in range(5)]
+            assert {answer.status_code for answer in await asyncio.gather(*bad)} == {400}
+        await processor(graph).core.idle()
+        assert processor(graph).workers.capacity == before
+        good = post(graph)
+        await steps(first, 2)
+        async with graph.worker() as second:
+            await first.die()
+            assert (await good).status_code == 200
+    assert second.seen[0].prompt[: len(PROMPT)] == PROMPT
+
+
+async def test_one_that_waits_for_a_worker_does_not_keep_the_others_from_it(graph: Graph) -> None:
+    """It is found out when the link comes up; the link holds, and the request behind it is served."""
+    async with graph.worker(pace=None) as first:
+        waiting = [post(graph, presence_penalty=0.5, request_id="a"), post(graph, request_id="b")]
+        await first.until(lambda: len(first.jobs) == 2)
+        core = processor(graph).core
+        generation = next(found for found in core._generations.values() if found.replays)
+        generation.request.sampling_params.extra_args = {"late": HUGE}
+        await first.die()
+        await until(lambda: not core.running)
+        async with graph.worker() as second:
+            answers = await asyncio.gather(*waiting)
+            assert [answer.status_code for answer in answers] == [400, 200]
+            assert len(second.seen) == 1
+            again = await graph.http.post("/v1/completions", json=completion())
+            assert again.status_code == 200
+    await core.idle()
+
+
+async def test_a_stream_holds_when_a_message_cannot_be_encoded() -> None:
+    async with listen("127.0.0.1") as server, connect(server.address, "f") as client:
+        with pytest.raises(ProtocolError):
+            await client.send(Submit("r", [HUGE], 0.0, []))
+        await client.send(Submit("s", [1], 0.0, []))
+        async with asyncio.timeout(5):
+            _, message = await anext(aiter(server.received()))
+        assert isinstance(message, Submit)
+        assert message.request_id == "s"
+
+
+async def test_a_body_with_text_that_is_no_utf8(graph: Graph) -> None:
+    async with graph.worker():
+        raw = json.dumps(completion(cache_salt="\ud800"))
+        answer = await graph.http.post("/v1/completions", content=raw)
+    assert answer.status_code == 400
+
+
+async def test_a_stream_that_is_refused_when_it_has_begun_is_a_400(graph: Graph) -> None:
+    async with graph.worker():
+        body = {"model": "demo", "input": "hello", "stream": True, "stop_token_ids": [1 << 40]}
+        answer = await graph.http.post("/v1/responses", json=body)
+        assert answer.status_code == 400
+        assert "stop_token_ids" in answer.json()["error"]["message"]
+
+
+RANGE = {"type": "integer", "minimum": -(1 << 64), "maximum": -(1 << 64)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"structured_outputs": {"json": RANGE}},
+        {"structured_outputs": {"json": json.dumps({"items": {"anyOf": [RANGE]}})}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": RANGE}}},
+        {"structured_outputs": {"grammar": "start: %json " + json.dumps(RANGE).replace("max", "m\\u0061x")}},
+    ],
+)
+async def test_a_grammar_that_ends_its_compiler_is_not_compiled(
+    graph: Graph, changes: dict[str, Any]
+) -> None:
+    """Found by `pdserve_bench.fuzz`: llguidance ends the frontend with SIGSEGV."""
+    async with graph.worker() as worker:
+        answer = await graph.http.post("/v1/completions", json=completion(**changes))
+        assert answer.status_code == 400
+        assert "must not be below" in answer.json()["error"]["message"]
+        assert not worker.seen
+
+
+async def test_a_grammar_at_which_its_compiler_panics_is_a_400(graph: Graph) -> None:
+    smiles = "\N{SLIGHTLY SMILING FACE}" * 300
+    schema = {"type": "string", "maxLength": smiles, "minLength": smiles}
+    async with graph.worker():
+        answer = await graph.http.post(
+            "/v1/completions", json=completion(structured_outputs={"json": schema})
+        )
+        assert answer.status_code == 400

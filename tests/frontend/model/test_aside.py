@@ -1,0 +1,211 @@
+"""Large requests: the same answers, and the frontend's loop goes on."""
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from pdserve.frontend.model.generation import MAX_PROMPT_LOGPROBS
+from pdserve.frontend.model.vllm_aside import _pieces
+from tests.conditions import until
+from tests.frontend.conftest import Graph
+from tests.frontend.test_generate import chat, completion
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FATAL = {"type": "integer", "maximum": -(2**63)}
+SCORED: dict[str, object] = {
+    "model": "demo",
+    "query": "a",
+    "items": ["b", "c"],
+    "label_token_ids": [300, 301],
+}
+REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
+    "a completion": ("/v1/completions", completion()),
+    "several prompts and outputs": ("/v1/completions", completion(prompt=["a", "b"], n=2, temperature=0.5)),
+    "logprobs": ("/v1/completions", completion(logprobs=3, n=2, temperature=0.5)),
+    "logprobs of the prompt": ("/v1/completions", completion(prompt_logprobs=3, n=2, temperature=0.5)),
+    "an echo with logprobs": ("/v1/completions", completion(echo=True, logprobs=2)),
+    "an echo with logprobs, streamed": ("/v1/completions", completion(echo=True, logprobs=2, stream=True)),
+    "a plain stream": ("/v1/completions", completion(stream=True)),
+    "a chat": ("/v1/chat/completions", chat()),
+    "a chat streamed": ("/v1/chat/completions", chat(stream=True, stream_options={"include_usage": True})),
+    "a chat with logprobs": ("/v1/chat/completions", chat(logprobs=True, top_logprobs=2, prompt_logprobs=1)),
+    "a chat with tools": ("/v1/chat/completions", chat(tools=[TOOL], tool_choice="none")),
+    "a grammar": ("/v1/completions", completion(structured_outputs={"json": SCHEMA})),
+    "a response": ("/v1/responses", {"model": "demo", "input": HELLO, "max_output_tokens": 8}),
+    "a response streamed": ("/v1/responses", {"model": "demo", "input": HELLO, "max_output_tokens": 8, "stream": True}),
+    "a message": ("/v1/messages", {"model": "demo", "messages": HELLO, "max_tokens": 8}),
+    "a message streamed": ("/v1/messages", {"model": "demo", "messages": HELLO, "max_tokens": 8, "stream": True}),
+    "scores": ("/generative_scoring", SCORED),
+    "tokens": ("/tokenize", {"model": "demo", "prompt": "hello"}),
+    "a wrong type": ("/v1/completions", completion(temperature="warm")),
+    "a wrong value": ("/v1/completions", completion(temperature=-1)),
+    "a wrong grammar": ("/v1/completions", completion(structured_outputs={"json": FATAL})),
+    "too long": ("/v1/chat/completions", chat(messages=[{"role": "user", "content": "a " * 9000}])),
+}  # fmt: skip
+OWN = {"id", "created", "created_at", "completed_at", "item_id", "system_fingerprint", "request_id"}
+"""fields that differ from answer to answer"""
+
+
+@pytest.fixture
+def aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request is large."""
+    monkeypatch.setattr("pdserve.frontend.edge.body.LARGE", 0)
+
+
+def alike(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: alike(part) for name, part in value.items() if name not in OWN}
+    return [alike(part) for part in value] if isinstance(value, list) else value
+
+
+def told(answer: httpx.Response) -> list[Any]:
+    """The status and what was said; of a stream, whose chunks hold what is ready, the kinds of events and all values of
+    each field."""
+    if "event-stream" not in answer.headers["content-type"]:
+        return [answer.status_code, alike(answer.json())]
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]" or "stop" in lines[-1] or "completed" in lines[-1]
+    fields: dict[str, list[Any]] = {}
+    for line in lines:
+        gather(alike(json.loads(line)) if line.startswith("{") else line, "", fields)
+    joined = {path: "".join(map(str, values)) for path, values in fields.items() if path.endswith(SAID)}
+    return [answer.status_code, joined, set(fields)]
+
+
+SAID = ("text", "delta", "content")
+
+
+def gather(value: Any, path: str, fields: dict[str, list[Any]]) -> None:
+    if isinstance(value, dict | list):
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            gather(part, f"{path}.{name}" if isinstance(name, str) else path, fields)
+    else:
+        fields.setdefault(path, []).append(value)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_the_answers_are_the_same(graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path, body = REQUESTS[name]
+    async with graph.worker():
+        here = await graph.http.post(path, json=body)
+        monkeypatch.setattr("pdserve.frontend.edge.body.LARGE", 0)
+        aside = await graph.http.post(path, json=body)
+    assert told(aside) == told(here)
+    assert {key for key, _ in aside.headers.items()} == {key for key, _ in here.headers.items()}
+
+
+async def test_a_large_request_of_which_the_client_leaves_is_cancelled(graph: Graph, aside: None) -> None:
+    for stream in (True, False):
+        async with graph.worker(pace=None) as worker:
+            asking = asyncio.create_task(graph.http.post("/v1/completions", json=completion(stream=stream)))
+            await worker.until(lambda worker=worker: worker.seen)
+            asking.cancel()
+            await worker.until(lambda worker=worker: worker.cancelled)
+            assert worker.cancelled == [worker.seen[0].request_id]
+    await until(lambda: graph.models.find("demo").running == 0)
+
+
+async def test_a_large_request_ends_at_its_deadline(graph: Graph, aside: None) -> None:
+    async with graph.worker(pace=None) as worker:
+        answer = await graph.http.post(
+            "/v1/completions", json=completion(), headers={"x-request-timeout": "0.5"}
+        )
+        assert answer.status_code == 504
+        await worker.until(lambda: worker.cancelled)
+
+
+async def test_a_large_request_goes_on_at_another_worker(graph: Graph, aside: None) -> None:
+    async with graph.worker() as worker:
+        expected = (await graph.http.post("/v1/completions", json=completion())).json()["choices"]
+    async with graph.worker(pace=None) as worker:
+        asking = asyncio.create_task(graph.http.post("/v1/completions", json=completion()))
+        await worker.until(lambda: worker.jobs)
+        await worker.step()
+        await worker.die()
+        async with graph.worker():
+            assert (await asking).json()["choices"] == expected
+
+
+async def test_the_loop_goes_on_while_the_logprobs_of_a_prompt_are_written(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In CPU time of the loop's thread between two of its turns."""
+    body = completion(prompt=[300] * 2000, prompt_logprobs=20, n=3, temperature=0.5)
+    done = False
+    longest = 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        while not done:
+            began = time.thread_time()
+            await asyncio.sleep(0)
+            longest = max(longest, time.thread_time() - began)
+
+    async with graph.worker():
+        await graph.http.post("/v1/completions", json=completion())
+        watching = asyncio.create_task(watch())
+        before = time.process_time()
+        async with graph.http.stream("POST", "/v1/completions", json=body) as answer:
+            size = sum([len(part) async for part in answer.aiter_raw()])
+        used = time.process_time() - before
+        done = True
+        await watching
+    assert size > 5_000_000
+    assert longest < used / 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "prompts", "n"),
+    [({"prompt_logprobs": 20}, 1, 7), ({"prompt_logprobs": 20}, 7, 1), ({"echo": True, "logprobs": 9}, 4, 4)],
+)
+async def test_too_many_logprobs_of_prompts_are_refused(
+    graph: Graph, asked: dict[str, object], prompts: int, n: int
+) -> None:
+    body = completion(prompt=[[300] * 3990] * prompts, n=n, temperature=0.5, max_tokens=1, **asked)
+    async with graph.worker() as worker:
+        answer = await graph.http.post("/v1/completions", json=body)
+        assert answer.status_code == 400, answer.text[:300]
+        assert f"one request may have {MAX_PROMPT_LOGPROBS}" in answer.json()["error"]["message"]
+        await until(lambda: not worker.jobs)
+        assert (await graph.http.post("/v1/completions", json=completion())).status_code == 200
+
+
+async def test_a_model_that_is_gone_leaves_no_thread(graph: Graph) -> None:
+    before = threading.active_count()
+    async with graph.worker("other"):
+        await until(lambda: any(card.name == "other" for card in graph.models.listed()))
+        assert threading.active_count() > before
+        graph.models._remove("other")
+        await until(lambda: not graph.models._retiring)
+    await until(lambda: not [thread for thread in threading.enumerate() if "_run" in thread.name][1:])
+
+
+@pytest.mark.parametrize("depth", range(5))
+async def test_json_in_pieces_is_the_same(depth: int) -> None:
+    content = {
+        "choices": [{5: {}, "logprobs": {"é\ud7ff": [1.5, 1e16, None] * 300, "5": {}}, "x": []}] * 3,
+        "usage": None,
+    }
+    whole = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    assert "".join(_pieces(content, depth)) == whole
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        list(_pieces({"choices": [float("nan")]}, depth))
+
+
+@pytest.mark.parametrize(("n", "status"), [(1, 200), (64, 400)])
+async def test_parameters_that_each_output_takes_along_are_bounded(graph: Graph, n: int, status: int) -> None:
+    """With 128 outputs, 4 MB of them would be half a gigabyte on the way to the workers."""
+    body = completion(n=n, temperature=0.5, vllm_xargs={"a": "x" * 1_000_000})
+    async with graph.worker():
+        answer = await graph.http.post("/v1/completions", json=body)
+    assert answer.status_code == status
+    assert status == 200 or "in all outputs; they may have 33554432" in answer.json()["error"]["message"]

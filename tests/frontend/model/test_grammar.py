@@ -1,0 +1,36 @@
+"""A structured output that no engine can compile is the client's error, found by trying once."""
+
+import pytest
+
+from tests.frontend.conftest import Graph
+from tests.frontend.model.test_poison import workers
+from tests.frontend.test_generate import completion
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_it_is_a_400_after_one_try(graph: Graph, stream: bool) -> None:
+    async with workers(graph, 2, 0) as both:
+        for worker in both:
+            worker.engine.faults.no_grammars = True
+        before = sum(len(worker.engine._seen) for worker in both)  # the self-tests'
+        asked = completion(structured_outputs={"regex": "[a-z]+"}, stream=stream)
+        answer = await graph.http.post("/v1/completions", json=asked)
+        tries = sum(len(worker.engine._seen) for worker in both) - before
+        well = await graph.http.post("/v1/completions", json=completion())
+    assert answer.status_code == 400, answer.text
+    assert "cannot be compiled" in answer.json()["error"]["message"]
+    assert tries == 1
+    assert well.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "asked", [{"regex": "(["}, {"grammar": "root ::= nowhere"}, {"json": {"type": "objectx"}}]
+)
+async def test_what_cannot_be_parsed_never_reaches_a_worker(graph: Graph, asked: dict[str, object]) -> None:
+    async with graph.worker() as worker:
+        answer = await graph.http.post("/v1/completions", json=completion(structured_outputs=asked))
+    assert answer.status_code == 400
+    assert "rammar" in answer.json()["error"]["message"]
+    assert not worker.seen

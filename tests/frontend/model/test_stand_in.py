@@ -1,0 +1,185 @@
+"""No decode worker is there: a prefill worker decodes until one is back."""
+
+import asyncio
+from contextlib import AbstractAsyncContextManager
+
+import pytest
+from msgspec.structs import replace
+from prometheus_client import REGISTRY
+
+from pdserve.records import Role, encode_record
+from pdserve.registry import keys
+from pdserve.registry.memory import MemoryRegistry
+from tests.conditions import until
+from tests.frontend.conftest import Graph, card
+from tests.frontend.model.echo import EchoWorker, continuation
+from tests.frontend.model.test_moving import post, steps
+from tests.frontend.test_generate import PROMPT, completion, text_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def stand_in(
+    graph: Graph, pace: float | None = 0.0, at_once: int = 0
+) -> AbstractAsyncContextManager[EchoWorker]:
+    return graph.worker(role=Role.PREFILL, connected=False, pace=pace, at_once=at_once)
+
+
+def handed_over() -> float:
+    labels = {"model": "demo", "reason": "handed-over"}
+    return REGISTRY.get_sample_value("pdserve_migrations_total", labels) or 0.0
+
+
+async def decoding(graph: Graph, live: int) -> None:
+    await until(lambda: graph.models.live().get("demo") == live)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.frontend.model.workers.HAND_OVER", 0.0)
+    monkeypatch.setattr("pdserve.frontend.model.workers.LOOK", 0.01)
+
+
+@pytest.mark.parametrize("generated", [0, 1, 5])
+async def test_a_stream_goes_on_at_a_prefill_worker(graph: Graph, generated: int) -> None:
+    async with stand_in(graph) as prefill, graph.worker(pace=None) as decode:
+        request = post(graph, max_tokens=12)
+        await steps(decode, generated)
+        assert not prefill.hello, "it is not connected while a decode worker is there"
+        await decode.die()
+        answer = await request
+        expected = await text_of(graph, continuation(PROMPT, 12))
+    assert answer.json()["choices"][0]["text"] == expected
+    assert answer.headers["x-pdserve-instance"] == f"{decode.id},{prefill.id}"
+    assert [submit.prompt for submit in prefill.seen] == [PROMPT + continuation(PROMPT, generated)]
+
+
+async def test_new_requests_and_the_list_of_models_do_without_a_decode_worker(graph: Graph) -> None:
+    async with stand_in(graph) as prefill:
+        async with graph.worker():
+            pass
+        answer = await graph.http.post("/v1/completions", json=completion())
+        listed = (await graph.http.get("/v1/models")).json()["data"]
+    assert answer.headers["x-pdserve-instance"] == prefill.id
+    assert [model["id"] for model in listed] == ["demo"]
+
+
+async def test_while_the_only_decode_worker_drains_new_requests_go_to_the_stand_in(graph: Graph) -> None:
+    async with EchoWorker("decode-0-drains", pace=None) as decode, MemoryRegistry(graph.registry) as registry:
+        await registry.put(keys.card("demo", decode.id), encode_record(card()))
+        await registry.put(keys.instance(decode.instance), encode_record(decode.instance))
+        await decode.until(lambda: decode.hello)
+        async with stand_in(graph) as prefill:
+            running = post(graph)
+            await steps(decode, 1)
+            assert not prefill.hello
+            draining = replace(decode.instance, draining=True)
+            await registry.put(keys.instance(draining), encode_record(draining))
+            await prefill.until(lambda: prefill.hello)
+            answer = await graph.http.post("/v1/completions", json=completion())
+            decode.go()
+            assert (await running).headers["x-pdserve-instance"] == decode.id
+        assert answer.headers["x-pdserve-instance"] == prefill.id
+
+
+async def test_a_decode_worker_that_is_back_gets_the_new_requests_and_what_has_not_begun(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.frontend.model.workers.LOOK", 0.01)
+    async with stand_in(graph, pace=None) as prefill:
+        async with graph.worker():
+            pass
+        begun = post(graph, max_tokens=3)
+        await steps(prefill, 1)
+        waiting = post(graph)
+        await prefill.until(lambda: len(prefill.jobs) == 2)
+        async with graph.worker() as decode:
+            fresh = await graph.http.post("/v1/completions", json=completion())
+            moved = await waiting
+            assert fresh.headers["x-pdserve-instance"] == decode.id
+            assert moved.headers["x-pdserve-instance"] == f"{prefill.id},{decode.id}"
+            await prefill.until(lambda: len(prefill.jobs) == 1)
+            await steps(prefill, 2)
+            assert (await begun).headers["x-pdserve-instance"] == prefill.id
+
+
+async def test_what_still_runs_on_a_stand_in_is_handed_over(graph: Graph, at_once: None) -> None:
+    before = handed_over()
+    async with stand_in(graph, pace=None) as prefill:
+        async with graph.worker():
+            pass
+        request = post(graph, max_tokens=12)
+        await steps(prefill, 5)
+        async with graph.worker() as decode:
+            answer = await request
+            expected = await text_of(graph, continuation(PROMPT, 12))
+            await until(lambda: {link.to for link in graph.models.links()} == {decode.id})
+        assert answer.json()["choices"][0]["text"] == expected
+        assert answer.headers["x-pdserve-instance"] == f"{prefill.id},{decode.id}"
+        assert not prefill.jobs
+        (submit,) = decode.seen
+        assert (submit.prompt, submit.migrated) == (PROMPT + continuation(PROMPT, 5), False)
+    assert handed_over() == before + 1
+
+
+async def test_a_request_that_would_have_to_be_replayed_ends_at_the_stand_in(
+    graph: Graph, at_once: None
+) -> None:
+    async with stand_in(graph, pace=None) as prefill:
+        async with graph.worker():
+            pass
+        request = post(graph, presence_penalty=0.5)
+        await steps(prefill, 2)
+        async with graph.worker() as decode:
+            assert (await graph.http.post("/v1/completions", json=completion())).status_code == 200
+            await asyncio.sleep(0.1)
+            prefill.go()
+            assert (await request).headers["x-pdserve-instance"] == prefill.id
+            assert len(decode.seen) == 1
+
+
+async def test_a_stand_in_gets_no_more_requests_than_its_engine_runs(graph: Graph) -> None:
+    async with stand_in(graph, pace=None, at_once=2) as prefill:
+        async with graph.worker():
+            pass
+        await decoding(graph, 1)
+        requests = [post(graph) for _ in range(3)]
+        await prefill.until(lambda: len(prefill.seen) == 2)
+        await asyncio.sleep(0.1)
+        assert len(prefill.seen) == 2
+        prefill.go()
+        assert {(await request).status_code for request in requests} == {200}
+
+
+async def test_a_stand_in_that_dies_too_is_followed_by_another_or_by_a_decode_worker(graph: Graph) -> None:
+    async with graph.worker(pace=None) as decode:
+        request = post(graph, max_tokens=12)
+        await steps(decode, 1)
+        async with stand_in(graph, pace=None) as first:
+            await decode.die()
+            await steps(first, 1)
+            async with stand_in(graph, pace=None) as second:
+                await first.die()
+                await steps(second, 1)
+    async with graph.worker() as back:
+        answer = await request
+        expected = await text_of(graph, continuation(PROMPT, 12))
+    assert answer.json()["choices"][0]["text"] == expected
+    assert answer.headers["x-pdserve-instance"] == ",".join(w.id for w in (decode, first, second, back))
+
+
+@pytest.mark.parametrize(("address", "loaded"), [(False, ""), (True, "other")])
+async def test_a_prefill_worker_without_an_address_or_with_other_weights_does_not_stand_in(
+    graph: Graph, address: bool, loaded: str
+) -> None:
+    prefill = EchoWorker("prefill-0-no", loaded=loaded, role=Role.PREFILL)
+    async with prefill, MemoryRegistry(graph.registry) as registry:
+        instance = prefill.instance if address else replace(prefill.instance, address="")
+        await registry.put(keys.instance(instance), encode_record(instance))
+        async with graph.worker():
+            pass
+        await decoding(graph, 0)
+        headers = {"x-request-timeout": "0.3"}
+        answer = await graph.http.post("/v1/completions", json=completion(), headers=headers)
+        assert answer.status_code == 503
+        assert not prefill.hello

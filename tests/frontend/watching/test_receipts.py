@@ -1,0 +1,436 @@
+"""What a frontend tells of its requests: where each went, why, and what took how long."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import httpx
+import msgspec
+import pytest
+from msgspec.structs import replace
+from prometheus_client import REGISTRY
+from vllm.v1.engine import FinishReason
+
+from pdserve import watch
+from pdserve.config.api_keys import ApiKey
+from pdserve.config.schema import AdmissionLimits
+from pdserve.frontend.app import FrontendApp
+from pdserve.frontend.keys.auth import ApiKeys
+from pdserve.frontend.watching import receipts
+from pdserve.messages import Failed, Hop
+from pdserve.observe.pages import serve_pages
+from pdserve.observe.tracing import Tracer
+from pdserve.records import Instance, Role, encode_record
+from pdserve.registry import keys
+from pdserve.registry.memory import MemoryRegistry
+from pdserve.watch import Receipt
+from tests.conditions import until
+from tests.frontend.conftest import Graph
+from tests.frontend.model.echo import EchoWorker, Step
+from tests.frontend.model.test_moving import post, steps
+from tests.frontend.test_generate import PROMPT, chat, completion
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+HOPS = [
+    Hop("queue", 1e-6, 1e-6, "prefill-0"),
+    Hop("prefill", 2e-6, 1e-6, "prefill-0"),
+    Hop("first-step", 3e-6, 1e-6),
+]
+
+
+def newest(graph: Graph) -> Receipt:
+    (receipt,) = graph.app.receipts.newest(1)
+    return receipt
+
+
+def way(receipt: Receipt) -> list[tuple[str, str, str]]:
+    assert all(early.start <= late.start for early, late in pairwise(receipt.hops))
+    assert all(hop.start >= 0 and hop.start + hop.seconds <= receipt.seconds + 0.02 for hop in receipt.hops)
+    assert {hop.name for hop in receipt.hops} <= watch.HOPS.keys()
+    return [(hop.name, hop.instance, hop.why) for hop in receipt.hops]
+
+
+def remote(worker: EchoWorker) -> EchoWorker:
+    worker.placed = replace(worker.placed, prefill="remote", reason="long", cached=3, hops=HOPS)
+    return worker
+
+
+async def test_the_way_of_a_request(graph: Graph) -> None:
+    async with graph.worker() as worker:
+        remote(worker)
+        answer = await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "r-1"})
+    receipt = newest(graph)
+    assert way(receipt) == [
+        ("admission", "", ""),
+        ("queue", "prefill-0", ""),
+        ("prefill", "prefill-0", ""),
+        ("first-step", worker.id, ""),
+        ("decode", worker.id, ""),
+    ]
+    assert receipt.hops[1].start >= HOPS[0].start + receipt.hops[0].start + receipt.hops[0].seconds
+    assert (receipt.request_id, receipt.frontend, receipt.path) == (
+        "r-1",
+        "frontend-0-test",
+        "/v1/completions",
+    )
+    assert (receipt.status, receipt.error, receipt.running) == (200, "", False)
+    assert (receipt.prefill, receipt.reason, receipt.instances) == ("remote", "long", [worker.id])
+    assert (receipt.prompt_tokens, receipt.output_tokens) == (len(PROMPT), 8)
+    assert receipt.ttft is not None
+    assert 0 < receipt.ttft < receipt.seconds <= receipt.age
+    assert answer.status_code == 200
+
+
+async def test_a_running_request_has_one(graph: Graph) -> None:
+    async with graph.worker(pace=None) as worker:
+        request = post(graph)
+        await steps(worker, 3)
+        await until(lambda: newest(graph).output_tokens == 3)
+        receipt = newest(graph)
+        assert receipt.running
+        assert receipt.status == 0
+        assert [hop.name for hop in receipt.hops] == ["admission", "decode"]
+        worker.go()
+        await request
+    assert not newest(graph).running
+
+
+async def test_a_request_that_moves_tells_both_workers(graph: Graph) -> None:
+    async with graph.worker(pace=None) as first:
+        remote(first)
+        request = post(graph, max_tokens=6)
+        await steps(first, 2)
+        await first.die()
+        await until(lambda: newest(graph).retries == 1)
+        await until(lambda: newest(graph).hops[-1].why == "no decode worker is there")
+        async with graph.worker() as second:
+            await request
+    receipt = newest(graph)
+    assert way(receipt) == [
+        ("admission", "", ""),
+        ("queue", "prefill-0", ""),
+        ("prefill", "prefill-0", ""),
+        ("first-step", first.id, ""),
+        ("decode", first.id, ""),
+        ("migration", first.id, f"{first.id} is gone"),
+        ("admission", "", "no decode worker is there"),
+        ("decode", second.id, ""),
+    ]
+    assert (receipt.retries, receipt.instances, receipt.prefill) == (1, [first.id, second.id], "local")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prompts"),
+    [
+        ("/v1/completions", completion(n=3, temperature=1.0), 1),
+        ("/v1/completions", completion(prompt=[PROMPT, PROMPT]), 2),
+        ("/v1/chat/completions/batch", chat(messages=[chat()["messages"]] * 2), 0),
+    ],
+)
+async def test_several_sequences_have_the_way_of_the_first(
+    graph: Graph, path: str, body: dict[str, object], prompts: int
+) -> None:
+    async with graph.worker() as worker:
+        remote(worker)
+        answer = await graph.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    receipt = newest(graph)
+    assert [hop.name for hop in receipt.hops] == ["admission", "queue", "prefill", "first-step", "decode"]
+    assert receipt.output_tokens == 8 * max(len(worker.seen), 2)
+    if prompts:
+        assert receipt.prompt_tokens == prompts * len(PROMPT)
+
+
+async def test_a_client_that_leaves(graph: Graph) -> None:
+    async with graph.worker(pace=None) as worker:
+        request = post(graph)
+        await steps(worker, 1)
+        request.cancel()
+        await until(lambda: not newest(graph).running)
+    receipt = newest(graph)
+    assert (receipt.status, receipt.error) == (499, "the client left")
+    assert [hop.name for hop in receipt.hops] == ["admission", "decode"]
+
+
+async def test_requests_that_are_refused(graph: Graph) -> None:
+    secret = "SECRET"
+    async with graph.worker() as worker:
+        for body, status in [
+            (completion(temperature=secret), 400),
+            (completion(structured_outputs=secret), 400),
+            (completion(model=secret), 404),
+        ]:
+            answer = await graph.http.post("/v1/completions", json=body)
+            receipt = newest(graph)
+            assert answer.status_code == receipt.status == status
+            assert receipt.error == ""
+            assert secret not in str(receipt)
+        worker.fail = Failed("", "x" * 10_000)
+        answer = await graph.http.post("/v1/completions", json=completion())
+        receipt = newest(graph)
+        assert answer.status_code == receipt.status == 500
+        assert receipt.error == "x" * 300
+
+
+async def test_what_waits_and_is_refused(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with graph.worker(pace=None, at_once=2) as worker:
+        admission = graph.models.find("demo").admission
+        monkeypatch.setattr(admission, "limits", AdmissionLimits(max_waiting=1))
+        requests = [post(graph) for _ in range(2)]
+        await worker.until(lambda: len(worker.jobs) == 2)  # both places
+        waiting = post(graph)
+        await until(lambda: len(admission) == 1)
+        assert [hop.name for hop in newest(graph).hops] == ["admission"]
+        answer = await post(graph)
+        assert answer.status_code == newest(graph).status == 429
+        assert "wait" in newest(graph).error
+        worker.go()
+        await asyncio.gather(*requests, waiting)
+    held = graph.app.receipts.newest(2)[1].hops[0]
+    assert (held.name, held.why) == ("admission", "")
+    assert held.seconds > 0
+
+
+async def test_they_are_bounded(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = receipts.Receipts("f", Tracer())
+    monkeypatch.setattr(graph.app, "receipts", kept)
+    monkeypatch.setattr(kept, "_over", type(kept._over)(maxlen=3))
+    async with graph.worker():
+        for number in range(5):
+            headers = {"x-request-id": f"r-{number % 4}"}
+            await graph.http.post("/v1/completions", json=completion(max_tokens=number + 1), headers=headers)
+    assert [receipt.request_id for receipt in kept.newest(9)] == ["r-0", "r-3", "r-2"]
+    assert [receipt.output_tokens for receipt in kept.newest(1, request_id="r-0")] == [5]
+    monkeypatch.setattr(receipts, "KEPT_FOR", 0.0)
+    assert kept.newest(9) == []
+
+
+async def test_ticks(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = receipts.Receipts("f", Tracer())
+    monkeypatch.setattr(graph.app, "receipts", kept)
+    monkeypatch.setattr(receipts, "TICK", 0.01)
+    ticking = asyncio.create_task(kept.tick())
+    async with graph.worker() as worker:
+        await post(graph)
+        await post(graph, temperature=-1)
+        worker.fail = Failed("", "it broke")
+        await post(graph)
+        await until(lambda: sum(tick.requests for tick in kept.ticks) == 3)
+    ticking.cancel()
+    told = list(kept.ticks)
+    assert sum(tick.requests for tick in told) == 3
+    assert sum(tick.failed for tick in told) == 1
+    assert sum(tick.refused for tick in told) == 0
+    assert sum(tick.tokens for tick in told) == 8
+    assert sum(sum(tick.ttft) for tick in told) == 1
+    assert sum(sum(tick.itl) for tick in told) == 7
+    assert {len(tick.ttft) for tick in told} <= {0, len(watch.BUCKETS) + 1}
+
+
+async def test_links(graph: Graph) -> None:
+    async with graph.worker(pace=None) as worker:
+        request = post(graph)
+        await worker.until(lambda: worker.jobs)
+        links = {link.to: link for link in graph.models.links()}
+        assert links[worker.id] == watch.LinkState(worker.id, "requests", requests=1, round_trip=0.0)
+        await worker.die()
+        await until(lambda: not {link.to: link for link in graph.models.links()}[worker.id].up)
+        lost = {link.to: link for link in graph.models.links()}[worker.id]
+        assert (lost.kind, lost.requests, lost.failure) == ("requests", 0, f"{worker.id} is gone")
+        assert lost.failures >= 1
+        request.cancel()
+    await until(lambda: worker.id not in {link.to for link in graph.models.links()})
+
+
+async def test_the_headers_of_an_answer(graph: Graph) -> None:
+    async with graph.worker() as worker:
+        remote(worker)
+        worker.placed = replace(worker.placed, reason='l"o\r\nx: y')
+        whole = await graph.http.post("/v1/completions", json=completion())
+        stream = await graph.http.post("/v1/completions", json=completion(stream=True))
+        wrong = await graph.http.post("/v1/completions", json=completion(temperature=-1))
+    for answer in (whole, stream):
+        assert answer.headers["x-pdserve-reason"] == "l?o??x: y"
+        assert answer.headers["x-pdserve-cached-tokens"] == "0"
+        assert answer.headers["x-pdserve-retries"] == "0"
+    told = r'admission;dur=\d+\.\d\d, queue;dur=0.00;desc="prefill-0", prefill;dur=0.00;desc="prefill-0", '
+    told += rf'first-step;dur=0.00;desc="{worker.id}"'
+    assert re.fullmatch(told, stream.headers["server-timing"])
+    assert re.fullmatch(rf'{told}, decode;dur=\d+\.\d\d;desc="{worker.id}"', whole.headers["server-timing"])
+    assert re.fullmatch(r"admission;dur=\d+\.\d\d", wrong.headers["server-timing"])
+    assert "x-pdserve-prefill" not in wrong.headers
+
+
+@asynccontextmanager
+async def other_frontend(graph: Graph, kept: list[Receipt]) -> AsyncIterator[list[tuple[object, ...]]]:
+    """What it is asked for."""
+    asked: list[tuple[object, ...]] = []
+
+    def tell(limit: int, key: str | None, request_id: str) -> list[Receipt]:
+        asked.append((limit, key, request_id))
+        return [told for told in kept if key in (None, told.key) and request_id in ("", told.request_id)]
+
+    with serve_pages("127.0.0.1") as page:
+        page.receipts = tell
+        instance = Instance("frontend-1-test", Role.FRONTEND, metrics=page.metrics)
+        async with MemoryRegistry(graph.registry) as registry:
+            await registry.put(keys.instance(instance), encode_record(instance))
+            await until(lambda: any(found.id == instance.id for found in graph.models.frontends()))
+            yield asked
+
+
+async def test_the_pages(graph: Graph) -> None:
+    there = Receipt("there", "frontend-1-test", "/v1/completions", 0.0)
+    async with graph.worker(), other_frontend(graph, [there]) as asked:
+        await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "here"})
+        here = (await graph.http.get("/requests/here")).json()
+        assert asked == [], "it is here"
+        assert (here["request_id"], here["frontend"], here["status"]) == ("here", "frontend-0-test", 200)
+        assert [hop["name"] for hop in here["hops"]] == ["admission", "decode"]
+        found = await graph.http.get("/requests/there")
+        assert msgspec.json.decode(found.content, type=Receipt) == there
+        missing = await graph.http.get("/requests/nowhere")
+        assert missing.status_code == 404
+        assert "for 15 minutes" in missing.json()["error"]["message"]
+        told = (await graph.http.get("/requests", params={"limit": 100})).json()["data"]
+        assert [receipt["request_id"] for receipt in told[:2]] == ["there", "here"]
+        assert len((await graph.http.get("/requests?limit=1")).json()["data"]) == 1
+        for limit in ("0", "-1", "x", "101", "9" * 99, "", "000000001" + "9" * 5000):
+            assert (await graph.http.get("/requests", params={"limit": limit})).status_code == 400, limit
+        assert (await graph.http.post("/requests")).status_code == 405
+
+
+async def test_a_key_sees_its_own(graph: Graph) -> None:
+    known = [ApiKey.of("one", "alice"), ApiKey.of("two", "bob"), ApiKey.of("three", "root", admin=True)]
+    app = FrontendApp(graph.models, graph.app._pages._metrics, ApiKeys(known), 20.0)
+    there = [Receipt(f"of-{name}", "f", "/v1/completions", 1e6, key=name) for name in ("alice", "bob")]
+    transport = httpx.ASGITransport(app)
+    bearer = {key: {"authorization": f"Bearer {key}"} for key in ("one", "two", "three")}
+    async with (
+        graph.worker(),
+        other_frontend(graph, there),
+        httpx.AsyncClient(transport=transport, base_url="http://f") as http,
+    ):
+        for key, tokens in (("one", 1), ("two", 2)):
+            headers = {**bearer[key], "x-request-id": "same"}
+            await http.post("/v1/completions", json=completion(max_tokens=tokens), headers=headers)
+
+        async def seen(key: str) -> list[tuple[str, str]]:
+            data = (await http.get("/requests", headers=bearer[key])).json()["data"]
+            return [(told["request_id"], told["key"]) for told in data]
+
+        assert await seen("one") == [("same", "alice"), ("of-alice", "alice")]
+        assert await seen("two") == [("same", "bob"), ("of-bob", "bob")]
+        assert {name for _, name in await seen("three")} == {"alice", "bob"}
+        assert (await http.get("/requests/of-bob", headers=bearer["one"])).status_code == 404
+        assert (await http.get("/requests/of-bob", headers=bearer["three"])).json()["key"] == "bob"
+        for key, tokens in (("one", 1), ("two", 2), ("three", 2)):
+            receipt = (await http.get("/requests/same", headers=bearer[key])).json()
+            assert receipt["output_tokens"] == tokens, key
+        assert (await http.get("/requests")).status_code == 401
+        refused = await http.post("/v1/completions", json=completion())
+        assert refused.status_code == 401
+        assert refused.headers["x-request-id"] not in {name for name, _ in await seen("three")}
+
+
+async def test_what_a_worker_tells_wrongly_is_bounded(graph: Graph) -> None:
+    nan, infinite = float("nan"), float("inf")
+    wrong = [
+        Hop("prefill", nan, infinite, "i" * 1000, "w" * 1000),
+        Hop("queue", -5.0, nan),
+        Hop("x\r\n" * 1000, 0.0),
+        *[Hop("transfer", infinite, 1e300)] * 1000,
+    ]
+    async with graph.worker() as worker:
+        worker.placed = replace(worker.placed, prefill="☃\r\nx: y", reason="r" * 10_000, hops=wrong)
+        answer = await graph.http.post("/v1/completions", json=completion())
+        found = await graph.http.get("/requests?limit=1")
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-pdserve-prefill"] == "unknown"
+    assert len(answer.headers["x-pdserve-reason"]) == 300
+    (receipt,) = msgspec.json.decode(msgspec.json.encode(found.json()["data"]), type=list[Receipt])
+    assert {hop.name for hop in receipt.hops} <= watch.HOPS.keys()
+    assert len(receipt.hops) < 40
+    assert all(0 <= hop.start < 2e6 and 0 <= hop.seconds <= 1e6 for hop in receipt.hops)
+    assert max(len(hop.instance) + len(hop.why) for hop in receipt.hops) == 600
+
+
+async def test_requests_that_went_astray_are_told_for_longer(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receipts, "MAX_TOLD", 1)
+    async with graph.worker() as worker:
+        usual = worker.placed
+        worker.placed = replace(usual, hops=[Hop("fallback", 0.0, 0.0, worker.id, "timeout")])
+        await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "fell"})
+        assert [receipt.request_id for receipt in graph.app.receipts.told()].count("fell") == 1
+        worker.placed = usual
+        for _ in range(2):
+            await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "usual"})
+        await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "fell"})
+    told = graph.app.receipts.told()
+    assert [receipt.request_id for receipt in told[:2]] == ["fell", "fell"], "another client chose its id"
+    assert told[1].age > told[0].age
+
+
+async def test_histograms_count_a_request_once(graph: Graph) -> None:
+    def counts() -> list[float]:
+        names = ("pdserve_ttft_seconds_count", "pdserve_e2e_seconds_count")
+        return [REGISTRY.get_sample_value(name, {"model": "demo"}) or 0.0 for name in names]
+
+    async def counted(request: Awaitable[object]) -> list[float]:
+        before = counts()
+        await request
+        await until(lambda: not newest(graph).running)  # its client may have the answer a moment before
+        return [late - early for early, late in zip(before, counts(), strict=True)]
+
+    async def left(worker: EchoWorker) -> None:
+        request = post(graph)
+        await steps(worker, 1)
+        request.cancel()
+        await until(lambda: not newest(graph).running)
+
+    async def lost(first: EchoWorker) -> None:
+        request = post(graph)
+        await steps(first, 2)
+        async with graph.worker():
+            await first.die()
+            await request
+
+    async with graph.worker() as worker:
+        assert await counted(post(graph, n=3, temperature=1.0)) == [1, 1]
+        assert await counted(post(graph, prompt=[PROMPT, PROMPT], stream=True)) == [1, 1]
+        assert await counted(post(graph, temperature=-1)) == [0, 0]
+        worker.script = [Step([5]), Step([], FinishReason.ERROR)]
+        assert await counted(post(graph, stream=True, max_tokens=9)) == [1, 0], "lost too often"
+    async with graph.worker(pace=None) as worker:
+        assert await counted(left(worker)) == [1, 0]
+        assert await counted(lost(worker)) == [1, 1]
+
+
+async def test_links_and_running_sequences_are_metrics(graph: Graph) -> None:
+    def value(name: str, **labels: str) -> float | None:
+        return REGISTRY.get_sample_value(name, {"model": "linked", **labels})
+
+    def migrations(reason: str) -> float:
+        return value("pdserve_migrations_total", reason=reason) or 0.0
+
+    async with graph.worker("linked", pace=None) as first:
+        request = post(graph, model="linked", n=2, temperature=1.0)
+        await first.until(lambda: len(first.jobs) == 2)
+        assert value("pdserve_running_requests") == 2
+        assert (value("pdserve_links", state="up"), value("pdserve_links", state="down")) == (1, 0)
+        await first.die()
+        await until(lambda: value("pdserve_links", state="down") == 1)
+        assert value("pdserve_running_requests") == 0
+        assert migrations("gone") == 2
+        async with graph.worker("linked") as second:
+            await request
+            second.fail = Failed("", "no", retry=True)
+            request = post(graph, model="linked")
+            await until(lambda: migrations("failed") >= 1)
+            second.fail = None
+            await request
