@@ -5,7 +5,7 @@ import re
 import pytest
 from msgspec.structs import replace
 
-from pdserve.cli.trace import matching, not_found, timeline, trace
+from pdserve.cli.trace import matching, not_found, requests, timeline, trace
 from pdserve.command import command
 from pdserve.watch import HOPS
 from tests.graph_states import FELL, SLOW, instance, lines_of
@@ -81,3 +81,13 @@ def test_why_a_receipt_may_not_be_found() -> None:
     assert f"did you mean {SLOW.request_id}?" in said
     assert f"`{command('trace')}` lists the last." in not_found("x", [one], [one.id], [])
     assert "no frontend runs" in not_found("x", [], [], [])
+
+
+@pytest.mark.parametrize("width", [140, 200])
+def test_the_last_requests_are_a_line_each(width: int) -> None:
+    shown = "\n".join(lines_of(requests([FELL, SLOW]), width))
+    assert re.search(r"b0{31} +running +5.0 s ago", shown), shown
+    assert re.search(r"ecba\w{28} +200 +62 s ago +2.0 s +1.2 s +412 +32 +24 +alice +remote: ", shown), shown
+    if width == 200:
+        assert "threshold  prefill-1 → decode-1 → decode-0" in shown
+    assert re.search(r"^ecba9d01 +200 +62 s ago", "\n".join(lines_of(requests([SLOW], 8), 80)), re.M)

@@ -1,32 +1,47 @@
-"""`pdserve status`: the state of a running graph, for people and for machines, once or as it changes."""
+"""`pdserve status`: the state of a running graph, for people and for machines, once or each second."""
 
 import asyncio
 import json
+import logging
+import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import AsyncIterator, Container, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from pdserve import clock
 from pdserve.cli.find import GraphAddress, GraphView, find_graph, view_of
-from pdserve.cli.live import live, states
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
-from pdserve.cli.top import problem_line, state_style
-from pdserve.observe.graph_state import GraphState, decode_workers, settings_changed
-from pdserve.observe.problems import Node, count, duration, nodes, problems
+from pdserve.observe.graph_state import GraphState, decode_workers, graph_state, settings_changed
+from pdserve.observe.pages import read_watched
+from pdserve.observe.problems import (
+    DRAINING,
+    READY,
+    STARTING,
+    Node,
+    Problem,
+    count,
+    duration,
+    nodes,
+    problems,
+)
 from pdserve.observe.tables import show, table
 from pdserve.records import Instance
+from pdserve.watch import Connections, Watched
 
+AGAIN = 1.0
+"""seconds between two looks at all processes, at least"""
 _NUMBERS = ("running", "waiting", "KV used", "KV tokens")
-_PASSING = {"age", "seconds", "start", "round_trip", "moments"}
-"""fields that differ at each look though nothing has changed; what a frontend serves is in its receipts, too"""
+_LEVELS = {"bad": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "cyan")}
 
 
 def status(
@@ -36,7 +51,7 @@ def status(
     credentials: CredentialsFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="everything, as one JSON object")] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="a live screen; in a pipe, and with --json, each change")
+        bool, typer.Option("--watch", help="again each second; in a pipe as JSON, an object in a line")
     ] = False,
 ) -> int:
     """Show the processes of a running graph: those that are registered in etcd, with their load and KV usage as they
@@ -44,13 +59,11 @@ def status(
     queue and the live settings. While etcd does not answer, the processes are those that `serve` on this machine saw
     there last. Exit code 1 where nothing runs.
 
-    With --watch, a screen that is renewed each second: what is wrong, latencies and rates of the last minutes, all
-    processes, the links between them, and the requests that did not go the way that was meant for them (pdserve trace
-    shows any request's way). q or Ctrl-C ends it.
+    With --watch it is drawn again each second, until Ctrl-C.
 
     examples:
       pdserve status                         the graph that runs on this machine
-      pdserve status --watch                 as it changes, live
+      pdserve status --watch                 again each second
       pdserve status -f configs/disagg.yaml --json | jq '.instances[].load'
       pdserve status --etcd 10.0.0.5:2379    a graph elsewhere
     """
@@ -60,12 +73,9 @@ def status(
 async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
     """Return the exit code. Raises NoGraph."""
     async with view_of(graph) as view:
-        if watch and sys.stdout.isatty() and not as_json:
-            await live(view, graph)
-            return 0
         if watch:
-            await _print_changes(view, graph, as_json)
-        state = await anext(states(view, graph.etcd))
+            await _watch(view, graph, as_json or not sys.stdout.isatty())
+        state = await anext(_states(view, graph.etcd))
         if as_json:
             print(json.dumps(as_dict(state, graph), indent=2))
         else:
@@ -76,25 +86,29 @@ async def _status(graph: GraphAddress, as_json: bool, watch: bool) -> int:
     return 0
 
 
-async def _print_changes(view: GraphView, graph: GraphAddress, as_json: bool) -> None:
-    """Until cancelled; with JSON, one line for each change."""
-    printed: Any = None
-    async for state in states(view, graph.etcd):
-        if lasting(now := as_dict(state, graph)) == printed:
-            continue
-        printed = lasting(now)
-        if as_json:
-            print(json.dumps(now), flush=True)
-        else:
-            at = time.strftime("%H:%M:%S", time.localtime(clock.unix()))
-            show(Group(at, render(state, graph), ""), 140)
+async def _watch(view: GraphView, graph: GraphAddress, as_json: bool) -> None:
+    """Show each state until Ctrl-C, or SIGTERM, which also leaves the terminal as it was."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+    logging.getLogger().addHandler(logging.NullHandler())  # what warnings say is among the problems
+    with nullcontext() if as_json else Live(screen=True, auto_refresh=False) as screen:
+        async for state in _states(view, graph.etcd):
+            if screen is None:
+                print(json.dumps(as_dict(state, graph)), flush=True)
+            else:
+                screen.update(render(state, graph), refresh=True)
 
 
-def lasting(told: Any) -> Any:
-    """`told` without the fields of `_PASSING`. Pure."""
-    if isinstance(told, dict):
-        return {key: lasting(value) for key, value in told.items() if key not in _PASSING}
-    return [lasting(value) for value in told] if isinstance(told, list) else told
+async def _states(view: GraphView, etcd: str) -> AsyncIterator[GraphState]:
+    """A state each `AGAIN` seconds, for ever."""
+    own = Connections()
+    own.add("etcd", etcd, view.connected)
+    while True:
+        began = time.monotonic()
+        registered = view.snapshot()
+        watched = await read_watched(registered.instances)
+        watched["this command"] = Watched(outages=own.outages())
+        yield graph_state(*registered, watched)
+        await asyncio.sleep(began + AGAIN - time.monotonic())
 
 
 def as_dict(state: GraphState, graph: GraphAddress) -> dict[str, Any]:
@@ -135,7 +149,13 @@ def render(state: GraphState, graph: GraphAddress) -> RenderableType:
     if graph.url:
         summary.add_row("URL", f"{graph.url}/v1")
     summary.add_row("etcd", f"{graph.etcd}, namespace {graph.namespace}")
-    return Group(_processes(found), *map(problem_line, problems(state, found)), summary)
+    return Group(*map(_problem, problems(state, found)), _processes(found), summary)
+
+
+def _problem(problem: Problem) -> Text:
+    sign, style = _LEVELS[problem.level]
+    since = f" ({duration(problem.seconds)})" if problem.seconds is not None else ""
+    return Text(f"{sign} {problem.text}{since}", style)
 
 
 def _processes(found: Sequence[Node]) -> Table:
@@ -157,7 +177,8 @@ def _mixed(instances: Iterable[Instance]) -> set[str]:
 
 def _row(node: Node, mixed: Container[str]) -> tuple[str | Text, ...]:
     since = f" {duration(node.seconds)}" if node.seconds is not None else ""
-    state = Text(node.state + since, state_style(node))
+    style = "" if node.state == READY else "yellow" if node.state in (DRAINING, STARTING) else "bold red"
+    state = Text(node.state + since, style)
     instance, load = node.instance, node.load
     if instance is None:
         return node.name, state, "", node.host

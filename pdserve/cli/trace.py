@@ -15,10 +15,10 @@ from rich.text import Text
 
 from pdserve.cli.find import GraphAddress, find_graph, view_of
 from pdserve.cli.options import CredentialsFolder, Etcd, GraphFile, Namespace
-from pdserve.cli.top import requests
 from pdserve.command import command
 from pdserve.config.tree import or_nearest
 from pdserve.messages import Hop
+from pdserve.observe.graph_state import slot_name
 from pdserve.observe.pages import read_receipts, read_watched
 from pdserve.observe.problems import duration
 from pdserve.observe.tables import show
@@ -36,6 +36,8 @@ _COLORS = {
 }
 _LEAST = 6
 """characters of an id that find a request"""
+_SHORT = 8
+"""characters of an id in a narrow terminal"""
 
 
 def trace(
@@ -91,10 +93,8 @@ async def _trace(graph: GraphAddress, wanted: str, as_json: bool) -> int:
     elif one:
         show(timeline(one), pipe_width=100)
     elif matches:
-        show(
-            requests(matches, Console().width if sys.stdout.isatty() else 140).table(len(matches) + 1),
-            pipe_width=140,
-        )
+        narrow = sys.stdout.isatty() and Console().width < 120
+        show(requests(matches, _SHORT if narrow else None), pipe_width=140)
     else:
         print("No request has come yet.")
     return 0 if one or not wanted else 1
@@ -127,6 +127,37 @@ def not_found(
         or_nearest(wanted, [receipt.request_id for receipt in last], f"`{command('trace')}` lists the last."),
     ]
     return " ".join(parts)
+
+
+def requests(receipts: Iterable[Receipt], characters: int | None = None) -> Table:
+    """A line for each, in their order, with so many characters of its id. Pure."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("request", "status"):
+        made.add_column(name, no_wrap=True)
+    for name in ("came", "took", "TTFT", "prompt", "cached", "tokens"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for name in ("key", "prefill", "at"):
+        made.add_column(name, overflow="fold")
+    for receipt in receipts:
+        bad = receipt.status >= 500 or receipt.status == 429
+        made.add_row(
+            receipt.request_id[:characters],
+            Text("running", "cyan") if receipt.running else Text(str(receipt.status), "red" if bad else ""),
+            f"{duration(receipt.age)} ago",
+            duration(receipt.seconds),
+            duration(receipt.ttft) if receipt.ttft is not None else "",
+            *map(str, (receipt.prompt_tokens, receipt.cached_tokens, receipt.output_tokens)),
+            receipt.key,
+            receipt.way,
+            " → ".join(map(slot_name, _places(receipt))),
+        )
+    return made
+
+
+def _places(receipt: Receipt) -> Iterable[str]:
+    """The workers that had it, in order."""
+    places = [hop.instance for hop in receipt.hops if hop.name in ("prefill", "decode") and hop.instance]
+    return dict.fromkeys([*places, *receipt.instances])
 
 
 def timeline(receipt: Receipt) -> RenderableType:
