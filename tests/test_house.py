@@ -36,7 +36,7 @@ ALLOWED = {
     "torch": ("engine/vllm/instruction_sets.py", "imports.py", "kv/"),
     "opentelemetry": ("observe/otlp.py",),
     "requests": ("observe/otlp.py",),
-    "rich": ("cli/", "observe/tables.py", "plan/render.py", "supervisor/"),
+    "rich": ("cli/", "observe/tables.py", "plan/render.py"),
     "typer": ("cli/",),
 }
 """outside library -> the only places that may import it"""

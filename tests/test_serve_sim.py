@@ -307,7 +307,7 @@ def test_ctrl_c_on_a_terminal_under_another_program(serve: Serve) -> None:
     """As under `make serve`: only pdserve may get the Ctrl-C, and its exit code is 0."""
     with Terminal(serve.command, serve.env) as terminal:
         terminal.until("Ready after")
-        assert "Starting, " in terminal.text  # the live line
+        assert "starting decode-0, prefill-0 (Ctrl-C stops)" in terminal.text
         terminal.type("\x03")
         terminal.until("the exit code is 0")
     assert serve.processes() == []

@@ -7,30 +7,23 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Self, TextIO
-
-from rich.console import Console, RenderableType
-from rich.text import Text
 
 from pdserve.observe import logs
 from pdserve.observe.logs import LogLine
 from pdserve.supervisor.state import make_private, private
-from pdserve.supervisor.terminal import NonBlockingStream
+from pdserve.supervisor.terminal import LineWriter
+
+log = logging.getLogger(__name__)
 
 FILE_LIMIT = 64 << 20
 """bytes; a log file that reaches it is renamed to `<name>.log.1`, which replaces the one before"""
 
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_COLOURS = {
-    "frontend": "cyan",
-    "decode": "green",
-    "both": "green",
-    "prefill": "magenta",
-    "nats": "blue",
-    "etcd": "blue",
-}
-_LEVEL_STYLES = {"W": "yellow", "E": "bold red", "C": "bold red"}
+_COLOURS = {"frontend": 36, "decode": 32, "both": 32, "prefill": 35, "nats": 34, "etcd": 34}
+_LEVEL_COLOURS = {"W": "33", "E": "1;31", "C": "1;31"}
+"""of ANSI"""
 
 
 class ProcessOutput:
@@ -40,21 +33,19 @@ class ProcessOutput:
     def __init__(
         self, log_dir: Path, fmt: str = "text", verbose: bool = False, stream: TextIO | None = None
     ) -> None:
+        stream = stream or sys.stderr
         self.log_dir = log_dir
         self.json = fmt == "json"
-        self.console = Console(
-            file=NonBlockingStream.over(stream or sys.stderr), highlight=False, soft_wrap=True
-        )
-        if self.json or not self.console.is_terminal:
-            self.console = Console(file=self.console.file, highlight=False, force_terminal=False, width=100)
+        plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+        self._text = logs.text if plain or not stream.isatty() else _coloured
+        self._lines = LineWriter(stream)
         self._verbose = verbose
         self._files: dict[str, LogFile] = {}
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-        if isinstance(self.console.file, NonBlockingStream):
-            self.console.file.finish()
+        self._lines.close()
 
     @contextmanager
     def capture_logging(self) -> Iterator[Self]:
@@ -69,54 +60,29 @@ class ProcessOutput:
             root.handlers[:], root.level = before
             self.close()
 
-    def line(self, name: str, raw: str) -> LogLine:
-        """Store and show a line that process `name` wrote; return it parsed."""
+    def line(self, name: str, raw: str) -> None:
+        """Store and show a line that process `name` wrote."""
         line = logs.parse(raw, name)
         if name not in self._files:
-            self._files[name] = LogFile(self.log_dir / f"{name}.log", self.say)
+            self._files[name] = LogFile(self.log_dir / f"{name}.log", partial(log.warning, "%s"))
         self._files[name].write(logs.text(line))
         if self._verbose or not (line.noise or (line.level in "DI" and line.logger.startswith("vllm"))):
             self.show(line)
-        return line
 
     def show(self, line: LogLine) -> None:
-        if not self.console.is_terminal:
-            self._write(logs.as_json(line) if self.json else logs.text(line))
-            return
-        out = Text(f"{line.time[11:19]} ", "dim")
-        out.append(f"{line.name:<10} ", _COLOURS.get(line.name.split("-")[0], "bold"))
-        out.append(line.message, _LEVEL_STYLES.get(line.level, ""))
-        self.print(out)
+        self._lines.write(logs.as_json(line) if self.json else self._text(line))
 
-    def say(self, message: str) -> None:
-        """Show a line of the supervisor itself."""
-        self.show(LogLine(logs.stamp(), "I", "serve", "pdserve.supervisor", message))
-
-    def print(self, what: RenderableType) -> None:
+    def print(self, text: str) -> None:
         """Show something for people; nothing in JSON."""
         if not self.json:
-            self.quietly(lambda: self.console.print(what))
+            self._lines.write(text)
 
-    def plain(self, text: str) -> None:
-        """Show text to be copied, unwrapped, since a wrapped line could not be pasted; nothing in JSON."""
-        if not self.json:
-            self._write(text)
 
-    def quietly(self, write: Callable[[], None]) -> None:
-        """Call `write`, and be quiet for ever where the terminal is gone: the graph must be stopped all the same. Where
-        the output is redirected to a file on a full disk, lines are dropped only while it is full."""
-        try:
-            if not self.console.quiet:
-                write()
-        except OSError as error:
-            self.console.quiet = error.errno not in _NO_SPACE
-
-    def _write(self, text: str) -> None:
-        def write() -> None:
-            self.console.file.write(text + "\n")
-            self.console.file.flush()
-
-        self.quietly(write)
+def _coloured(line: LogLine) -> str:
+    """For a terminal: the time of day, the process in a colour of its role, and the message in one of its level."""
+    colour, level = _COLOURS.get(line.name.split("-")[0], 1), _LEVEL_COLOURS.get(line.level)
+    message = f"\x1b[{level}m{line.message}\x1b[0m" if level else line.message
+    return f"\x1b[2m{line.time[11:19]}\x1b[0m \x1b[{colour}m{line.name:<10}\x1b[0m {message}"
 
 
 class LogFile:

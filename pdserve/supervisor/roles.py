@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,6 @@ from pdserve.records import Instance, Role, SlotState
 from pdserve.supervisor.child import Child, Exit
 from pdserve.supervisor.exits import Guardian
 from pdserve.supervisor.output import ProcessOutput
-from pdserve.supervisor.progress import StartProgress
 from pdserve.supervisor.readiness import RegisteredInstances
 from pdserve.supervisor.restarts import (
     LOADING_PATIENCE,
@@ -27,6 +27,9 @@ from pdserve.supervisor.restarts import (
 from pdserve.tasks import Apart, forever
 
 log = logging.getLogger(__name__)
+
+REMIND = 10.0
+"""seconds between two lines that say what the start waits for"""
 
 
 @dataclass
@@ -101,19 +104,20 @@ class RoleSupervisor:
         """`patience` are the seconds that a role gets to drain and end."""
         ready_roles: set[Role] = set()
         self._instances = instances
-        self._output = output
         self._patience = patience
         self._loops = [
             RestartLoop(
                 SupervisedRole(
-                    spec, instances, guardian, ready_roles, partial(self._show, spec.name), patience
+                    spec, instances, guardian, ready_roles, partial(output.line, spec.name), patience
                 ),
                 policy,
                 self._on_change,
             )
             for spec in specs
         ]
-        self._progress: StartProgress | None = None
+        self._began = time.monotonic()
+        self._missing = ""
+        """what the frontends lack"""
         self._reported: dict[str, SlotState] = {}
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
@@ -150,27 +154,29 @@ class RoleSupervisor:
     async def _start(
         self, missing: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
     ) -> None:
+        """Log what is awaited, again and again, until all is ready; then call `on_ready`."""
         with Apart("the report of the start"):
-            await self._show_start(missing, on_ready)
+            async with asyncio.TaskGroup() as group:
+                reminding = group.create_task(self._remind())
+                await asyncio.gather(*(loop.settled.wait() for loop in self._loops))
+                async for self._missing in missing:
+                    pass
+                reminding.cancel()
+            roles = [loop.process for loop in self._loops]
+            if absent := [role.name for role in roles if not role.instance]:
+                log.warning("ready, but without %s", ", ".join(absent))
+            on_ready([role.instance for role in roles if role.instance], time.monotonic() - self._began)
 
-    async def _show_start(
-        self, missing: AsyncIterator[str], on_ready: Callable[[list[Instance], float], None]
-    ) -> None:
-        with StartProgress(self._output, [loop.process.name for loop in self._loops]) as progress:
-            self._progress = progress
-            try:
-                async with asyncio.TaskGroup() as group:
-                    reminding = group.create_task(progress.remind())
-                    await asyncio.gather(*(loop.settled.wait() for loop in self._loops))
-                    async for what in missing:
-                        progress.waiting_for(what)
-                    reminding.cancel()
-            finally:
-                self._progress = None
-        roles = [loop.process for loop in self._loops]
-        if absent := [role.name for role in roles if not role.instance]:
-            log.warning("ready, but without %s", ", ".join(absent))
-        on_ready([role.instance for role in roles if role.instance], progress.elapsed)
+    async def _remind(self) -> None:
+        names = [loop.process.name for loop in self._loops]
+        log.info("starting %s (Ctrl-C stops)", ", ".join(names))
+        while True:
+            await asyncio.sleep(REMIND)
+            waiting = [
+                f"{loop.process.name} ({loop.state})" for loop in self._loops if not loop.settled.is_set()
+            ]
+            seconds = time.monotonic() - self._began
+            log.info("%.0f s so far, waiting for %s", seconds, ", ".join(waiting) or self._missing)
 
     async def _run(self, loop: RestartLoop[SupervisedRole]) -> None:
         try:
@@ -193,17 +199,12 @@ class RoleSupervisor:
 
         await asyncio.gather(stop_ready(), *(loop.stop(LOADING_PATIENCE) for loop in loading))
 
-    def _show(self, name: str, raw: str) -> None:
-        line = self._output.line(name, raw)
-        if self._progress:
-            self._progress.line(name, line.message)
-
     def _on_change(self, loop: RestartLoop[SupervisedRole]) -> None:
         self._changed.set()
-        if self._progress:
-            self._progress.changed(loop.process.name, loop.state)
-        elif loop.state is ProcessState.READY:
+        if loop.state is ProcessState.READY and any(run.ready for run in loop.history):
             log.info("%s is ready again", loop.process.name)
+        elif loop.state is ProcessState.READY:
+            log.info("%s is ready after %.0f s", loop.process.name, time.monotonic() - self._began)
 
     async def _report(self) -> None:
         """Write each change of a role's state to the registry; never returns."""

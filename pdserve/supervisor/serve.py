@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import resource
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -28,10 +27,10 @@ from pdserve.supervisor.checks import busy_ports
 from pdserve.supervisor.embedded import check_data, embedded_servers
 from pdserve.supervisor.exits import Guardian, adopt_orphans
 from pdserve.supervisor.output import ProcessOutput
-from pdserve.supervisor.progress import banner, curl, url_of
 from pdserve.supervisor.readiness import RegisteredInstances, until_frontends_ready
 from pdserve.supervisor.restarts import CannotStart, RestartPolicy
 from pdserve.supervisor.roles import RoleSupervisor
+from pdserve.supervisor.summary import summary, url_of
 from pdserve.supervisor.terminal import own_foreground
 from pdserve.tasks import Owner
 
@@ -100,10 +99,7 @@ async def _serve(
         def show_ready(instances: Sequence[Instance], seconds: float) -> None:
             if output.json:
                 log.info("Ready after %.0f s: %s at %s", seconds, graph.model, graph.url)
-            output.print(banner(config, instances, seconds, output.log_dir, registered.view.settings()))
-            if config.frontend:
-                output.plain(f"Try it:\n{curl(config)}\n")
-            output.plain(f"Look at it:\n{command(f'status -f {shlex.quote(str(config.path))}')}\n")
+            output.print(summary(config, instances, seconds, output.log_dir, registered.view.settings()))
 
         frontends = config.frontend.processes if config.frontend else 0
         await roles.run(until_frontends_ready(graph.url, frontends), show_ready)

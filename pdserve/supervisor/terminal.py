@@ -1,22 +1,18 @@
 """The terminal of `pdserve serve`: Ctrl-C reaches pdserve alone, and a terminal that stalls does not hold it up."""
 
-import io
+import errno
 import os
 import select
 import signal
 import stat
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-UNREAD = 1 << 20
-"""bytes that are kept for a terminal or a pipe that is not read; lines beyond them are left out"""
-_CHUNK = 1 << 16
-"""bytes of one write, small so that a slow reader frees `UNREAD` bit by bit"""
-FLUSH_WITHIN = 1.0
-"""seconds at the end to write what is not written yet"""
+WAIT = 0.5
+"""seconds to wait for a reader, once until it reads again"""
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
@@ -43,81 +39,60 @@ def own_foreground() -> Iterator[None]:
             os.tcsetpgrp(terminal, before)
 
 
-class NonBlockingStream(io.TextIOBase):
-    """A text stream that writes from its own thread: a terminal that is stopped (Ctrl-S, a lost connection, a selection
-    in the window) or a pipe that is not read would hold up the supervisor, and soon all roles, whose output it reads.
-
-    It bypasses Python's own buffer, whose lock would keep the process from ending."""
+class LineWriter:
+    """Writes lines and never fails. A terminal or pipe that is not read (Ctrl-S, a lost connection, `| less`) would
+    hold up the supervisor, and soon all roles, whose output it reads: lines are left out until it is read again."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._number = stream, stream.fileno()
-        self._waiting = bytearray()
-        self._writing = 0
-        """bytes that are being written"""
+        self._stream = stream
+        self._descriptor = _non_blocking(stream)
+        self._rest = b""
+        """of a line that was written in part"""
         self._left_out = 0
         """lines"""
         self._gone = False
-        self._changed = threading.Condition()
-        stream.flush()
-        threading.Thread(target=self._run, name="terminal", daemon=True).start()
 
-    @classmethod
-    def over(cls, stream: TextIO) -> TextIO:
-        """Wrap the stream, unless it is a file or memory, where writing never waits for a reader."""
+    def write(self, text: str) -> None:
+        """Be quiet for ever where the reader is gone. A file on a full disk lacks the lines of that time alone."""
         try:
-            is_file = stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
-        except (OSError, ValueError):
-            return stream
-        return stream if is_file else cls(stream)  # type: ignore[return-value]
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._number
-
-    def write(self, text: str) -> int:
-        data = text.encode(self.encoding, "backslashreplace")
-        with self._changed:
             if self._gone:
-                return len(text)
-            if len(self._waiting) + self._writing + len(data) > UNREAD:
-                self._left_out += 1
-                return len(text)
-            if self._left_out:
-                self._waiting += f"({self._left_out} lines were left out here: they were not read)\n".encode()
-                self._left_out = 0
-            self._waiting += data
-            self._changed.notify_all()
-        return len(text)
+                return
+            if self._descriptor is None:
+                self._stream.write(f"{text}\n")
+                self._stream.flush()
+            else:
+                self._send(f"{text}\n".encode(errors="backslashreplace"))
+        except OSError as error:
+            self._gone = error.errno not in NO_SPACE
 
-    def finish(self) -> None:
-        """Wait up to `FLUSH_WITHIN` until all is written."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._gone or not (self._waiting or self._writing), FLUSH_WITHIN)
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
-    def _run(self) -> None:
-        while not self._gone:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
-                data, self._waiting = self._waiting, bytearray()
-                self._writing = len(data)
+    def _send(self, line: bytes) -> None:
+        if self._left_out:
+            line = f"({self._left_out} lines were left out here: they were not read)\n".encode() + line
+        left, wait = self._rest + line, 0.0 if self._rest else WAIT
+        assert self._descriptor is not None
+        while left:
             try:
-                self._write(memoryview(data))
-            except OSError:
-                self._gone = True
-            with self._changed:
-                self._writing = 0
-                self._changed.notify_all()
+                left = left[os.write(self._descriptor, left) :]
+            except BlockingIOError:
+                if not select.select([], [self._descriptor], [], wait)[1]:
+                    break
+        if len(left) > len(line):  # not even the rest was taken
+            self._rest, self._left_out = left[: -len(line)], self._left_out + 1
+        else:
+            self._rest, self._left_out = left, 0
 
-    def _write(self, rest: memoryview) -> None:
-        while rest:
-            try:
-                rest = rest[os.write(self._number, rest[:_CHUNK]) :]
-            except BlockingIOError:  # another program that shares the terminal made it so
-                select.select([], [self._number], [])
-            self._writing = len(rest)
+
+def _non_blocking(stream: TextIO) -> int | None:
+    """A file descriptor of its own for a terminal or a pipe, since others may share the stream's; None for a file or
+    memory, which never wait for a reader, and for what cannot be opened again (a socket, another user's terminal)."""
+    with suppress(OSError, ValueError):
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            stream.flush()
+            path = f"/proc/self/fd/{stream.fileno()}"
+            return os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    return None

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import AsyncIterator, Callable
 from io import StringIO
 from pathlib import Path
+from typing import TextIO
 
 from pdserve.graph import ProcessSpec
 from pdserve.process.presence import instance_id
@@ -52,9 +53,10 @@ class Graph:
         registered: bool = True,
         policy: RestartPolicy = QUICK,
         patience: float = 10,
+        stream: TextIO | None = None,
     ) -> None:
         self.stream = StringIO()
-        self.output = ProcessOutput(folder / "logs", stream=self.stream)
+        self.output = ProcessOutput(folder / "logs", stream=stream or self.stream)
         self.ready = asyncio.Event()
         self.on_ready: Callable[[], None] = self.ready.set
         self.reported: list[SlotState] = []

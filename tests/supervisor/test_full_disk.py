@@ -1,6 +1,7 @@
 """A disk that runs full, and has space again: nothing ends, and everything comes back by itself."""
 
 from collections.abc import Iterator
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from msgspec.structs import replace
 from pdserve.credentials import Credentials
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import ConfigError, Unavailable
-from pdserve.observe.logs import LogLine
 from pdserve.queue.archives import pack_model, unpack
 from pdserve.records import Role
 from pdserve.supervisor import state
@@ -27,7 +27,9 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         yield disk
 
 
-def test_log_lines_are_dropped_and_counted_and_come_back(disk: Disk) -> None:
+def test_log_lines_are_dropped_and_counted_and_come_back(
+    disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
     shown = StringIO()
     output = ProcessOutput(disk.path / "logs", stream=shown)
     output.line("decode-0", "before")
@@ -35,7 +37,7 @@ def test_log_lines_are_dropped_and_counted_and_come_back(disk: Disk) -> None:
     for number in range(500):
         output.line("decode-0", f"full {number:04} " + "x" * 100)
     output.line("prefill-0", "a file that cannot even be made has no space either" * 100)
-    assert shown.getvalue().count("its lines are dropped: No space left on device") in (1, 2)
+    assert caplog.text.count("its lines are dropped: No space left on device") in (1, 2)
     assert "full 0499" in shown.getvalue()
     disk.free()
     for name in ("decode-0", "prefill-0"):
@@ -56,9 +58,8 @@ async def test_a_role_that_writes_much_is_read_to_its_end(disk: Disk) -> None:
     output = ProcessOutput(disk.path / "logs", stream=StringIO())
     output.line("decode-0", "before")
     disk.fill()
-    written: list[LogLine] = []
     spec = fake("for i in range(5000): print('line', i, 'x' * 200)", Role.DECODE)
-    child = Child(spec.name, spec.command, lambda line: written.append(output.line("decode-0", line)))
+    child = Child(spec.name, spec.command, partial(output.line, "decode-0"))
     end = await child.wait()
     assert end.code == 0
     assert end.last_lines[-1].startswith("line 4999")
@@ -76,12 +77,12 @@ async def test_a_line_that_cannot_be_taken_ends_no_reader() -> None:
 def test_a_terminal_that_is_a_file_comes_back(disk: Disk) -> None:
     with (disk.path / "stderr").open("w", buffering=1) as file:
         output = ProcessOutput(disk.path / "logs", stream=file)
-        output.say("before")
+        output.print("before")
         disk.fill()
         for _ in range(100):
-            output.say("full" + "x" * 200)
+            output.print("full" + "x" * 200)
         disk.free()
-        output.say("after")
+        output.print("after")
         output.close()
     assert "after" in (disk.path / "stderr").read_text()
 

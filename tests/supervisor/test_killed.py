@@ -34,8 +34,7 @@ SUPERVISOR = """
 
     async def main():
         specs = [fake(ROLE % "signal.SIG_DFL"), fake(ROLE % "signal.SIG_IGN", Role.PREFILL)]
-        async with Graph(Path(sys.argv[1]), *specs, patience=0.5) as graph:
-            graph.output.console.file = sys.stdout
+        async with Graph(Path(sys.argv[1]), *specs, registered=False, patience=0.5, stream=sys.stdout):
             await asyncio.sleep(600)
 
     asyncio.run(main())

@@ -3,15 +3,11 @@ import logging
 import os
 import shutil
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from contextlib import closing
 from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from pdserve.config.schema import Config, FrontendConfig
 from pdserve.demo import MODEL_DIR
@@ -20,34 +16,26 @@ from pdserve.records import Instance, Role
 from pdserve.supervisor import output as module
 from pdserve.supervisor import terminal
 from pdserve.supervisor.output import LogFile, ProcessOutput
-from pdserve.supervisor.progress import banner, curl, phase_of
-from pdserve.supervisor.terminal import NonBlockingStream
+from pdserve.supervisor.summary import curl, summary
 from tests.conditions import until
 from tests.terminal import Terminal
 
 OURS = "2026-01-31T12:00:00.123 I decode-0 pdserve.decode.worker: request r1: prefill remote"
 
 
-@pytest.fixture
-def output(tmp_path: Path) -> Iterator[ProcessOutput]:
-    made = ProcessOutput(tmp_path, stream=StringIO())
-    yield made
-    made.close()
+def shown(folder: Path, *lines: str, fmt: str = "text") -> str:
+    output = ProcessOutput(folder, fmt, stream=(stream := StringIO()))
+    for line in lines:
+        output.line("decode-0", line)
+    output.print("a summary")
+    output.close()
+    return stream.getvalue().removesuffix("a summary\n")
 
 
-def shown(output: ProcessOutput) -> str:
-    assert isinstance(output.console.file, StringIO)
-    return output.console.file.getvalue()
-
-
-def test_our_lines_pass_through(output: ProcessOutput) -> None:
-    output.line("decode-0", OURS)
-    assert shown(output) == OURS + "\n"
-
-
-def test_foreign_lines_get_the_name_of_their_process(output: ProcessOutput) -> None:
-    output.line("prefill-1", "\x1b[31mucx says hello\x1b[0m")
-    assert shown(output).endswith(" I prefill-1 -: ucx says hello\n")
+def test_our_lines_pass_through_and_foreign_lines_get_the_name_of_their_process(tmp_path: Path) -> None:
+    first, second = shown(tmp_path, OURS, "\x1b[31mucx says hello\x1b[0m").splitlines()
+    assert first == OURS
+    assert second.endswith(" I decode-0 -: ucx says hello")
 
 
 @pytest.mark.parametrize(
@@ -64,27 +52,23 @@ def test_foreign_lines_get_the_name_of_their_process(output: ProcessOutput) -> N
     ],
 )
 def test_the_terminal_shows_what_matters_and_the_file_has_all(
-    output: ProcessOutput, tmp_path: Path, line: str, visible: bool
+    tmp_path: Path, line: str, visible: bool
 ) -> None:
-    output.line("decode-0", line)
-    assert (line.split(": ")[-1] in shown(output)) is visible
+    assert (line.split(": ")[-1] in shown(tmp_path, line)) is visible
     assert line.split(": ")[-1] in (tmp_path / "decode-0.log").read_text()
 
 
 def test_json_lines_are_json_whichever_process_wrote_them(tmp_path: Path) -> None:
-    output = ProcessOutput(tmp_path, fmt="json", stream=StringIO())
     record = logging.LogRecord("pdserve.x", logging.ERROR, __file__, 1, "it broke", None, None)
-    for raw in (logs.LineFormatter("decode-0", "json").format(record), OURS, "a foreign line", '{"time": 1}'):
-        output.line("decode-0", raw)
-    output.print("a banner")
-    lines = [json.loads(line) for line in shown(output).splitlines()]
+    ours = logs.LineFormatter("decode-0", "json").format(record)
+    text = shown(tmp_path, ours, OURS, "a foreign line", '{"time": 1}', fmt="json")
+    lines = [json.loads(line) for line in text.splitlines()]
     assert [(line["role"], line["level"], line["message"]) for line in lines] == [
         ("decode-0", "error", "it broke"),
         ("decode-0", "info", "request r1: prefill remote"),
         ("decode-0", "info", "a foreign line"),
         ("decode-0", "info", '{"time": 1}'),
     ]
-    output.close()
 
 
 def test_a_traceback_is_one_record() -> None:
@@ -107,7 +91,7 @@ def test_a_terminal_that_is_gone_stops_nothing(tmp_path: Path) -> None:
     output = ProcessOutput(tmp_path, stream=Gone())
     for _ in range(2):
         output.line("decode-0", OURS)
-        output.print("a banner")
+        output.print("a summary")
     assert (tmp_path / "decode-0.log").read_text().count("prefill remote") == 2
     output.close()
 
@@ -123,107 +107,80 @@ def test_log_files_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert max(sizes) < 1200
 
 
-@pytest.mark.parametrize(
-    ("message", "phase"),
-    [
-        ("Starting to load model /m...", "loading weights"),
-        ("Loading weights took 0.01 seconds", "allocating KV cache"),
-        ("GPU KV cache size: 524,288 tokens", "warming up"),
-        ("init engine (profile, create kv cache, warmup model) took 2.23 s", "registering"),
-        ("request r1: prefill remote", None),
-    ],
-)
-def test_phases_are_told_from_vllms_words(message: str, phase: str | None) -> None:
-    assert phase_of(message) == phase
-
-
-def test_the_banner_fits_a_hundred_columns_and_its_curl_is_json(tmp_path: Path) -> None:
+def test_the_summary_says_where_it_is_and_its_curl_is_json(tmp_path: Path) -> None:
     config = Config(tmp_path / "graph.yaml", str(MODEL_DIR), "demo", FrontendConfig(port=8123), None, None)
-    workers = [
-        Instance(
-            f"{role}-0-ab12cd34",
-            role,
-            kv_blocks=16384,
-            block_size=32,
-            kv_tokens=524288,
-            settings={"policy": "threshold"},
-        )
-        for role in (Role.DECODE, Role.PREFILL)
-    ]
-    console = Console(file=StringIO(), width=100)
-    console.print(banner(config, workers, 61.7, tmp_path / "logs", {"policy": "adaptive"}))
-    assert isinstance(console.file, StringIO)
-    text = console.file.getvalue()
-    assert "Ready after 62 s" in text
-    assert "http://127.0.0.1:8123/v1" in text
-    assert "524,288 tokens" in text
-    assert "decode-0 " in text
-    assert "policy = adaptive (file: threshold)  (pdserve set --unset policy)" in text
-    assert max(map(len, text.splitlines())) <= 100
+    worker = Instance(
+        "decode-0-ab12cd34",
+        Role.DECODE,
+        kv_blocks=16384,
+        kv_tokens=524288,
+        max_model_len=4096,
+        max_concurrency=128,
+        settings={"policy": "threshold"},
+    )
+    text = summary(config, [worker], 61.7, tmp_path / "logs", {"policy": "adaptive"})
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[0].startswith("Ready after 62 s: demo (")
+    assert "URL http://127.0.0.1:8123/v1" in lines
+    assert "decode-0 CPU, 524,288 tokens of KV cache: 128.0 requests of 4,096" in lines
+    assert "set policy = adaptive (file: threshold) (pdserve set --unset policy)" in lines
     body = json.loads(curl(config).split("-d ", 1)[1].strip("'"))
     assert body["stream"] is True
     assert "red box" in body["messages"][0]["content"]
 
 
-def test_a_terminal_that_takes_nothing_holds_no_process(
+def test_a_terminal_that_is_not_read_holds_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-S, a connection that is lost: the graph goes on, and so does the terminal when it is read again."""
-    monkeypatch.setattr(terminal, "FLUSH_WITHIN", 30.0)
+    """Ctrl-S, a lost connection: the graph goes on, and the terminal shows new lines when it is read again."""
+    monkeypatch.setattr(terminal, "WAIT", 0.01)
     read, write = os.pipe()
     with os.fdopen(write, "w") as pipe, os.fdopen(read, encoding="utf-8") as reader:
         output = ProcessOutput(tmp_path, stream=pipe)
-        for number in range(20_000):
+        for number in range(2000):
             output.line("decode-0", f"{number} {'x' * 100}")
-        shown = [reader.readline() for _ in range(5000)]
-        assert [line.split()[4] for line in shown] == [str(number) for number in range(5000)]
-        rest = threading.Thread(target=lambda: shown.extend(reader))
-        rest.start()
+        shown = [reader.readline() for _ in range(400)]
+        assert [line.split()[4] for line in shown] == [str(number) for number in range(400)]
         output.line("decode-0", "the last")
         output.close()
         pipe.close()
-        rest.join()
-        left_out, last = shown[-2:]
-        assert "lines were left out here" in left_out
-        assert last.endswith("the last\n")
-    assert len((tmp_path / "decode-0.log").read_text().splitlines()) == 20_001
+        *rest, note, last = reader
+    whole = len(shown) + len(rest)
+    assert {len(line.split()[5]) for line in rest} == {100}, "no line is torn"
+    assert note == f"({2000 - whole} lines were left out here: they were not read)\n"
+    assert last.endswith("the last\n")
+    assert len((tmp_path / "decode-0.log").read_text().splitlines()) == 2001
 
 
-def test_a_slow_reader_loses_nothing_as_long_as_little_is_unread() -> None:
-    """What it has taken makes place for more, also in the middle of what is being written."""
-    read, write = os.pipe()
-    taken = bytearray()
-
-    def take(size: int) -> None:
-        while len(taken) < size and (data := os.read(read, min(1 << 16, size - len(taken)))):
-            taken.extend(data)
-
-    first, second = b"x" * terminal.UNREAD, b"y" * (terminal.UNREAD // 4)
-    with os.fdopen(write, "w") as pipe:
-        stream = NonBlockingStream(pipe)
-        stream.write(first.decode())
-        take(terminal.UNREAD // 2)
-        stream.write(second.decode())
-        rest = threading.Thread(target=take, args=(len(first + second),))
-        rest.start()
-        rest.join(60)
-    rest.join()
-    os.close(read)
-    assert taken == first + second
+async def test_a_terminal_that_is_read_shows_every_line(tmp_path: Path) -> None:
+    """However much comes at once, and without colours where the user wants none."""
+    script = """
+import sys
+from pathlib import Path
+from pdserve.supervisor.output import ProcessOutput
+output = ProcessOutput(Path(sys.argv[1]))
+for number in range(3000):
+    output.line("decode-0", f"{number} {'x' * 100}")
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with Terminal(command, os.environ | {"NO_COLOR": "1"}) as shell:
+        shell.until("the exit code is 0")
+        numbers = [line.split()[4] for line in shell.text.splitlines() if "xxx" in line]
+    assert numbers == [str(number) for number in range(3000)]
 
 
-def test_what_a_terminal_that_is_gone_did_not_take_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "FLUSH_WITHIN", 60.0)
-    read, write = os.pipe()
-    with os.fdopen(write, "w") as pipe:
-        stream = NonBlockingStream(pipe)
-        stream.write("x" * (terminal.UNREAD // 2))
-        os.read(read, 1)  # it is being written now
-        stream.write("the rest")
-        os.close(read)
-        started = time.monotonic()
-        stream.finish()
-        assert time.monotonic() - started < 30
+def test_a_terminal_has_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    output = ProcessOutput(tmp_path, stream=(screen := Screen()))
+    output.line("decode-0", OURS.replace(" I ", " E "))
+    output.close()
+    name, message = "\x1b[32mdecode-0  \x1b[0m", "\x1b[1;31mrequest r1: prefill remote\x1b[0m"
+    assert screen.getvalue() == f"\x1b[2m12:00:00\x1b[0m {name} {message}\n"
 
 
 IN_FRONT = """

@@ -1,0 +1,76 @@
+"""What `pdserve serve` prints once the graph is ready: where it is, what it can hold, and how to try it."""
+
+import json
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pdserve.command import command
+from pdserve.config.api_keys import configured
+from pdserve.config.schema import Config
+from pdserve.ports import in_url
+from pdserve.records import Instance
+from pdserve.settings import changed, of_files
+
+_DEMO_PROMPT = (
+    "The code of the red box is 4711. The code of the blue box is 2093. The code of the green box is 8150. "
+    "The code of the black bag is 3364. What is the code of the red box?"
+)
+"""long enough for configs/local.yaml to prefill it remotely"""
+_PROMPT = "Why is the sky blue? Answer in one sentence."
+
+
+def summary(
+    config: Config, instances: Sequence[Instance], seconds: float, log_dir: Path, live: Mapping[str, str]
+) -> str:
+    """`live`: the live settings."""
+    lines = [f"Ready after {seconds:.0f} s: {config.served_model_name} ({config.model})"]
+    lines += [f"  {name:<10} {fact}" for name, fact in _facts(config, instances, log_dir, live)]
+    if config.frontend:
+        lines += ["Try it:", curl(config)]
+    return "\n".join([*lines, "Look at it:", command(f"status -f {shlex.quote(str(config.path))}")])
+
+
+def _facts(
+    config: Config, instances: Sequence[Instance], log_dir: Path, live: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    if config.frontend is not None:
+        yield "URL", f"{url_of(config)}/v1"
+        yield "dashboard", f"{url_of(config)}/dashboard"
+    for worker in instances:
+        if worker.kv_blocks:
+            where = f"GPU {','.join(map(str, worker.gpus))}" if worker.gpus else "CPU"
+            room = f"{worker.max_concurrency:.1f} requests of {worker.max_model_len:,}"
+            yield worker.id.rpartition("-")[0], f"{where}, {worker.kv_tokens:,} tokens of KV cache: {room}"
+    for line in changed(of_files(each.settings for each in instances), live):
+        yield "set", f"{line}  (pdserve set --unset {line.partition(' ')[0]})"
+    yield "logs", str(log_dir)
+    yield "stop", "Ctrl-C"
+
+
+def url_of(config: Config) -> str:
+    """The URL of the frontends of this machine; empty where it has none."""
+    if config.frontend is None:
+        return ""
+    return f"{config.scheme}://{in_url(config.frontend.host, '127.0.0.1')}:{config.frontend.port}"
+
+
+def curl(config: Config) -> str:
+    """A shell command for a streaming chat."""
+    from pdserve.demo import MODEL_DIR
+
+    prompt = _DEMO_PROMPT if config.model == str(MODEL_DIR) else _PROMPT
+    body = {
+        "model": config.served_model_name,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": 64,
+        "temperature": 0,
+        "stream": True,
+    }
+    # Keys on lines of their own, so that it can be read and edited.
+    text = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
+    unverified = "k" * (config.scheme == "https")  # the certificate need not be for this address
+    key = '-H "Authorization: Bearer $KEY" ' if configured(config.security, os.environ) else ""
+    program = f"curl -Ni{unverified} {url_of(config)}/v1/chat/completions {key}"
+    return f"{program}-H 'Content-Type: application/json' -d " + shlex.quote(f"{{\n  {text}\n}}")
