@@ -1,16 +1,18 @@
-"""What a benchmark found, as tables, charts and sentences: for the terminal, as JSON and as one PNG.
+"""The result of a benchmark as tables, charts and sentences: in the terminal, as JSON and as one PNG.
 
-Charts are data, so that the JSON has all that the picture shows. `terminal.py` prints a report, `charts.py` draws its
-charts, `saved.py` writes and reads the JSON; `python -m pdserve_bench.report` makes the picture of JSON files again.
-Texts may come from servers (a model's name, an error): each of them escapes what it must.
+Charts are data, so that the JSON has all that the picture shows. `terminal.py` prints a report, `plot.py` draws its
+charts. Texts may come from servers (a model's name, an error): each of them escapes what it must.
 """
 
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
+import numpy as np
 
 from pdserve.errors import ConfigError
 from pdserve_bench.report.origin import Origin, machine
@@ -62,15 +64,13 @@ class Series:
     """the lower ends of whiskers, values like `ys`; empty: no whiskers"""
     high: Sequence[float | None] = ()
     baseline: bool = False
-    """what the others are compared with: drawn in grey. So are labels that begin with `plain vLLM`, `aggregated` or
-    the like (`palette.py`)"""
+    """what the others are compared with: drawn in grey"""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """`lines` joins points; `bars` has one group of bars for each x (a text) and in it one bar for each series, which
-    lie, so that `across` is upright in them, and begin at 0; `cdf`
-    takes samples as xs (no ys) and draws the share of them up to each; `dots` leaves points apart."""
+    """`lines` joins points, `dots` does not; `bars` has a group for each x (a text) and in it a horizontal bar for each
+    series; `cdf` takes samples as xs (no ys) and draws the share of them up to each."""
 
     title: str
     kind: Literal["lines", "bars", "cdf", "dots"]
@@ -84,10 +84,8 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     better: Literal["", "higher", "lower"] = ""
-    """said under the title"""
     x_unit: str = ""
-    """`s` for values in seconds (shown as 20 ms), `B/s` and the like, `share` for 0 to 1 (shown as %); empty: numbers
-    as they are, whose unit is in the label"""
+    """`s` for values in seconds (shown as 20 ms), `share` for 0 to 1 (shown as %); empty: the unit is in the label"""
     y_unit: str = ""
 
 
@@ -105,8 +103,7 @@ class Report:
     """the raw figures, for the JSON"""
     verdict: str = ""
     """a few words that stand before the lead, as `Do not disaggregate`"""
-    origins: list[Origin] = field(default_factory=lambda: [Origin()])
-    """the runs that it is made of"""
+    origin: Origin = field(default_factory=Origin)
 
     def show(self) -> None:
         """Print the tables, the notes, and last the verdict and the lead."""
@@ -115,9 +112,9 @@ class Report:
         terminal.show_report(self)
 
     def as_json(self) -> str:
-        from pdserve_bench.report import saved
-
-        return saved.as_json(self)
+        """All fields, under their names. NaN and infinity, which JSON does not know, are null."""
+        whole = {each.name: getattr(self, each.name) for each in fields(self)}
+        return msgspec.json.format(msgspec.json.encode(whole, enc_hook=_plain), indent=2).decode() + "\n"
 
     def write(self, json_file: Path | None, plot: Path | None) -> None:
         """`plot` as it is checked by `check_outputs`. Says on stderr what it wrote."""
@@ -125,39 +122,41 @@ class Report:
             json_file.write_text(self.as_json())
             _wrote(json_file)
         if plot is not None:
-            from pdserve_bench.report import charts  # matplotlib is slow to load
+            from pdserve_bench.report.plot import write_png  # matplotlib is slow to load
 
-            charts.write_png(self, _picture(plot))
+            write_png(self, _picture(plot))
             _wrote(_picture(plot))
 
 
+def _plain(value: object) -> object:
+    """NumPy's numbers are numbers; anything else that JSON does not know, as a path, is a text."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
+
+
 BROKEN_OFF = "Broken off: this is what was there by then."
-_OTHER_PICTURES = (".svg", ".pdf", ".jpg", ".jpeg", ".gif", ".webp", ".htm", ".html")
 
 
 def check_outputs(json_file: Path | None, plot: Path | None) -> None:
     """Before hours of work: raises ConfigError where a result could not be written, and notes how loaded the machine
     is. `plot` may leave its end, `.png`, out."""
     machine()
-    if plot is not None and plot.name in ("", ".."):
-        raise ConfigError([f"--plot {plot}: is a folder; give the name of a file."])
     problems = []
-    for file in ([json_file] if json_file else []) + ([_picture(plot)] if plot else []):
+    for file in filter(None, (json_file, plot and _picture(plot))):
         if not file.absolute().parent.is_dir():
             problems.append(f"{file}: there is no folder {file.parent}.")
         elif file.is_dir():
             problems.append(f"{file}: is a folder; give the name of a file.")
         elif not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
             problems.append(f"{file}: must not be written by this user.")
-    if plot is not None and plot.suffix in _OTHER_PICTURES:
+    if plot is not None and (plot.is_dir() or plot.suffix in (".svg", ".pdf", ".jpg", ".html")):
         problems.append(f"--plot {plot}: give a name that ends with .png, or without an end.")
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        raise ConfigError(problems)
 
 
 def _picture(plot: Path) -> Path:
     """The file of `--plot`."""
-    return plot if plot.suffix == ".png" else plot.with_name(f"{plot.name}.png")
+    return plot if plot.suffix == ".png" else Path(f"{plot}.png")
 
 
 def _wrote(file: Path) -> None:
