@@ -115,9 +115,9 @@ class StateFolder:
 
     @contextlib.contextmanager
     def sockets(self) -> Iterator[Path]:
-        """Yield a folder for the sockets of this graph's engines, emptied before and after, since killed engines leave
-        theirs behind. It is in the state directory, or in the temporary folder or /tmp where the path of a socket would
-        exceed 107 bytes. Raises ConfigError where it cannot be used."""
+        """Yield a folder for the sockets of this graph's engines: empty, whatever killed engines left there, and
+        removed afterwards. It is in the state directory, or in the temporary folder or /tmp where the path of a socket
+        would exceed 107 bytes. Raises ConfigError where it cannot be used."""
         digest = hashlib.blake2s(os.fsencode(self.path), digest_size=6).hexdigest()
         name = f"pdserve-{os.getuid()}-{digest}"
         folders = [self.path / "sockets", Path(tempfile.gettempdir()) / name, Path("/tmp") / name]
@@ -127,9 +127,11 @@ class StateFolder:
         try:
             yield folder
         finally:
+            self._folders.remove(folder)
             if self._ours():
-                with contextlib.suppress(ConfigError):
+                with contextlib.suppress(ConfigError, OSError):
                     _empty(folder)
+                    folder.rmdir()
 
     async def look_after(self) -> None:
         """Mend the folder again and again; never returns."""
