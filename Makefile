@@ -7,7 +7,7 @@ CONFIG ?= configs/local.yaml
 BIN := $(or $(VENV),.venv)/bin
 TESTS ?= tests
 RESULTS ?= bench-results
-REQUESTS ?= 10000
+REQUESTS ?= 2000
 # Most tests wait, for timeouts and for processes to start: they run beside those with real engines (tests/conftest.py).
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -18,7 +18,7 @@ help:  ## show this list
 	@echo
 	@echo "Options: CONFIG=configs/disagg.yaml (serve, chaos, bench)  RESULTS=bench-results (bench)"
 	@echo "         SYSTEMS=--quick HOPS='--only stream' (bench: more options of each)"
-	@echo "         REQUESTS=10000 FUZZ='--real --vllm' (fuzz: requests, more options)"
+	@echo "         REQUESTS=2000 FUZZ='--real --vllm' (fuzz: requests, more options)"
 	@echo "         TESTS=tests/queue PARALLEL= (test)  PLATFORM=cpu|gpu  PYTHON=python3.12"
 
 install:  ## install everything to serve into .venv, for this machine's GPU or CPU
@@ -33,7 +33,7 @@ serve: install  ## install what is missing, then run the graph of CONFIG until C
 chaos: install  ## inject every fault into the graph of CONFIG under load, print a scorecard (some 20 minutes)
 	@exec $(BIN)/pdserve chaos -f $(CONFIG) --dtype float32
 
-fuzz: dev  ## send 10,000 requests of every shape to a graph of simulated engines (FUZZ=--real: real ones)
+fuzz: dev  ## send requests of every shape to a graph of simulated engines (FUZZ=--real: real ones)
 	@$(BIN)/python -m pdserve_bench.fuzz --requests $(REQUESTS) $(FUZZ)
 
 bench: install  ## measure one engine against the graph of CONFIG, then its hops alone, into RESULTS (some 13 minutes)

@@ -4,15 +4,12 @@ long forms are `make fuzz` and, with simulated engines, tests/soak/test_fuzz.py.
 from pathlib import Path
 
 import pytest
-from pdserve_bench.fuzz.bodies import make
 from pdserve_bench.fuzz.fuzzer import Fuzzer
-from pdserve_bench.fuzz.nasties import nasties
+from pdserve_bench.fuzz.nasties import nasties, unfinished
 
 from pdserve.supervisor import state
 from tests.e2e.graph import Graph
 from tests.real import KEY, Reference
-
-BODIES = 150
 
 
 @pytest.mark.engines
@@ -23,7 +20,7 @@ async def test_real_engines_are_hard_to_upset(graph: Graph, vllm_server: Referen
     fuzzer = Fuzzer(record, graph.state_dir / "logs")
     async with fuzzer.watching():
         await fuzzer.run(nasties("demo"), 4)
-        await fuzzer.run((make(5, number, "demo") for number in range(BODIES)), 16)
+        await fuzzer.run(unfinished(nasties("demo"), seed=5), 16)
     await fuzzer.forgive(vllm_server.url, {"authorization": f"Bearer {KEY}"})
     told = [
         f"{finding.what}\n{finding.request and finding.request.curl(graph.url, tmp_path)}"

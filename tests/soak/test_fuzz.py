@@ -7,30 +7,13 @@ import pytest
 from pdserve_bench.fuzz import attack, schema
 from pdserve_bench.fuzz.__main__ import REAL, SIMULATED
 from pdserve_bench.fuzz.answers import problem
-from pdserve_bench.fuzz.bodies import INTEGERS, make
 from pdserve_bench.fuzz.fuzzer import Fuzzer
-from pdserve_bench.fuzz.nasties import nasties
+from pdserve_bench.fuzz.nasties import nasties, unfinished
 from pdserve_bench.fuzz.request import FuzzRequest
 from pdserve_bench.launch import started
 from pdserve_bench.simulated import write
 
-BODIES = 300
-EXAMPLES = 3
-"""of schemathesis, for each operation"""
-
-
-def test_a_request_is_the_same_each_time_and_no_two_are() -> None:
-    requests = [make(1, number, "demo") for number in range(BODIES)]
-    assert requests == [make(1, number, "demo") for number in range(BODIES)]
-    assert len({request.raw for request in requests}) > 0.9 * BODIES
-    assert requests != [make(2, number, "demo") for number in range(BODIES)]
-
-
-def test_integers_over_64_bits_are_in_all_kinds_of_fields() -> None:
-    bodies = [make(1, number, "demo").raw.decode(errors="replace") for number in range(3000)]
-    huge = [text for text in bodies if any(str(value) in text for value in INTEGERS[:4])]
-    for field in ("seed", "enum", "const", "minimum", "max_pattern_size", "logit_bias", "stop_token_ids"):
-        assert any(f'"{field}"' in text for text in huge), field
+BY_SCHEMATHESIS = 100
 
 
 def test_the_names_of_those_made_by_hand_are_unique() -> None:
@@ -67,14 +50,10 @@ def test_answers_are_judged(path: str, status: int, kind: str, answer: bytes, wr
     assert bool(found) == bool(wrong)
 
 
-def test_what_is_expected_alone_is_right() -> None:
+def test_only_an_expected_status_is_right() -> None:
     request = FuzzRequest("x", "/", b"", expected=frozenset({404, 504}))
-    assert (
-        problem(
-            request, 504, "application/json", json.dumps({"error": {**OPENAI["error"], "code": 504}}).encode()
-        )
-        == ""
-    )
+    answer = json.dumps({"error": {**OPENAI["error"], "code": 504}}).encode()
+    assert problem(request, 504, "application/json", answer) == ""
     assert "not [404, 504]" in problem(request, 200, "application/json", b"{}")
 
 
@@ -94,19 +73,20 @@ async def test_requests_of_every_shape_leave_nothing(tmp_path: Path) -> None:
         fuzzer = Fuzzer(running.graph, running.state_dir / "logs")
         async with fuzzer.watching():
             await fuzzer.run(nasties("demo"), 4)
-            sent, found = await schema.run(running.graph.url, tmp_path, EXAMPLES, seed=1)
-            await fuzzer.run(make(3, number, "demo") for number in range(BODIES))
+            await fuzzer.run(unfinished(nasties("demo"), seed=3))
+            sent, failures = await schema.run(running.graph.url, tmp_path, BY_SCHEMATHESIS, seed=1)
     report = fuzzer.report
-    told = [
+    findings = [
         f"{finding.what}\n{finding.request and finding.request.curl('http://graph', tmp_path)}"
         for finding in report.findings
     ]
-    assert not told, "\n".join(told)
-    assert not found, found
-    assert sent > 10 * EXAMPLES
+    assert not findings, "\n".join(findings)
+    assert not failures, failures
+    assert sent > BY_SCHEMATHESIS // 2
     assert report.canaries > 5
     assert report.statuses["200"] > 50, json.dumps(report.statuses)
     assert report.statuses["400"] > 50
+    assert report.statuses["left"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,16 @@
 """Requests of every shape to every route, and what is left of them in the graph.
 
-    python -m pdserve_bench.fuzz [--requests 10000] [--seed 1] [--real [--vllm]] [--only NUMBER | --nasty NAME]
+    python -m pdserve_bench.fuzz [--requests 2000] [--seed 1] [--real [--vllm]] [--nasty NAME]
     python -m pdserve_bench.fuzz --attack [KIND,...] [--seconds 600] [--real]
 
 Starts a graph of its own with simulated engines (with --real those of configs/local.yaml). First come the requests that
-were made by hand (`nasties.py`), then schemathesis by the graph's own /openapi.json (a tenth), then valid requests with
-some changes each. Beside them a client asks all the time what it knows the answers of. Findings, for each of which a
-command is printed that sends it again: a 5xx, an answer that is none (an error in no dialect, a stream without its
-end), no answer in time; and whatever is left behind: KV blocks, requests, places, processes that ended, memory,
-tracebacks. With --vllm each 5xx is sent to vLLM's own server too: what that answers with a 5xx as well is not counted.
-Request NUMBER of a seed is always the same: `--only NUMBER` sends it alone and shows the answer. With --attack clients
-take all that they can get (`attack.py`) instead. Exit code 1 where anything was found.
+were made by hand (`nasties.py`), then the same from clients that disconnect at a random moment, then --requests by
+schemathesis, from the graph's own /openapi.json. Beside them a client with known answers asks all the time. Findings,
+each with a command that sends it again: a 5xx, a malformed answer (an error in no dialect, a stream without its end),
+no answer in time; and whatever is left behind: KV blocks, requests, places, processes that ended, memory, tracebacks.
+With --vllm each 5xx of those made by hand is sent to vLLM's own server too, and not counted where that answers with a
+5xx as well. `--nasty NAME` sends one request and shows the answer. With --attack clients take all that they can get
+(`attack.py`) instead. Exit code 1 where there are findings.
 """
 
 import argparse
@@ -25,9 +25,8 @@ from pathlib import Path
 from pdserve.config.load import load
 from pdserve.supervisor.state import GraphRecord
 from pdserve_bench.fuzz import attack, schema
-from pdserve_bench.fuzz.bodies import make
 from pdserve_bench.fuzz.fuzzer import Fuzzer, FuzzFinding, FuzzReport
-from pdserve_bench.fuzz.nasties import nasties
+from pdserve_bench.fuzz.nasties import nasties, unfinished
 from pdserve_bench.launch import plain_vllm, started
 from pdserve_bench.options import program
 from pdserve_bench.simulated import simulated, write
@@ -41,25 +40,21 @@ SIMULATED = simulated(
     common={"max-model-len": 1024, "num-gpu-blocks-override": 4096},
 )
 VLLM_ARGUMENTS = "--max-model-len 4096 --enforce-eager --served-model-name demo"
-OPERATIONS = 20
-"""of the description, about: schemathesis is told how many requests each may get"""
 NASTY_AT_ONCE = 4
 SHOWN = 60
 
 
-async def fuzz(fuzzer: Fuzzer, model: str, url: str, args: argparse.Namespace, folder: Path) -> None:
+async def fuzz(fuzzer: Fuzzer, requests: int, seed: int, folder: Path) -> None:
+    graph, report = fuzzer.graph, fuzzer.report
     async with fuzzer.watching():
-        first = nasties(model)
-        await fuzzer.run(first, NASTY_AT_ONCE)
-        say(f"{len(first)} requests made by hand: {len(fuzzer.report.findings)} findings")
-        examples = args.requests // 10 // OPERATIONS
-        sent, said = await schema.run(url, folder, examples, args.seed) if examples else (0, "")
-        fuzzer.report.statuses["by schemathesis"] += sent
-        if said.count("\n- ST") > said.count("list index out of range"):  # simulated engines have no logprobs
-            fuzzer.report.findings.append(FuzzFinding(said))
-        say(f"{sent} requests by schemathesis: {'findings' if said else 'none'}")
-        rest = max(0, args.requests - fuzzer.report.sent)
-        await fuzzer.run(make(args.seed, number, model) for number in range(rest))
+        by_hand = nasties(graph.model)
+        await fuzzer.run(by_hand, NASTY_AT_ONCE)
+        await fuzzer.run(unfinished(by_hand, seed))
+        say(f"{report.sent} requests made by hand: {len(report.findings)} findings")
+        sent, failures = await schema.run(graph.url, folder, requests, seed)
+        report.statuses["by schemathesis"] += sent
+        report.findings += [FuzzFinding(failures)] if failures else []
+        say(f"{sent} requests by schemathesis: {'findings' if failures else 'none'}")
 
 
 async def _main(args: argparse.Namespace, folder: Path) -> tuple[FuzzReport, GraphRecord | None]:
@@ -72,12 +67,11 @@ async def _main(args: argparse.Namespace, folder: Path) -> tuple[FuzzReport, Gra
         graph = running.graph
         fuzzer = Fuzzer(graph, running.state_dir / "logs", say)
         named = {request.name: request for request in nasties(graph.model)}
-        if args.only is not None or args.nasty:
-            request = named[args.nasty] if args.nasty else make(args.seed, args.only, graph.model)
-            print(request.curl(graph.url, FINDINGS))
-            print((await fuzzer.send(request)).decode(errors="replace"))
+        if args.nasty:
+            print(named[args.nasty].curl(graph.url, FINDINGS))
+            print((await fuzzer.send(named[args.nasty])).decode(errors="replace"))
         else:
-            await fuzz(fuzzer, graph.model, graph.url, args, folder)
+            await fuzz(fuzzer, args.requests, args.seed, folder)
     if args.vllm and any(finding.status >= 500 for finding in fuzzer.report.findings):
         model = Path(load(file, {}).model)
         async with plain_vllm(model, VLLM_ARGUMENTS.split(), folder, say) as (url, _):
@@ -86,16 +80,14 @@ async def _main(args: argparse.Namespace, folder: Path) -> tuple[FuzzReport, Gra
     return fuzzer.report, graph
 
 
-def show(report: FuzzReport, graph: GraphRecord | None, seed: int) -> None:
+def show(report: FuzzReport, graph: GraphRecord | None) -> None:
     print("\n".join(f"{count:6} {status}" for status, count in sorted(report.statuses.items())))
     for finding in report.findings[:SHOWN]:
         print(finding.what)
         if graph and (request := finding.request):
-            number = request.name.removeprefix("body ")
-            again = f"--seed {seed} --only {number}" if number.isdecimal() else f"--nasty '{request.name}'"
-            print(f"    {request.name}, again: {again}\n    {request.curl(graph.url, FINDINGS)}")
-    told = f"{len(report.findings)} findings" if report.findings else "nothing found, and nothing is left"
-    print(f"{report.sent} requests in {report.seconds:.0f} s: {told}")
+            print(f"    {request.name}\n    {request.curl(graph.url, FINDINGS)}")
+    result = f"{len(report.findings)} findings" if report.findings else "nothing found, and nothing is left"
+    print(f"{report.sent} requests in {report.seconds:.0f} s: {result}")
     print(f"beside them {report.canaries} right answers, {report.longest_pause:.2f} s between tokens at most")
     print(f"the frontend's loop was held for {report.longest_hold:.2f} s of CPU time at most")
 
@@ -105,10 +97,9 @@ say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
 
 def main() -> int:
     parser = program(__doc__)
-    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--requests", type=int, default=2000, help="by schemathesis, about")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int, metavar="NUMBER")
-    parser.add_argument("--nasty", metavar="NAME", help="one of those that were made by hand")
+    parser.add_argument("--nasty", metavar="NAME", help="only this one of those that were made by hand")
     parser.add_argument(
         "--attack", nargs="?", const="", metavar="KIND,...", help=f"clients: {', '.join(attack.KINDS)}"
     )
@@ -122,7 +113,7 @@ def main() -> int:
         if args.keep:
             args.keep.mkdir(parents=True)
         report, graph = asyncio.run(_main(args, args.keep or Path(folder)))
-    show(report, graph, args.seed)
+    show(report, graph)
     return 1 if report.findings else 0
 
 

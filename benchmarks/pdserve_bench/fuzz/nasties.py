@@ -3,7 +3,9 @@ what clients are known to try. Fuzzed ones meet these by chance only, if ever.""
 
 import gzip
 import json
-from collections.abc import Collection, Iterator, Mapping
+import random
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pdserve_bench.fuzz.request import FuzzRequest
@@ -21,6 +23,12 @@ def nasties(model: str) -> list[FuzzRequest]:
     """All of them; their names are unique."""
     kinds = (_bodies, _grammars, _fetching, _headers, _spellings, _routes, _connections)
     return [request for kind in kinds for request in kind(model)]
+
+
+def unfinished(requests: Iterable[FuzzRequest], seed: int) -> list[FuzzRequest]:
+    """The same from clients that disconnect at a random moment."""
+    dice = random.Random(seed)
+    return [replace(each, leaves=dice.choice((0.1, 1.0)) * dice.random()) for each in requests]
 
 
 def _json(name: str, path: str, body: Mapping[str, Any], expected: Collection[int]) -> FuzzRequest:
