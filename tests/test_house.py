@@ -34,7 +34,7 @@ ALLOWED = {
     "starlette": ("frontend/",),
     "uvicorn": ("frontend/",),
     "torch": ("engine/vllm/instruction_sets.py", "imports.py", "kv/"),
-    "opentelemetry": ("observe/otlp.py",),
+    "opentelemetry": ("observe/otlp.py", "observe/tracing.py"),
     "requests": ("observe/otlp.py",),
     "rich": ("cli/", "observe/tables.py", "plan/render.py"),
     "typer": ("cli/",),

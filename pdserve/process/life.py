@@ -19,7 +19,7 @@ from pdserve.config.schema import Config
 from pdserve.errors import ConfigError, EngineDead, PdserveError, leaves
 from pdserve.graph import service_of
 from pdserve.observe.pages import serve_pages
-from pdserve.observe.tracing import make_tracer
+from pdserve.observe.tracing import Tracer
 from pdserve.plan.slots import Slot
 from pdserve.process.signals import STOPPERS, SUPERVISOR_DIED
 from pdserve.tasks import Work, forever, process_owner
@@ -48,7 +48,7 @@ class Service(ABC):
         self.draining = False
         self.tasks: asyncio.TaskGroup
         """for work beside that of `permanent`; exists from `permanent` to the end of `drain`"""
-        self.tracer = make_tracer(config.otlp_endpoint, f"pdserve-{slot.role.value}", instance_id)
+        self.tracer = Tracer()
         self.connections = Connections()
         self._config = config
         self._slot = slot
@@ -63,7 +63,9 @@ class Service(ABC):
         raise as a group. No background task outlives it, those of the seams included."""
         async with process_owner(), AsyncExitStack() as stack:
             await self.start(stack)
-            await stack.enter_async_context(self.tracer)
+            if endpoint := self._config.otlp_endpoint:
+                service = f"pdserve-{self._slot.role.value}"
+                await stack.enter_async_context(self.tracer.exporting(endpoint, service, self.id))
             try:
                 async with asyncio.TaskGroup() as self.tasks:
                     await self._serve()

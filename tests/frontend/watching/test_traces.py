@@ -19,7 +19,7 @@ from pdserve import queue
 from pdserve.config.schema import DecodeConfig, traces_url
 from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
-from pdserve.observe.tracing import make_tracer
+from pdserve.observe.tracing import Tracer
 from pdserve.plan.slots import Slot
 from pdserve.prefill.worker import PrefillWorker
 from pdserve.queue.base import PrefillQueue
@@ -59,8 +59,10 @@ class TracedGraph(Frontend):
         self._ids = count()
 
     async def enter(self, stack: AsyncExitStack, state: Path) -> None:
-        tracer = make_tracer(self.config.otlp_endpoint, "pdserve-frontend", self.id)
-        await stack.enter_async_context(tracer)
+        assert self.config.otlp_endpoint is not None
+        tracer = await stack.enter_async_context(
+            Tracer().exporting(self.config.otlp_endpoint, "pdserve-frontend", self.id)
+        )
         await self.start(stack, self._server, state, tracer=tracer)
         self.prefill = SimEngine(spec(Role.PREFILL, "prefill-0"))
         slot = Slot(Role.PREFILL, 0)
