@@ -132,36 +132,3 @@ encode_record = msgspec.json.Encoder().encode
 decode_instance = reader(msgspec.json.Decoder(Instance).decode)
 decode_card = reader(msgspec.json.Decoder(ModelCard).decode)
 decode_slot_state = reader(msgspec.json.Decoder(SlotState).decode)
-
-
-# ── between frontends, in NATS ─────────────────────────────────────────────────────────────────────────────────────
-
-
-class StoredResponse(Struct, frozen=True):
-    """A response of /v1/responses, stored by the frontend that made it for all frontends."""
-
-    model: str
-    """served model name"""
-    response: bytes
-    """JSON, as clients get it"""
-    messages: bytes = b""
-    """JSON; the conversation before it, for the next turn"""
-    events: list[tuple[str, str]] = []
-    """type and JSON of each event of a response that is made in the background and streamed"""
-    frontend: str = ""
-    """instance id of the frontend that is still working on it; empty: it is complete"""
-
-
-class ResponseQuery(Struct, frozen=True):
-    """A client's request about a response that the receiver is working on. Answered by an `AnswerHead` and the body."""
-
-    owner: str
-    """name of the client's API key"""
-    method: str
-    path: str
-    query: str
-
-
-class AnswerHead(Struct, frozen=True):
-    status: int
-    headers: list[tuple[str, str]]

@@ -239,9 +239,7 @@ def test_nobody_leaves_the_session() -> None:
 AWAITED_TASKS = {
     "engine/vllm/process.py": 1,
     "frontend/app.py": 2,
-    "frontend/peers.py": 3,
     "queue/jetstream/connection.py": 1,
-    "queue/jetstream/responses.py": 2,
     "registry/etcd_session.py": 3,
     "supervisor/child.py": 1,
     "supervisor/restarts.py": 1,

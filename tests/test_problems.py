@@ -254,13 +254,6 @@ WITHOUT_1 = [each for each in ALL if each.id != "decode-1-d1"]
             ],
         ),
         (
-            state(outages={FRONTEND.id: [Outage("NATS", "10.0.0.5:4222", 2.0)]}),
-            [
-                "warn: NATS at 10.0.0.5:4222 does not answer frontend-0: frontends share no stored responses and no "
-                "use of API keys until it is back (2 s)"
-            ],
-        ),
-        (
             state(
                 outages={each.id: [Outage("etcd", "", 3.0)] for each in ALL[:3]}
                 | {"this command": [Outage("etcd", "", 1.0)]}

@@ -1,15 +1,12 @@
-"""A graph with two frontends on one port, NATS with TLS: API keys, and responses that are stored for both."""
+"""A graph with two frontends on one port, NATS with TLS: API keys."""
 
-import json
 import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -136,49 +133,6 @@ def test_the_banner_has_a_curl_that_works_with_a_key(graph: Serve) -> None:
     env = os.environ | {"KEY": BOB}
     result = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, check=True)
     assert result.stdout.rstrip().endswith("data: [DONE]")
-
-
-def test_any_frontend_knows_what_another_made(graph: Serve) -> None:
-    with ExitStack() as stack:
-        clients: dict[str, httpx.Client] = {}
-
-        def both() -> bool:
-            client = httpx.Client(base_url=graph.url, headers=header(BOB), timeout=30)
-            stack.enter_context(client)
-            clients.setdefault(client.get("/health").json()["frontend"], client)
-            return len(clients) == 2
-
-        until(both, graph)
-        (maker, one), (_, other) = clients.items()
-        first = create(one)
-        assert retrieve(other, first["id"]) == first
-        second = create(other, previous_response_id=first["id"])
-        assert retrieve(one, second["id"]) == second
-        lasting = create(one, max_output_tokens=3500, background=True)["id"]
-        assert other.post(f"/v1/responses/{lasting}/cancel").json()["status"] == "cancelled"
-        instances = json.loads(graph.pdserve("status", "--json").stdout)["instances"]
-        pid = next(each["pid"] for each in instances if each["id"] == maker)
-        lost = create(one, max_output_tokens=3500, background=True)["id"]
-        assert retrieve(other, lost)["status"] in ("queued", "in_progress")
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: status_of(other, lost) == "failed", graph)
-        assert retrieve(other, first["id"]) == first
-
-
-def create(client: httpx.Client, **more: object) -> Any:
-    body = {"model": "demo", "input": "hello", "max_output_tokens": 4, **more}
-    return client.post("/v1/responses", json=body).raise_for_status().json()
-
-
-def retrieve(client: httpx.Client, response_id: str) -> Any:
-    return client.get(f"/v1/responses/{response_id}").raise_for_status().json()
-
-
-def status_of(client: httpx.Client, response_id: str) -> str:
-    """Empty where the connection was made to a frontend that dies just then."""
-    with suppress(httpx.TransportError):
-        return str(retrieve(client, response_id)["status"])
-    return ""
 
 
 def test_a_mistake_in_the_file_ends_the_start_at_once(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class KeyLimits:
 @dataclass(frozen=True)
 class ApiKey:
     name: str
-    """in logs and metrics; stored responses belong to it"""
+    """in logs and metrics"""
     digest: bytes
     """SHA-256 of the key"""
     limits: KeyLimits = KeyLimits()

@@ -214,10 +214,6 @@ class HttpServer(AdmissionLimits, FrontendProcesses):
     requests need an API key, else those of this machine"""
     max_request_timeout: Seconds = 3600.0
     """seconds; the longest deadline that a client may ask for"""
-    stored_responses_age: SecondsOrZero = 3600.0
-    """seconds; how long a response of /v1/responses is stored, in the memory of NATS; 0: nothing is stored"""
-    stored_responses_bytes: OneOrMore = 64 << 20
-    """bytes; of each API key's stored responses, compressed; beyond this the oldest are deleted"""
 
 
 @dataclass(frozen=True)

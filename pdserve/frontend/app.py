@@ -45,8 +45,6 @@ from pdserve.frontend.edge.trace import (
 from pdserve.frontend.keys.auth import ApiKeys, client_of, is_open_here
 from pdserve.frontend.keys.usage import KeyUse
 from pdserve.frontend.model.served import ServedModel, ServedModels
-from pdserve.frontend.model.stored import begin
-from pdserve.frontend.peers import RESPONSE, PeerFrontends, disconnected, owner_at_peer
 from pdserve.frontend.watching.dashboard.page import Dashboard
 from pdserve.frontend.watching.pages import FrontendPages, MetricsPage
 from pdserve.frontend.watching.receipts import Receipts
@@ -89,13 +87,10 @@ class FrontendApp:
         keys: ApiKeys,
         request_timeout: float,
         max_request_timeout: float = FrontendConfig.max_request_timeout,
-        peers: PeerFrontends | None = None,
         dashboard: Dashboard | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """Without `peers` no response is stored."""
         self._models = models
-        self._peers = peers
         self.receipts = Receipts(metrics.own, tracer or Tracer())
         self._pages = FrontendPages(models, metrics, keys, self.receipts, dashboard)
         self._keys = keys
@@ -141,11 +136,8 @@ class FrontendApp:
         trace.deadline = trace.started + seconds_allowed(
             asked, self._request_timeout, self._max_request_timeout
         )
-        if (owner := owner_at_peer(request)) is not None:
-            trace.key = owner
-        elif not is_open_here(request.scope) and (key := self._keys.find(path, request.headers)):
+        if not is_open_here(request.scope) and (key := self._keys.find(path, request.headers)):
             trace.key = key.name
-        begin(trace.key)
         bare, by_query = path.rstrip("/"), BY_QUERY.fullmatch(path) is not None
         if bare != path and bare in GENERATING | TOKENIZING | self._pages.paths:
             there = RedirectResponse(request.url.replace(path=bare))
@@ -162,17 +154,10 @@ class FrontendApp:
         # the model is known only when the body has been read: the bound is that of the longest context
         longest = max((card.max_model_len for card in self._models.known()), default=0)
         most = max_body(longest, tokenizing=path in TOKENIZING)
-        # what a client stored may be read and cancelled whatever its limits are: its work in the background counts
         with nullcontext() if by_query else KeyUse(self._keys.ledger, response) as use:
             async with self._bodies.read(request, trace.deadline, client_of(request, trace), most) as raw:
                 named = request.query_params.get("model") or None
-                if (found := RESPONSE.fullmatch(path)) and self._peers is not None:
-                    named = await self._peers.find(found[1], request, response)
-                    if response.status:
-                        return
                 body = ParsedBody(raw, named, RequestSize(0, None)) if by_query else parse_body(path, raw)
-                if body.background and self._peers is None:
-                    raise BadRequest("responses are not stored: stored-responses-age is 0", "background")
                 if path in GENERATING and use is not None:
                     use.reserve(body.size, longest)
                 await self._forward(body, request, response)
@@ -211,8 +196,7 @@ class FrontendApp:
         else:
             admission = model.admission.bypass(client)
         try:
-            async with self._peers.stored.lasting(trace, GRACE) if self._peers else nullcontext():
-                await _run(model, admission, body, request, response, self._peers)
+            await _run(model, admission, body, request, response)
         finally:
             model.admission.leave(admission)
 
@@ -223,22 +207,18 @@ async def _run(
     body: ParsedBody,
     request: Request,
     response: ResponseWriter,
-    peers: PeerFrontends | None,
 ) -> None:
     """Let the model's app answer, unless the client leaves or the deadline passes before. Raises ModelReplaced."""
     trace, gone = response.trace, asyncio.Event()
     current_trace.set(trace)
     extensions = request.scope.setdefault("extensions", {})
-    if not body.background:
-        extensions[UNREAD] = admission.set_unread
+    extensions[UNREAD] = admission.set_unread
     if body.plain and CHUNKS in extensions:
         trace.deltas = DeltaStream(extensions[CHUNKS])
 
     async def answer() -> None:
         await admission.wait()
         trace.hops.released()
-        if body.previous and peers is not None:
-            await peers.load(body.previous)
         is_long = trace.path in TOKENIZING and len(body.raw) > LONG_TEXT
         async with model.admission.long_text(admission.client) if is_long else nullcontext():
             processor = await model.ready()
@@ -246,7 +226,7 @@ async def _run(
             await app(app_scope(request, trace.request_id, body), replay(body.raw, gone), response)
 
     app = asyncio.create_task(answer())
-    watch = asyncio.create_task(disconnected(request))
+    watch = asyncio.create_task(_disconnected(request))
     left = trace.deadline + GRACE - time.monotonic()
     try:
         done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -262,6 +242,11 @@ async def _run(
         if admission.waiting:
             app.cancel()
         await _finish(app, response)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _finish(app: "asyncio.Task[None]", response: ResponseWriter) -> None:

@@ -9,7 +9,6 @@ import resource
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
-from functools import partial
 from typing import Self
 
 import httpx
@@ -30,8 +29,6 @@ from pdserve.frontend.keys.auth import KeySource
 from pdserve.frontend.keys.origins import CrossOrigin
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.served import serve_models
-from pdserve.frontend.model.stored import StoredResponses
-from pdserve.frontend.peers import PeerFrontends, answer_peer
 from pdserve.frontend.watching.dashboard.page import Dashboard
 from pdserve.frontend.watching.pages import MetricsPage
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
@@ -39,7 +36,6 @@ from pdserve.plan.slots import Slot
 from pdserve.ports import in_url
 from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id, registered_skew
-from pdserve.queue.responses import StoreLimits
 from pdserve.recent import RecentKeys
 from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
@@ -80,13 +76,10 @@ class Frontend(Service):
         self.connections.add("etcd", config.etcd, lambda: connection.connected)
         view = await stack.enter_async_context(RegistryView(connection))
         self._keys.keys.ledger.frontends = lambda: len(view.instances(Role.FRONTEND))
-        stored = await self._stored_responses(frontend, config.nats, credentials, stack)
-        context = self._model_context(frontend, config.nats, credentials, stored)
+        context = self._model_context(frontend, config.nats, credentials)
         models = await stack.enter_async_context(
             serve_models(view, context, config.served_model_name, frontend)
         )
-        if stored:
-            self.connections.add("NATS", config.nats, lambda: stored.store.connected)
         client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
         if view.instances(Role.FRONTEND):  # they answer on this port meanwhile
             with suppress(TimeoutError):
@@ -102,13 +95,10 @@ class Frontend(Service):
             self._keys.keys,
             config.request_timeout,
             frontend.max_request_timeout,
-            PeerFrontends(stored, view.instances) if stored else None,
             Dashboard(view, self.id, self.watched, config.served_model_name, client),
             self.tracer,
         )
         edge = CrossOrigin(app, self._keys.keys, frontend.allowed_origins, host=frontend.host)
-        if stored is not None:
-            await stored.store.listen(self.id, partial(answer_peer, app))
         files_left = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES
         self._connections = ClientConnections(
             frontend.header_timeout,
@@ -161,26 +151,8 @@ class Frontend(Service):
         await self._serving
         logger.info("stopped")
 
-    async def _stored_responses(
-        self,
-        frontend: FrontendConfig,
-        nats: str,
-        credentials: Credentials | None,
-        stack: AsyncExitStack,
-    ) -> StoredResponses | None:
-        """Enter the store of responses before the models: what they still make when they end is stored as failed."""
-        if not frontend.stored_responses_age:
-            return None
-        limits = StoreLimits(frontend.stored_responses_age, frontend.stored_responses_bytes)
-        store = queue.connect_responses(nats, self._config.namespace, limits, credentials)
-        return await stack.enter_async_context(StoredResponses(store, self.id))
-
     def _model_context(
-        self,
-        frontend: FrontendConfig,
-        nats: str,
-        credentials: Credentials | None,
-        stored: StoredResponses | None,
+        self, frontend: FrontendConfig, nats: str, credentials: Credentials | None
     ) -> ModelContext:
         config, serial = self._config, itertools.count(1)
         return ModelContext(
@@ -192,7 +164,6 @@ class Frontend(Service):
             router=frontend.router,
             request_timeout=config.request_timeout,
             longest=max(config.request_timeout, frontend.max_request_timeout) + 2 * GRACE,
-            stored=stored,
         )
 
     def _instance(self, clock_skew: float | None) -> Instance:

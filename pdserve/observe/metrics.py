@@ -32,10 +32,6 @@ CONNECTIONS_CLOSED = Counter(
     "Connections closed by the server: unread answers, heads that do not come, refused requests, limits, handshakes",
     ["reason"],
 )
-STORED_RESPONSES = Counter(
-    "pdserve_stored_responses_total", "Times that a response was stored, or was not and why", ["result"]
-)
-STORED_BYTES = Counter("pdserve_stored_response_bytes_total", "Bytes of stored responses, compressed")
 MIGRATIONS = Counter(
     "pdserve_migrations_total",
     "Requests that a decode worker lost and another takes, and why",

@@ -32,7 +32,6 @@ FULL = 0.97
 """share of the KV blocks in use"""
 
 _WITHOUT_QUEUE = "prompts are computed at decode workers"
-_WITHOUT_STORE = "frontends share no stored responses and no use of API keys"
 _WITHOUT_REGISTRY = "the processes are those of before, and new ones are not seen"
 
 _Loss = tuple[str, str]
@@ -135,16 +134,14 @@ def _outages(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
     lost: defaultdict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
     for watcher, outages in state.outages.items():
         node = by_id.get(watcher)
-        at_nats = _WITHOUT_STORE if node and node.role is Role.FRONTEND else _WITHOUT_QUEUE
         for outage in outages:
-            without = at_nats if outage.server == "NATS" else _WITHOUT_REGISTRY
+            without = _WITHOUT_QUEUE if outage.server == "NATS" else _WITHOUT_REGISTRY
             lost[outage.server, outage.address, without][node.name if node else watcher] = outage.seconds
     for (server, address, without), seconds in lost.items():
         at = f" at {address}" if address else ""
         whom = ", ".join(seconds) if len(seconds) <= 3 else f"{len(seconds)} processes"
         text = f"{server}{at} does not answer {whom}: {without} until it is back"
-        level = "warn" if without is _WITHOUT_STORE else "bad"
-        yield Problem(level, text, ["queue"] * (without is _WITHOUT_QUEUE), max(seconds.values()))
+        yield Problem("bad", text, ["queue"] * (without is _WITHOUT_QUEUE), max(seconds.values()))
 
 
 def _processes(

@@ -1,4 +1,4 @@
-"""The queue seam (see `base`, `responses`). The address chooses the implementation: a NATS URL, several of
+"""The queue seam (see `base`). The address chooses the implementation: a NATS URL, several of
 them separated by commas, or `memory://<name>` for a broker in this process. With credentials all connections use TLS,
 and servers without it or of another graph are refused."""
 
@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 from pdserve.credentials import Credentials
 from pdserve.queue.base import BlobStore, PrefillQueue
-from pdserve.queue.responses import ResponseStore, StoreLimits
 
 
 def connect(
@@ -34,19 +33,6 @@ def connect_blobs(nats: str, namespace: str, credentials: Credentials | None = N
     from pdserve.queue.jetstream.blobs import NatsBlobs
 
     return NatsBlobs(nats, namespace, credentials)
-
-
-def connect_responses(
-    nats: str, namespace: str, limits: StoreLimits, credentials: Credentials | None = None
-) -> ResponseStore:
-    """Return the store of responses, to enter."""
-    if _in_memory(nats):
-        from pdserve.queue.memory import MemoryResponses, broker_at
-
-        return MemoryResponses(broker_at(nats), namespace, limits)
-    from pdserve.queue.jetstream.responses import JetStreamResponses
-
-    return JetStreamResponses(nats, namespace, limits, credentials)
 
 
 async def clock_skew(nats: str, credentials: Credentials | None = None) -> float | None:

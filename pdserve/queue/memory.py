@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
-from pdserve.errors import PeerGone, QueueFull, QueueUnavailable
+from pdserve.errors import QueueFull, QueueUnavailable
 from pdserve.messages import (
     PrefillAnswer,
     PrefillCancel,
@@ -21,7 +21,6 @@ from pdserve.messages import (
 )
 from pdserve.queue.base import BlobStore, Delivery, PrefillQueue
 from pdserve.queue.depth import Puller
-from pdserve.queue.responses import Answer, ResponseStore, StoreLimits
 from pdserve.recent import RecentKeys
 
 _named: "WeakValueDictionary[str, MemoryBroker]" = WeakValueDictionary()
@@ -69,10 +68,6 @@ class MemoryBroker:
         self.alive = True
         self.losses = 0
         self.blobs: dict[tuple[str, str], bytes] = {}
-        """by subject: each listener's unread messages"""
-        self.responses: dict[tuple[str, str], dict[str, tuple[float, bytes]]] = defaultdict(dict)
-        """by namespace and owner, then by key, oldest first: the monotonic seconds of storing, and the data"""
-        self.frontends: dict[tuple[str, str], Answer] = {}
         self.changed = asyncio.Condition()
         self._queues: dict[tuple[str, str], _ModelQueue] = defaultdict(_ModelQueue)
 
@@ -92,7 +87,6 @@ class MemoryBroker:
         if lose_data:
             self.losses += 1
             self.blobs.clear()
-            self.responses.clear()
             for queue in self._queues.values():
                 queue.entries.clear()
                 queue.ids.clear()
@@ -278,51 +272,3 @@ class MemoryBlobs(BlobStore):
     async def get(self, name: str) -> bytes:
         self._broker.check()
         return self._broker.blobs[self._namespace, name]
-
-
-class MemoryResponses(ResponseStore):
-    def __init__(self, broker: MemoryBroker, namespace: str, limits: StoreLimits) -> None:
-        self._broker = broker
-        self._namespace = namespace
-        self._limits = limits
-        self._listening: list[tuple[str, str]] = []
-
-    @asynccontextmanager
-    async def _lifetime(self) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            for frontend in self._listening:
-                self._broker.frontends.pop(frontend, None)
-
-    @property
-    def connected(self) -> bool:
-        return self._broker.alive
-
-    async def put(self, owner: str, key: str, data: bytes) -> None:
-        self._broker.check()
-        kept = self._broker.responses[self._namespace, owner]
-        kept.pop(key, None)
-        kept[key] = time.monotonic(), data
-        while sum(len(data) for _, data in kept.values()) > self._limits.max_bytes:
-            del kept[next(iter(kept))]
-
-    async def get(self, owner: str, key: str) -> bytes:
-        self._broker.check()
-        stored, data = self._broker.responses[self._namespace, owner][key]
-        if time.monotonic() - stored > self._limits.age:
-            raise KeyError(key)
-        return data
-
-    async def listen(self, frontend: str, answer: Answer) -> None:
-        self._broker.frontends[self._namespace, frontend] = answer
-        self._listening.append((self._namespace, frontend))
-
-    async def ask(self, frontend: str, question: bytes) -> AsyncIterator[bytes]:
-        self._broker.check()
-        answer = self._broker.frontends.get((self._namespace, frontend))
-        if answer is None:
-            raise PeerGone(frontend)
-        async for part in answer(question):
-            self._broker.check()
-            yield part

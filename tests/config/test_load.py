@@ -375,7 +375,7 @@ BAD = {
         "FILE:5: Frontend.zzz is not a key of Frontend: remove it, or use one of: allowed-origins, endpoint, "
         "header-timeout, host, max-connections, max-connections-per-client, "
         "max-outputs, max-request-timeout, max-wait, max-waiting, max-waiting-tokens, port, served-model-name, "
-        "ServiceArgs, stored-responses-age, stored-responses-bytes, write-timeout.",
+        "ServiceArgs, write-timeout.",
     ),
     "a limit of zero": (
         GOOD.replace("port: 8000", "max_waiting: 0"),

@@ -103,6 +103,11 @@ DIFFERENCES: dict[str, Difference] = {
             REFUSED,
         ),
         Difference("`structured_outputs` that is no object", "500", "400, with the field named"),
+        Difference(
+            '`background` with `store: "false"`, as text',
+            "made, and kept for ever",
+            "400, as for `store: false`",
+        ),
         Difference('a grammar or schema without finite text (`{"$ref": "#"}`)', "500", "400, after one try"),
         # around a request
         Difference(

@@ -162,6 +162,9 @@ RESPONSES: dict[str, Any] = {
     "reasoning": ["x", {"effort": "x"}],
     "service_tier": ["x"],
     "prompt": [{"id": "x"}],
+    "previous_response_id": ["resp_1", "", "../x", 1],
+    "background": [True, "yes", "x"],
+    "store": ["x"],
 }  # fmt: skip
 MESSAGES: dict[str, Any] = {
     "messages": [None, "x", [], [1], [{}], [{"role": "system", "content": "x"}], [{"role": "x", "content": "x"}],
@@ -245,6 +248,10 @@ REQUESTS = [
     *variants("/v1/chat/completions", SAMPLING | CHAT_ONLY),
     *variants("/v1/completions", SAMPLING | COMPLETION_ONLY),
     *variants("/v1/responses", RESPONSES),
+    *(changed("/v1/responses", f"in the background {fields}", "", background=True, **fields)
+      for fields in ({"store": True}, {"store": False}, {"store": None}, {"stream": True}, {"model": "no-such-model"})),
+    changed("/v1/responses", "in the background, store as text",
+            '`background` with `store: "false"`, as text', background=True, store="false"),
     *(changed(path, f"KV transfer {fields}", "`kv_transfer_params`, `ec_transfer_params`, `kv_hints`", **fields)
       for path in GENERATING for fields in ({"kv_transfer_params": {"a": 1}},)),
     *(Request(f"{path} structured outputs of text", path, GOOD[path] | {"structured_outputs": "x"},

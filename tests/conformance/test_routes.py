@@ -130,6 +130,8 @@ REQUESTS = [
     route("/v1/responses/resp_1", "GET"),
     route("/v1/responses/nothing", "GET"),
     route("/v1/responses/resp_1/cancel", "POST"),
+    *(route(f"/v1/responses/resp_1?{query}", "GET")
+      for query in ("stream=true", "stream=true&starting_after=1", "starting_after=x", "stream=x")),
     *(Request(f"{method} {path}/", f"{path}/", method=method)
       for path in ("/v1/chat/completions", "/v1/models", "/tokenize", "/health") for method in ("GET", "POST")),
     *(Request(f"preflight {path}", path, method="OPTIONS", headers=PREFLIGHT, differs=FOREIGN)

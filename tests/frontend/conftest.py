@@ -24,8 +24,6 @@ from pdserve.frontend.edge.sockets import bind
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.served import ServedModels, serve_models
-from pdserve.frontend.model.stored import StoredResponses
-from pdserve.frontend.peers import PeerFrontends
 from pdserve.frontend.server import QuietServer, http_config
 from pdserve.frontend.watching.pages import MetricsPage
 from pdserve.observe.tracing import Tracer
@@ -88,7 +86,6 @@ class Frontend:
         state: Path,
         *,
         keys: ApiKeys | None = None,
-        stored: StoredResponses | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         enter, serial = stack.enter_async_context, itertools.count()
@@ -99,12 +96,10 @@ class Frontend:
             state,
             "round-robin",
             20.0,
-            stored=stored,
         )
         self.models = await enter(serve_models(view, context, "demo", AdmissionLimits()))
         page = MetricsPage(view, self.id, await enter(httpx.AsyncClient(trust_env=False)))
-        peers = PeerFrontends(stored, view.instances) if stored else None
-        self.app = FrontendApp(self.models, page, keys or ApiKeys(), 20.0, peers=peers, tracer=tracer)
+        self.app = FrontendApp(self.models, page, keys or ApiKeys(), 20.0, tracer=tracer)
         self.url = await serve(self.app, stack)
         self.http = await enter(httpx.AsyncClient(base_url=self.url, timeout=30))
 

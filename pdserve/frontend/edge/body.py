@@ -31,12 +31,11 @@ PACE, GRACE = 1000.0, 30.0
 MAX_DISCARDED = 2 * MAX_BODY
 DISCARD_WITHIN = 10.0
 """bytes and seconds for the rest of a body whose request was refused"""
-_RESPONSES = "/v1/responses"
 _BYTES_PER_TOKEN = 4
 _BOUNDS = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/chat/completions/batch": ("max_completion_tokens", "max_tokens"),
-    _RESPONSES: ("max_output_tokens",),
+    "/v1/responses": ("max_output_tokens",),
 }
 """fields that bound the tokens of an output, the first that is set, on routes where that is not `max_tokens` alone"""
 _SEVERAL = {"/generative_scoring": ("items", str | list)}
@@ -69,10 +68,6 @@ class ParsedBody:
     """see `is_plain`"""
     has_id: bool = False
     """whether it names an id for its answer"""
-    background: bool = False
-    """whether the request goes on after its answer"""
-    previous: str = ""
-    """the stored response that it continues"""
     large: bool = False
     """see `_is_large`"""
 
@@ -160,21 +155,19 @@ def parse_body(path: str, raw: bytes) -> ParsedBody:
             )
     if not isinstance(fields.get("structured_outputs") or {}, dict):  # vLLM 0.32 answers 500
         raise BadRequest("structured_outputs must be an object", "structured_outputs")
+    store = fields.get(
+        "store"
+    )  # "false" as text passes vLLM's check, and what it then makes is kept for ever
+    if isinstance(store, str) and not _is_true(store) and _is_true(fields.get("background")):
+        raise BadRequest("background can only be used when `store` is true", "background")
     given = fields.get("request_id")
     if isinstance(given, str) and not SANE_ID.fullmatch(given):
         raise BadRequest("request_id must be 1 to 128 letters, digits and . _ : - of ASCII", "request_id")
     model = fields.get("model")
     named = model if isinstance(model, str) and model else None
     has_id = given is not None
-    background, previous = (
-        path == _RESPONSES and _is_true(fields.get("background")),
-        fields.get("previous_response_id"),
-    )
-    previous = previous if isinstance(previous, str) else ""
-    large = not background and _is_large(raw, fields)
-    return ParsedBody(
-        raw, named, _size(path, raw, fields), is_plain(fields), has_id, background, previous, large
-    )
+    size, large = _size(path, raw, fields), _is_large(raw, fields)
+    return ParsedBody(raw, named, size, is_plain(fields), has_id, large)
 
 
 def _parts(raw: bytes) -> int:

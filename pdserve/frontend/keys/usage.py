@@ -14,7 +14,7 @@ from pdserve.frontend.keys.limits import KeyLedger, KeyQuota, LimitReached, in_w
 
 
 class KeyUse:
-    """One request, from its head to the end of its answer, background work included. Entering counts it; `reserve`
+    """One request, from its head to the end of its answer. Entering counts it; `reserve`
     counts its tokens as they may become, and leaving as they were. What the graph did not serve (429, 503) does not
     count. Entering and `reserve` raise LimitReached."""
 

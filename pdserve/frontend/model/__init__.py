@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.frontend.model.stored import StoredResponses
 from pdserve.queue.base import BlobStore
 from pdserve.stream.base import StreamClient
 
@@ -29,5 +28,3 @@ class ModelContext:
     request_timeout: float
     longest: float = 3600.0
     """seconds after which every request is over"""
-    stored: StoredResponses | None = None
-    """None: no response is stored"""

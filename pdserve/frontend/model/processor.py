@@ -76,7 +76,7 @@ async def serve_model(card: ModelCard, context: ModelContext) -> AsyncIterator[P
         # first of all: no request must go on at another worker while the workers are left
         stack.callback(core.shutdown)
         try:
-            app, core.plain_paths = await make_app(engine, args, card.supported_tasks, context.stored)
+            app, core.plain_paths = await make_app(engine, args, card.supported_tasks)
         except ValueError as error:
             raise ConfigError([f"vLLM refuses its configuration: {error}"]) from error
         yield Processor(app, side.app(app), core, core.workers)

@@ -1,4 +1,4 @@
-"""Everything that the frontend uses of vLLM 0.32; only this module and `vllm_responses` import vLLM there.
+"""Everything that the frontend uses of vLLM 0.32; only this module and `vllm_aside` import vLLM there.
 
 `tests/frontend/model/test_vllm_api.py` checks what this expects of vLLM, and names what moved when vLLM changes.
 Importing this module costs 6 to 7 seconds of CPU: do it late, and in a thread.
@@ -21,7 +21,7 @@ import msgspec
 import vllm.envs
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -29,7 +29,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.parser import DelegatingParser
 from vllm.reasoning import ReasoningParserManager
@@ -46,12 +46,11 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from pdserve.errors import BadRequest
 from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.frontend.model.grammar import problem
 from pdserve.frontend.model.openapi import describe
-from pdserve.frontend.model.stored import StoredResponses
 from pdserve.frontend.model.vllm_aside import keep_prompt_logprobs, tokenize_short_prompts_here
-from pdserve.frontend.model.vllm_responses import raising_refusals, store_responses
 
 __all__ = [
     "AsyncLLM", "EngineCoreClient", "EngineCoreOutput", "EngineCoreOutputs", "EngineCoreRequest", "FinishReason",
@@ -61,6 +60,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 VERSION: str = vllm.__version__
+vllm.envs.VLLM_ENABLE_RESPONSES_API_STORE = False  # in this process alone, for all clients and for ever
 
 RECORD_EVERY = 0.25
 """seconds between two updates of vLLM's metrics of the steps: many steps at once cost a third"""
@@ -346,7 +346,7 @@ def stream_deltas(engine: AsyncLLM, request_id: str, deltas: DeltaStream, empty:
 
 
 async def make_app(
-    engine: AsyncLLM, args: Namespace, tasks: Sequence[str], stored: StoredResponses | None = None
+    engine: AsyncLLM, args: Namespace, tasks: Sequence[str]
 ) -> tuple[ASGIApp, dict[str, bool]]:
     """vLLM's own app on this engine, and the routes on which `stream_deltas` may be used, each with its last argument.
 
@@ -362,9 +362,20 @@ async def make_app(
         await init_app_state(engine, app.state, args, tuple(tasks))
     except TypeError as error:  # vLLM's ParserManager
         raise ValueError(str(error)) from error
-    store_responses(app.state.openai_serving_responses, stored, args.served_model_name[0])
     logging.getLogger("vllm.entrypoints.anthropic.api_router").addFilter(_is_no_clients_fault)
-    return raising_refusals(app), _plain_paths(app, args)
+    return _raising_refusals(app), _plain_paths(app, args)
+
+
+def _raising_refusals(app: FastAPI) -> ASGIApp:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except RuntimeError as error:  # starlette's, since the answer has begun
+            if isinstance(error.__cause__, VLLMClientError):
+                raise BadRequest(str(error.__cause__)) from error
+            raise
+
+    return answer
 
 
 def _is_no_clients_fault(record: logging.LogRecord) -> bool:

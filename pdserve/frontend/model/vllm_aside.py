@@ -3,8 +3,8 @@
 The app reads, validates and renders a request, and writes its answer, in parts that nothing interrupts: a body of
 10,000 messages takes a second of it, and so does an answer with the logprobs of 4,000 tokens. On the frontend's loop
 no other request would be served meanwhile, and the leases would run out. In a thread, Python lets that loop run every
-few milliseconds. What belongs to the frontend's loop stays there: the connection (`receive`, `send`), the engine
-(`generate`) and the stored responses. `tests/frontend/model/test_vllm_api.py` checks what this expects of vLLM.
+few milliseconds. What belongs to the frontend's loop stays there: the connection (`receive`, `send`) and the engine
+(`generate`). `tests/frontend/model/test_vllm_api.py` checks what this expects of vLLM.
 """
 
 import asyncio

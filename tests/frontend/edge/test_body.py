@@ -112,30 +112,10 @@ def test_brackets_in_a_text_are_no_parts() -> None:
         ({"logprobs": 5, "stream": True, "echo": True}, True),
         ({"prompt": "a", "stream": True}, False),
         ({"logprobs": 5, "stream": "off"}, True),
-        ({"logprobs": True, "background": True}, True),
     ],
 )
 def test_requests_that_would_hold_the_loop_are_large(fields: dict[str, object], large: bool) -> None:
     assert parse_body(CHAT, json.dumps(fields).encode()).large is large
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "background"),
-    [
-        ("/v1/responses", True, True),
-        ("/v1/responses", "yes", True),
-        ("/v1/responses", "off", False),
-        ("/v1/responses", 0, False),
-        ("/v1/responses", {}, False),
-        ("/v1/completions", True, False),
-    ],
-)
-def test_only_what_vllm_makes_in_the_background_counts_as_such(
-    path: str, value: object, background: bool
-) -> None:
-    """Anything else would be answered on the frontend's loop, however large it is, and keep its places unread."""
-    body = parse_body(path, json.dumps({"prompt": "a" * (LARGE + 1), "background": value}).encode())
-    assert (body.background, body.large) == (background, not background)
 
 
 @pytest.mark.parametrize(
