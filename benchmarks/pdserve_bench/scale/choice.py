@@ -4,7 +4,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from pdserve.frontend.model.workers import Link, WorkerPool
+from pdserve.frontend.model.link import Link
+from pdserve.frontend.model.workers import WorkerPool
 from pdserve.records import Instance, Role
 from pdserve_bench.samples import percentile
 

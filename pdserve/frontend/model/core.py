@@ -18,6 +18,7 @@ from pdserve.frontend.edge.deltas import DeltaStream
 from pdserve.frontend.edge.trace import PAUSED, RETRY_AFTER, RequestFailure, RequestTrace, current_trace
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.generation import Generation, unsupported
+from pdserve.frontend.model.link import Link
 from pdserve.frontend.model.migration import Migration, next_attempt, repeatable
 from pdserve.frontend.model.vllm_api import (
     VERSION,
@@ -32,7 +33,7 @@ from pdserve.frontend.model.vllm_api import (
     decode_outputs,
     outputs_now,
 )
-from pdserve.frontend.model.workers import Link, WorkerPool
+from pdserve.frontend.model.workers import WorkerPool
 from pdserve.messages import Cancel, Failed, Outputs, Placed, ToFrontend, WorkerLoad
 from pdserve.observe.metrics import ITL, TTFT
 from pdserve.records import ModelCard
@@ -307,7 +308,10 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM's base answers
                 self._migration.lost(generation, reason, word)
 
     def hand_over(self, link: Link, *, begun: bool) -> None:
-        self._migration.hand_over(link, begun)
+        for generation in list(link.generations.values()):
+            if self.workers.capacity.available:
+                with self.contained(generation):
+                    self._migration.hand_over(generation, begun=begun)
 
     def replace(self, replaced: bool) -> None:
         """Note whether another model has this name now, and no worker is left here."""

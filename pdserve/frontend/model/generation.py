@@ -2,18 +2,32 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pdserve.frontend.admission.control import SequencePermit
 from pdserve.frontend.edge.trace import RequestTrace, SequenceHops
 from pdserve.frontend.model.vllm_api import EngineCoreRequest
-from pdserve.frontend.model.workers import Link
-from pdserve.messages import Hop, Placed
+from pdserve.messages import Hop, Placed, ToDecode
 from pdserve.observe.tracing import TracedSpan
 
 MAX_PROMPT_LOGPROBS = 500_000
 """of one request; an answer has them all at once, some 50 bytes each"""
 WHOLE_VOCABULARY = 100_000
 """logprobs that -1 stands for, about"""
+
+
+class WorkerLink(Protocol):
+    """The connection to the worker that has a generation (`link.py`)."""
+
+    instance: str
+
+    def add(self, generation: "Generation") -> None: ...
+
+    def remove(self, generation: "Generation") -> None: ...
+
+    def touch(self) -> None: ...
+
+    def post(self, message: ToDecode) -> None: ...
 
 
 @dataclass(eq=False)
@@ -37,7 +51,7 @@ class Generation:
     """how often it was sent to a worker"""
     attempt_id: str = ""
     """its id at the worker: new for each attempt, since a worker may still know an earlier one"""
-    link: Link | None = None
+    link: WorkerLink | None = None
     """to the worker that has it"""
     sent: float = 0.0
     """monotonic seconds"""
@@ -105,7 +119,7 @@ class Generation:
         span.add_hops((hop for hop in hops if hop.name == "decode"), self.trace.started)
         span.end(time.monotonic(), {"pdserve.prefill": self.placed.prefill if self.placed else ""}, error)
 
-    def attach(self, link: Link, attempt_id: str) -> None:
+    def attach(self, link: WorkerLink, attempt_id: str) -> None:
         """Begin an attempt at the link's worker."""
         self.attempt += 1
         self.attempt_id = attempt_id
@@ -114,21 +128,16 @@ class Generation:
         self.placed = None
         self.replay_left = len(self.tokens) if self.replays else 0
         self.hops.sent(link.instance)
-        link.generations[attempt_id] = self
-        link.tokens += self.size
-        link.placed += self.size
-        link.touch()
+        link.add(self)
 
-    def detach(self, error: str = "") -> Link | None:
+    def detach(self, error: str = "") -> WorkerLink | None:
         """End the attempt, so that its late outputs find no generation. Returns its link."""
         link, self.link = self.link, None
         hops = self.hops.left(self.last_token) if link is not None else []
         if self.span is not None:
             self._end_span(hops, error)
         if link is not None:
-            link.generations.pop(self.attempt_id, None)
-            link.tokens -= self.size
-            link.touch()
+            link.remove(self)
         return link
 
     def add_tokens(self, tokens: list[int]) -> float | None:

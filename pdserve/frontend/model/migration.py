@@ -8,9 +8,9 @@ import itertools
 import logging
 import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from pdserve.frontend.edge.trace import NO_WORKER, RETRY_AFTER, RequestFailure
+from pdserve.frontend.edge.trace import NO_WORKER, RETRY_AFTER, RequestFailure, RequestTrace
 from pdserve.frontend.model.generation import Generation
 from pdserve.frontend.model.vllm_api import (
     EngineCoreOutput,
@@ -24,10 +24,6 @@ from pdserve.frontend.model.vllm_api import (
 from pdserve.messages import Cancel, Failed, Submit
 from pdserve.observe.metrics import MIGRATIONS
 from pdserve.sampling import looks_back
-
-if TYPE_CHECKING:
-    from pdserve.frontend.model.core import RemoteCore
-    from pdserve.frontend.model.workers import Link
 
 logger = logging.getLogger(__name__)
 
@@ -128,11 +124,23 @@ def too_many_losses(generation: Generation) -> RequestFailure | None:
 # ── their application ──────────────────────────────────────────────────────────────────────────────────
 
 
+class GenerationOwner(Protocol):
+    """What a migration comes to, as `RemoteCore` does it."""
+
+    def place(self, generation: Generation, *, only_others: bool = False) -> None: ...
+
+    def finish(self, generation: Generation) -> None: ...
+
+    def fail(self, generation: Generation, failure: RequestFailure) -> None: ...
+
+    def generations_of(self, trace: RequestTrace) -> list[Generation]: ...
+
+
 class Migration:
     """Takes over a model's generations that have lost their worker or found none, until they are placed at another
     worker, finished or failed."""
 
-    def __init__(self, core: "RemoteCore", model: str, max_model_len: int) -> None:
+    def __init__(self, core: GenerationOwner, model: str, max_model_len: int) -> None:
         self.replaced = False
         """another model has this one's name, and no worker is left here"""
         self._core = core
@@ -194,15 +202,13 @@ class Migration:
 
     # a prefill worker stood in, and a decode worker is back
 
-    def hand_over(self, link: "Link", begun: bool) -> None:
-        """Move the link's generations as far as decode workers have capacity; those that have tokens of it only if
-        `begun`. Generations that would have to be replayed end where they are."""
-        for generation in list(link.generations.values()):
-            stays = generation.last_token > generation.sent and (generation.replays or not begun)
-            if not stays and self._core.workers.capacity.available:
-                link.post(Cancel([generation.attempt_id]))
-                with self._core.contained(generation):
-                    self.lost(generation, "a decode worker is back", HANDED_OVER)
+    def hand_over(self, generation: Generation, *, begun: bool) -> None:
+        """Move a stand-in's generation to a decode worker; one that has tokens of the stand-in only if `begun`, and
+        never one that would have to be replayed."""
+        stays = generation.last_token > generation.sent and (generation.replays or not begun)
+        if generation.link is not None and not stays:
+            generation.link.post(Cancel([generation.attempt_id]))
+            self.lost(generation, "a decode worker is back", HANDED_OVER)
 
     # no worker is there
 

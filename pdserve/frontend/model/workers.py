@@ -6,38 +6,25 @@ then, and keep it until a decode worker is back and has taken over what they sti
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from heapq import nlargest
-from typing import TYPE_CHECKING, Protocol
 
-from pdserve.errors import PeerGone, ProtocolError, leaves
+from pdserve.errors import PeerGone, leaves
 from pdserve.frontend.admission.capacity import Capacity, worker_capacity
 from pdserve.frontend.model import Connect
 from pdserve.frontend.model.candidates import WINDOW, Candidates
+from pdserve.frontend.model.generation import Generation, WorkerLink
+from pdserve.frontend.model.link import Link, LinkListener
 from pdserve.frontend.model.prefix_index import PrefixIndex
 from pdserve.frontend.model.router import choose
-from pdserve.messages import (
-    Failed,
-    Hello,
-    Load,
-    PrefixesChanged,
-    Refused,
-    Submit,
-    ToDecode,
-    ToFrontend,
-    WorkerLoad,
-)
+from pdserve.messages import Hello, PrefixesChanged, Refused, ToFrontend, WorkerLoad
 from pdserve.observe.metrics import IN_FLIGHT, ROUTER_DECISIONS
 from pdserve.records import Instance
 from pdserve.settings import POLICIES
-from pdserve.stream.base import StreamClient
 from pdserve.tasks import Owner
 from pdserve.watch import LinkState
-
-if TYPE_CHECKING:
-    from pdserve.frontend.model.generation import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -53,94 +40,6 @@ LOOK = 0.5
 
 class HandedOver(Exception):
     """A stand-in is not needed any more."""
-
-
-class Link:
-    """One connection to a decode worker, and the requests of this frontend there."""
-
-    def __init__(self, instance: str, changed: Callable[["Link"], None], block_size: int = 0) -> None:
-        """`changed` is called after each change of the requests there, and of what the worker reports."""
-        self.instance = instance
-        self.block_size = block_size
-        self._changed = changed
-        self.generations: dict[str, Generation] = {}
-        """by attempt id"""
-        self.tokens = 0.0
-        """tokens of KV that these will need"""
-        self.load = Load()
-        """the worker's last report"""
-        self.placed = 0.0
-        """tokens of KV that the requests sent since that report will need"""
-        self._others = 0
-        """tokens of other frontends' requests in that report"""
-        self.refused = False
-        """the worker takes no requests from this frontend"""
-        self.round_trip: Callable[[], float | None] = lambda: None
-        """seconds, as the stream measures it"""
-        self._outbox: asyncio.Queue[ToDecode] = asyncio.Queue()
-
-    def touch(self) -> None:
-        """Call after each change of what the worker's capacity depends on."""
-        self._changed(self)
-
-    @property
-    def requests(self) -> int:
-        return len(self.generations)
-
-    def take_load(self, load: Load) -> None:
-        ours = sum(
-            len(generation.prompt) + len(generation.tokens) for generation in self.generations.values()
-        )
-        self.load, self.placed, self._others = load, 0.0, max(0, load.tokens - ours)
-        self.touch()
-
-    def make_way(self, count: int) -> None:
-        """Pause so many of the generations there."""
-        permits = [permit for generation in self.generations.values() if (permit := generation.permit)]
-        if count and permits:
-            permits[0].admission.control.yield_places(count, permits)
-
-    def outstanding(self, frontends: int) -> float:
-        """About how many tokens of KV all requests at the worker need. Each other frontend is taken to have sent as
-        much as this one since the last report: otherwise all frontends would choose the same worker."""
-        return self.tokens + self._others + (frontends - 1) * self.placed
-
-    @property
-    def starting(self) -> bool:
-        """Whether any of its generations has no token yet."""
-        return any(not generation.tokens for generation in self.generations.values())
-
-    def post(self, message: ToDecode) -> None:
-        """Send, in order; never waits and never fails: the listener is told of a lost link. The outbox is bounded by
-        the requests in flight, and these by the workers' capacity."""
-        self._outbox.put_nowait(message)
-
-    async def send(self, client: StreamClient, listener: "LinkListener") -> None:
-        """Send what is posted until the worker is gone. Do not raise then: the client goes on delivering the worker's
-        last messages, which say at which requests its engine died, and raises after these."""
-        while True:
-            message = await self._outbox.get()
-            try:
-                await client.send(message)
-            except PeerGone:
-                return
-            except ProtocolError as error:
-                if isinstance(message, Submit):
-                    listener.received(self, Failed(message.request_id, str(error), invalid=True))
-
-
-class LinkListener(Protocol):
-    """Is told of every event on the links; no call may raise."""
-
-    def link_up(self, link: Link) -> None: ...
-
-    def received(self, link: Link, message: ToFrontend) -> None: ...
-
-    def link_lost(self, link: Link, reason: str) -> None:
-        """The generations still in `link.generations` will not be answered."""
-
-    def hand_over(self, link: Link, *, begun: bool) -> None:
-        """Decode workers are back: move the link's generations there, those that have tokens of it only if `begun`."""
 
 
 class WorkerPool:
@@ -237,7 +136,7 @@ class WorkerPool:
             failure=failure,
         )
 
-    def takes(self, link: Link | None) -> bool:
+    def takes(self, link: WorkerLink | None) -> bool:
         """Whether the link is there, and its worker may get further requests."""
         return link is not None and link.instance in self._ready()
 
@@ -273,7 +172,7 @@ class WorkerPool:
 
     # the choice
 
-    def pick(self, generation: "Generation", *, only_others: bool) -> Link | None:
+    def pick(self, generation: Generation, *, only_others: bool) -> Link | None:
         """Choose a worker, with capacity if any has; None if there is no worker. The workers that lost this generation
         are the last resort, or never chosen with `only_others`."""
         cached = self._prefixes.cached(generation.prompt, generation.request.cache_salt)

@@ -7,8 +7,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from pdserve.frontend.model.generation import Generation
+from pdserve.frontend.model.link import Link
 from pdserve.frontend.model.migration import body, repeatable, too_many_losses
-from pdserve.frontend.model.workers import Link
 from pdserve.sampling import looks_back
 from tests.frontend.model.test_routing import trace
 

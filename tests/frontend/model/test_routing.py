@@ -14,8 +14,9 @@ from pdserve.decode.worker import DecodeWorker
 from pdserve.engine.sim.engine import SimEngine
 from pdserve.frontend.edge.trace import RequestTrace
 from pdserve.frontend.model.generation import Generation
+from pdserve.frontend.model.link import Link
 from pdserve.frontend.model.vllm_api import EngineCoreRequest
-from pdserve.frontend.model.workers import Link, WorkerPool
+from pdserve.frontend.model.workers import WorkerPool
 from pdserve.messages import Outputs, Submit, ToFrontend
 from pdserve.plan.slots import Slot
 from pdserve.queue.memory import MemoryBroker, MemoryQueue

@@ -5,7 +5,8 @@ import asyncio
 from msgspec.structs import replace
 
 from pdserve.frontend.model.generation import Generation
-from pdserve.frontend.model.workers import Link, WorkerPool
+from pdserve.frontend.model.link import Link
+from pdserve.frontend.model.workers import WorkerPool
 from pdserve.messages import Cancel, Failed, Load, ToFrontend
 from pdserve.observe.metrics import ROUTER_DECISIONS
 from pdserve.records import Instance, Role
