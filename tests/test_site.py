@@ -16,3 +16,4 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "make serve" in (tmp_path / "index.html").read_text()
     assert "0001: " in (tmp_path / "decisions/index.html").read_text()
+    assert "--namespace NAME" in (tmp_path / "commands/index.html").read_text()

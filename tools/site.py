@@ -1,12 +1,19 @@
-"""MkDocs' hooks for the site (`mkdocs.yml`): README.md is its first page, the decisions get a list, and links to files
-of the repository that are no pages become their names."""
+"""MkDocs' hooks for the site (`mkdocs.yml`): README.md is its first page, the commands' page is their `--help`, the
+decisions get a list, and links to files of the repository that are no pages become their names."""
 
+import io
+import os
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from pdserve.cli import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|`[^`]*`)+)\]\(([^)\s:]+)\)")
@@ -18,15 +25,33 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     )
     files.append(File.generated(config, "index.md", content=readme))
     files.append(File.generated(config, "decisions.md", content=_decisions()))
+    files.append(File.generated(config, "commands.md", content=_commands()))
     return files
 
 
-def _readme() -> str:
-    """As if it stood in docs/."""
-    text = (ROOT / "README.md").read_text()
-    return re.sub(
-        r"\]\((?!http|#)([^)]+)\)", lambda link: f"]({_normal(Path('..') / link[1])})", text
-    ).replace("](../docs/", "](")
+def _commands() -> str:
+    """The help of each command; those of one function, as the roles are, have it once."""
+    functions: dict[str, list[str]] = {}
+    for command, function in _functions(COMMANDS):
+        functions.setdefault(function, []).append(command)
+    shown = [f"## {', '.join(commands)}\n\n```\n{_help(commands[0])}```" for commands in functions.values()]
+    return "\n\n".join(["# Commands", f"```\n{_help('')}```", *shown])
+
+
+def _functions(commands: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, str]]:
+    for name, (what, _) in commands.items():
+        if isinstance(what, str):
+            yield f"{group}{name}", what
+        else:
+            yield from _functions(what, f"{name} ")
+
+
+def _help(command: str) -> str:
+    os.environ["COLUMNS"] = "112"
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        main([*command.split(), "--help"])
+    return shown.getvalue()
 
 
 def _decisions() -> str:
