@@ -4,10 +4,9 @@ decisions get a list, and links to files of the repository that are no pages bec
 import io
 import os
 import re
-from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
+from os.path import normpath
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -31,27 +30,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def _commands() -> str:
     """The help of each command; those of one function, as the roles are, have it once."""
-    functions: dict[str, list[str]] = {}
-    for command, function in _functions(COMMANDS):
-        functions.setdefault(function, []).append(command)
-    shown = [f"## {', '.join(commands)}\n\n```\n{_help(commands[0])}```" for commands in functions.values()]
-    return "\n\n".join(["# Commands", f"```\n{_help('')}```", *shown])
-
-
-def _functions(commands: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, str]]:
-    for name, (what, _) in commands.items():
-        if isinstance(what, str):
-            yield f"{group}{name}", what
-        else:
-            yield from _functions(what, f"{name} ")
+    names: dict[str, list[str]] = {}
+    for name, (what, _) in COMMANDS.items():
+        for inner, (function, _) in what.items() if isinstance(what, dict) else [("", (what, ""))]:
+            names.setdefault(str(function), []).append(f"{name} {inner}".strip())
+    shown = [f"## {', '.join(commands)}\n\n{_help(commands[0])}" for commands in names.values()]
+    return "\n\n".join(["# Commands", _help(""), *shown])
 
 
 def _help(command: str) -> str:
     os.environ["COLUMNS"] = "112"
-    shown = io.StringIO()
-    with redirect_stdout(shown):
+    with redirect_stdout(io.StringIO()) as shown:
         main([*command.split(), "--help"])
-    return shown.getvalue()
+    return f"```\n{shown.getvalue()}```"
 
 
 def _decisions() -> str:
@@ -73,21 +64,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def link(found: re.Match[str]) -> str:
         text, target = found.groups()
         place = target.partition("#")[0]
-        if not place or files.get_file_from_path(_normal(folder / place)) is not None:
+        if not place or files.get_file_from_path(normpath(folder / place)) is not None:
             return found[0]
-        if _normal(folder / place) == "decisions":
+        if normpath(folder / place) == "decisions":
             return f"[{text}]({'../' * len(folder.parts)}decisions.md)"
-        name = _normal(Path("docs") / folder / place)
+        name = normpath(Path("docs") / folder / place)
         return f"`{name}`" if text.removesuffix(".py") in name else f"{text} (`{name}`)"
 
     return _LINK.sub(link, markdown)
-
-
-def _normal(path: Path) -> str:
-    parts: list[str] = []
-    for part in path.parts:
-        if part == ".." and parts and parts[-1] != "..":
-            parts.pop()
-        else:
-            parts.append(part)
-    return "/".join(parts)
