@@ -39,10 +39,10 @@ class CachedPrefixes:
         self.block_size = 1
         """tokens"""
         self.stride = 1
-        """only every `stride`th block of a prompt is told"""
+        """only every `stride`th block of a prompt is reported"""
         self._copies: dict[bytes, int] = {}
         """blocks with the same name"""
-        self._told: set[bytes] = set()
+        self._known: set[bytes] = set()
         self._changed: set[bytes] = set()
         self.followed = False
         """something calls `changes` regularly"""
@@ -57,7 +57,7 @@ class CachedPrefixes:
         """A block entered the cache, the `depth`th of its prompt, counted from 1."""
         copies = self._copies[name] = self._copies.get(name, 0) + 1
         if copies == 1 and depth % self.stride == 0:
-            self._told.add(name)
+            self._known.add(name)
             self._note([name])
 
     def remove(self, name: bytes) -> bool:
@@ -66,14 +66,14 @@ class CachedPrefixes:
         if copies > 0:
             self._copies[name] = copies
             return False
-        if name in self._told:
-            self._told.discard(name)
+        if name in self._known:
+            self._known.discard(name)
             self._note([name])
         return True
 
     def clear(self) -> None:
-        self._note(self._told)
-        self._told.clear()
+        self._note(self._known)
+        self._known.clear()
         self._copies.clear()
 
     def _note(self, changed: Iterable[bytes]) -> None:
@@ -85,13 +85,13 @@ class CachedPrefixes:
         computed."""
         if not self._copies:
             return 0
-        found = names(prompt, self.block_size, root(salt), len(prompt) - 1)
-        return self.block_size * sum(1 for _ in takewhile(self._copies.__contains__, found))
+        prefixes = names(prompt, self.block_size, root(salt), len(prompt) - 1)
+        return self.block_size * sum(1 for _ in takewhile(self._copies.__contains__, prefixes))
 
-    def told(self) -> list[bytes]:
-        return list(self._told)
+    def known(self) -> list[bytes]:
+        return list(self._known)
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
         """Return the names added and the names removed since the last call; some may have been so before."""
         changed, self._changed = self._changed, set()
-        return [name for name in changed if name in self._told], list(changed - self._told)
+        return [name for name in changed if name in self._known], list(changed - self._known)

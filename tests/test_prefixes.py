@@ -63,7 +63,7 @@ def test_what_has_changed_is_told_once_and_copies_count_as_one() -> None:
     prefixes.remove(b"newcomer")
     added, gone = prefixes.changes()
     assert (added, set(gone)) == ([], {third, b"newcomer"})
-    assert set(prefixes.told()) == {first, second}
+    assert set(prefixes.known()) == {first, second}
     prefixes.clear()
     assert set(prefixes.changes()[1]) == {first, second}
     assert prefixes.hit(list(range(24)), None) == 0
@@ -74,7 +74,7 @@ def test_nothing_is_kept_for_nobody() -> None:
     prefixes.resize(10, 8)
     prefixes.add(b"12345678", 1)
     assert prefixes.changes() == ([], [])
-    assert prefixes.told() == [b"12345678"]
+    assert prefixes.known() == [b"12345678"]
 
 
 @pytest.mark.parametrize(("blocks", "stride"), [(1, 1), (MAX_TOLD, 1), (MAX_TOLD + 1, 2), (40_000, 16)])
@@ -82,5 +82,5 @@ def test_a_large_cache_tells_of_every_nth_block(blocks: int, stride: int) -> Non
     prefixes = cached(blocks, 1, list(range(64)))
     assert prefixes.stride == stride
     told = list(names(list(range(64)), 1))[stride - 1 :: stride]
-    assert set(prefixes.told()) == set(told)
+    assert set(prefixes.known()) == set(told)
     assert prefixes.hit(list(range(64)), None) == 63

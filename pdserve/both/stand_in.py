@@ -45,8 +45,8 @@ class StandIn(BothWorker):
             workers = self.view.instances(Role.DECODE, model)
             alike = [worker.id for worker in workers if worker.fingerprint == fingerprint]
             if alike and source not in alike:
-                async with RegistryView(self._registry, keys.card(model, alike[0])) as found:
-                    for _, card in found.cards().get(model, []):
+                async with RegistryView(self._registry, keys.card(model, alike[0])) as registered:
+                    for _, card in registered.cards().get(model, []):
                         await self._presence.keep(card)
                 source = alike[0]
             elif workers and not alike:

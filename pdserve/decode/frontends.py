@@ -92,7 +92,7 @@ class Frontends:
             await self.send(frontend, WorkerLoad(load))
         self._follow(frontend, hello.follow_cache)
         if hello.follow_cache:
-            await self.send(frontend, self._prefixes(self.engine.prefixes.told(), [], whole=True))
+            await self.send(frontend, self._prefixes(self.engine.prefixes.known(), [], whole=True))
 
     def _follow(self, frontend: str, wanted: bool) -> None:
         (self._followers.add if wanted else self._followers.discard)(frontend)
@@ -115,7 +115,7 @@ class Frontends:
     async def report_load(self, look: Callable[[], Load]) -> None:
         """Report the load to the frontends, for ever. It does not go through etcd, which would send every change, one
         with each step, to every process."""
-        told, due = Load(), 0.0
+        reported, due = Load(), 0.0
         while True:
             await asyncio.sleep(LOOK)
             too_many, count = make_way(self.requests.clients(), self.engine.usage.queued)
@@ -124,8 +124,8 @@ class Frontends:
             if time.monotonic() < due:
                 continue
             due = time.monotonic() + LOAD_INTERVAL
-            if (load := look()) != told:
-                told = load
+            if (load := look()) != reported:
+                reported = load
                 for frontend in list(self._load_followers):
                     with Apart("load"):
                         await self.send(frontend, WorkerLoad(load))

@@ -212,7 +212,7 @@ class DecodeRequests:
         if (span := self._tracer.part("generate", request.arrived, submit.traceparent)) is None:
             return
         span.add_hops(request.hops.here, request.arrived)
-        told: Attributes = {
+        attributes: Attributes = {
             "pdserve.prompt_tokens": len(submit.prompt),
             "pdserve.cached_tokens": request.cached,
             "pdserve.output_tokens": request.tokens,
@@ -220,7 +220,7 @@ class DecodeRequests:
             "pdserve.reason": decision.reason if decision is not None else "",
             "pdserve.why": "cancelled" if request.cancelled and not request.failure else "",
         }
-        span.end(time.monotonic(), told, request.failure)
+        span.end(time.monotonic(), attributes, request.failure)
 
     def of(self, frontend: str) -> list[DecodeRequest]:
         return [request for request in self._live.values() if request.frontend == frontend]

@@ -136,8 +136,8 @@ class RequestRunner:
     def _decide(self, request: DecodeRequest) -> Decision:
         submit, settings = request.submit, self.settings.current
         prompt, depth = len(submit.prompt), self.queue.depth
-        found = self.engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0
-        hit = request.hit = found or 0
+        prefix_hit = self.engine.prefix_hit(submit.prompt, submit.body) if settings.remote_prefill else 0
+        hit = request.hit = prefix_hit or 0
         workers = len(self.workers.available())
         adaptive = settings.remote_prefill and settings.policy == "adaptive"
         estimates = self.estimator.of(prompt - hit, prompt) if adaptive else None
@@ -148,7 +148,7 @@ class RequestRunner:
             workers,
             self.queue.connected,
             settings,
-            supported=found is not None,
+            supported=prefix_hit is not None,
             migrated=submit.migrated,
             fits=self.remote.fits(submit),
             estimates=estimates,
@@ -222,7 +222,7 @@ class RequestRunner:
                 await self.frontends.lose(frontend, outputs)
 
     async def _by_frontend(self, outputs: list[Output]) -> dict[str, list[Output]]:
-        found: defaultdict[str, list[Output]] = defaultdict(list)
+        by_frontend: defaultdict[str, list[Output]] = defaultdict(list)
         now = time.monotonic()
         for output in outputs:
             request = self.requests.get(output.request_id)
@@ -230,10 +230,10 @@ class RequestRunner:
                 continue  # cancelled, or a prefill of role `both`
             with Apart("outputs") as one:
                 if await self._note(request, output, now):
-                    found[request.frontend].append(output)
+                    by_frontend[request.frontend].append(output)
             if one.error is not None:
                 await self.frontends.lose(request.frontend, [output])
-        return found
+        return by_frontend
 
     async def _note(self, request: DecodeRequest, output: Output, now: float) -> bool:
         """Note an output; return whether the frontend gets it."""

@@ -16,7 +16,7 @@ ADOPTED = "pdserve_adopted"
 
 
 class AheadReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What the workers tell the scheduler of pieces read ahead."""
+    """What the workers report to the scheduler of pieces read ahead."""
 
     def __init__(self) -> None:
         self.ended: Counter[str] = Counter()
@@ -33,12 +33,12 @@ class AheadReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         results.failed_recving -= pieces
 
     def take(self) -> "AheadReport | None":
-        """In a worker: what has not been told yet; None for nothing."""
+        """In a worker: unreported results, or None."""
         if not self.ended and not self.bad:
             return None
-        told = AheadReport()
-        told.ended, told.bad, self.ended, self.bad = self.ended, self.bad, Counter(), set()
-        return told
+        report = AheadReport()
+        report.ended, report.bad, self.ended, self.bad = self.ended, self.bad, Counter(), set()
+        return report
 
     def aggregate(self, other: Any) -> "AheadReport":
         self.ended += other.ended
@@ -149,8 +149,8 @@ class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                 self._adopt(request, params)
             return None, False
         self._ahead.make_room(request.num_tokens / self.block_size + 1, self.pool)
-        found: tuple[int, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return found
+        matched: tuple[int, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return matched
 
     def has_pending_push_work(self) -> bool:
         """Whether to go on stepping without requests: only in a step does the engine learn that a read ended."""
@@ -158,10 +158,10 @@ class AheadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def _adopt(self, request: Any, params: dict[str, Any]) -> None:
         """Put what was read ahead into the prefix cache if it surely is the KV of this prompt."""
-        found = self._ahead.take(_source(params), params["remote_block_ids"][0], self.pool)
-        if found is None:
+        ahead = self._ahead.take(_source(params), params["remote_block_ids"][0], self.pool)
+        if ahead is None:
             return
-        first, blocks = found
+        first, blocks = ahead
         in_time = time.perf_counter() < params["remote_blocks_expiry_time"]
         if in_time and params.get(PREEMPTED) == 0:
             row = [self.pool.null_block] * first + blocks

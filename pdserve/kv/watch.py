@@ -65,10 +65,10 @@ class ReadTimes:
 
     def end(self, ended: Set[str], failed: Set[str]) -> list[list[str | float]]:
         """What the connector reports of the ended reads (`READS`), without failed and empty reads."""
-        found = {request: self._begun.pop(request) for request in ended & self._begun.keys()}
+        done = {request: self._begun.pop(request) for request in ended & self._begun.keys()}
         return [
             [request, source, time.monotonic() - began, size]
-            for request, (source, began, size) in found.items()
+            for request, (source, began, size) in done.items()
             if size and request not in failed
         ]
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 LOOK_INTERVAL = 0.5
 """seconds between two looks for answers to repeat"""
-TELL_AGAIN = 2.0
+REPEAT_AFTER = 2.0
 """seconds after which an answer whose KV was not read is repeated; a read takes milliseconds"""
 FORGET = 2.0
 """leases after which KV counts as freed even if the engine did not report it"""
@@ -39,7 +39,7 @@ class _Kept:
     answer: PrefillDone
     warm_up: bool
     since: float = field(default_factory=time.monotonic)
-    told: float = field(default_factory=time.monotonic)
+    sent: float = field(default_factory=time.monotonic)
 
 
 class AnswerSender:
@@ -73,7 +73,11 @@ class AnswerSender:
         while True:
             await asyncio.sleep(LOOK_INTERVAL)
             for decode, answer in self.untaken():
-                log.info("request %s: its KV was not read yet, telling %s again", answer.request_id, decode)
+                log.info(
+                    "request %s: its KV was not read yet, repeating the answer to %s",
+                    answer.request_id,
+                    decode,
+                )
                 with Apart("repeated answers"):
                     await unless_away(self._queue.answer(decode, aged(answer)))
 
@@ -83,8 +87,8 @@ class AnswerSender:
         for request_id, kept in list(self._kept.items()):
             if now > kept.since + FORGET * kept.answer.handle.lease:
                 self.released(request_id)
-            elif now >= kept.told + TELL_AGAIN:
-                kept.told = now
+            elif now >= kept.sent + REPEAT_AFTER:
+                kept.sent = now
                 yield kept.decode, kept.answer
 
     def released(self, request_id: str) -> None:

@@ -235,11 +235,11 @@ class PromptRunner:
                         await self._answers.confirm(notice)
 
     async def _cancel(self, request_ids: list[str]) -> None:
-        found = [running for name in request_ids if (running := self._running.of_request(name))]
-        for running in found:
+        cancelled = [running for name in request_ids if (running := self._running.of_request(name))]
+        for running in cancelled:
             self._running.cancel(running)
-        await self._engine.cancel([running.engine_id for running in found])
-        for running in found:
+        await self._engine.cancel([running.engine_id for running in cancelled])
+        for running in cancelled:
             await running.delivery.ack()
 
     async def _report_progress(self) -> None:

@@ -121,7 +121,7 @@ class Service(ABC):
         return []
 
     async def engine_died(self, death: EngineDead) -> None:
-        """Tell other processes what is lost with the engine, while the seams are still open."""
+        """Report to other processes what is lost with the engine, while the seams are still open."""
         return
 
 
@@ -137,15 +137,15 @@ def run(config: Config, slot: Slot) -> int:
 def exit_code(name: str, error: Exception) -> int:
     """Log why the role ended, in a sentence where the error is one of our own, and return its exit code: 2 for a wrong
     configuration, however late it was found, since the supervisor must not try it again."""
-    found = leaves(error)
-    if problems := [problem for leaf in found if isinstance(leaf, ConfigError) for problem in leaf.problems]:
+    causes = leaves(error)
+    if problems := [problem for leaf in causes if isinstance(leaf, ConfigError) for problem in leaf.problems]:
         for problem in problems:
             log.error("%s", problem)
         return 2
-    if dead := next((leaf for leaf in found if isinstance(leaf, EngineDead)), None):
+    if dead := next((leaf for leaf in causes if isinstance(leaf, EngineDead)), None):
         log.error("the engine is gone, and this worker with it: %s", dead)
-    elif all(isinstance(leaf, PdserveError) for leaf in found):
-        log.error("%s failed: %s", name, "; ".join(map(str, found)))
+    elif all(isinstance(leaf, PdserveError) for leaf in causes):
+        log.error("%s failed: %s", name, "; ".join(map(str, causes)))
     else:
         log.error("%s failed", name, exc_info=error)
     return 1
@@ -168,25 +168,25 @@ async def live_until_signalled(service: Service, drain_timeout: float) -> None:
     life = asyncio.create_task(service.run())
     over = asyncio.Event()
     life.add_done_callback(lambda _: over.set())
-    told: dict[signal.Signals, float] = {}
+    received: dict[signal.Signals, float] = {}
 
     def stop(number: signal.Signals) -> None:
-        now, again = time.monotonic(), bool(told)
-        if now < told.get(number, -SAME_SIGNAL) + SAME_SIGNAL:
+        now, again = time.monotonic(), bool(received)
+        if now < received.get(number, -SAME_SIGNAL) + SAME_SIGNAL:
             return
-        told[number] = now
+        received[number] = now
         if again and number is signal.SIGHUP:
             return  # the shell and the kernel both say that a terminal is closed
         if (service.ready.is_set() or service.draining) and not again:
             service.stop()
         else:
-            log.info("told again: ending at once" if again else "told to stop while starting: ending at once")
+            log.info("second signal: ending at once" if again else "stopped while starting: ending at once")
             life.cancel()
             loop.call_later(AT_ONCE, over.set)
 
     def orphaned() -> None:
         log.error("the supervisor was killed; its guardian stops the graph")
-        told.clear()  # what the supervisor had told, the guardian tells once more
+        received.clear()  # the guardian repeats the supervisor's signal
         loop.call_later(3 * drain_timeout + LAST_RESORT, stop, signal.SIGTERM)
 
     loop = asyncio.get_running_loop()

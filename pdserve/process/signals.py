@@ -11,7 +11,7 @@ STOPPERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """from a supervisor, from Ctrl-C, from a terminal that is closed"""
 SUPERVISOR_DIED = signal.SIGUSR1
 """from the kernel, when the supervisor ends. It ends a role that is still starting, which has no handler yet; a role
-that serves drains when the supervisor's guardian tells it to"""
+that serves drains when the supervisor's guardian signals it"""
 
 
 def end_while_starting() -> None:
@@ -22,5 +22,5 @@ def end_while_starting() -> None:
 
 def _end(number: int, _frame: object) -> None:
     """End at once: nothing is there yet that would have to be closed."""
-    log.info("told to stop while starting (%s)", signal.Signals(number).name)
+    log.info("stopped while starting (%s)", signal.Signals(number).name)
     os._exit(0)

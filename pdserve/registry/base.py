@@ -26,7 +26,7 @@ class Registry(Lifetime):
     Outages: while the server is away, `put` and `delete` of leased keys are remembered and carried out when it is back
     (the last one for a key wins), and watches stay open and silent: the last known state stands. After an outage the
     leased keys are there again, under a new lease if the old one has run out, and every watch yields what differs,
-    deletions included. Nothing restarts; `connected` tells of the outage.
+    deletions included. Nothing restarts; `connected` shows the outage.
 
     A leased key is there as long as its process has not deleted it: if another process deletes or overwrites it, or its
     lease, it is written again.

@@ -87,8 +87,8 @@ class EtcdSession:
 
     async def holds(self, key: str, value: bytes) -> bool:
         """Return whether the key has this value, under the session's lease."""
-        found = await self._call(self._client.get(key.encode()))
-        return found is not None and (found.value, found.lease) == (value, self.lease)
+        current = await self._call(self._client.get(key.encode()))
+        return current is not None and (current.value, current.lease) == (value, self.lease)
 
     async def delete(self, key: str) -> None:
         await self._call(self._client.delete(key.encode()))
@@ -97,9 +97,9 @@ class EtcdSession:
         """Return the keys without the root, and the revision at which they were read; some may be newer."""
         values, revisions = dict[str, bytes](), []
         for prefix in prefixes:
-            found = await self._call(self._client.get_prefix((root + prefix).encode()))
-            values |= {_name(root, kv.key): kv.value for kv in found.kvs}
-            revisions.append(found.header.revision)
+            read = await self._call(self._client.get_prefix((root + prefix).encode()))
+            values |= {_name(root, kv.key): kv.value for kv in read.kvs}
+            revisions.append(read.header.revision)
         return values, min(revisions)
 
     async def keep_alive(self) -> None:

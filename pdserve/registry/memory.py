@@ -33,7 +33,7 @@ class MemoryServer:
 
     async def down(self) -> None:
         self.alive = False
-        await self.tell()
+        await self.notify()
 
     async def up(self, lose_data: bool = False) -> None:
         """Come back; all live processes register again, as they do with a real server."""
@@ -43,21 +43,21 @@ class MemoryServer:
             self.owners.clear()
         for client in self.clients:
             client.register()
-        await self.tell()
+        await self.notify()
 
     async def expire(self, client: "MemoryRegistry") -> None:
         """Let the client's lease run out although it lives (it was cut off, or slept); it takes a new one."""
         self.forget(client)
-        await self.tell()
+        await self.notify()
         await asyncio.sleep(0)
         client.register()
-        await self.tell()
+        await self.notify()
 
     async def kill(self, client: "MemoryRegistry") -> None:
         """Let the client's process die, and its lease run out."""
         self.clients.remove(client)
         self.forget(client)
-        await self.tell()
+        await self.notify()
 
     def forget(self, client: "MemoryRegistry") -> None:
         for key in [key for key, owner in self.owners.items() if owner is client]:
@@ -78,9 +78,9 @@ class MemoryServer:
         for other in self.clients if self.alive else ():
             if other is not client:
                 other.register()
-        await self.tell()
+        await self.notify()
 
-    async def tell(self) -> None:
+    async def notify(self) -> None:
         self.version += 1
         async with self._changed:
             self._changed.notify_all()
@@ -144,8 +144,8 @@ class MemoryRegistry(Registry):
         return self._read(prefix)
 
     def _read(self, prefix: str) -> dict[str, bytes]:
-        found = self._server.read(self._root + prefix)
-        return {key.removeprefix(self._root): value for key, value in found.items()}
+        values = self._server.read(self._root + prefix)
+        return {key.removeprefix(self._root): value for key, value in values.items()}
 
     async def watch(self, *prefixes: str) -> AsyncIterator[list[Change]]:
         known: dict[str, bytes] | None = None

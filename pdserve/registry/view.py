@@ -85,19 +85,19 @@ class RegistryView(Lifetime):
 
     def instances(self, role: Role | None = None, model: str | None = None) -> list[Instance]:
         """Return the live instances that do the work of this role, draining ones included. A frontend's model is ''."""
-        found = self._chosen.get((role, model))
-        if found is None:
-            found = self._chosen[role, model] = [
+        chosen = self._chosen.get((role, model))
+        if chosen is None:
+            chosen = self._chosen[role, model] = [
                 instance
                 for _, instance in sorted(self._instances.items())
                 if (role is None or instance.role.does(role)) and (model is None or instance.model == model)
             ]
-        return found.copy()
+        return chosen.copy()
 
     def newcomers(self, role: Role, model: str) -> list[Instance]:
         """Return the workers that have not announced themselves yet; they warm up with each other."""
-        found = [worker for _, worker in sorted(self._newcomers.items())]
-        return [worker for worker in found if worker.role.does(role) and worker.model == model]
+        newcomers = [worker for _, worker in sorted(self._newcomers.items())]
+        return [worker for worker in newcomers if worker.role.does(role) and worker.model == model]
 
     def cards(self) -> dict[str, list[tuple[str, ModelCard]]]:
         """Return, for each model name, its cards, each with the id of the instance that wrote it."""

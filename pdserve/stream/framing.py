@@ -182,11 +182,11 @@ class FramedConnection(asyncio.Protocol):
         self.heard = time.monotonic()
         if self._tls is not None:
             data = self._decrypted(self._tls, data)
-        found: bytes | bytearray = data
+        received: bytes | bytearray = data
         if self._partial:
             self._partial += data
-            found = self._partial
-        view, start, end = memoryview(found), 0, len(found)
+            received = self._partial
+        view, start, end = memoryview(received), 0, len(received)
         while end - start >= 4:
             length = int.from_bytes(view[start : start + 4], "big")
             if length > self.max_frame:
@@ -198,7 +198,7 @@ class FramedConnection(asyncio.Protocol):
                 self._owner.frame_received(self, view[start - length : start])
             else:
                 self._beat_received()
-        if start or found is data:
+        if start or received is data:
             self._partial = bytearray(view[start:])
 
     def _decrypted(self, tls: Tls, data: bytes) -> bytes:

@@ -132,13 +132,13 @@ class TcpStreamServer(StreamServer):
     @asynccontextmanager
     async def _lifetime(self) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
+        addresses = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
         context = self._credentials.server_context() if self._credentials else None
 
         def connection() -> FramedConnection:
             return FramedConnection(self, MAX_GREETING, Tls(context, server=True) if context else None)
 
-        server = await loop.create_server(connection, str(found[0][4][0]), 0)
+        server = await loop.create_server(connection, str(addresses[0][4][0]), 0)
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.address = f"{_scheme(self._credentials)}://{host}:{server.sockets[0].getsockname()[1]}"
         self._leaving = False

@@ -37,16 +37,16 @@ class Tls:
         """Raises ssl.SSLError if the other side does not speak TLS, is not of this graph, or rejects this side. Call
         `encrypt` afterwards, with b"" if need be: TLS may have an answer to send."""
         self._received.write(received)
-        found = []
+        parts = []
         if self._shake_hands():
             try:
                 while self._received.pending or self._tls.pending():
                     if not (data := self._tls.read(_RECORD)):
                         raise ssl.SSLZeroReturnError(ssl.SSL_ERROR_ZERO_RETURN, "TLS was closed")
-                    found.append(data)
+                    parts.append(data)
             except ssl.SSLWantReadError:
                 pass
-        return b"".join(found)
+        return b"".join(parts)
 
     def _shake_hands(self) -> bool:
         if not self._begun:

@@ -149,9 +149,9 @@ async def test_answers_are_cached_and_salts_separate_prefixes(decode: SimEngine)
     answer = tokens(await collect(decode, "a"))
     assert decode.prefix_hit([*PROMPT, *answer], salted) == 224
     assert decode.prefix_hit([*PROMPT, *answer], body()) == 0
-    assert sorted(decode.prefixes.told()) == sorted(names([*PROMPT, *answer[:-1]], 16, root("salt")))
+    assert sorted(decode.prefixes.known()) == sorted(names([*PROMPT, *answer[:-1]], 16, root("salt")))
     assert await decode.all_blocks_free()
-    assert decode.prefixes.told() == []
+    assert decode.prefixes.known() == []
 
 
 @pytest.mark.parametrize("change", [{}, {"engine_id": "an earlier boot"}, {"port": 1}])

@@ -51,4 +51,4 @@ def test_events(events: list[object], salt: str | None, hit: int) -> None:
 def test_nothing_is_left_of_blocks_that_are_gone() -> None:
     cache = mirror(*[stored([1, 2], PROMPT[:16])] * 2, *[api.BlockRemoved([1, 2], "GPU")] * 2)
     assert cache._blocks == {}
-    assert cache.prefixes.told() == []
+    assert cache.prefixes.known() == []

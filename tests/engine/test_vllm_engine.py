@@ -328,7 +328,7 @@ async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair: Pair, length
     assert pair.decode.engine.prefix_hit(prompt, body()) == (length - 1) // BLOCK * BLOCK
     prefixes = pair.decode.engine.prefixes
     cached = list(names(prompt, BLOCK))[prefixes.stride - 1 :: prefixes.stride]
-    assert set(cached) <= set(prefixes.told()) <= set(names([*prompt, *remote], BLOCK))
+    assert set(cached) <= set(prefixes.known()) <= set(names([*prompt, *remote], BLOCK))
     await pair.all_free()
     assert pair.decode.engine.prefix_hit(prompt, body()) == 0
     assert await pair.decode.generate(f"local-{length}", prompt) == remote
@@ -853,7 +853,7 @@ async def test_a_broken_connection_is_made_anew(pair: Pair) -> None:
 
 
 async def reject_until_free(pair: Pair, handle: KvHandle) -> None:
-    """As an answer is told again: a rejection is lost where the connection has to be made anew."""
+    """As an answer is repeated: a rejection is lost where the connection has to be made anew."""
     async with asyncio.timeout(10):
         while not await pair.prefill.engine.all_blocks_free():
             await pair.decode.engine.reject(handle)

@@ -30,7 +30,7 @@ async def test_what_was_just_said_is_not_said_again(answers: AnswerSender) -> No
 async def test_what_is_kept_is_said_again_until_it_is_released(
     answers: AnswerSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.prefill.answers.TELL_AGAIN", 0.0)
+    monkeypatch.setattr("pdserve.prefill.answers.REPEAT_AFTER", 0.0)
     await answers.send("decode-0", done("a"))
     await answers.send("decode-1", done("b"))
     assert list(answers.untaken()) == [("decode-0", done("a")), ("decode-1", done("b"))]

@@ -227,4 +227,4 @@ async def test_a_signal_that_is_told_twice_at_once_is_one(
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(living, 30)
     assert "drained" not in service.told, "the next one ended it at once"
-    assert "told again" in caplog.text
+    assert "second signal" in caplog.text

@@ -32,8 +32,8 @@ class BlockPool:
 
     def whole(self, prompt: list[int], cache_salt: str | None = None) -> list[int]:
         """The contents that the full blocks of this prompt have once they are computed."""
-        found = names(prompt, self.block_size, root(cache_salt))
-        return [int.from_bytes(name) ^ self.weights for name in found]
+        prefixes = names(prompt, self.block_size, root(cache_salt))
+        return [int.from_bytes(name) ^ self.weights for name in prefixes]
 
     def take(self, prompt: int, whole: list[int], tokens: int) -> tuple[list[int], int] | None:
         """Take blocks for `tokens` tokens. The first of them hold the cached prefix of the prompt, which has `prompt`

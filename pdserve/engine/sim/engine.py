@@ -325,9 +325,9 @@ class SimEngine(Engine):
 
     def _tell_complete(self, request: SimRequest) -> None:
         blocks = request.computed // self._model.block_size
-        fresh = (blocks - request.told) * self._model.block_size * self._model.bytes_per_token
+        fresh = (blocks - request.named) * self._model.block_size * self._model.bytes_per_token
         if request.keep and fresh >= PIECE:
-            request.told = blocks
+            request.named = blocks
             kv = self._handle(request, blocks, blocks * self._model.block_size)
             self._steps.put_nowait(Step([], complete=[kv]))
 
@@ -357,14 +357,14 @@ class SimEngine(Engine):
         try:
             await ask(kv, wanted, model.transfer_timeout)
             await asyncio.sleep(model.transfer_seconds + size / model.bandwidth)
-            found = await ask(kv, wanted, model.transfer_timeout, done=True)
+            answer = await ask(kv, wanted, model.transfer_timeout, done=True)
         except Unavailable as error:
             unreachable = [kv.engine_id] if isinstance(error, Unreachable) else []
             unread = {request.request_id: str(error)}
             self._steps.put_nowait(Step([], Transfers(failures=1), unread, unreachable=unreachable))
             request.unread = True
         else:
-            self._receive(request, kv, first, found.contents)
+            self._receive(request, kv, first, answer.contents)
             seconds = time.monotonic() - started
             self._steps.put_nowait(Step([], Transfers([Read(kv.engine_id, seconds, size)])))
         del self._pulling[request]

@@ -95,11 +95,11 @@ async def ask(handle: KvHandle, block_ids: list[int], timeout: float, *, done: b
                 line = await reader.readline()
                 if not line:
                     raise Unreachable(f"{handle.engine_id} hangs up")
-                found = msgspec.json.decode(line, type=BlockContents)
+                answer = msgspec.json.decode(line, type=BlockContents)
             finally:
                 writer.close()
     except (OSError, ValueError) as error:
         raise Unavailable(f"no KV from {handle.engine_id}: {error!r}") from error
-    if found.refused:
-        raise Unavailable(f"no KV from {handle.engine_id}: {found.refused}")
-    return found
+    if answer.refused:
+        raise Unavailable(f"no KV from {handle.engine_id}: {answer.refused}")
+    return answer

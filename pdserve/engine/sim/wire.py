@@ -133,7 +133,7 @@ class SimRequest:
     computed: int = 0
     """prompt tokens whose KV is in this engine"""
     cached: int = 0
-    told: int = 0
+    named: int = 0
     """of a prefill: blocks that were named as complete"""
     pulled: int = 0
     begun: float | None = None

@@ -131,7 +131,7 @@ class VllmEngine(Engine):
         await self._call(self._core.collective_rpc_async("pdserve_release", args=(kv.request_id,)))
 
     async def cancel(self, request_ids: list[str]) -> None:
-        running = [found for name in request_ids if (found := self._requests.by_request_id(name))]
+        running = [request for name in request_ids if (request := self._requests.by_request_id(name))]
         for request in running:
             self._requests.drop(request)
         if running:
@@ -145,10 +145,10 @@ class VllmEngine(Engine):
             moved = await self._take_stats(outputs.scheduler_stats)
             if outputs.outputs or moved:
                 self._timestamp = outputs.timestamp
-                found = [output for raw in outputs.outputs if (output := self._take(raw))]
+                mine = [output for raw in outputs.outputs if (output := self._take(raw))]
                 unread, self._unread = self._unread, {}
                 return Step(
-                    found,
+                    mine,
                     transfers=_transfers(moved) if moved else None,
                     unread=unread,
                     released=list(moved.get(RELEASED, ())),

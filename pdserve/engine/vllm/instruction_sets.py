@@ -24,10 +24,10 @@ def request_amx() -> bool:
 def describe(amx_permitted: bool) -> str:
     """Such as `AVX512 (avx512_bf16, avx512_vnni), no AMX`."""
     features: dict[str, Any] = torch.cpu.get_capabilities()
-    found = [name for name in _SHOWN if features.get(name)]
+    present = [name for name in _SHOWN if features.get(name)]
     generation: str = torch.backends.cpu.get_cpu_capability()
-    if not found:
+    if not present:
         return generation
     permission = "AMX tiles permitted" if amx_permitted else FORBIDDEN
     amx = permission if features.get("amx_tile") else "no AMX"
-    return f"{generation} ({', '.join(found)}), {amx}"
+    return f"{generation} ({', '.join(present)}), {amx}"

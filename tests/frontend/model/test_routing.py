@@ -138,7 +138,7 @@ class Workers:
         """Until the frontends know what is cached."""
 
         def known() -> bool:
-            names = {name: set(worker._engine.prefixes.told()) for name, worker in self.workers.items()}
+            names = {name: set(worker._engine.prefixes.known()) for name, worker in self.workers.items()}
             indexes = [frontend.pool._prefixes for frontend in self.frontends]
             return all({name: set(index.told(name)) for name in names} == names for index in indexes)
 
