@@ -1,4 +1,4 @@
-"""What a decode worker tells of its links to prefill workers."""
+"""What a decode worker reports of its links to prefill workers, and of its connection to NATS."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -127,3 +127,10 @@ async def test_the_limit_of_the_queue(settings: dict[str, object], limit: int) -
 def _slow_down(graph: Graph, transfer_seconds: float) -> None:
     model: SimModel = graph.decode_engine._model
     graph.decode_engine._model = replace(model, transfer_seconds=transfer_seconds)
+
+
+async def test_an_outage_of_nats_is_reported_while_it_lasts(graph: Graph) -> None:
+    await graph.broker.down()
+    assert [outage.server for outage in graph.decode.watched().outages] == ["NATS"]
+    await graph.broker.up()
+    assert graph.decode.watched().outages == []

@@ -185,13 +185,6 @@ async def test_running_requests_finish_at_sigterm(config: Config) -> None:
     assert len(stream.text) > 100
 
 
-async def test_it_tells_that_nats_does_not_answer_it(config: Config) -> None:
-    async with frontend(config) as process:
-        state = (await process.get("/dashboard/state")).json()
-    told = [problem["text"] for problem in state["problems"]]
-    assert any(text.startswith("NATS at 127.0.0.1:1 does not answer frontend-0: ") for text in told), told
-
-
 async def test_a_busy_port_is_an_error_at_once(config: Config) -> None:
     broken = replace(config, frontend=FrontendConfig(host="203.0.113.1", port=0))
     with pytest.raises(ConfigError, match="cannot listen"):
