@@ -2,7 +2,6 @@
 for long."""
 
 import asyncio
-import gc
 import logging
 import sys
 from collections import Counter
@@ -19,7 +18,7 @@ from pdserve.frontend.admission.control import AdmissionControl, ModelReplaced
 from pdserve.frontend.admission.estimate import RequestEstimate
 from pdserve.frontend.edge.answer import HttpError
 from pdserve.frontend.edge.trace import RETRY_AFTER
-from pdserve.frontend.model import ModelContext
+from pdserve.frontend.model import ModelContext, garbage
 from pdserve.imports import import_large
 from pdserve.messages import Load
 from pdserve.observe.metrics import INSTANCES, LINKS, RUNNING, WAITING
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-YOUNG = 20_000
-"""new objects, more than some requests in flight hold, after which the garbage collector looks through the youngest:
-Python's 700 cost an eighth of a request's CPU"""
 RETRY = 5.0
 """seconds between attempts to serve a card that could not be served"""
 _LINK_STATES = ("up", "down")
@@ -118,6 +114,7 @@ async def serve_models(
         models = ServedModels(view, context, expected, limits, tasks)
         tasks.start(_import_early(), "importing vLLM")
         tasks.forever(models.follow, "served models")
+        tasks.forever(partial(garbage.collect_at_rest, models.load), "full garbage collection")
         try:
             yield models
         finally:
@@ -394,7 +391,5 @@ def _import() -> ModuleType:
     """Import the processor, and freeze all objects of the import: a full garbage collection then takes 20-45 ms instead
     of 500. Models are not frozen, since those that go would never be collected."""
     module = import_large("pdserve.frontend.model.processor", compiler=False)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG)
+    garbage.freeze()
     return module

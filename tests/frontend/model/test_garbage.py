@@ -1,0 +1,65 @@
+"""When a frontend looks through all of its objects."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve.frontend.model import garbage
+from pdserve.tasks import Owner
+from tests.conditions import until
+
+
+class Node:
+    """Garbage that only a full collection frees, once it is old."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def full() -> Iterator[list[str]]:
+    """The full collections that run; the collector as it was, afterwards."""
+    seen: list[str] = []
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            seen.append(phase)
+
+    before = gc.get_threshold()
+    garbage.freeze()
+    gc.callbacks.append(count)
+    yield seen
+    gc.callbacks.remove(count)
+    gc.set_threshold(*before)
+    gc.unfreeze()
+
+
+async def test_no_full_collection_runs_beside_a_request_however_many_objects_it_makes(
+    full: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(garbage, "EVERY", 0.001)
+    requests = 1
+    async with Owner() as tasks:
+        tasks.start(garbage.collect_at_rest(lambda: requests), "collecting")
+        answer = [[position] for position in range(100 * garbage.YOUNG)]
+        await asyncio.sleep(0.05)
+        beside = len(full)
+        node = weakref.ref(Node())
+        del answer
+        requests = 0
+        await until(lambda: bool(full) and node() is None)
+    assert beside == 0
+
+
+async def test_a_full_collection_runs_beside_requests_that_never_end(
+    full: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(garbage, "EVERY", 0.001)
+    monkeypatch.setattr(garbage, "LATEST", 0.01)
+    async with Owner() as tasks:
+        tasks.start(garbage.collect_at_rest(lambda: 1), "collecting")
+        node = weakref.ref(Node())
+        await until(lambda: bool(full) and node() is None)
