@@ -1,133 +1,216 @@
-"""The frontend alone: what a streamed token and a request cost its process, against vLLM's own API server.
+"""The frontend alone: what a streamed token costs its process, against vLLM's own API server.
 
-Both have engines that cost nothing (`servers`). The graph's runs with all of its processes, so its frontend does all
-that it does in production: admission, routing, the stream from the decode worker, metrics. The two take turns under
-the same load (`frontend_load`); what counts is their CPU time, which other load on the machine disturbs little.
+Both have engines that cost nothing: the graph a simulated one, vLLM's server none at all (`vllm_app`). They take the
+same time for a step and always generate the same token, so that the length of a text is its number of tokens. The graph
+runs with all of its processes, so its frontend does all that it does in production: admission, routing, the stream from
+the decode worker, metrics. The two take turns under the same load: all streams begin, and only then a window in which
+none begins or ends is measured. It is CPU time that counts, which other load on the machine disturbs little.
 """
 
 import asyncio
-import statistics
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+import math
+import os
+import resource
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
 
+from pdserve.demo import MODEL_DIR
 from pdserve.errors import Unavailable
+from pdserve_bench.client import Exchange
 from pdserve_bench.endpoint import Prompts
-from pdserve_bench.hops import servers
-from pdserve_bench.hops.frontend_load import (
-    SETTLE,
-    FrontendTurn,
-    ask_for_one_token,
-    hold_streams,
-    ramp_seconds,
-    tokens_needed,
-)
-from pdserve_bench.hops.section import HopOptions, alternate, cases, compared, table
+from pdserve_bench.hops.turns import HopOptions, HopTurn, alternate, section
 from pdserve_bench.progress import Schedule
-from pdserve_bench.report import Chart, Column, Report, Rows
-from pdserve_bench.samples import percentile
+from pdserve_bench.report import Column, Report
+from pdserve_bench.simulated import simulated
 from pdserve_bench.systems.cpu import CpuMeter
-from pdserve_bench.systems.system import RunningSystem
+from pdserve_bench.systems.system import GraphSystem, PlainVllm, RunningSystem, System
 
 LEVELS = (1, 32, 128, 1000)
 """streams"""
-CLIENTS = (1, 32)
 NAMES = OURS, BASELINE = "pdserve", "vLLM's app"
-_START = 30.0
-_SERVERS, _PARENTS = ("nats-server", "etcd"), ("supervisor", "guardian")
-_FULL = 0.8
-"""share of a core from which on the load generator may have slowed what it measures"""
-
-
-def phases(
-    options: HopOptions, levels: Sequence[int] = LEVELS, clients: Sequence[int] = CLIENTS
-) -> dict[str, float]:
-    found = {_STARTING: _START, _IDLE: options.seconds}
-    for number in range(options.rounds):
-        for load in levels:
-            found[_streaming(load, number)] = 2 * (options.seconds + ramp_seconds(load) + 3 * SETTLE)
-        for load in clients:
-            found[_asking(load, number)] = 2 * (options.seconds + SETTLE)
-    return found
-
-
+COST = "frontend, us"
+OTHERS: Mapping[Column, Sequence[str]] = {
+    Column("decode worker, us", ".0f"): ("decode",),
+    Column("NATS and etcd, us", ".1f"): ("nats-server", "etcd"),
+    Column("supervisor, us", ".1f"): ("supervisor", "guardian"),
+}
+"""of the graph, with its processes' names"""
+CLIENT = Column("load generator, % of a core", ".0f")
+TOKEN, WORD = 316, " code"
+"""in the demo model's tokenizer"""
+STEP, SEQUENCE = 0.005, 1 / 3000
+"""seconds of a step, and of each request in it: many streams get 3,000 tokens per second together"""
+PROMPT = 16
+"""tokens"""
+RAMP = 150.0
+"""streams that begin in a second: each begins with a request, which costs as much as many tokens"""
+SETTLE = 0.5
+BEGIN_WITHIN = 60.0
+"""seconds after the last request was sent"""
+_TIMEOUT = 600.0
+_LONG = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+"""long windows need longer streams than the demo model was made for; no model computes them"""
+_BLOCK, _ROOM = 32, 64
 _STARTING = "frontend: starting the graph and vLLM's app"
-_IDLE = "frontend: idle"
 
 
-def _streaming(load: int, number: int) -> str:
+def phases(options: HopOptions, levels: Sequence[int] = LEVELS) -> dict[str, float]:
+    return {_STARTING: 30.0} | {
+        _phase(load, number): 2 * (options.seconds + load / RAMP + 3 * SETTLE)
+        for load in levels
+        for number in range(options.rounds)
+    }
+
+
+def _phase(load: int, number: int) -> str:
     return f"frontend: {load:,} stream{'s'[: load > 1]}, round {number + 1}"
 
 
-def _asking(load: int, number: int) -> str:
-    return f"frontend: requests of one token from {load} client{'s'[: load > 1]}, round {number + 1}"
-
-
 async def measure(
-    options: HopOptions,
-    schedule: Schedule,
-    levels: Sequence[int] = LEVELS,
-    clients: Sequence[int] = CLIENTS,
+    options: HopOptions, schedule: Schedule, levels: Sequence[int] = LEVELS
 ) -> AsyncIterator[Report]:
-    found = _Found()
-    possible = [load for load in levels if load <= servers.most_connections()]
-    found.notes += [
-        f"{load:,} streams: left out, ulimit -n is too low." for load in levels if load not in possible
-    ]
-    most, tokens = max(*possible, *clients), max(tokens_needed(load, options.seconds) for load in possible)
-    recipes = {OURS: servers.graph(most, tokens), BASELINE: servers.vllm_app(BASELINE, tokens)}
+    turns: list[HopTurn] = []
+    possible = [load for load in levels if load <= _most_connections()]
+    tokens = max(tokens_needed(load, options.seconds) for load in possible)
+    recipes = {OURS: _graph(max(possible), tokens), BASELINE: _vllm_app(tokens)}
+    prompts = Prompts(2.0, options.seed)
     async with AsyncExitStack() as stack:
         running: dict[str, RunningSystem] = {}
         with schedule.phase(_STARTING):
-            for name, recipe in recipes.items():
-                folder = options.folder / name.partition(" ")[0]
+            for number, (name, recipe) in enumerate(recipes.items()):
+                folder = options.folder / str(number)
                 folder.mkdir()
                 running[name] = await stack.enter_async_context(recipe.start(folder, schedule.say))
-        meters = {name: system.cpu_meter() for name, system in running.items()}
-        prompts = Prompts(2.0, options.seed)
-        for name in running:  # the first requests of a process are slower
-            await ask_for_one_token(name, running[name].endpoint, meters[name], 4, 1.0, prompts)
-        with schedule.phase(_IDLE):
-            found.idle = await _idle(meters, options.seconds)
-        given_up: set[int] = set()
-        for number in range(options.rounds):
-            for kind, loads, phase, turns in (
-                (hold_streams, possible, _streaming, found.streams),
-                (ask_for_one_token, clients, _asking, found.requests),
-            ):
-                for load in loads:
-                    if kind is hold_streams and load in given_up:
-                        schedule.cancel(phase(load, number))
-                        continue
-                    with schedule.phase(phase(load, number)):
-                        try:
-                            for name in alternate(OURS, BASELINE, number):
-                                await _quiet(meters[name])
-                                endpoint, meter = running[name].endpoint, meters[name]
-                                turns.append(
-                                    await kind(name, endpoint, meter, load, options.seconds, prompts)
-                                )
-                                schedule.update(_told(turns[-1]))
-                        except Unavailable as error:  # too much for this machine, as it is just now
-                            given_up.add(load)
-                            found.notes.append(f"{load:,} streams, round {number + 1}: left out: {error}")
-                    yield found.section()
+                await hold_streams(name, running[name], possible[0], SETTLE, prompts)  # warms it up
+        for load in possible:
+            for number in range(options.rounds):
+                with schedule.phase(_phase(load, number)):
+                    for name in alternate(NAMES, number):
+                        turns.append(await hold_streams(name, running[name], load, options.seconds, prompts))
+                report = _section(turns)
+                report.notes += [f"{n:,} streams: ulimit -n is too low." for n in levels if n not in possible]
+                yield report
 
 
-def _told(turn: FrontendTurn) -> str:
-    return f"{turn.system}: {turn.tokens / turn.seconds:,.0f} tokens/s"
+def _section(turns: Sequence[HopTurn]) -> Report:
+    note = (
+        f"A step of the engines takes {1000 * STEP:g} ms and {1000 * SEQUENCE:.2f} ms for each stream, so that many "
+        "streams get 3,000 tokens/s together. The right columns are the graph's other processes."
+    )
+    title = "Frontend: CPU of its process for each streamed token"
+    report = section(turns, NAMES, title, "streams", COST, [*OTHERS, CLIENT], note)
+    streams, costs, ratios = (
+        ", ".join(format(row[at], spec) for row in report.tables[0].rows)
+        for at, spec in ((0, ","), (1, ".0f"), (4, ".2f"))
+    )
+    report.lead = (
+        f"Frontend: a streamed token costs {costs} us of CPU at {streams} streams, {ratios} times what it "
+    )
+    report.lead += "costs vLLM's own app."
+    return report
 
 
-async def _idle(meters: Mapping[str, CpuMeter], seconds: float) -> dict[str, float]:
-    """CPU seconds per second of the processes that hold a frontend."""
-    before = {name: meter.read() for name, meter in meters.items()}
-    await asyncio.sleep(seconds)
-    spent = {name: meter.read().since(before[name]) for name, meter in meters.items()}
-    return {name: front(name, reading.seconds) / reading.at for name, reading in spent.items()}
+# ── the two servers ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _graph(streams: int, tokens: int) -> System:
+    """The graph for so many streams of up to `tokens` tokens at a time."""
+    longest = -(-(tokens + _ROOM) // _BLOCK) * _BLOCK
+    speed = {"step-seconds": STEP, "sequence-seconds": SEQUENCE, "prefill-rate": 1e9}
+    engine = {
+        "max-num-seqs": streams,
+        "max-num-batched-tokens": max(8192, 2 * _ROOM * streams),
+        "num-gpu-blocks-override": 2 * streams * longest // _BLOCK,
+        "remote-prefill": False,
+    }
+    limits = {"max-waiting": 2 * streams, "max-waiting-tokens": 2 * streams * longest}
+    common = {"max-model-len": longest}
+    same_token = {"first-token": TOKEN, "tokens": 1}
+    sections = simulated({**speed, **same_token}, decode=engine, frontend=limits, common=common)
+    del sections["PrefillWorker"]
+    return GraphSystem(OURS, sections, variables=_LONG)
+
+
+def _vllm_app(tokens: int) -> System:
+    """vLLM's own API server for streams of up to `tokens` tokens."""
+    engine = ("--step-seconds", str(STEP), "--sequence-seconds", str(SEQUENCE), "--token", str(TOKEN), "--")
+    arguments = ("--host", "127.0.0.1", "--max-model-len", str(tokens + _ROOM))
+    program = ("pdserve_bench.hops.vllm_app", *engine)
+    return PlainVllm(BASELINE, MODEL_DIR, "demo", arguments, _LONG, program)
+
+
+def _most_connections() -> int:
+    """How many this process, and those that it starts from now on, may have open at a time."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return max(0, hard - 200)
+
+
+# ── the load ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def step_seconds(streams: int) -> float:
+    return STEP + SEQUENCE * streams
+
+
+def tokens_needed(streams: int, seconds: float) -> int:
+    """So that no stream ends within a window of so many seconds. Of the first streams, which have fast steps while the
+    others begin: the integral of 1 / step over the ramp."""
+    beginning = math.log(1 + SEQUENCE * streams / STEP) / (SEQUENCE * RAMP)
+    return math.ceil(2 * (beginning + (seconds + 4 * SETTLE + 2.0) / step_seconds(streams))) + 50
+
+
+async def hold_streams(
+    system: str, running: RunningSystem, streams: int, seconds: float, prompts: Prompts
+) -> HopTurn:
+    """Start all streams, measure a window in which all of them run and none begins or ends, and cut them off. Raises
+    Unavailable where they do not begin, or end early."""
+    endpoint, meter, tokens = running.endpoint, running.cpu_meter(), tokens_needed(streams, seconds)
+    exchanges = [Exchange(endpoint.body(prompts.of(PROMPT), tokens)) for _ in range(streams)]
+    tasks: list[asyncio.Task[None]] = []
+    await _quiet(meter)
+    try:
+        began = time.monotonic()
+        for number, exchange in enumerate(exchanges):
+            await asyncio.sleep(max(0.0, began + number / RAMP - time.monotonic()))
+            tasks.append(asyncio.create_task(endpoint.ask(exchange, _TIMEOUT)))
+        await _begun(system, exchanges)
+        await asyncio.sleep(SETTLE)
+        await _between_steps(exchanges)
+        begin, client, before, characters = (
+            time.monotonic(), time.process_time(), meter.read(), _characters(exchanges)
+        )  # fmt: skip
+        await asyncio.sleep(seconds)
+        await _between_steps(exchanges)
+        cpu, client = meter.read().since(before).seconds, time.process_time() - client
+        received = (_characters(exchanges) - characters) // len(WORD)
+        if over := [exchange.error or "it ended" for exchange in exchanges if exchange.ended]:
+            raise Unavailable(f"{system}: {len(over)} streams ended within the window: {over[0]}")
+        busy = 100 * client / (time.monotonic() - begin)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return HopTurn(system, streams, _figures(system, cpu, received) | {CLIENT.name: busy, "tokens": received})
+
+
+def _figures(system: str, cpu: Mapping[str, float], tokens: int) -> dict[str, float]:
+    """Microseconds of CPU for each token. vLLM's app is one process, which has no name of its own."""
+    per = 1e6 / max(1, tokens)
+    if system == BASELINE:
+        return {COST: per * sum(cpu.values())}
+    others = {each.name: per * sum(cpu.get(name, 0.0) for name in names) for each, names in OTHERS.items()}
+    return {COST: per * cpu.get("frontend", 0.0), **others}
+
+
+def _characters(exchanges: Sequence[Exchange]) -> int:
+    """So far."""
+    return sum(len(exchange.text) for exchange in exchanges)
 
 
 async def _quiet(meter: CpuMeter) -> None:
-    """Wait until what was cut off before is done with."""
+    """Wait until the server is done with the streams that were cut off before."""
     for _ in range(50):
         before = meter.read()
         await asyncio.sleep(0.1)
@@ -135,130 +218,28 @@ async def _quiet(meter: CpuMeter) -> None:
             return
 
 
-def front(system: str, cpu: Mapping[str, float]) -> float:
-    """Return the CPU seconds of the frontend's process. vLLM's app is one process, which has no name of its own."""
-    return cpu.get("frontend", 0.0) if system == OURS else sum(cpu.values())
-
-
-def _per_token(turn: FrontendTurn) -> float:
-    """Microseconds of CPU."""
-    return 1e6 * front(turn.system, turn.cpu) / max(1, turn.tokens)
-
-
-# ── tables ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass
-class _Found:
-    streams: list[FrontendTurn] = field(default_factory=list)
-    requests: list[FrontendTurn] = field(default_factory=list)
-    idle: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def section(self) -> Report:
-        per_token = _comparison(
-            "Frontend: CPU of its process for each streamed token",
-            "streams",
-            self.streams,
-            _per_token,
-            note=f"A step of the engines takes {1000 * servers.STEP:g} ms and {1000 * servers.SEQUENCE:.2f} ms for "
-            "each stream, so that many streams get 3,000 tokens/s together. ± is half of the way from the lowest "
-            "to the highest round.",
-        )
-        tables = [per_token, _processes(self.streams)]
-        if self.requests:
-            tables.append(
-                _comparison(
-                    "Frontend: CPU of its process for each request of one token",
-                    "clients",
-                    self.requests,
-                    lambda turn: 1e6 * front(turn.system, turn.cpu) / max(1, turn.requests),
-                )
+async def _begun(system: str, exchanges: Sequence[Exchange]) -> None:
+    deadline = time.monotonic() + BEGIN_WITHIN
+    while waiting := sum(not exchange.arrivals for exchange in exchanges):
+        if failed := [exchange.error for exchange in exchanges if exchange.error]:
+            raise Unavailable(
+                f"{system}: {len(failed)} of {len(exchanges)} streams do not begin: {failed[0]}"
             )
-        chart = Chart(
-            "Frontend: CPU for each streamed token",
-            "lines",
-            "concurrent streams",
-            "microseconds",
-            compared(self.streams, NAMES, _per_token, int),
-            log_x=True,
-            log_y=True,
-            better="lower",
-        )
-        raw = {"streams": self.streams, "requests": self.requests}
-        data = {name: [_raw(turn) for turn in turns] for name, turns in raw.items()}
-        return Report(
-            "",
-            tables=tables,
-            charts=[chart],
-            data={**data, "idle CPU, seconds per second": self.idle},
-            notes=[*self.notes, *self._more_notes()],
-            lead=_lead(per_token),
-        )
-
-    def _more_notes(self) -> Iterable[str]:
-        if self.idle:
-            yield (
-                f"Idle, the frontend takes {1000 * self.idle[OURS]:.1f} ms of CPU per second, vLLM's app "
-                f"{1000 * self.idle[BASELINE]:.1f}. vLLM's app makes its tokens within its own process; the frontend "
-                "gets them from the decode worker, over TCP."
-            )
-        everything = [*self.streams, *self.requests]
-        if failed := sum(turn.failed for turn in everything):
-            error = next(turn.error for turn in everything if turn.failed)
-            yield f"{failed} requests failed, or ended too early: {error}"
-        if any(turn.client / turn.seconds > _FULL for turn in everything):
-            yield "The load generator had no CPU time left: throughput and times are partly its own."
+        if time.monotonic() > deadline:
+            load, cores = os.getloadavg()[0], os.cpu_count()
+            why = f"{system}: {waiting} of {len(exchanges)} streams have not begun within {BEGIN_WITHIN:g} s"
+            raise Unavailable(f"{why}; the machine's load is {load:.0f} on {cores} cores")
+        await asyncio.sleep(0.02)
 
 
-def _lead(per_token: Rows) -> str:
-    streams, costs, ratios = (
-        ", ".join(format(row[at], spec) for row in per_token.rows if row[-1] is not None)
-        for at, spec in ((0, ","), (1, ".0f"), (-1, ".2f"))
-    )
-    text = f"Frontend: a streamed token costs {costs} us of CPU at {streams} streams, {ratios} times what it costs "
-    return text + "vLLM's own app." if streams else ""
-
-
-def _comparison(
-    title: str,
-    load_name: str,
-    turns: Sequence[FrontendTurn],
-    cost: Callable[[FrontendTurn], float],
-    note: str = "",
-) -> Rows:
-    return table(
-        title, turns, NAMES, {Column(load_name, ","): int}, (Column("pdserve, us", ".0f"), cost), note=note
-    )
-
-
-def _processes(turns: Sequence[FrontendTurn]) -> Rows:
-    """CPU of each process of the graph."""
-    parts: dict[Column, Callable[[FrontendTurn], float]] = {
-        Column("frontend, us", ".0f"): lambda turn: front(OURS, turn.cpu),
-        Column("decode worker, us", ".0f"): lambda turn: turn.cpu.get("decode", 0.0),
-        Column("NATS and etcd, us", ".1f"): lambda turn: sum(turn.cpu.get(name, 0.0) for name in _SERVERS),
-        Column("supervisor, us", ".1f"): lambda turn: sum(turn.cpu.get(name, 0.0) for name in _PARENTS),
-        Column("load generator, us", ".0f"): lambda turn: turn.client,
-    }
-    rows = []
-    for load in cases(turns):
-        if mine := [turn for turn in turns if turn.load == load and turn.system == OURS]:
-            costs = [
-                statistics.median(1e6 * part(turn) / max(1, turn.tokens) for turn in mine)
-                for part in parts.values()
-            ]
-            rows.append([load, *costs, 100 * statistics.median(turn.client / turn.seconds for turn in mine)])
-    columns = [Column("streams", ","), *parts, Column("it has, % of a core", ".0f")]
-    return Rows("Graph: CPU of every process for each streamed token", columns, rows)
-
-
-def _raw(turn: FrontendTurn) -> dict[str, object]:
-    """Return the turn for the JSON, without the samples of each request, which are many."""
-    kept = {name: value for name, value in asdict(turn).items() if name not in ("ttfts", "gaps")}
-    times = {"TTFT": turn.ttfts, "gap": turn.gaps}
-    return kept | {
-        f"{name} p{100 * share:g}": percentile(values, share)
-        for name, values in times.items()
-        for share in (0.5, 0.9, 0.99)
-    }
+async def _between_steps(exchanges: Sequence[Exchange]) -> None:
+    """Wait for the end of a step, three steps at most: so that a window holds whole steps, with both their tokens and
+    the CPU time that they took."""
+    step = step_seconds(len(exchanges))
+    deadline, changed, seen = time.monotonic() + 3 * step, 0.0, _characters(exchanges)
+    while time.monotonic() < deadline:
+        await asyncio.sleep(step / 20)
+        if (now := _characters(exchanges)) != seen:
+            seen, changed = now, time.monotonic()
+        elif changed and time.monotonic() - changed > step / 5:
+            return
