@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint, Prompts
-from pdserve_bench.goodput.found import lead_of, report_of
-from pdserve_bench.goodput.measure import FoundGoodput, GoodputOptions, Probe, find_goodput, probe
+from pdserve_bench.goodput.measure import GoodputOptions, Probe, probe
 from pdserve_bench.goodput.requests import PoissonRequests
+from pdserve_bench.goodput.result import GoodputResult, find_goodput, lead_of, report_of
 from pdserve_bench.runs import LoadRun, Workload
 from pdserve_bench.samples import percentile
-from pdserve_bench.slo import Slo, Tally
+from pdserve_bench.slo import Slo
 
 from pdserve.cli import main
 from pdserve.errors import Unavailable
@@ -68,10 +68,10 @@ async def test_a_hopeless_probe_is_cut_short_and_the_next_one_begins_on_an_idle_
         options = GoodputOptions(
             Slo(0.35, 5.0), seconds=3.0, start_rate=60.0, lowest=30.0, most_probes=2, warm_up=False
         )
-        found, users = FoundGoodput(options), Noted(_users(), server)
-        await find_goodput(Endpoint(tiny.url, "tiny"), users, found)
-    assert len(found.probes) == 2
-    for made in found.probes:
+        result, users = GoodputResult(options), Noted(_users(), server)
+        await find_goodput(Endpoint(tiny.url, "tiny"), users, result)
+    assert len(result.probes) == 2
+    for made in result.probes:
         assert made.hopeless
         assert made.share < 0.9
         assert made.tally.requests == len(made.run.exchanges) == made.judged + made.tally.unfinished
@@ -145,81 +145,27 @@ def test_a_request_that_was_refused_had_no_fast_first_token() -> None:
         Exchange(started=103.9),
     ]
     assert made.ttfts == pytest.approx([0.4, 1.0, 1.0]), "the last one was cut before it was late"
-    made.tally = Tally.of(EASY, made.run.exchanges, 104.0)
-    assert made.sent_rate == pytest.approx(5 / 3.9), "some were sent after the end"
-
-
-async def test_where_requests_alone_miss_no_lower_rate_is_tried() -> None:
-    async with tiny_server(OpenAi(ttft=0.3)) as tiny:
-        found = FoundGoodput(GoodputOptions(Slo(0.2, 5.0), seconds=3.0, start_rate=4.0, warm_up=False))
-        await find_goodput(Endpoint(tiny.url, "tiny"), _users(), found)
-    assert (found.search.carried, found.complete) == (None, True)
-    assert len(found.probes) <= 4
-    report = report_of(found, "test")
-    assert "100 % broke the TTFT" in report.lead
-    assert any("had the server to themselves" in note for note in report.notes)
 
 
 async def test_a_server_that_does_not_answer_is_said_to_be_so() -> None:
-    found = FoundGoodput(GoodputOptions())
+    result = GoodputResult(GoodputOptions())
     with pytest.raises(Unavailable, match="does not answer"):
-        await find_goodput(Endpoint(f"http://127.0.0.1:{free_port('127.0.0.1')}", "tiny"), _users(), found)
-    assert "No probe came to its end" in lead_of(found)
+        await find_goodput(Endpoint(f"http://127.0.0.1:{free_port('127.0.0.1')}", "tiny"), _users(), result)
+    assert "No probe came to its end" in lead_of(result)
 
 
-class Stalling:
-    """Users, beside whom the generator itself does not get to run."""
-
-    rate = 20.0
-
-    def __init__(self, users: PoissonRequests, probes: int) -> None:
-        self._users, self.left = users, probes
-
-    def at(self, rate: float, seconds: float, seed: int) -> Workload:
-        self.left -= 1
-        workload = self._users.at(rate, seconds, seed)
-        return _Stalled(workload) if self.left >= 0 else workload
-
-
-class _Stalled:
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-
-    async def run(self, endpoint: Endpoint, run: LoadRun) -> None:
-        async def stall() -> None:
-            while True:
-                await asyncio.sleep(0.5)
-                _hold(0.8)
-
-        stalls = asyncio.create_task(stall())
-        try:
-            await self._workload.run(endpoint, run)
-        finally:
-            stalls.cancel()
-
-
-def _hold(seconds: float) -> None:
-    """The event loop: the server's and the generator's, which are in one process here."""
-    time.sleep(seconds)
-
-
-async def test_a_probe_that_the_generator_disturbed_is_made_once_more() -> None:
-    async with tiny_server(OpenAi(ttft=0.02, gap=0.02)) as tiny:
-        options = GoodputOptions(
-            Slo(5.0, 0.6), seconds=2.0, start_rate=20.0, highest=20.0, most_probes=1, warm_up=False
-        )
-        found = FoundGoodput(options)
-        await find_goodput(Endpoint(tiny.url, "tiny"), Stalling(_users(tokens=20), 2), found)
-    first, second = found.probes[:2]
-    assert first.disturbed
-    assert not first.counted
-    assert first.stall > 0.2
-    assert second.rate == first.rate
-    assert second.seed != first.seed
-    assert second.counted
-    notes = " ".join(report_of(found, "test").notes)
-    assert "The load generator itself was late" in notes
-    assert "the limit may be this client's" in notes
+async def test_a_generator_that_was_late_itself_is_noted() -> None:
+    """The event loop is held, the server's and the generator's, which are in one process here."""
+    made = Probe(20.0, 2.0, 1)
+    async with tiny_server(OpenAi()) as tiny:
+        running = asyncio.create_task(probe(Endpoint(tiny.url, "tiny"), _users(), made, GoodputOptions(EASY)))
+        await until(lambda: len(made.run.exchanges) > 2)
+        time.sleep(0.3)  # noqa: ASYNC251
+        await running
+    assert made.stall > 0.2
+    result = GoodputResult(GoodputOptions(Slo(5.0, 0.1)))
+    result.probes.append(made)
+    assert "The load generator itself was late" in " ".join(report_of(result, "test").notes)
 
 
 async def test_the_border_of_a_known_server_is_found(tmp_path: Path) -> None:

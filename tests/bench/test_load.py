@@ -1,4 +1,4 @@
-"""Load: arrivals at random, and the generator's own stalls."""
+"""Load: arrivals at random."""
 
 import asyncio
 import statistics
@@ -8,8 +8,6 @@ from itertools import count, pairwise
 import pytest
 from pdserve_bench.client import Exchange
 from pdserve_bench.load import arrivals, open_loop
-from pdserve_bench.slo import Slo
-from pdserve_bench.stalls import GeneratorStalls
 
 
 async def _arrivals(rate: float, seconds: float, seed: int, each: float = 0.0) -> list[float]:
@@ -73,37 +71,3 @@ async def test_cancelled_load_cancels_its_requests() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not running
-
-
-def _stall(seconds: float) -> None:
-    """Hold up the event loop."""
-    time.sleep(seconds)
-
-
-async def test_a_stall_is_to_blame_for_what_came_meanwhile_alone() -> None:
-    slo = Slo(0.5, 0.1)
-    async with GeneratorStalls() as stalls:
-        await asyncio.sleep(0.05)
-        before = time.monotonic()
-        _stall(0.3)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        after = time.monotonic()
-        await asyncio.sleep(0.05)
-    assert 0.25 < stalls.longest < 3
-    assert stalls.within(before, after) == pytest.approx(stalls.longest, rel=0.5)
-    assert stalls.within(before - 10, before - 9) == 0
-
-    def ended(*arrivals: float) -> Exchange:
-        return Exchange(started=before - 0.1, arrivals=list(arrivals), ended=arrivals[-1])
-
-    late = ended(before - 0.02, after)
-    assert not slo.kept(late)
-    assert stalls.to_blame(slo, late)
-    assert not stalls.to_blame(slo, ended(before - 0.02, before - 0.01)), "it has kept it"
-    slow = ended(before - 0.02, after, after + 0.2)
-    assert not stalls.to_blame(slo, slow), "a gap after the stall is the server's"
-    waited = Exchange(started=before - 0.1, arrivals=[after + 0.4], ended=after + 0.5)
-    assert not stalls.to_blame(slo, waited), "nothing came during the stall, and nothing was to be sent"
-    going_on = Exchange(started=before - 0.1, arrivals=[before - 0.02, after - 0.25])
-    assert not stalls.to_blame(slo, going_on), "it has broken nothing: it was cut, or still runs"

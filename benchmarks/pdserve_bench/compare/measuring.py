@@ -42,7 +42,7 @@ class Entrant:
     candidate: Candidate
     search: GoodputSearch
     probes: list[Probe] = field(default_factory=list)
-    """that have ended, without disturbed ones"""
+    """that have ended"""
     cpu: dict[int, float] = field(default_factory=dict)
     """CPU seconds of its processes, by the place of the probe"""
     problem: str = ""
@@ -268,15 +268,12 @@ class Measuring:
     async def probe(
         self, entrant: Entrant, rate: float, seconds: float, search: GoodputSearch | None = None
     ) -> None:
-        """One that was disturbed is repeated once. Where the system fails, its problem says so."""
-        for attempt in range(2):
-            try:
-                made = await self._probe(entrant, rate, seconds, search)
-            except Unavailable as error:
-                entrant.problem = str(error)
-                return
-            if not made.disturbed or attempt:
-                break
+        """Where the system fails, its problem says so."""
+        try:
+            made = await self._probe(entrant, rate, seconds, search)
+        except Unavailable as error:
+            entrant.problem = str(error)
+            return
         (search or entrant.search).tell(rate, made.tally.kept, made.judged)
         if search is None or search is entrant.search:
             entrant.probes.append(made)

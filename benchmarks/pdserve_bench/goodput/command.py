@@ -9,9 +9,9 @@ import typer
 from pdserve.cli.options import GraphFile
 from pdserve.errors import ConfigError
 from pdserve_bench.endpoint import find_endpoint, key_headers, learn_prompts, server_url
-from pdserve_bench.goodput.found import line_of, report_of
-from pdserve_bench.goodput.measure import FoundGoodput, GoodputOptions, find_goodput
+from pdserve_bench.goodput.measure import GoodputOptions
 from pdserve_bench.goodput.requests import PATIENCE, PoissonRequests
+from pdserve_bench.goodput.result import GoodputResult, find_goodput, report_of
 from pdserve_bench.options import ApiKey, BaseUrl, Gap, Json, Plot, Ttft
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import check_outputs
@@ -81,7 +81,7 @@ def goodput(
         seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
     )
     check_outputs(json, plot)
-    found = FoundGoodput(options)
+    result = GoodputResult(options)
     url = asyncio.run(server_url(base_url, file))
     title = [f"Goodput of {url}"]
 
@@ -101,16 +101,14 @@ def goodput(
             f"Goodput of {endpoint.model} at {endpoint.url}: {prompt_tokens} tokens in, {answer_len} out"
         )
         with Schedule() as schedule:
-            await find_goodput(
-                endpoint, users, found, schedule, ended=lambda probe: schedule.say(line_of(found, probe))
-            )
+            await find_goodput(endpoint, users, result, schedule)
 
     return run_and_show(
         work,
-        lambda complete: report_of(found, title[0]) if complete or found.probes else None,
+        lambda complete: report_of(result, title[0]) if complete or result.probes else None,
         json,
         plot,
-        lambda: not (found.search.carried or found.search.broken),  # out of time before anything was known
+        lambda: not (result.search.carried or result.search.broken),  # out of time before anything was known
     )
 
 

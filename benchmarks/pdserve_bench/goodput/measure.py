@@ -1,35 +1,26 @@
-"""Goodput of a server: probes, each of them users at one rate for some seconds, until the search is over.
+"""Probes of a server: users at one rate for some seconds, and how many of their requests keep an SLO.
 
-    found = FoundGoodput(options)             # readable at any time, as after Ctrl-C
-    await find_goodput(endpoint, users, found, schedule)
-    found.search.carried, found.search.broken, found.search.estimate, found.probes
-
-`users` are any `Scalable`, as `PoissonRequests`. Each probe begins on an idle server, so that no backlog of one leaks
-into the next, and is broken off when so many requests have missed the SLO that the rest cannot make up for it.
+`users` are any `Scalable`, as `PoissonRequests`. Each probe begins on an idle server (`Canary`), so that no backlog of
+one leaks into the next, and is cut short when so many requests have missed the SLO that the rest cannot make up for it.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise, zip_longest
 
 from pdserve.errors import Unavailable
 from pdserve_bench.client import Exchange, Outcome
 from pdserve_bench.endpoint import Endpoint
-from pdserve_bench.goodput.search import GoodputSearch
-from pdserve_bench.progress import Schedule
 from pdserve_bench.runs import LoadRun, Scalable
-from pdserve_bench.samples import CONFIDENCE, wilson
+from pdserve_bench.samples import wilson
 from pdserve_bench.slo import SHARE, Slo, Tally
-from pdserve_bench.stalls import GeneratorStalls
 
-_LONGER = 3.0
-"""times the seconds of a probe, at most"""
 _IDLE_WITHIN = 60.0
-_WARM_SECONDS, _WARM_RATE, _WARM_WITHIN = 4.0, 4.0, 120.0
-"""seconds, requests per second at most, and seconds until first tokens are waited for no longer"""
+_WARM_WITHIN = 120.0
+"""seconds until first tokens are waited for no longer"""
 _LOOK = 0.2
+_BEAT = 0.01
 _CANARY_TIMEOUT = 30.0
 
 
@@ -59,46 +50,29 @@ class Probe:
     rate: float
     """that was asked for"""
     seconds: float
-    """for which requests were sent, unless it was broken off"""
+    """for which requests were sent, unless it was cut short"""
     seed: int
     run: LoadRun = field(default_factory=LoadRun)
     tally: Tally = field(default_factory=Tally)
     """once it has ended"""
     hopeless: bool = False
-    """broken off, for it could not keep the SLO any more: the requests that were running are in no share"""
-    blamed: int = 0
-    """requests that broke the SLO, and would have kept it had the load generator not been late itself"""
-    disturbed: bool = False
-    """those decide whether the rate is carried: it is probed once more instead"""
+    """cut short, for it could not keep the SLO any more: the requests that were running are in no share"""
     counted: bool = False
-    """the search was told of it: it is neither disturbed nor broken off from outside"""
+    """in the search: it was not broken off from outside"""
     stall: float = 0.0
-    """the longest, of the load generator, in seconds"""
+    """seconds by which the load generator itself was late, at most"""
     slo: Slo = field(default_factory=Slo)
     """set by `probe`"""
 
     @property
     def judged(self) -> int:
-        """All requests, without those that a hopeless probe broke off before they had broken a promise."""
+        """All requests, without those that a hopeless probe cut short before they had broken a promise."""
         return self.tally.requests - (self.tally.unfinished if self.hopeless else 0)
 
     @property
     def share(self) -> float:
         """of `judged` that kept the SLO; 1 of none"""
         return self.tally.kept / self.judged if self.judged else 1.0
-
-    @property
-    def uncertainty(self) -> float:
-        """Half of Wilson's interval of the share"""
-        low, high = wilson(self.tally.kept, self.judged)
-        return (high - low) / 2
-
-    @property
-    def sent_rate(self) -> float:
-        """Requests per second, as they were sent: fewer than asked for where the generator did not keep up"""
-        last = max((each.started for each in self.run.exchanges), default=self.run.began)
-        lasted = max(last - self.run.began, min(self.seconds, self.run.seconds))
-        return self.tally.requests / lasted if lasted else 0.0
 
     @property
     def ttfts(self) -> list[float]:
@@ -126,113 +100,6 @@ class Probe:
         return [max(gaps) for gaps in waits if gaps]
 
 
-class FoundGoodput:
-    """What is known so far."""
-
-    def __init__(self, options: GoodputOptions) -> None:
-        self.options = options
-        self.probes: list[Probe] = []
-        """in order, disturbed ones too; the last one may still run: `run.ended` is 0 then"""
-        self.search = GoodputSearch(
-            options.start_rate,
-            options.share,
-            options.precision,
-            options.lowest,
-            options.highest,
-            options.most_probes,
-        )
-        self.complete = False
-        """the search has come to its end, neither broken off nor out of time"""
-        self.notes: list[str] = []
-
-    def of(self, rate: float | None) -> list[Probe]:
-        """The probes that counted, at this rate."""
-        return [probe for probe in self.probes if probe.rate == rate and probe.counted]
-
-
-def expected_seconds(options: GoodputOptions) -> float:
-    """Return about how long the search takes, to announce it."""
-    return min(options.budget, GoodputSearch(precision=options.precision).left() * (options.seconds + 2) + 10)
-
-
-async def find_goodput(
-    endpoint: Endpoint,
-    users: Scalable,
-    found: FoundGoodput,
-    schedule: Schedule | None = None,
-    label: str = "goodput",
-    ended: Callable[[Probe], object] = lambda _: None,
-) -> FoundGoodput:
-    """Fill `found`. Where the schedule has announced a phase of the name `label`, that stands for all of this. `ended`
-    is called with each probe when it is counted, or is not. Raises Unavailable where the server answers no request at
-    all, or does not become idle again."""
-    schedule = schedule or Schedule()
-    options, deadline = found.options, time.monotonic() + found.options.budget
-    schedule.cancel(label)
-    schedule.announce(label, expected_seconds(options))
-    canary = Canary(endpoint)
-    await canary.learn()
-    try:
-        if options.warm_up:
-            slowly, briefly = min(_WARM_RATE, options.start_rate), min(_WARM_SECONDS, options.seconds)
-            with schedule.phase(f"{label}: warming up", briefly):
-                await warm_up(endpoint, users, slowly, briefly, options.seed - 1)
-                await canary.until_idle()
-        while (rate := found.search.next()) is not None:
-            seconds = _probe_seconds(rate, options)
-            if time.monotonic() + seconds > deadline:
-                found.notes.append(f"Out of time after {options.budget:g} s: the search was not at its end.")
-                return found
-            schedule.cancel(label)
-            left = min((found.search.left() - 1) * (seconds + 2), deadline - time.monotonic() - seconds)
-            schedule.announce(label, max(0.0, left))
-            found.probes.append(Probe(rate, seconds, options.seed + len(found.probes)))
-            with schedule.phase(f"{label}: {rate:.3g} req/s", seconds):
-                await probe(endpoint, users, found.probes[-1], options, schedule.update)
-                await canary.until_idle()
-            _settle(found, found.probes[-1])
-            ended(found.probes[-1])
-            if found.search.carried is None and _none_alone(found):
-                found.notes.append(
-                    "No lower rate was tried: requests that had the server to themselves missed too."
-                )
-                break
-        found.complete = True
-    finally:
-        schedule.cancel(label)
-    return found
-
-
-def _settle(found: FoundGoodput, ended: Probe) -> None:
-    """Tell the search. A disturbed probe is made once more instead; what is disturbed then too, counts."""
-    before = found.probes[-2] if len(found.probes) > 1 else None
-    if ended.disturbed and not (before and before.disturbed and not before.counted):
-        return
-    ended.counted = True
-    found.search.tell(ended.rate, ended.tally.kept, ended.judged)
-
-
-def _none_alone(found: FoundGoodput) -> bool:
-    """Whether requests that had the server to themselves have missed the SLO too: then no lower rate is carried."""
-    slo, kept, count = found.options.slo, 0, 0
-    for made in (probe for probe in found.probes if probe.counted):
-        until = 0.0
-        exchanges = sorted(made.run.exchanges, key=lambda each: each.started)
-        for exchange, after in zip_longest(exchanges, exchanges[1:]):
-            ended = exchange.ended or made.run.ended
-            if exchange.started >= until and exchange.ended and (after is None or ended <= after.started):
-                kept, count = kept + slo.kept(exchange), count + 1
-            until = max(until, ended)
-    return wilson(kept, count)[1] < found.options.share
-
-
-def _probe_seconds(rate: float, options: GoodputOptions) -> float:
-    """A low rate is probed for longer: until there are twice as many requests as it takes to be sure of a rate at which
-    all keep the SLO (Wilson's interval; 49 for 90 %)."""
-    least = 2 * CONFIDENCE**2 * options.share / max(0.02, 1 - options.share)
-    return max(options.seconds, min(least / rate, _LONGER * options.seconds))
-
-
 async def probe(
     endpoint: Endpoint,
     users: Scalable,
@@ -244,80 +111,77 @@ async def probe(
     made.slo, run = options.slo, made.run
     run.began = time.monotonic()
     watched = _Watched(made, options)
-    async with GeneratorStalls() as stalls:
-        task = asyncio.create_task(users.at(made.rate, made.seconds, made.seed).run(endpoint, run))
+    stalls = asyncio.create_task(_watch_stalls(made))
+    task = asyncio.create_task(users.at(made.rate, made.seconds, made.seed).run(endpoint, run))
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=_LOOK)
+            watched.look()
+            made.hopeless = watched.hopeless and not task.done()
+            news(watched.news())
+            if made.hopeless or watched.nothing_to_learn:
+                break
+    finally:
+        task.cancel()
+        stalls.cancel()
         try:
-            while not task.done():
-                await asyncio.wait([task], timeout=_LOOK)
-                made.hopeless = watched.hopeless(stalls) and not task.done()
-                news(watched.news())
-                if made.hopeless or watched.nothing_to_learn():
-                    break
+            # not `await task`: a Ctrl-C that comes now would be swallowed
+            await asyncio.gather(task, stalls, return_exceptions=True)
         finally:
-            task.cancel()
-            try:
-                await asyncio.gather(
-                    task, return_exceptions=True
-                )  # so that a Ctrl-C that comes now is not swallowed
-            finally:
-                run.ended = run.ended or time.monotonic()
-                made.tally = Tally.of(made.slo, run.exchanges, run.ended)
-                made.stall = stalls.longest
-                made.blamed = sum(stalls.to_blame(made.slo, exchange) for exchange in run.exchanges)
+            run.ended = run.ended or time.monotonic()
+            made.tally = Tally.of(made.slo, run.exchanges, run.ended)
     if not task.cancelled():
         task.result()
-    carried_if = (made.tally.kept + made.blamed) / made.judged if made.judged else 1.0
-    made.disturbed = made.share < options.share <= carried_if
+
+
+async def _watch_stalls(made: Probe) -> None:
+    """Wake up every 10 ms: so late are this event loop's sends, and the times of arrivals."""
+    while True:
+        due = time.monotonic() + _BEAT
+        await asyncio.sleep(_BEAT)
+        made.stall = max(made.stall, time.monotonic() - due)
 
 
 class _Watched:
     """A probe that runs: is there still something to learn?"""
 
     def __init__(self, made: Probe, options: GoodputOptions) -> None:
-        self._made, self._options, self._slo = made, options, options.slo
+        self._made, self._share, self._slo = made, options.share, made.slo
         self._taken, self._missed = 0, 0
-        self._open: dict[Exchange, int] = {}
-        """those that may still keep the SLO, and how many of their tokens were looked at"""
+        self._open: set[Exchange] = set()
+        """those that may still keep the SLO"""
 
-    def hopeless(self, stalls: GeneratorStalls) -> bool:
-        """So many requests have certainly missed the SLO that the probe surely shows a rate that is not carried, even
-        if all others keep it."""
-        self._look(stalls)
-        expected = max(round(self._made.rate * self._made.seconds), len(self._made.run.exchanges))
-        return wilson(max(0, expected - self._missed), expected)[1] < self._options.share
+    def look(self) -> None:
+        exchanges, now = self._made.run.exchanges, time.monotonic()
+        self._open.update(exchanges[self._taken :])
+        self._taken = len(exchanges)
+        for exchange in list(self._open):
+            if exchange.outcome is not Outcome.UNFINISHED or self._late(exchange, now):
+                self._open.remove(exchange)
+                self._missed += not self._slo.kept(exchange)
 
-    def news(self) -> str:
-        return f"{self._taken} sent, {len(self._open)} running, {self._missed} missed"
+    def _late(self, exchange: Exchange, now: float) -> bool:
+        """Whether its first token or a gap was too long, or the next token is more than a second late by now."""
+        hangs = bool(exchange.arrivals) and now - exchange.arrivals[-1] > self._slo.gap + 1
+        return hangs or self._slo.broke_ttft(exchange, now) or self._slo.broke_gap(exchange)
 
+    @property
+    def hopeless(self) -> bool:
+        """So many requests have missed the SLO that the probe surely shows a rate that is not carried, even if all
+        others keep it."""
+        expected = max(round(self._made.rate * self._made.seconds), self._taken)
+        return wilson(max(0, expected - self._missed), expected)[1] < self._share
+
+    @property
     def nothing_to_learn(self) -> bool:
         """All is sent, and what still runs has missed, or does not end."""
         run = self._made.run
         late = time.monotonic() - (run.asks_until or run.began + self._made.seconds)
         running = {each for each in run.exchanges if each.outcome is Outcome.UNFINISHED}
-        return late > 1 and bool(running) and not running & self._open.keys()
+        return late > 1 and bool(running) and not running & self._open
 
-    def _look(self, stalls: GeneratorStalls) -> None:
-        exchanges, now = self._made.run.exchanges, time.monotonic()
-        self._open.update(dict.fromkeys(exchanges[self._taken :], 0))
-        self._taken = len(exchanges)
-        for exchange, seen in list(self._open.items()):
-            ended = exchange.outcome is not Outcome.UNFINISHED
-            if not ended and not self._late(exchange, seen, now, stalls):
-                self._open[exchange] = max(0, len(exchange.arrivals) - 1)
-                continue
-            if not ended and exchange.arrivals and stalls.to_blame(self._slo, exchange):
-                continue
-            del self._open[exchange]
-            self._missed += not self._slo.kept(exchange) and not stalls.to_blame(self._slo, exchange)
-
-    def _late(self, exchange: Exchange, seen: int, now: float, stalls: GeneratorStalls) -> bool:
-        """Whether its first token, or one that came since the last look, was too late; or the next one is more than a
-        second late by now."""
-        since = exchange.arrivals[-1] if exchange.arrivals else exchange.started
-        now -= stalls.within(since, now)
-        gaps = (after - before for before, after in pairwise(exchange.arrivals[seen:]))
-        hangs = bool(exchange.arrivals) and now - since > self._slo.gap + 1
-        return self._slo.broke_ttft(exchange, now) or hangs or any(gap > self._slo.gap for gap in gaps)
+    def news(self) -> str:
+        return f"{self._taken} sent, {len(self._open)} running, {self._missed} missed"
 
 
 class Canary:
