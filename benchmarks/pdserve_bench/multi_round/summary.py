@@ -1,13 +1,9 @@
 """What a run of multi-round QA found, as a report."""
 
-import re
 import statistics
 import time
 from dataclasses import asdict, dataclass
-from itertools import compress
 from typing import Any
-
-import numpy as np
 
 from pdserve import clock
 from pdserve_bench.client import Outcome
@@ -18,18 +14,13 @@ from pdserve_bench.runs import LoadRun
 from pdserve_bench.samples import percentile
 from pdserve_bench.slo import Slo
 
-_TOO_LONG = re.compile(
-    r"context[ _-]?(length|window)|max_model_len|maximum.{0,30}(length|tokens)|too (long|many tokens)", re.I
-)
 _LATE = 0.05
 """seconds: TTFTs are not much more exact than this program is punctual"""
 _HELD = 0.01
 """of all questions; fewer are worth no note"""
 _SHOWN_ERRORS = 5
-_POINTS = 400
-"""of a curve; more cannot be seen"""
-_LEAST = 0.0005
-"""seconds between tokens that came together, for a logarithmic axis"""
+_RAW = ("user", "round", "prompt_tokens", "cached_tokens", "output_tokens", "prefill", "error")
+"""of each request, in the JSON"""
 
 
 @dataclass
@@ -94,7 +85,7 @@ class MultiRoundResult:
             *([self._failures()] if figures["failed"] else []),
         ]
         report.notes = self._notes(figures)
-        report.charts = [chart for chart in (self._ttfts(), self._gaps()) if chart.series]
+        report.charts = [self._ttfts()] if self.finished else []
         report.data = self._data(figures)
         return report
 
@@ -140,79 +131,47 @@ class MultiRoundResult:
             ttfts = [question.ttft for question in finished if question.ttft is not None]
             prompts = [question.prompt_tokens for question in finished if question.prompt_tokens]
             cached = [question.cached_tokens for question in finished if question.cached_tokens is not None]
-            told = [question.prefill for question in finished if question.prefill]
+            ways = [question.prefill for question in finished if question.prefill]
             rows.append(
                 [
                     str(number),
                     len(asked),
                     len(finished),
                     statistics.fmean(prompts) if prompts else None,
-                    sum(cached) / sum(prompts) if cached and prompts else None,
-                    told.count("remote") / len(told) if told else None,
-                    1000 * percentile(ttfts, 0.5) if ttfts else None,
-                    1000 * percentile(ttfts, 0.9) if ttfts else None,
+                    100 * sum(cached) / sum(prompts) if cached and prompts else None,
+                    100 * ways.count("remote") / len(ways) if ways else None,
+                    *(1000 * percentile(ttfts, share) if ttfts else None for share in (0.5, 0.9)),
                 ]
             )
-        specs = {
-            "asked": ".0f",
-            "finished": ".0f",
-            "prompt tokens": ".0f",
-            "cached": ".0%",
-            "prefilled remotely": ".0%",
-        }
-        specs |= {"TTFT p50, ms": ".1f", "TTFT p90, ms": ".1f"}
-        columns = [Column("round"), *(Column(name, spec) for name, spec in specs.items())]
-        known = [any(row[place] is not None for row in rows) for place in range(len(columns))]
-        return Rows("Rounds", list(compress(columns, known)), [list(compress(row, known)) for row in rows])
+        names = ("asked", "finished", "prompt tokens", "cached, %", "prefilled remotely, %")
+        columns = [Column("round"), *(Column(name, ".0f") for name in names)]
+        columns += [Column("TTFT p50, ms", ".1f"), Column("TTFT p90, ms", ".1f")]
+        return Rows("Rounds", columns, rows)
 
     def _failures(self) -> Rows:
-        errors = self.run.errors()
-        rows: list[list[Cell]] = [[text, count] for text, count in errors[:_SHOWN_ERRORS]]
-        if rest := sum(count for _, count in errors[_SHOWN_ERRORS:]):
-            rows.append([f"other errors, of {len(errors) - _SHOWN_ERRORS} kinds", rest])
-        return Rows("Failed requests", [Column("what was answered"), Column("requests", ".0f")], rows)
+        rows: list[list[Cell]] = [[text, count] for text, count in self.run.errors()[:_SHOWN_ERRORS]]
+        return Rows("Failed requests", [Column("error"), Column("requests", ".0f")], rows)
 
     def _ttfts(self) -> Chart:
-        labels = ("first question", "later questions", "failed, after")
-        dots: dict[str, tuple[list[float], list[float]]] = {label: ([], []) for label in labels}
-        for question in self.questions:
-            if question.outcome is Outcome.FAILED:
-                label, value = "failed, after", question.ended - question.started
-            elif question.outcome is Outcome.FINISHED and question.ttft is not None:
-                label = "first question" if question.round == 1 else "later questions"
-                value = question.ttft
-            else:
-                continue
-            dots[label][0].append(question.started - self.run.began)
-            dots[label][1].append(value)
+        later = [question for question in self.finished if question.ttft is not None]
+        dots = {
+            name: [each for each in later if (each.round == 1) is first]
+            for name, first in (("first question", True), ("later questions", False))
+        }
         return Chart(
             "Time to first token",
             "dots",
             "asked at, seconds",
             "TTFT",
-            [Series(label, xs, ys) for label, (xs, ys) in dots.items() if xs],
+            [
+                Series(name, [each.started - self.run.began for each in asked], [each.ttft for each in asked])
+                for name, asked in dots.items()
+                if asked
+            ],
             across={f"SLO {1000 * self.slo.ttft:g} ms": self.slo.ttft},
             log_y=True,
             y_unit="s",
             better="lower",
-        )
-
-    def _gaps(self) -> Chart:
-        gaps = [question.gaps for question in self.finished if question.gaps]
-        curves = {
-            "between two tokens": [gap for each in gaps for gap in each],
-            "longest of an answer": [max(each) for each in gaps],
-        }
-        return Chart(
-            "Gaps between tokens",
-            "cdf",
-            "gap",
-            "share of gaps",
-            [Series(label, _curve(values), []) for label, values in curves.items() if values],
-            upright={f"SLO {1000 * self.slo.gap:g} ms": self.slo.gap},
-            log_x=True,
-            x_unit="s",
-            y_unit="share",
         )
 
     def _notes(self, figures: dict[str, float]) -> list[str]:
@@ -256,12 +215,6 @@ class MultiRoundResult:
                 f"Answers had {statistics.fmean(lengths):.0f} tokens on average, not {load.answer_len}: the server "
                 "ends them itself (it does not take `ignore_eos`), or sends several tokens in an event."
             )
-        if refused := sum(count for text, count in self.run.errors() if _TOO_LONG.search(text)):
-            limit = f" ({self.endpoint.max_model_len} tokens)" if self.endpoint.max_model_len else ""
-            notes.append(
-                f"{refused} requests seem to have been longer than the model's context{limit}: lower "
-                "--user-history-prompt, --shared-system-prompt, --num-rounds or --answer-len."
-            )
         return notes
 
     def _data(self, figures: dict[str, float]) -> dict[str, Any]:
@@ -274,29 +227,17 @@ class MultiRoundResult:
             "errors": self.run.errors(),
             "requests": [
                 {
-                    "id": question.request_id,
-                    "user": question.user,
-                    "round": question.round,
-                    "asked": round(question.started - began, 4),
-                    "ttft": _rounded(question.ttft),
-                    "whole": _rounded(question.ended - question.started if question.ended else None),
-                    "longest_gap": _rounded(max(question.gaps, default=None)),
-                    "prompt_tokens": question.prompt_tokens,
-                    "cached_tokens": question.cached_tokens,
-                    "output_tokens": question.output_tokens,
-                    "prefill": question.prefill,
-                    "outcome": question.outcome.value,
-                    "error": question.error,
+                    "id": each.request_id,
+                    "asked": round(each.started - began, 4),
+                    "ttft": _rounded(each.ttft),
+                    "whole": _rounded(each.ended - each.started if each.ended else None),
+                    "longest_gap": _rounded(max(each.gaps, default=None)),
+                    "outcome": each.outcome.value,
+                    **{name: getattr(each, name) for name in _RAW},
                 }
-                for question in self.questions
+                for each in self.questions
             ],
         }
-
-
-def _curve(values: list[float]) -> list[float]:
-    """Thin out the samples to as many as can be seen, with both ends: the same curve."""
-    shares = np.linspace(0, 1, min(_POINTS, len(values)))
-    return [float(value) for value in np.maximum(_LEAST, np.quantile(values, shares))]
 
 
 def _rounded(value: float | None) -> float | None:
