@@ -18,7 +18,7 @@ from pdserve_bench.report import Report, check_outputs
 from pdserve_bench.runs import run_and_show
 
 
-class Hop(StrEnum):
+class BenchedHop(StrEnum):
     """Modules of this folder, in the order in which they are measured."""
 
     FRONTEND = "frontend"
@@ -26,7 +26,7 @@ class Hop(StrEnum):
 
 
 def hops(
-    only: Annotated[Hop | None, typer.Option(help="this hop only")] = None,
+    only: Annotated[BenchedHop | None, typer.Option(help="this hop only")] = None,
     seconds: Annotated[
         float, typer.Option(metavar="S", min=0.1, help="of load for each figure in each round")
     ] = HopOptions.seconds,
@@ -58,7 +58,7 @@ def hops(
     with tempfile.TemporaryDirectory(prefix="pdserve-hops-") as folder:
         options = HopOptions(Path(folder), seconds, rounds, seed)
         return run_and_show(
-            lambda: _measure([only] if only else list(Hop), options, found, failures),
+            lambda: _measure([only] if only else list(BenchedHop), options, found, failures),
             lambda complete: make_report(found, complete, failures),
             json,
             plot,
@@ -80,7 +80,7 @@ def make_report(found: dict[str, Report], complete: bool, failures: list[str]) -
 
 
 async def _measure(
-    chosen: list[Hop], options: HopOptions, found: dict[str, Report], failures: list[str]
+    chosen: list[BenchedHop], options: HopOptions, found: dict[str, Report], failures: list[str]
 ) -> None:
     """A hop that cannot be measured here is reported, and the other is measured nevertheless."""
     modules = {name: cast(MeasuredHop, import_module(f"pdserve_bench.hops.{name}")) for name in chosen}
