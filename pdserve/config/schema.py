@@ -207,8 +207,6 @@ class HttpServer(AdmissionLimits, FrontendProcesses):
     max_connections: OneOrMore = 8192
     """connections; open at a time for each frontend process, at most its file descriptors less 256; more are closed at
     once"""
-    max_connections_per_client: OneOrMore = 4096
-    """connections; open at a time from one address (IPv6: one /64 network) for each frontend process"""
     allowed_origins: Origins = ()
     """web pages that may use the API from a browser, as in [https://chat.example.com]; ["*"]: all; empty: all if
     requests need an API key, else those of this machine"""

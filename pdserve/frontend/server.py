@@ -24,7 +24,7 @@ from pdserve.errors import QueueUnavailable
 from pdserve.frontend.app import GRACE, FrontendApp
 from pdserve.frontend.edge.connections import LINGER, SHUTDOWN_WITHIN, ClientConnection, ClientConnections
 from pdserve.frontend.edge.renewal import RenewedCertificate
-from pdserve.frontend.edge.sockets import accept_all, begins_tls, bind
+from pdserve.frontend.edge.sockets import accept_all, bind
 from pdserve.frontend.keys.auth import KeySource
 from pdserve.frontend.keys.origins import CrossOrigin
 from pdserve.frontend.model import ModelContext
@@ -36,7 +36,6 @@ from pdserve.plan.slots import Slot
 from pdserve.ports import in_url
 from pdserve.process.life import Service
 from pdserve.process.presence import Presence, new_instance_id, registered_skew
-from pdserve.recent import RecentKeys
 from pdserve.records import Instance, Role
 from pdserve.registry.view import RegistryView
 from pdserve.tasks import Owner, Work
@@ -50,6 +49,9 @@ OTHER_FILES = 256
 """file descriptors that clients do not get: workers, etcd and logs need some"""
 EXHAUSTED = 1.0
 """seconds without new connections where this process has no file descriptors left for them"""
+KEEP_ALIVE = 125
+"""seconds that an idle connection stays open: clearly longer than clients keep theirs (httpx, and so OpenAI's, 5) and
+reverse proxies (nginx 60, Traefik 90, Caddy 120). A server that closes first loses the request that is just sent"""
 CLOCK_WITHIN = 3.0
 """seconds that NATS gets to tell its time"""
 
@@ -104,7 +106,6 @@ class Frontend(Service):
             frontend.header_timeout,
             frontend.write_timeout,
             most=max(1, min(frontend.max_connections, files_left)),
-            most_per_client=frontend.max_connections_per_client,
         )
         self._server = QuietServer(
             http_config(edge, self._connections, config.drain_timeout), self._connections, self._certificate
@@ -206,8 +207,6 @@ class QuietServer(uvicorn.Server):
         self._certificate = certificate
         self._listening: Sequence[socket.socket] = ()
         self._accepting = Owner()
-        self._told = RecentKeys[None](1000)
-        """addresses that sent plain HTTP instead of TLS"""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -241,10 +240,10 @@ class QuietServer(uvicorn.Server):
     def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            for sock, address in accept_all(self._listening):
+            for sock in accept_all(self._listening):
                 protocol = self._protocol()
-                if self._connections.enter(protocol, address):
-                    self._accepting.start(self._take(sock, protocol, address), "accept")
+                if self._connections.enter(protocol):
+                    self._accepting.start(self._take(sock, protocol), "accept")
                 else:
                     sock.close()
         except OSError as error:
@@ -253,22 +252,16 @@ class QuietServer(uvicorn.Server):
                 loop.remove_reader(sock)
             loop.call_later(EXHAUSTED, self._listen)
 
-    async def _take(self, sock: socket.socket, protocol: ClientConnection, address: str) -> None:
-        loop, tls = asyncio.get_running_loop(), self._certificate
+    async def _take(self, sock: socket.socket, protocol: ClientConnection) -> None:
+        tls = self._certificate
         try:
-            if tls is None:
-                await loop.connect_accepted_socket(lambda: protocol, sock)
-            elif await asyncio.wait_for(begins_tls(sock), self._connections.header_timeout):
-                await loop.connect_accepted_socket(
-                    lambda: protocol,
-                    sock,
-                    ssl=tls.context,
-                    ssl_handshake_timeout=self._connections.header_timeout,
-                    ssl_shutdown_timeout=SHUTDOWN_WITHIN,
-                )
-            elif address not in self._told:
-                self._told[address] = None
-                logger.warning("%s does not speak TLS (this is logged once for each address)", address)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: protocol,
+                sock,
+                ssl=tls.context if tls else None,
+                ssl_handshake_timeout=self._connections.header_timeout if tls else None,
+                ssl_shutdown_timeout=SHUTDOWN_WITHIN if tls else None,
+            )
         except (OSError, TimeoutError):  # it is gone already, or its handshake failed or did not come
             CONNECTIONS_CLOSED.labels("handshake").inc()
         finally:
@@ -290,6 +283,6 @@ def http_config(app: ASGIApp, connections: ClientConnections, drain_timeout: flo
         ws="none",
         server_header=False,
         proxy_headers=False,  # a client on this host could pass for many
-        timeout_keep_alive=65,
+        timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=max(1, round(drain_timeout)),
     )

@@ -373,7 +373,7 @@ BAD = {
     "unknown key without a similar name": (
         GOOD.replace("port: 8000", "zzz: 1"),
         "FILE:5: Frontend.zzz is not a key of Frontend: remove it, or use one of: allowed-origins, endpoint, "
-        "header-timeout, host, max-connections, max-connections-per-client, "
+        "header-timeout, host, max-connections, "
         "max-outputs, max-request-timeout, max-wait, max-waiting, max-waiting-tokens, port, served-model-name, "
         "ServiceArgs, write-timeout.",
     ),

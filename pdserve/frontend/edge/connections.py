@@ -10,8 +10,6 @@ import asyncio
 import logging
 import socket
 import time
-from collections import Counter
-from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any
 
 import httptools
@@ -42,9 +40,8 @@ UNSENT = 16 << 10
 """bytes of an answer that the kernel takes beyond what the client's window admits: what is not read shows soon"""
 BUFFERED = 64 << 10
 """bytes of an answer in this process above which its request is held up; plain connections have it from uvloop"""
-MAX_TARGET = 16 << 10
 MAX_HEAD = 64 << 10
-"""bytes of a request's path and query, and of its whole head"""
+"""bytes of a request's head"""
 MAX_FIELDS = 128
 """header fields of a request"""
 MAX_PIPELINED = 16
@@ -64,8 +61,6 @@ class ClientConnection(HttpToolsProtocol):
         super().__init__(*args, **options)
         self.logger = _uvicorn
         self.url = b""
-        self.origin = ""
-        """the client that it counts for, until `ClientConnections.leave`"""
         self._owner = owner
         self._head_since: float | None = None
         """monotonic, when the wait for a request's head began; None outside of it"""
@@ -125,43 +120,20 @@ class ClientConnection(HttpToolsProtocol):
             self._head_since = time.monotonic()
         self._moved = False
         self._unset_keepalive_if_required()
-        self._parse(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
         self._unmoved = 0 if self._moved else self._unmoved + len(data)
         if self._unmoved > MAX_HEAD and not self._refused:  # the parser holds a field until it is whole
             self._refusal = _TOO_LARGE
             self.send_400_response("")
-
-    def _parse(self, data: bytes) -> None:
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._without_upgrade(data[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            self.send_400_response("")
-
-    def _without_upgrade(self, rest: bytes) -> None:
-        """Clients may offer another protocol (Java's offer h2c) and have to take an answer in this one. The parser
-        takes such a head for a whole message, and would take its body for the next one: so it gets the head without
-        the offer."""
-        lines = [b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)]
-        for name, value in self.headers:
-            if name == b"connection":
-                value = b"close" if b"close" in value.lower() else b"keep-alive"
-            if name != b"upgrade":
-                lines.append(b"%b: %b" % (name, value))
-        self.parser = httptools.HttpRequestParser(self)
-        self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._fields, self._moved = 0, True
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError(f"{MAX_PIPELINED} requests wait for the answers to those before them")
-
-    def on_url(self, url: bytes) -> None:
-        super().on_url(url)
-        if len(self.url) > MAX_TARGET:
-            self._refuse_head(414, f"the request's path and query are larger than {MAX_TARGET} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._fields < 0:  # after a chunked body: uvicorn would add it to the checked ones
@@ -178,10 +150,8 @@ class ClientConnection(HttpToolsProtocol):
         hosts, version = sum(name == b"host" for name, _ in self.headers), self.parser.get_http_version()
         if hosts > 1 or (not hosts and version == "1.1") or version == "0.9":
             self._refuse_head(400, "a request is of HTTP/1.0 or 1.1, and has one Host header")
-        if self.parser.get_method() == b"CONNECT":
-            self._refuse_head(400, "this is no proxy")
-        if self.parser.should_upgrade():  # see `_without_upgrade`
-            return
+        if self.parser.should_upgrade():  # the parser would take a body for the next request
+            self._refuse_head(400, "this server speaks HTTP/1.1 alone: send no Upgrade and no CONNECT")
         super().on_headers_complete()
         self.scope["extensions"] = {CHUNKS: _Chunks(self.cycle)}  # type: ignore[dict-item]
         if self._last:
@@ -192,8 +162,6 @@ class ClientConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():
-            return
         super().on_message_complete()
         if self._idle():  # answered before it had come; uvicorn has stopped its own timer
             self._head_since = time.monotonic()
@@ -310,7 +278,6 @@ class ClientConnections:
         pause_after: float = 2.0,
         *,
         most: int = 1 << 20,
-        most_per_client: int = 1 << 20,
     ) -> None:
         self.header_timeout = header_timeout
         self.open: set[ClientConnection] = set()
@@ -321,8 +288,8 @@ class ClientConnections:
         self._write_timeout = write_timeout
         self.interval = min(SWEEP, header_timeout / 4, write_timeout / 4, pause_after / 2)
         """seconds between two looks at all connections"""
-        self._most, self._most_per_client = most, most_per_client
-        self._count, self._of_origin = 0, Counter[str]()
+        self._most = most
+        self._entered: set[ClientConnection] = set()
         """with those that are not `open` yet"""
 
     def __call__(
@@ -334,26 +301,18 @@ class ClientConnections:
     ) -> ClientConnection:
         return ClientConnection(self, config, server_state, app_state, _loop)
 
-    def enter(self, connection: ClientConnection, address: str) -> bool:
+    def enter(self, connection: ClientConnection) -> bool:
         """Count the connection until `leave`; return False if there are too many already."""
-        origin = _origin(address)
-        if self._of_origin[origin] >= self._most_per_client or self._count >= self._most:
+        if len(self._entered) >= self._most:
             CONNECTIONS_CLOSED.labels("limit").inc()
             return False
-        connection.origin = origin
-        self._of_origin[origin] += 1
-        self._count += 1
+        self._entered.add(connection)
         return True
 
     def leave(self, connection: ClientConnection) -> None:
         """Stop counting it; may be called twice."""
         self.open.discard(connection)
-        if connection.origin:
-            self._count -= 1
-            self._of_origin[connection.origin] -= 1
-            if not self._of_origin[connection.origin]:
-                del self._of_origin[connection.origin]
-            connection.origin = ""
+        self._entered.discard(connection)
 
     async def watch(self) -> None:
         """Look at all connections again and again, until cancelled."""
@@ -385,11 +344,3 @@ class ClientConnections:
             logger.info("%s has sent no whole request head for %g s", client, self.header_timeout)
             CONNECTIONS_CLOSED.labels("head").inc()
             connection.refuse(408, f"no whole request head came within {self.header_timeout:g} s")
-
-
-def _origin(address: str) -> str:
-    """Return what counts as one client: an IPv4 address, or the /64 network that a client of IPv6 has."""
-    ip = ip_address(address)
-    if not isinstance(ip, IPv6Address):
-        return address
-    return str(ip.ipv4_mapped or ip_network((ip.packed, 64), strict=False))

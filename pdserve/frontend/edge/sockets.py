@@ -1,6 +1,5 @@
 """The frontend's listening socket, which all frontend processes of this machine share, and what is accepted on it."""
 
-import asyncio
 import errno
 import os
 import socket
@@ -11,12 +10,6 @@ import psutil
 from pdserve.errors import ConfigError
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_TLS_HANDSHAKE = 0x16
-"""a client's first byte"""
-_SPEAKS_HTTPS = (
-    b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain\r\ncontent-length: 24\r\n\r\n"
-    b"This port speaks https.\n"
-)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -38,37 +31,18 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def accept_all(listening: Iterable[socket.socket]) -> Iterator[tuple[socket.socket, str]]:
-    """Accept the connections that wait in the kernel; yields them non-blocking, with the address of their client.
-    Raises OSError where this process or machine can have no more of them now."""
+def accept_all(listening: Iterable[socket.socket]) -> Iterator[socket.socket]:
+    """Accept the connections that wait in the kernel; yields them non-blocking. Raises OSError where this process or
+    machine can have no more of them now."""
     for sock in listening:
         try:
             while True:
-                connection, address = sock.accept()
+                connection, _ = sock.accept()
                 connection.setblocking(False)
-                yield connection, address[0]
+                yield connection
         except OSError as error:  # BlockingIOError: there are no more; or a connection that is gone already
             if error.errno in _EXHAUSTED:
                 raise
-
-
-async def begins_tls(sock: socket.socket) -> bool:
-    """Return whether the client speaks TLS; raise ConnectionError if it left without a word, as a port probe does.
-    A client of plain HTTP gets an answer that says so: otherwise its connection would end without a reason."""
-    loop = asyncio.get_running_loop()
-    readable = loop.create_future()
-    loop.add_reader(sock, lambda: None if readable.done() else readable.set_result(None))
-    try:
-        await readable
-    finally:
-        loop.remove_reader(sock)
-    first = sock.recv(1 << 16, socket.MSG_PEEK)
-    if not first:
-        raise ConnectionError("the client left")
-    if first[:1].isalpha():
-        sock.recv(1 << 16)  # a socket that is closed with unread data resets
-        sock.send(_SPEAKS_HTTPS)
-    return first[:1] == bytes([_TLS_HANDSHAKE])
 
 
 def _other_listeners(port: int) -> str:

@@ -266,6 +266,28 @@ async def _dribble(writer: asyncio.StreamWriter) -> None:
 
 
 @on_uvloop
+async def test_an_idle_connection_stays_open_longer_than_clients_and_proxies_keep_theirs(
+    edge: Graph, either: ServerCertificate | None
+) -> None:
+    """httpx keeps one for 5 s, Caddy for 120: where a server closes first, the request that is just sent is lost."""
+    connections, tls = ClientConnections(0.4, 0.4), trusting(either) if either else None
+    async with server(edge, either, connections) as address:
+        reader, writer = await asyncio.open_connection(*address, ssl=tls)
+        for _ in range(2):
+            writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b"vllm" in await reader.read(4096)
+            (connection,) = connections.open
+            closing = connection.timeout_keep_alive_task
+            assert closing is not None
+            assert closing.when() - asyncio.get_running_loop().time() > 120
+            connections._sweep(
+                time.monotonic() + 100
+            )  # an idle connection waits neither for a head nor for a reader
+            assert not connection.transport.is_closing()
+        writer.close()
+
+
+@on_uvloop
 async def test_a_slow_body_is_no_slow_head(edge: Graph) -> None:
     body = json.dumps(completion()).encode()
     async with edge.worker(), server(edge, None, ClientConnections(0.3, 30.0)) as address:

@@ -88,7 +88,7 @@ async def test_a_handshake_that_does_not_end_ends_the_connection(
         hellos = b"", b"\x16\x03\x01\x02\x00", b"\x16\x03\x01"
         await asyncio.gather(*(ended(address, hello) for hello in hellos))
         assert time.monotonic() - started > 0.3
-        await until(lambda: not connections._of_origin)
+        await until(lambda: not connections._entered)
 
 
 @on_uvloop
@@ -137,13 +137,13 @@ async def test_a_connection_that_cannot_be_looked_at_ends_alone(certificate: Ser
         assert url.port is not None
         failed = TASK_FAILURES.labels("client connections")._value.get()
         broken = connections(http_config(_silent, connections, 1.0), ServerState(), {})
-        assert connections.enter(broken, "127.0.0.1")
+        assert connections.enter(broken)
         connections.open.add(broken)  # without a transport, so that looking and ending fail
         there = await stack.enter_async_context(client((url.host, url.port), certificate))
         assert b" 408 " in await asyncio.to_thread(there.recv, 4096), "the sweeps go on"
         assert broken not in connections.open
         assert TASK_FAILURES.labels("client connections")._value.get() >= failed + 2
-        await until(lambda: not connections._of_origin)
+        await until(lambda: not connections._entered)
 
 
 @pytest.mark.parametrize("way", ["goodbye", "half-close", "vanish"])
@@ -169,20 +169,19 @@ async def test_a_client_that_leaves_ends_its_request(
 
 
 @on_uvloop
-async def test_plain_http_is_told_so_and_logged_once(
+async def test_what_is_no_handshake_ends_the_connection_and_is_counted(
     edge: Graph, certificate: ServerCertificate, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A port probe, and plain HTTP."""
     connections, failed = ClientConnections(30.0, 30.0), CONNECTIONS_CLOSED.labels("handshake")
     async with server(edge, certificate, connections) as address, httpx.AsyncClient() as http:
         before = failed._value.get()
         socket.create_connection(address).close()
-        await until(lambda: failed._value.get() > before)
-        assert "does not speak TLS" not in caplog.text, "a port probe says nothing"
-        for _ in range(2):
-            answer = await http.get(f"http://{address[0]}:{address[1]}/health")
-            assert (answer.status_code, answer.text) == (400, "This port speaks https.\n")
-        await until(lambda: not connections._of_origin)
-    assert caplog.text.count("does not speak TLS") == 1
+        with pytest.raises(httpx.TransportError):
+            await http.get(f"http://{address[0]}:{address[1]}/health")
+        await until(lambda: not connections._entered)
+        assert failed._value.get() == before + 2
+    assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 
 @on_uvloop
