@@ -19,7 +19,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from tools.vllm_surface import FIELDS, FUNCTIONS, MESSAGES, REPLACED, SOURCES
+from tools.vllm_surface import CALLED, FIELDS, FUNCTIONS, MESSAGES, REPLACED, SOURCES
 
 PACKAGE = Path(__file__).parent.parent / "pdserve"
 CORE_CALLER, CORE_CALL = "vllm.v1.engine.async_llm", re.compile(r"self\.engine_core\.(\w+)")
@@ -205,7 +205,7 @@ def compare(old: Release, new: Release, package: Path = PACKAGE, *more: Path) ->
         added = [field for field in now if field not in was and name in MESSAGES]
         if gone or added:
             yield f"fields of {name}: gone {gone}, new {added}"
-    for name in FUNCTIONS:
+    for name in FUNCTIONS | CALLED:
         if old.parameters(name) != new.parameters(name):
             yield f"parameters of {name}: {old.parameters(name)} -> {new.parameters(name)}"
     for module, texts in SOURCES.items():

@@ -19,15 +19,25 @@ MESSAGES = {
     "vllm.v1.engine.EngineCoreOutputs": "engine_index outputs scheduler_stats timestamp utility_output "
     "finished_requests wave_complete start_wave weight_version",
     "vllm.distributed.kv_events.KVEventBatch": "ts events data_parallel_rank",
+    # each of these may need a rule in docs/migration.md
+    "vllm.sampling_params.SamplingParams": "n "
+    "presence_penalty frequency_penalty repetition_penalty temperature watermarking top_p top_k min_p seed "
+    "stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs prompt_logprob_token_ids "
+    "prompt_logprob_start logprob_token_ids flat_logprobs detokenize skip_special_tokens "
+    "spaces_between_special_tokens include_stop_str_in_output output_kind stream_interval skip_clone "
+    "output_text_buffer_length _eos_token_id _all_stop_token_ids _watermarking_skipped structured_outputs "
+    "logit_bias allowed_token_ids extra_args bad_words _bad_words_token_ids skip_reading_prefix_cache "
+    "thinking_token_budget repetition_detection routed_experts_prompt_start trace_decode_token_ids",
 }
 """structure on the wire -> all its fields, in their order"""
 
 FIELDS = {
     "vllm.v1.metrics.stats.SchedulerStats": "num_running_reqs num_waiting_reqs num_skipped_waiting_reqs "
     "kv_cache_usage kv_connector_stats prefix_cache_stats",
-    "vllm.sampling_params.SamplingParams": "max_tokens temperature detokenize extra_args skip_reading_prefix_cache",
     "vllm.distributed.kv_events.BlockStored": "block_hashes parent_block_hash token_ids lora_name extra_keys group_idx",
     "vllm.distributed.kv_events.BlockRemoved": "block_hashes group_idx",
+    "vllm.v1.engine.logprobs.LogprobsProcessor": "tokenizer logprobs prompt_logprobs cumulative_logprob num_logprobs "
+    "num_prompt_logprobs",
 }
 """structure -> the fields that are used"""
 
@@ -49,7 +59,48 @@ FUNCTIONS = {
     f"{_PULL}._handle_failed_transfer": "self req_id handle failed_req_ids record_failed_transfer",
     f"{_PULL}._mark_remote_engine_invalid": "self engine_id now",
 }
-"""function that is called or overridden -> its parameters"""
+"""function that is overridden, or called with all it takes -> its parameters"""
+
+CALLED = {
+    "vllm.v1.engine.async_llm.AsyncLLM.__init__": "self vllm_config executor_class log_stats "
+    "log_requests stat_loggers",
+    "vllm.v1.engine.async_llm.AsyncLLM.shutdown": "self timeout",
+    "vllm.v1.engine.core_client.EngineCoreClient.make_async_mp_client": "vllm_config executor_class renderer",
+    "vllm.v1.engine.output_processor.OutputProcessor.abort_requests": "self request_ids internal",
+    "vllm.v1.engine.output_processor.OutputProcessor.process_outputs": "self engine_core_outputs "
+    "engine_core_timestamp iteration_stats",
+    "vllm.v1.engine.output_processor.RequestOutputCollector.put": "self output",
+    "vllm.v1.engine.output_processor.RequestState.make_request_output": "self new_token_ids "
+    "pooling_output finish_reason stop_reason kv_transfer_params ec_transfer_params error",
+    "vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer.get_next_output_text": "self finished delta",
+    "vllm.v1.metrics.loggers.StatLoggerManager.record": "self scheduler_stats iteration_stats",
+    "vllm.v1.metrics.stats.IterationStats.__init__": "self",
+    "vllm.renderers.base.BaseRenderer._tokenize_prompt": "self prompt params",
+    "vllm.v1.engine.output_processor.RequestState.__init__": "self request_id parent_req queue",
+    "vllm.entrypoints.launchers.app.build_app": "args supported_tasks model_config",
+    "vllm.entrypoints.launchers.api_server.app_state.init_app_state": "engine_client state args "
+    "supported_tasks",
+    "vllm.entrypoints.launchers.cli_args.make_arg_parser": "parser",
+    "vllm.entrypoints.launchers.cli_args.validate_parsed_serve_args": "args",
+    "vllm.engine.arg_utils.AsyncEngineArgs.from_cli_args": "args",
+    "vllm.engine.arg_utils.AsyncEngineArgs.create_model_config": "self",
+    "vllm.engine.arg_utils.AsyncEngineArgs.create_logging_config": "self",
+    "vllm.engine.arg_utils.AsyncEngineArgs.create_structured_outputs_config": "self",
+    "vllm.engine.arg_utils.AsyncEngineArgs._set_default_reasoning_config_args": "self",
+    "vllm.v1.executor.Executor.get_class": "vllm_config",
+    "vllm.v1.metrics.loggers.PrometheusStatLogger.__init__": "self vllm_config engine_indexes",
+    "vllm.v1.metrics.prometheus.unregister_vllm_metrics": "",
+    "vllm.exceptions.GracefulHTTPError.__init__": "self message http_status",
+    "vllm.v1.serial_utils.MsgpackEncoder.encode": "self obj",
+    "vllm.v1.serial_utils.MsgpackDecoder.decode": "self bufs",
+    "vllm.tool_parsers.ToolParserManager.import_tool_parser": "plugin_path",
+    "vllm.reasoning.ReasoningParserManager.import_reasoning_parser": "plugin_path",
+    "vllm.v1.engine.async_llm.AsyncLLM.generate": "self prompt sampling_params request_id",
+    "vllm.v1.engine.input_processor.InputProcessor._validate_params": "self params supported_tasks",
+    "vllm.v1.engine.logprobs.LogprobsProcessor._update_prompt_logprobs": "self prompt_logprobs_tensors",
+    "vllm.logprobs.create_prompt_logprobs": "flat_logprobs",
+}
+"""function that is called, or calls ours -> the parameters that are used, in their order"""
 
 REPLACED = (
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner._sample",
@@ -74,6 +125,9 @@ SOURCES = {
     ),
     f"{_NIXL}.pull_worker": ("blocks_expiry_time",),
     "vllm.renderers.base": ("self._tokenize_prompt_async = make_async(",),
+    "vllm.sampling_params": ("    def bad_words_token_ids(self)",),
+    "vllm.v1.engine.output_processor": ("self.request_states", "self.parent_requests"),
+    "vllm.v1.metrics.loggers": ("_gauge_cls", "_counter_cls", "_histogram_cls"),
     "vllm.v1.worker.gpu_worker": (
         "self.total_consumed = profile_result.total_consumed",
         "self.peak_activation_memory = (",

@@ -262,7 +262,7 @@ REQUESTS = [
     *(changed(path, name, "`request_id`", request_id=value) for path in GENERATING
       for name, value in (("a long id", "x" * 129), ("an odd id", "a\nb"))),
     *(changed(path, "many logprobs", "logprobs of the prompt (`prompt_logprobs`, `echo` with `logprobs`)",
-              prompt=[[300] * 4000] * 8, n=2, temperature=0.5, max_tokens=1, **asked)
+              prompt=[[300] * 4000] * 3, n=2, temperature=0.5, max_tokens=1, **asked)
       for path in ("/v1/completions",) for asked in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20})),
     changed("/v1/completions", "many parameters", "parameters (schemas, stop strings, ...) x `n` x prompts",
             vllm_xargs={"a": "x" * 600_000}, n=64, temperature=0.5, max_tokens=1),

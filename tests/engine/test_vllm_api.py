@@ -20,7 +20,7 @@ from pdserve.config.host import VLLM_VERSION
 from pdserve.engine.vllm import api
 from pdserve.kv import FAILED, RELEASED, STALLED, UNREACHABLE, connector
 from tools.vllm_diff import Release, imports
-from tools.vllm_surface import FIELDS, FUNCTIONS, MESSAGES, REPLACED, SOURCES
+from tools.vllm_surface import CALLED, FIELDS, FUNCTIONS, MESSAGES, REPLACED, SOURCES
 
 ADVICE = (
     "moved in vLLM: read what became of it, adapt pdserve/engine or pdserve/kv, then tools/vllm_surface.py"
@@ -63,6 +63,13 @@ def test_fields_that_are_used(name: str) -> None:
 def test_a_functions_parameters(name: str) -> None:
     parameters = list(inspect.signature(resolve(name)).parameters)
     assert parameters == FUNCTIONS[name].split() == installed.parameters(name), f"{name} {ADVICE}"
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_functions_parameters_that_are_used(name: str) -> None:
+    used = CALLED[name].split()
+    for parameters in (inspect.signature(resolve(name)).parameters, installed.parameters(name) or ()):
+        assert [each for each in parameters if each in used] == used, f"{name} {ADVICE}"
 
 
 @pytest.mark.parametrize("module", SOURCES)
