@@ -364,7 +364,7 @@ ROOMS = {
     "supervisor": 2610,
 }
 """lines of each room of the package"""
-BESIDE = {"benchmarks": 15220, "tests": 38200, "tools": 1640}
+BESIDE = {"benchmarks": 15220, "tests": 38200, "tools": 1690}
 """lines of what is beside it"""
 WORDS, RECORD = 26750, 380
 """words of docs/ without the decisions, and of one decision record"""
