@@ -4,10 +4,8 @@
 import ast
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -34,32 +32,18 @@ _NOTES = {
 }
 
 
-@dataclass(frozen=True)
-class Key:
-    section: str
-    name: str
-    """with what it is inside of, as in `ServiceArgs.workers`"""
-    kind: str
-    default: object
-    unit: str
-    meaning: str
-
-
-def read_keys() -> Iterator[Key]:
-    for section, kind in KINDS.items():
-        attributes = TypeAdapter(kind).json_schema(by_alias=False)["properties"]
-        texts = _docstrings(kind)
-        for (name, rule), attribute in zip(rules(section).items(), attributes, strict=True):
-            yield _key(section, name, rule, texts.get(attribute, ""))
-
-
-def _key(section: str, name: str, rule: dict[str, Any], text: str) -> Key:
+def _keys(section: str, kind: type) -> Iterator[str]:
     """The first word of a number's text is its unit where `;` follows it."""
-    kind = must_be(rule)
-    unit, found, meaning = text.partition("; ")
-    if not found or "number" not in kind.split(",")[0] or rule.get("type") == "array":
-        unit, meaning = "", text
-    return Key(section, name, kind, rule.get("default"), unit, meaning)
+    attributes = TypeAdapter(kind).json_schema(by_alias=False)["properties"]
+    texts = _docstrings(kind)
+    for (name, rule), attribute in zip(rules(section).items(), attributes, strict=True):
+        must, meaning = must_be(rule), texts[attribute]
+        unit, between, rest = meaning.partition("; ")
+        if between and "number" in must.split(",")[0] and rule.get("type") != "array":
+            meaning = rest
+        else:
+            unit = ""
+        yield f"| `{name}` | {must} | {_shown(rule.get('default'))} | {unit} | {meaning} |"
 
 
 def _docstrings(kind: type) -> dict[str, str]:
@@ -80,17 +64,14 @@ def page() -> str:
 
 def _lines() -> Iterator[str]:
     yield _HEAD
-    keys = list(read_keys())
-    for section in KINDS:
+    for section, kind in KINDS.items():
         yield from ("", f"## {section}", "")
         yield from ("| key | type | default | unit | meaning |", "|---|---|---|---|---|")
-        for key in keys:
-            if key.section == section:
-                yield f"| `{key.name}` | {key.kind} | {_shown(key.default)} | {key.unit} | {_cell(key.meaning)} |"
+        yield from _keys(section, kind)
         yield from ("", _NOTES[section]) if section in _NOTES else ()
     yield from ("", "## vLLM arguments that are refused", "", "| argument | because it |", "|---|---|")
     for names, reason in _refused():
-        yield f"| `{'`, `'.join(names)}` | {_cell(reason)} |"
+        yield f"| `{'`, `'.join(names)}` | {reason} |"
 
 
 def _refused() -> list[tuple[list[str], str]]:
@@ -107,10 +88,6 @@ def _shown(default: object) -> str:
         return ""
     text = str(default).lower() if isinstance(default, bool) else default
     return f"`{text:,g}`" if isinstance(text, float) else f"`{text}`"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -47,14 +47,10 @@ def _help(command: str) -> str:
 
 def _decisions() -> str:
     rows = (
-        f"- [{_title(path)}](decisions/{path.name})"
+        f"- [{path.read_text().splitlines()[0][2:]}](decisions/{path.name})"
         for path in sorted((ROOT / "docs/decisions").glob("*.md"))
     )
     return "\n".join(["# Decisions", "", "What was decided, and why.", "", *rows])
-
-
-def _title(path: Path) -> str:
-    return path.read_text().partition("\n")[0].removeprefix("# ")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

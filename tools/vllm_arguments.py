@@ -4,7 +4,6 @@ is upgraded: `python -m tools.vllm_arguments`."""
 import argparse
 import enum
 import json
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -73,10 +72,7 @@ def _kind(action: argparse.Action) -> str:
 def _unwrapped(kind: Any) -> Any:
     """The converter inside vLLM's `optional_type` and `parse_type`, which are closures over it."""
     while getattr(kind, "__name__", "") in ("_optional_type", "_parse_type"):
-        inner: Callable[..., Any] = kind.__closure__[
-            kind.__code__.co_freevars.index("return_type")
-        ].cell_contents
-        kind = inner
+        kind = kind.__closure__[kind.__code__.co_freevars.index("return_type")].cell_contents
     return kind
 
 
@@ -93,9 +89,5 @@ def as_text(content: dict[str, Any]) -> str:
     return f'{{\n "vllm": {json.dumps(content["vllm"])},\n "arguments": [\n{rows}\n ]\n}}\n'
 
 
-def main() -> None:
-    PATH.write_text(as_text(read_parser()), "utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    PATH.write_text(as_text(read_parser()), "utf-8")

@@ -14,90 +14,124 @@ from pdserve.watch import BUCKETS
 disable_created_metrics()  # type: ignore[no-untyped-call]  # gauges that Prometheus does not use
 
 # frontend
-REQUESTS = Counter("pdserve_requests_total", "HTTP requests answered", ["model", "code"])
-KEY_REQUESTS = Counter("pdserve_key_requests_total", "HTTP requests answered, by API key", ["key", "code"])
-KEY_TOKENS = Counter("pdserve_key_tokens_total", "Tokens of an API key: prompt, output", ["key", "kind"])
-TTFT = Histogram("pdserve_ttft_seconds", "Request in to first token out", ["model"], buckets=BUCKETS)
-ITL = Histogram("pdserve_itl_seconds", "Time between a stream's tokens", ["model"], buckets=BUCKETS)
-E2E = Histogram(
-    "pdserve_e2e_seconds", "Request in to last token out, of whole answers", ["model"], buckets=BUCKETS
+REQUESTS = Counter(
+    "pdserve_requests_total",
+    "HTTP requests answered, by status; 499: the client left before the answer. `model` is empty for one not served",
+    ["model", "code"],
 )
-WAITING = Gauge("pdserve_waiting_requests", "Requests that wait in this frontend for their turn", ["model"])
-RUNNING = Gauge("pdserve_running_requests", "Sequences of this frontend at decode workers", ["model"])
+KEY_REQUESTS = Counter("pdserve_key_requests_total", "HTTP requests answered, by API key", ["key", "code"])
+KEY_TOKENS = Counter(
+    "pdserve_key_tokens_total", "tokens by API key; `kind`: `prompt`, `output`", ["key", "kind"]
+)
+TTFT = Histogram(
+    "pdserve_ttft_seconds",
+    "from a request's arrival to its first token; once for each request",
+    ["model"],
+    buckets=BUCKETS,
+)
+ITL = Histogram("pdserve_itl_seconds", "between two tokens of a stream", ["model"], buckets=BUCKETS)
+E2E = Histogram(
+    "pdserve_e2e_seconds",
+    "from a request's arrival to the end of its answer, if that is whole",
+    ["model"],
+    buckets=BUCKETS,
+)
+WAITING = Gauge("pdserve_waiting_requests", "requests that wait in this frontend for their turn", ["model"])
+RUNNING = Gauge(
+    "pdserve_running_requests",
+    "sequences (4 of a request with n=4) of this frontend at decode workers",
+    ["model"],
+)
 LINKS = Gauge(
-    "pdserve_links", "Decode workers to which this frontend has a connection (up) or none", ["model", "state"]
+    "pdserve_links",
+    "registered decode workers by this frontend's connection to them; `state`: `up`, `down`",
+    ["model", "state"],
 )
 CONNECTIONS_CLOSED = Counter(
     "pdserve_connections_closed_total",
-    "Connections closed by the server: unread answers, heads that do not come, refused requests, limits, handshakes",
+    "connections that the server closed; `reason`: `unread` (an answer that the client does not read), `head` (a head "
+    "that does not come), `refused` (no HTTP), `limit` (too many), `handshake` (TLS)",
     ["reason"],
 )
 MIGRATIONS = Counter(
     "pdserve_migrations_total",
-    "Requests that a decode worker lost and another takes, and why",
+    "sequences that lost their decode worker and went on at another one; `reason`: `gone` (no connection), "
+    "`engine-died`, `failed` (the worker gave the request back: it drains, or its log says why), `gave-up` (its engine "
+    "ended the request), `unreadable` (its outputs), `handed-over` (from a prefill worker that stood in)",
     ["model", "reason"],
 )
 ROUTER_DECISIONS = Counter(
-    "pdserve_router_decisions_total", "Requests sent to a decode worker", ["policy", "instance"]
+    "pdserve_router_decisions_total",
+    "requests sent to a decode worker; `policy`: `round-robin`, `least-loaded`, `kv`",
+    ["policy", "instance"],
 )
 IN_FLIGHT = Gauge(
-    "pdserve_requests_in_flight", "Sequences that a decode worker generates for this frontend", ["instance"]
+    "pdserve_requests_in_flight",
+    "sequences that this decode worker generates for this frontend; none without a link",
+    ["instance"],
 )
-INSTANCES = Gauge("pdserve_instances", "Live instances, as this frontend sees the registry", ["role"])
+INSTANCES = Gauge(
+    "pdserve_instances",
+    "live processes in the registry; `role`: `frontend`, `decode`, `prefill`, `both`",
+    ["role"],
+)
 
-# decode worker
+# decode
 PREFILL = Counter(
-    "pdserve_prefill_total", "Where prompts were prefilled, and why", ["model", "mode", "reason"]
+    "pdserve_prefill_total",
+    "prompts by where they were computed, and why (docs/metrics.md)",
+    ["model", "mode", "reason"],
 )
 REMOTE_PREFILL_FAILURES = Counter(
     "pdserve_remote_prefill_failures_total",
-    "Remote prefills that were done again locally, and why",
+    "remote prefills that failed, and why (docs/metrics.md); the prompt was computed locally",
     ["model", "reason"],
 )
-QUEUE_DEPTH = Gauge("pdserve_prefill_queue_depth", "Prefill requests not yet pulled", ["model"])
 KV_TRANSFER_SECONDS = Histogram(
     "pdserve_kv_transfer_seconds",
-    "The decode engine waits for a request's KV, which it reads; once for each request",
+    "wait of the decode engine for KV that it reads; once for each request",
     ["model"],
     buckets=BUCKETS,
 )
 KV_TRANSFER_BYTES = Counter(
-    "pdserve_kv_transfer_bytes_total", "KV bytes read, of warm-ups and of pieces read ahead, too", ["model"]
+    "pdserve_kv_transfer_bytes_total", "bytes of KV read, with warm-ups and pieces read ahead", ["model"]
 )
 HANDSHAKE_FAILURES = Counter(
     "pdserve_kv_handshake_failures_total",
-    "Times that a prefill worker did not answer when it was asked how to read its KV",
+    "handshakes to read a prefill worker's KV that it did not answer; `worker`: its id",
     ["model", "worker"],
 )
 WARM_UPS = Counter(
     "pdserve_warm_ups_total",
-    "First KV pulls between a decode and a prefill worker, of a prompt of their own, which no other metric of requests "
-    "counts",
+    "first KV reads between a decode and a prefill worker, which no other metric counts; `result`: `ok`, `failed`",
     ["model", "result"],
 )
 
-# prefill worker
+# prefill
 QUEUE_WAIT = Histogram(
     "pdserve_prefill_queue_wait_seconds",
-    "Enqueued to pulled, for the first time",
+    "from a prompt's publishing to its first pull",
     ["model"],
     buckets=BUCKETS,
 )
 
-# decode and prefill worker
-ENGINE_REQUESTS = Gauge(
-    "pdserve_engine_requests", "Requests in the engine, or on their way into it", ["model", "state"]
+# decode, prefill
+QUEUE_DEPTH = Gauge(
+    "pdserve_prefill_queue_depth", "prompts not yet pulled from the queue, as each worker sees it", ["model"]
 )
-KV_USAGE = Gauge("pdserve_kv_usage_ratio", "Share of the engine's KV blocks in use", ["model"])
+ENGINE_REQUESTS = Gauge(
+    "pdserve_engine_requests",
+    "requests in the engine; `state`: `running` (in its batch), `waiting` (for room or KV)",
+    ["model", "state"],
+)
+KV_USAGE = Gauge("pdserve_kv_usage_ratio", "share of the engine's KV blocks in use", ["model"])
 
-# every process
+# all
 TASK_FAILURES = Counter(
-    "pdserve_task_failures_total",
-    "Background tasks that failed; those that have to go on were restarted",
-    ["task"],
+    "pdserve_task_failures_total", "background tasks that failed: a bug, also where they restarted", ["task"]
 )
 TASKS = Gauge(
-    "pdserve_tasks", "asyncio tasks of this process's event loop: back at its idle value when nothing runs"
+    "pdserve_tasks", "asyncio tasks: back at its idle value when nothing runs, else something leaks"
 )
 
 
@@ -109,8 +143,12 @@ class SlotMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ["slot", "host"]
-        ready = GaugeMetricFamily("pdserve_slot_ready", "1: the process is there and ready", labels=labels)
-        restarts = CounterMetricFamily("pdserve_restarts", "Restarts since `serve` started", labels=labels)
+        ready = GaugeMetricFamily(
+            "pdserve_slot_ready", "1: the process of this slot (`decode-0`) is ready", labels=labels
+        )
+        restarts = CounterMetricFamily(
+            "pdserve_restarts", "restarts of the process since `serve` started", labels=labels
+        )
         for slot in self._slots:
             ready.add_metric([slot.name, slot.host], slot.ready)
             restarts.add_metric([slot.name, slot.host], slot.restarts)

@@ -1,6 +1,8 @@
 """The page of all keys is what the schema says."""
 
-from tools.configuration import PAGE, page, read_keys
+import re
+
+from tools.configuration import PAGE, page
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -8,4 +10,6 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_every_key_has_a_type_and_a_meaning() -> None:
-    assert [key for key in read_keys() if not key.meaning or not key.kind] == []
+    keys = re.findall(r"^\| `[^|]+ \| ([^|]*) \| [^|]* \| [^|]* \| (.*) \|$", page(), re.M)
+    assert len(keys) > 40
+    assert [key for key in keys if not all(key)] == []

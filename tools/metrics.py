@@ -1,0 +1,38 @@
+"""Write the table of `docs/metrics.md` from the metrics in code: `python -m tools.metrics`."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from prometheus_client.metrics_core import Metric
+
+from pdserve.observe import metrics
+
+PAGE = Path(__file__).parent.parent / "docs/metrics.md"
+_TABLE = re.compile(r"(?<=\| meaning \|\n\|---\|---\|---\|---\|---\|\n)(\| .*\n)*")
+
+
+def page() -> str:
+    return _TABLE.sub(lambda table: "".join(_rows()), PAGE.read_text(), count=1)
+
+
+def _rows() -> Iterator[str]:
+    """The roles that have a metric are the comment above it."""
+    of = ""
+    for comment, name in re.findall(r"^(?:# (.+)|([A-Z\d_]+) = [CGH])", inspect.getsource(metrics), re.M):
+        of = comment or of
+        if name:
+            yield from (_row(family, vars(metrics)[name], of) for family in vars(metrics)[name].describe())
+    yield from (_row(family, family, "serve") for family in metrics.SlotMetrics([]).collect())
+
+
+def _row(family: Metric, made: object, of: str) -> str:
+    name = f"{family.name}_total" if family.type == "counter" else family.name
+    labels = ", ".join(f"`{label}`" for label in made._labelnames)  # type: ignore[attr-defined]
+    meaning = family.documentation.replace("docs/metrics.md", "below")
+    return f"| `{name}` | {family.type} | {labels} | {of} | {meaning} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
