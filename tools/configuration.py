@@ -39,10 +39,8 @@ def _keys(section: str, kind: type) -> Iterator[str]:
     for (name, rule), attribute in zip(rules(section).items(), attributes, strict=True):
         must, meaning = must_be(rule), texts[attribute]
         unit, between, rest = meaning.partition("; ")
-        if between and "number" in must.split(",")[0] and rule.get("type") != "array":
-            meaning = rest
-        else:
-            unit = ""
+        number = between and "number" in must.split(",")[0] and rule.get("type") != "array"
+        unit, meaning = (unit, rest) if number else ("", meaning)
         yield f"| `{name}` | {must} | {_shown(rule.get('default'))} | {unit} | {meaning} |"
 
 

@@ -28,10 +28,9 @@ def _rows() -> Iterator[str]:
 
 
 def _row(family: Metric, made: object, of: str) -> str:
-    name = f"{family.name}_total" if family.type == "counter" else family.name
+    name, meaning = family.name + "_total" * (family.type == "counter"), family.documentation
     labels = ", ".join(f"`{label}`" for label in made._labelnames)  # type: ignore[attr-defined]
-    meaning = family.documentation.replace("docs/metrics.md", "below")
-    return f"| `{name}` | {family.type} | {labels} | {of} | {meaning} |\n"
+    return f"| `{name}` | {family.type} | {labels} | {of} | {meaning.replace('docs/metrics.md', 'below')} |\n"
 
 
 if __name__ == "__main__":
