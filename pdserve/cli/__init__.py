@@ -42,10 +42,6 @@ COMMANDS = {
                 "pdserve_bench.goodput.command:goodput",
                 "the highest rate at which 90 % of the requests keep an SLO",
             ),
-            "systems": (
-                "pdserve_bench.systems.command:systems",
-                "one vLLM engine and this graph, in turn, under the same load",
-            ),
             "hops": ("pdserve_bench.hops.command:hops", "what each part of the graph costs, alone"),
             "scale": (
                 "pdserve_bench.scale.command:scale",
@@ -56,7 +52,7 @@ COMMANDS = {
     ),
     "compare": (
         "pdserve_bench.compare.command:compare",
-        "should this load be disaggregated, and in which split?",
+        "should this load be disaggregated: this graph and its splits against the best single engine",
     ),
 }
 """name -> import string of the function, or the commands of a group, and one line of help"""

@@ -12,14 +12,16 @@ from pdserve_bench.compare.candidates import (
     splits,
     thresholds,
 )
+from pdserve_bench.compare.one_engine import one_engine
 from pdserve_bench.sections import read_sections, reshape
 from pdserve_bench.simulated import simulated, write
 from pdserve_bench.systems.system import PlainVllm
 
 from pdserve.config.load import load
 from pdserve.config.schema import Config
-from pdserve.plan.machine import Gpu, Machine
+from pdserve.plan.machine import Gpu, Machine, what_if
 from pdserve.plan.model_folder import ModelFacts
+from pdserve.plan.plan import make_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CPU = Machine((), cores=4, memory=2**35, available=2**35, build="cpu")
@@ -77,6 +79,11 @@ def test_on_the_cpu_engines_share_the_threads() -> None:
     assert system.variables["OMP_NUM_THREADS"] == "3"
     assert "--max-num-batched-tokens=512" in system.arguments
     assert "aggregated: 2 engines x 2 threads, batch 512" in found
+    words = " ".join(system.arguments)
+    for word in ("block-size=32", "max-model-len=4096", "enforce-eager", "max-num-seqs=64"):
+        assert f"--{word}" in words, words
+    assert system.variables["VLLM_CPU_KVCACHE_SPACE"] == "2", "that of both workers"
+    assert system.served == "demo"
     assert "1 prefill + 1 decode, each prompt the cheaper way" in found
 
 
@@ -86,6 +93,50 @@ def test_on_gpus_an_engine_is_spread_where_its_heads_divide() -> None:
     )
     odd = ModelFacts(Path(), 2, 6, 3, 64, 384, 1024, 1000, 4096, "bfloat16", {})
     assert not any("1 engine" in name for name in names(made(maker(CONFIGS / "disagg.yaml", GPUS, odd))))
+
+
+def test_one_engine_on_gpus_has_all_of_them() -> None:
+    (engine, *_) = maker(CONFIGS / "disagg.yaml", GPUS, SMALL).aggregated([2048])
+    system = engine.launch.system
+    assert isinstance(system, PlainVllm)
+    assert system.variables["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert "OMP_NUM_THREADS" not in system.variables
+    assert "--tensor-parallel-size=4" in system.arguments
+
+
+def test_workers_that_share_a_gpu_leave_their_shares_to_the_one_engine(tmp_path: Path) -> None:
+    worker = {
+        "engine": "vllm",
+        "gpu-memory-utilization": 0.4,
+        "ServiceArgs": {"workers": 1, "resources": {"gpu-ids": [0]}},
+    }
+    file = write(simulated(decode=worker, prefill=worker), tmp_path / "shared.yaml")
+    plan = make_plan(load(file, {}), what_if("1xH100", GPUS), env={})
+    assert "--gpu-memory-utilization=0.8" in one_engine(plan, "base").arguments
+
+
+@pytest.mark.parametrize(
+    ("decode", "expected"),
+    [
+        ({}, ["1P+1D, all prompts local", "1P+1D, all prompts remote", "1P+1D, as it decides"]),
+        (
+            {"remote-prefill": False},
+            ["1P+1D, all prompts local", "1P+1D, all prompts remote", "1P+1D, as it decides"],
+        ),
+        ({"conditional-disagg": False}, ["1P+1D, as it decides"]),
+    ],
+)
+def test_closed_loops_have_the_graph_under_several_settings(
+    tmp_path: Path, decode: dict[str, object], expected: list[str]
+) -> None:
+    sections = simulated(decode=decode)
+    if not decode.get("remote-prefill", True):
+        del sections["PrefillWorker"]
+        sections["VllmWorker"]["ServiceArgs"] = {"workers": 2}
+    modes = maker(write(sections, tmp_path / "sim.yaml"), CPU).modes()
+    assert [each.name for each in modes] == expected
+    assert len({each.launch.key for each in modes}) == 1
+    assert modes[-1].settings == {}
 
 
 def test_a_single_engine_is_halved_into_prefill_and_decode() -> None:

@@ -16,9 +16,9 @@ from pdserve.plan.memory import CPU_KV_GIB
 from pdserve.plan.model_folder import ModelFacts
 from pdserve.plan.plan import make_plan
 from pdserve.plan.slots import gpus_needed
+from pdserve_bench.compare.one_engine import one_engine, thread_counts
 from pdserve_bench.samples import percentile
 from pdserve_bench.sections import Sections, Shape, reshape, with_model
-from pdserve_bench.systems.aggregated import Baseline, Layout, layouts
 from pdserve_bench.systems.system import GraphSystem, System
 
 BATCHES = {"cpu": (0, 512), "gpu": (512, 2048, 8192), "sim": (128, 512, 2048)}
@@ -81,6 +81,9 @@ class Candidate:
 
 
 ADAPTIVE = {"policy": "adaptive"}
+ALL_LOCAL = {"max-local-prefill-length": str(2**31 - 1)}
+ALL_REMOTE = {"max-local-prefill-length": "0", "max-prefill-queue-size": str(2**31 - 1)}
+"""every prompt is prefilled remotely, which has tokens outside of the prefix cache"""
 
 
 def threshold(tokens: int) -> dict[str, str]:
@@ -184,15 +187,15 @@ class CandidateMaker:
         sizes; on the CPU with several numbers of threads at the first size, for `rebatched` has the others."""
         sizes = self._batches(batches)
         if self.here.kind is HardwareKind.CPU:
-            plan = make_plan(self.config, self.machine)
-            return [self._one_engine(layout, sizes[0]) for layout in layouts(plan)]
-        if self.here.kind is not HardwareKind.SIM and self._one_engine_fits():
-            return [self._one_engine(Layout(tensor=self.here.units), batch) for batch in sizes]
+            return [self._one_engine(sizes[0], threads) for threads in thread_counts(self.here.units)]
+        if self.here.kind is HardwareKind.GPU and self._one_engine_fits():
+            return [self._one_engine(batch) for batch in sizes]
         return [self._engines(self._width(), batch) for batch in sizes]
 
     def rebatched(self, threads: int, batches: Sequence[int] = ()) -> list[Candidate]:
-        """One engine on the CPU of so many threads at the batch sizes that `aggregated` leaves out."""
-        return [self._one_engine(Layout(threads=threads), batch) for batch in self._batches(batches)[1:]]
+        """One engine on the CPU of so many threads at the batch sizes that `aggregated` leaves out; else none."""
+        sizes = self._batches(batches)[1:] if self.here.kind is HardwareKind.CPU else []
+        return [self._one_engine(batch, threads) for batch in sizes]
 
     @property
     def _weights_gib(self) -> float:
@@ -215,6 +218,22 @@ class CandidateMaker:
             ways.insert(0, ADAPTIVE)
         return [candidate for split in order for candidate in self._split(split, ways)]
 
+    def modes(self) -> list[Candidate]:
+        """The graph of the file, or its first split where it has none, with all prompts local, all remote, and as its
+        file decides, which comes last."""
+        own = self._own_split() or next(iter(splits(self.here, self.here.slots)), None)
+        if own is None:
+            raise ConfigError([f"{self.here} cannot be divided into prefill and decode workers."])
+        decode = self.config.decode
+        either = decode is not None and (decode.conditional_disagg or not decode.remote_prefill)
+        ways = {"all prompts local": ALL_LOCAL, "all prompts remote": ALL_REMOTE} if either else {}
+        (graph,) = self._split(own, [{}])
+        name = graph.launch.key
+        return [
+            replace(graph, name=f"{name}, {way}", settings=ways.get(way, {}))
+            for way in (*ways, "as it decides")
+        ]
+
     def _width(self) -> int:
         """Engines of the file's size that the hardware has room for."""
         return max(1, self.here.slots // self.here.decode_width)
@@ -234,7 +253,7 @@ class CandidateMaker:
         launch = self._graph(f"{prefill}P+{decode}D", name, shape)
         return [
             Candidate(
-                name=f"{name}, {in_words(settings)}",
+                name=f"{name}, {in_words(settings)}" if settings else name,
                 aggregated=False,
                 shape=replace(shape, settings=tuple(settings.items())),
                 launch=launch,
@@ -252,18 +271,20 @@ class CandidateMaker:
         launch = self._graph(f"{count} x {batch}", name, shape)
         return Candidate(name, True, shape, launch, processes=count + 1, split=counted(count, "engine"))
 
-    def _one_engine(self, layout: Layout, batch: int) -> Candidate:
+    def _one_engine(self, batch: int, threads: int = 0) -> Candidate:
+        """On GPUs over all of them; on the CPU with so many threads."""
         here, decode = self.here, self.config.decode
         assert decode is not None
         on_gpu = here.kind is HardwareKind.GPU
         tensor = here.units if on_gpu and here.units != decode.ranks else 0
-        threads = f" x {counted(layout.threads, 'thread')}" if layout.threads else self._each(1)
-        name = f"aggregated: 1 engine{threads}{_batch(batch)}"
-        system = Baseline(make_plan(self.config, self.machine), layout, batch or None).system(name)
+        each = f" x {counted(threads, 'thread')}" if threads else self._each(1)
+        name = f"aggregated: 1 engine{each}{_batch(batch)}"
+        plan, ranks = make_plan(self.config, self.machine), here.units if on_gpu else 1
+        system = one_engine(plan, name, tensor=ranks, threads=threads, batch=batch)
         memory = 0.0 if on_gpu else 2.1 + CPU_KV_GIB * here.slots + self._weights_gib
-        launch = Launch(f"vllm{threads}{_batch(batch)}", system, memory)
+        launch = Launch(f"vllm{each}{_batch(batch)}", system, memory)
         shape = Shape(0, 1, batch, (0, tensor))
-        return Candidate(name, True, shape, launch, split="1 engine", threads=layout.threads % here.units)
+        return Candidate(name, True, shape, launch, split="1 engine", threads=threads % here.units)
 
     def _one_engine_fits(self) -> bool:
         """A tensor-parallel engine divides the heads among its ranks."""

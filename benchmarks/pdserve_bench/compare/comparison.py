@@ -94,6 +94,18 @@ class UserLoad:
     """prompts have parts in common, so that a prefix cache has them"""
 
 
+def maker_of(file: Path) -> CandidateMaker:
+    """Makes the candidates of this file on this machine. Raises ConfigError."""
+    config, machine = load(file, {}), Machine.detect()
+    if config.frontend is None:
+        raise ConfigError([f"{file} has no Frontend section: requests are sent as clients send them."])
+    here = hardware(config, machine)
+    if problems := make_plan(config, machine).problems:
+        raise ConfigError(list(problems))
+    model = None if here.kind is HardwareKind.SIM else _model(config)
+    return CandidateMaker(config, read_sections(file), here, machine, model)
+
+
 @dataclass
 class Comparison:
     """Readable at any time."""
@@ -117,17 +129,8 @@ class Comparison:
     @classmethod
     def prepare(cls, options: CompareOptions, asked: UserLoad) -> "Comparison":
         """Starts nothing. Raises ConfigError."""
-        config, machine = load(options.file, {}), Machine.detect()
-        if config.frontend is None:
-            raise ConfigError(
-                [f"{options.file} has no Frontend section: requests are sent as clients send them."]
-            )
-        here = hardware(config, machine)
-        if problems := (make_plan(config, machine).problems):
-            raise ConfigError(list(problems))
-        model = None if here.kind is HardwareKind.SIM else _model(config)
-        maker = CandidateMaker(config, read_sections(options.file), here, machine, model)
-        return cls(options, asked, config, here, maker)
+        maker = maker_of(options.file)
+        return cls(options, asked, maker.config, maker.here, maker)
 
     # what is known
 

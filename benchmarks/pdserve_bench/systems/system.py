@@ -117,12 +117,6 @@ class _RunningGraph(RunningSystem):
         return [instance for instance in instances if instance.role.does(role)]
 
 
-ALL_LOCAL = {"max-local-prefill-length": str(2**31 - 1)}
-"""live settings: no prompt is prefilled remotely"""
-ALL_REMOTE = {"max-local-prefill-length": "0", "max-prefill-queue-size": str(2**31 - 1)}
-"""live settings: every prompt is, which has tokens outside of the prefix cache"""
-
-
 class Stage(Lifetime):
     """The systems that run at the moment, by name. Leaving it stops all of them."""
 

@@ -1,0 +1,299 @@
+"""Closed loops: so many clients, each of which sends the next request when it has its answer.
+
+First a single engine is measured under several settings; the best of them takes part as the baseline. Then it and the
+graph are measured in turn. A round measures each system once under each load, and the next round does so in the
+opposite order (ABBA): what slows the machine for a while slows all, and what grows slowly cancels out. The baseline
+comes twice in each round, at both ends: its two turns differ by nothing but noise.
+"""
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from pdserve_bench.client import Exchange, Outcome
+from pdserve_bench.compare.candidates import Candidate, CandidateMaker, Hardware, HardwareKind
+from pdserve_bench.compare.identity import Reference, Sameness
+from pdserve_bench.endpoint import Endpoint, Prompts, learn_prompts
+from pdserve_bench.foreign import ForeignLoad
+from pdserve_bench.load import ClosedLoop
+from pdserve_bench.progress import Schedule
+from pdserve_bench.samples import percentile
+from pdserve_bench.systems.cpu import CpuMeter
+from pdserve_bench.systems.system import RunningSystem, Stage
+
+TOKENS = "output tokens/s"
+CPU = "CPU s per 1,000 tokens"
+ANSWER = "output tokens per answer"
+REMOTE = "remote prefills"
+"""a share of the requests"""
+_WARM_UP = 1.5
+"""seconds of load before each window: longer than plain vLLM's workers on a CPU spin after their last message"""
+_LONGER = 4.0
+"""times the warm-up, at most, until there are as many answers as clients"""
+_TIMEOUT = 60.0
+_START = {HardwareKind.CPU: 30.0, HardwareKind.GPU: 90.0, HardwareKind.SIM: 12.0}
+"""seconds that a start takes, about"""
+
+
+@dataclass(frozen=True)
+class ClosedOptions:
+    clients: tuple[int, ...]
+    """of each load"""
+    prompt_tokens: int = 1300
+    answer_len: int = 64
+    rounds: int = 3
+    seconds: float = 3.0
+    """of a window"""
+    batches: tuple[int, ...] = ()
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Turn:
+    round: int
+    """from 0"""
+    system: str
+    clients: int
+    again: bool = False
+    """the baseline for the second time"""
+
+
+@dataclass
+class Measured:
+    """A window of a steady load."""
+
+    turn: Turn
+    figures: dict[str, float] = field(default_factory=dict)
+    """times in seconds, rates per second, shares"""
+    cpu: dict[str, float] = field(default_factory=dict)
+    """seconds for 1,000 output tokens, by what the process is"""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """of all requests of the turn, those of the warm-up included"""
+    errors: list[str] = field(default_factory=list)
+    """each once, of failed requests"""
+    foreign: float | None = None
+    """the share of the machine that other programs took"""
+    complete: bool = False
+
+
+def alternate(systems: Sequence[str], loads: Sequence[int], rounds: int, *, grouped: bool) -> list[Turn]:
+    """The first system is the baseline. All systems get a load one after the other; `grouped`: a system gets all loads
+    one after the other, so that it is started once in a round where only one may run at a time."""
+    entrants = [*((system, False) for system in systems), (systems[0], True)]
+    pairs = [(entrant, load) for load in loads for entrant in entrants]
+    if grouped:
+        pairs = [(entrant, load) for entrant in entrants for load in loads]
+    turns: list[Turn] = []
+    for number in range(rounds):
+        made = [Turn(number, system, load, again) for (system, again), load in pairs]
+        turns += reversed(made) if number % 2 else made
+    return turns
+
+
+class ClosedLoops:
+    """Readable at any time."""
+
+    def __init__(
+        self,
+        options: ClosedOptions,
+        here: Hardware,
+        first: Sequence[Candidate],
+        rebatched: Callable[[int], Sequence[Candidate]],
+        graph: Sequence[Candidate],
+    ) -> None:
+        """`first` are single engines; `rebatched` makes those to try besides, with so many threads; `graph` is the
+        graph under each of its settings, the last as its file decides."""
+        self.options, self.here, self.graph = options, here, graph
+        self._first, self._rebatched = first, rebatched
+        self.screened: list[tuple[Candidate, list[Measured]]] = []
+        """single engines, each with its measurements under the smallest and the largest load"""
+        self.baseline: Candidate | None = None
+        self.turns: list[Turn] = []
+        self.measured: list[Measured] = []
+        self.same: dict[str, Sameness] = {}
+        """answers of each system, compared with the baseline's"""
+        self.compared: list[Exchange] = []
+        """the requests of that comparison"""
+        self._prompts: Prompts | None = None
+        self._reference: Reference | None = None
+
+    @classmethod
+    def of(cls, options: ClosedOptions, maker: CandidateMaker) -> Self:
+        """Starts nothing. Raises ConfigError."""
+        rebatched = partial(maker.rebatched, batches=options.batches)
+        return cls(options, maker.here, maker.aggregated(options.batches), rebatched, maker.modes())
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """Of all requests."""
+        found = count_outcomes(self.compared)
+        for each in (*(each for _, some in self.screened for each in some), *self.measured):
+            found += each.outcomes
+        return found
+
+    async def run(self, schedule: Schedule) -> None:
+        """Raises ConfigError and Unavailable. Cancelled, what is known stays."""
+        with tempfile.TemporaryDirectory(prefix="pdserve-compare-") as folder:
+            async with Stage(Path(folder), schedule.update) as stage:
+                await self.measure(stage, schedule)
+
+    async def measure(self, stage: Stage, schedule: Schedule) -> None:
+        baseline = self.baseline = await self._choose(stage, schedule)
+        schedule.say(f"baseline: {baseline.name}")
+        systems = {each.name: each for each in (baseline, *self.graph)}
+        options, alone = self.options, self.here.kind is HardwareKind.GPU
+        self.turns = alternate(list(systems), options.clients, options.rounds, grouped=alone)
+        for turn in self.turns:
+            schedule.announce(_phase(turn), self._seconds(turn.clients))
+        for turn in self.turns:
+            candidate = systems[turn.system]
+            running = await self._running(stage, schedule, candidate, alone)
+            await running.apply(candidate.settings)  # in force before the warm-up is over
+            await self._compare_answers(schedule, running, turn.system)
+            await self._measure(schedule, running, turn, self.measured)
+
+    async def _choose(self, stage: Stage, schedule: Schedule) -> Candidate:
+        """The single engine with the most tokens/s: the geometric mean over the loads."""
+        waiting = list(self._first)
+        best = waiting[0]
+        if len(waiting) + len(self._rebatched(best.threads)) == 1:
+            return best
+        while waiting:
+            candidate = waiting.pop(0)
+            running = await self._running(stage, schedule, candidate, True)
+            self.screened.append((candidate, []))
+            for clients in dict.fromkeys((self.options.clients[0], self.options.clients[-1])):
+                turn = Turn(len(self.screened) - 1, candidate.name, clients)
+                await self._measure(schedule, running, turn, self.screened[-1][1])
+            best = max(self.screened, key=lambda each: score(each[1]))[0]
+            if len(self.screened) == len(self._first):
+                waiting = list(self._rebatched(best.threads))
+        return best
+
+    async def _running(
+        self, stage: Stage, schedule: Schedule, candidate: Candidate, alone: bool
+    ) -> RunningSystem:
+        launch, seconds = candidate.launch, _START[self.here.kind]
+        if launch.key not in stage.up:
+            baselines = {each.launch.key for each, _ in self.screened if each is not self.baseline}
+            await stage.stop(*(key for key in stage.up if alone or key in baselines))
+            with schedule.phase(f"starting {candidate.name}", seconds):
+                await stage.start(launch.key, launch.system)
+        running = stage.up[launch.key]
+        if self._prompts is None:
+            self._prompts = await learn_prompts(running.endpoint, self.options.seed)
+        return running
+
+    async def _compare_answers(self, schedule: Schedule, running: RunningSystem, name: str) -> None:
+        """Once for each system. The baseline is the first: the others are compared with it."""
+        assert self._prompts is not None
+        if self._reference is None:
+            self._reference = Reference.of(self._prompts, self.compared)
+            with schedule.phase("asking for the baseline's answers", 4.0):
+                await self._reference.learn(running.endpoint)
+        elif name not in self.same and name != self.turns[0].system:
+            with schedule.phase(f"comparing the answers of {name}", 4.0):
+                self.same[name] = await self._reference.compare(running.endpoint)
+
+    async def _measure(
+        self, schedule: Schedule, running: RunningSystem, turn: Turn, found: list[Measured]
+    ) -> None:
+        """Adds the measurement also where it is broken off."""
+        assert self._prompts is not None
+        made, sent = Measured(turn), list[Exchange]()
+        found.append(made)
+        phase = _phase(turn)
+        try:
+            with schedule.phase(phase, self._seconds(turn.clients)):
+                await self._load(running, turn.clients, self._prompts, made, sent)
+        finally:
+            made.outcomes = count_outcomes(sent)
+            made.errors = list(dict.fromkeys(each.error for each in sent if each.error))
+        schedule.say(f"{phase}: {made.figures[TOKENS]:.0f} tokens/s, {made.outcomes['failed']} failed")
+
+    async def _load(
+        self, running: RunningSystem, clients: int, prompts: Prompts, made: Measured, sent: list[Exchange]
+    ) -> None:
+        """Warm up, measure a window, and wait for the last answers."""
+        requests = self._requests(running.endpoint, prompts, sent)
+        async with ClosedLoop(requests, partial(running.endpoint.ask, timeout=_TIMEOUT), clients) as loop:
+            await asyncio.sleep(_WARM_UP)
+            with suppress(TimeoutError):
+                async with asyncio.timeout((_LONGER - 1) * _WARM_UP):
+                    await loop.until(lambda _: True, clients)
+            meter: CpuMeter = running.cpu_meter()
+            began, before, others = time.monotonic(), meter.read(), ForeignLoad()
+            await asyncio.sleep(self.options.seconds)
+            ended, spent, made.foreign = time.monotonic(), meter.read().since(before), others.share()
+        made.figures = window_figures(sent, began, ended)
+        if tokens := tokens_between(sent, began, ended):
+            made.cpu = {name: 1000 * seconds / tokens for name, seconds in spent.seconds.items()}
+            made.figures |= {CPU: sum(made.cpu.values())} if made.cpu else {}
+        made.complete = True
+
+    def _requests(self, endpoint: Endpoint, prompts: Prompts, sent: list[Exchange]) -> Iterator[Exchange]:
+        options = self.options
+        while True:
+            sent.append(Exchange(endpoint.body(prompts.of(options.prompt_tokens), options.answer_len)))
+            yield sent[-1]
+
+    def _seconds(self, clients: int) -> float:
+        return _WARM_UP + self.options.seconds + 0.5 + clients / 16
+
+
+def _phase(turn: Turn) -> str:
+    return f"round {turn.round + 1}, {turn.clients} clients: {turn.system}" + (" again" if turn.again else "")
+
+
+def score(measured: Sequence[Measured]) -> float:
+    values = [each.figures.get(TOKENS, 0.0) for each in measured]
+    return statistics.geometric_mean(values) if values and all(values) else 0.0
+
+
+def window_figures(exchanges: Sequence[Exchange], began: float, ended: float) -> dict[str, float]:
+    """Figures of a load that was steady between these two moments and went on after them. Tokens count when they come;
+    times to the first token and longest gaps are those of the finished requests that began in the window; a gap counts
+    where it ends."""
+    finished = [each for each in exchanges if each.outcome is Outcome.FINISHED]
+    ours = [each for each in finished if began <= each.started < ended]
+    gaps = [
+        gap
+        for exchange in finished
+        for gap, arrival in zip(exchange.gaps, exchange.arrivals[1:], strict=True)
+        if began <= arrival < ended
+    ]
+    samples = {
+        "TTFT": [each.ttft for each in ours if each.ttft is not None],
+        "ITL": gaps,
+        "longest gap": [max(each.gaps) for each in ours if each.gaps],
+    }
+    figures = {TOKENS: tokens_between(exchanges, began, ended) / (ended - began)}
+    for name, values in samples.items():
+        if values:  # else it is not known, which is not 0
+            figures |= {f"{name} p{100 * share:g}": percentile(values, share) for share in (0.5, 0.99)}
+    if ours:
+        figures[ANSWER] = sum(exchange.output_tokens for exchange in ours) / len(ours)
+    if placed := [exchange.prefill for exchange in ours if exchange.prefill]:
+        figures[REMOTE] = placed.count("remote") / len(placed)
+    return figures
+
+
+def tokens_between(exchanges: Sequence[Exchange], began: float, ended: float) -> float:
+    """Output tokens that came in that time. An event may carry several: each counts for its share of its answer."""
+    total = 0.0
+    for exchange in exchanges:
+        if inside := sum(began <= arrival < ended for arrival in exchange.arrivals):
+            total += exchange.output_tokens * inside / len(exchange.arrivals)
+    return total
+
+
+def count_outcomes(exchanges: Sequence[Exchange]) -> Counter[str]:
+    return Counter(exchange.outcome.value for exchange in exchanges)
