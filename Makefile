@@ -17,7 +17,7 @@ help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 	@echo
 	@echo "Options: CONFIG=configs/disagg.yaml (serve, chaos, bench)  RESULTS=bench-results (bench)"
-	@echo "         SYSTEMS=--quick HOPS='--only stream' (bench: more options of each)"
+	@echo "         CLOSED='--rounds 2' HOPS='--only stream' (bench: more options of each)"
 	@echo "         REQUESTS=2000 FUZZ='--real --vllm' (fuzz: requests, more options)"
 	@echo "         TESTS=tests/queue PARALLEL= (test)  PLATFORM=cpu|gpu  PYTHON=python3.12"
 
@@ -36,14 +36,14 @@ chaos: install  ## inject every fault into the graph of CONFIG under load, print
 fuzz: dev  ## send requests of every shape to a graph of simulated engines (FUZZ=--real: real ones)
 	@$(BIN)/python -m pdserve_bench.fuzz --requests $(REQUESTS) $(FUZZ)
 
-bench: install  ## measure one engine against the graph of CONFIG, then its hops alone, into RESULTS (some 13 minutes)
+bench: install  ## measure the best single engine against the graph of CONFIG, then the hops, into RESULTS (some 13 minutes)
 	@mkdir -p $(RESULTS); failed=; code=0; \
 	measure() { \
-	  echo; echo "pdserve bench $$*"; \
-	  $(BIN)/pdserve bench "$$@" --json $(RESULTS)/$$1.json --plot $(RESULTS)/$$1 && return; \
-	  code=$$?; [ $$code -eq 130 ] && exit 130; failed="$$failed $$1"; \
+	  name=$$1; shift; echo; echo "pdserve $$*"; \
+	  $(BIN)/pdserve "$$@" --json $(RESULTS)/$$name.json --plot $(RESULTS)/$$name && return; \
+	  code=$$?; [ $$code -eq 130 ] && exit 130; failed="$$failed $$name"; \
 	}; \
-	measure systems -f $(CONFIG) $(SYSTEMS); measure hops $(HOPS); \
+	measure closed compare -f $(CONFIG) --clients 1,8,32 $(CLOSED); measure hops bench hops $(HOPS); \
 	echo; echo "To look at: $(RESULTS)/*.png; all figures are in the .json beside them."; \
 	[ -z "$$failed" ] || echo "FAILED:$$failed (see above)"; exit $$code
 
