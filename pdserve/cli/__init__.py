@@ -30,7 +30,7 @@ COMMANDS = {
     "trace": ("pdserve.cli.trace:trace", "where a request went, why, and what took how long"),
     "set": ("pdserve.cli.settings:change_settings", "change a running graph's settings"),
     "credentials": ("pdserve.cli.credentials:make_credentials", "certificates for a graph on several hosts"),
-    "doctor": ("pdserve.cli.doctor:doctor", "is this machine fit for it?"),
+    "doctor": ("pdserve.cli.doctor:doctor", "what keeps a graph from serving on this host"),
     "chaos": ("pdserve_bench.chaos.command:chaos", "break a graph under load, and count what was lost"),
     "bench": (
         {
@@ -136,7 +136,7 @@ def _pdserve(
       pdserve serve -f configs/local.yaml    the whole graph on this machine, until Ctrl-C
       pdserve status                         which processes run, and what they are doing
       pdserve trace ID                       where a request went, why, and what took how long
-      pdserve doctor                         is this machine fit for it?
+      pdserve doctor -f configs/local.yaml   what keeps it from serving on this host
       pdserve chaos -f configs/local.yaml    what happens when anything of it dies
       pdserve compare -f configs/local.yaml  is it worth it: this graph against one engine
       pdserve bench goodput                  the highest rate that a server carries well

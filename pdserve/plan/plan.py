@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from pdserve.config.host import find_folder
+from pdserve.config.host import VLLM_VERSION, find_folder, installed_vllm
 from pdserve.config.schema import Config, DecodeConfig, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.plan import checks
@@ -178,6 +178,9 @@ def _notes(
             f"The weights are not in {model.folder}: their size is estimated from config.json, "
             f"{model.parameters / 1e9:.1f} billion parameters in {in_gib(model.weights(model.resolve_dtype('auto')))}."
         )
+    version = installed_vllm().version
+    if version and version != VLLM_VERSION and any(worker.config.engine == "vllm" for worker in workers):
+        yield f"vLLM {version} is installed: pdserve is made for {VLLM_VERSION}, since it uses vLLM's internals."
     used = {index for worker in workers for index in worker.slot.gpus}
     idle = [str(gpu.index) for gpu in machine.gpus if gpu.index not in used]
     if whole and idle and any(worker.config.engine == "vllm" for worker in workers):
