@@ -1,14 +1,18 @@
 """A prefill worker that decodes where no decode worker of its model is there, until one is back
 (docs/decisions/0050-prefill-workers-stand-in.md).
 
-To decode workers it is a prefill worker. It listens to frontends as a decode worker does; each of them decides when it
-sends requests (`frontend/model/workers.py`). It computes their prompts itself: so its engine reads no KV, and starts as
+To decode workers it is a prefill worker. It listens to frontends as a decode worker does, at an address that it
+registers once a decode worker's card shows that it answers alike; each frontend decides when it sends requests
+(`frontend/model/workers.py`). It computes their prompts itself: so its engine reads no KV, and starts as
 that of any prefill worker."""
 
+import logging
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from pdserve.both.worker import BothWorker
+from pdserve.config.arguments import ANSWERS, arguments
 from pdserve.config.schema import DecodeConfig
 from pdserve.engine.base import Engine
 from pdserve.prefill.worker import PrefillWorker
@@ -16,6 +20,8 @@ from pdserve.records import ModelCard, Role
 from pdserve.registry import keys
 from pdserve.registry.view import RegistryView
 from pdserve.tasks import Work
+
+log = logging.getLogger(__name__)
 
 
 class StandIn(BothWorker):
@@ -33,22 +39,49 @@ class StandIn(BothWorker):
         del work["untaken prompts"]  # it queues none
         return work
 
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Register without an address, since no card has been compared yet."""
+        await super().start(stack)
+        await self._presence.move("")
+
     async def card(self) -> ModelCard | None:
         return None
 
     async def _keep_card(self) -> None:
         """Keep a copy of a decode worker's card, by which frontends know the model while no decode worker is there.
-        Read another one when that worker is gone: it may be newer."""
+        Read another one when that worker is gone: it may be newer. The first may be another stand-in's copy."""
         await self._presence.announced.wait()
         model, fingerprint, source = self._config.served_model_name, self._engine.facts.fingerprint, ""
+        for owner, card in await self._cards(""):
+            if card.fingerprint == fingerprint:
+                await self._compare(owner, card)
         async for _ in self.view.changes():
             workers = self.view.instances(Role.DECODE, model)
             alike = [worker.id for worker in workers if worker.fingerprint == fingerprint]
             if alike and source not in alike:
-                async with RegistryView(self._registry, keys.card(model, alike[0])) as registered:
-                    for _, card in registered.cards().get(model, []):
-                        await self._presence.keep(card)
+                for owner, card in await self._cards(alike[0]):
+                    await self._compare(owner, card)
                 source = alike[0]
             elif workers and not alike:
                 await self._presence.keep(None)  # the model has other weights now
                 source = ""
+
+    async def _cards(self, owner: str) -> list[tuple[str, ModelCard]]:
+        model = self._config.served_model_name
+        async with RegistryView(self._registry, keys.card(model, owner)) as registered:
+            return registered.cards().get(model, [])
+
+    async def _compare(self, owner: str, card: ModelCard) -> None:
+        """Stand in for workers of this card only where this engine answers as theirs do."""
+        assert self._stream is not None
+        assert self._config.decode is not None
+        ours, theirs = self._config.decode.engine_args, card.engine_args
+        differ = [
+            name
+            for name in sorted(ANSWERS)
+            if ours.get(name, default := arguments()[name].default) != theirs.get(name, default)
+        ]
+        if differ:
+            log.warning("this worker does not stand in: its %s is not that of %s", ", ".join(differ), owner)
+        await self._presence.move("" if differ else self._stream.address)
+        await self._presence.keep(None if differ else card)

@@ -183,6 +183,13 @@ class Presence:
         self.instance = msgspec.structs.replace(self.instance, draining=True)
         await self._write()
 
+    async def move(self, address: str) -> None:
+        """Register another address; empty: none."""
+        if address != self.instance.address:
+            self.instance = msgspec.structs.replace(self.instance, address=address)
+            if self.announced.is_set():
+                await self._write()
+
     async def leave(self) -> None:
         """Remove the instance, and write nothing more."""
         self._left = True

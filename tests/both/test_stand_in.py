@@ -3,7 +3,7 @@ tests/frontend/model/test_stand_in.py."""
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import pytest
 from msgspec.structs import replace
@@ -15,7 +15,7 @@ from pdserve.errors import EngineDead
 from pdserve.graph import GRAPH, service_of
 from pdserve.plan.slots import Slot
 from pdserve.queue.memory import MemoryQueue
-from pdserve.records import Role, encode_record
+from pdserve.records import Role, decode_instance, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.stream.memory import MemoryStreamServer
@@ -32,15 +32,17 @@ async def graph() -> AsyncIterator[Graph]:
         yield graph
 
 
-async def start(graph: Graph) -> Both:
-    """A stand-in that the decode worker knows of, and a frontend of it."""
-    engine, stream = SimEngine(spec(Role.PREFILL, "prefill-0")), MemoryStreamServer()
+async def start(graph: Graph, number: int = 0, args: Mapping[str, object] = {}) -> Both:
+    """A prefill worker that the decode worker knows of, its engine with these arguments, and a frontend of it."""
+    name = f"prefill-{number}"
+    engine, stream = SimEngine(spec(Role.PREFILL, name)), MemoryStreamServer()
     registry, queue = MemoryRegistry(graph.registry, "t"), MemoryQueue(graph.broker)
-    worker = StandIn(graph.config, Slot(Role.PREFILL, 0), "prefill-0", engine, registry, queue, stream)
+    alone = dataclasses.replace(graph.config, decode=None, prefill=PrefillConfig(engine_args=args))
+    worker = StandIn(alone, Slot(Role.PREFILL, number), name, engine, registry, queue, stream)
     life = await graph._stack.enter_async_context(living(worker))
     key = "/t/" + keys.instance(worker._presence.instance)
     await until(lambda: key in graph.registry.data)
-    frontend = await graph._stack.enter_async_context(Frontend(stream.address, "frontend-of-prefill-0"))
+    frontend = await graph._stack.enter_async_context(Frontend(stream.address, f"frontend-of-{name}"))
     return Both(worker, engine, frontend, life)
 
 
@@ -49,15 +51,58 @@ def worker_registry(graph: Graph) -> MemoryRegistry:
     return graph.decode._registry
 
 
-def card_in(server: MemoryServer) -> bytes | None:
-    return server.data.get("/t/" + keys.card("demo", "prefill-0"))
+def card_in(server: MemoryServer, owner: str = "prefill-0") -> bytes | None:
+    return server.data.get("/t/" + keys.card("demo", owner))
+
+
+def standing_in(graph: Graph) -> set[str]:
+    """The prefill workers that frontends may send requests to."""
+    records = [value for key, value in graph.registry.data.items() if key.startswith("/t/instances/prefill/")]
+    return {worker.id for worker in map(decode_instance, records) if worker.stands_in}
 
 
 async def test_it_registers_as_a_prefill_worker_with_an_address(graph: Graph) -> None:
     await start(graph)
     await graph.prefill("prefill-1")
-    stands_in = {worker.id: worker.stands_in for worker in graph.decode.view.instances(Role.PREFILL)}
-    assert stands_in == {"prefill-0": True, "prefill-1": False}
+    await until(lambda: standing_in(graph) == {"prefill-0"})
+
+
+async def test_it_does_not_stand_in_where_its_answers_would_differ(
+    graph: Graph, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a file without VllmWorker, by which nothing else compares them."""
+    await start(graph, args={"logprobs-mode": "raw_logits", "max-logprobs": 20, "max-num-seqs": 3})
+    await until(lambda: "logprobs-mode" in caplog.text)
+    assert "its logprobs-mode is not that of decode-0" in caplog.text
+    assert standing_in(graph) == set()
+    assert card_in(graph.registry) is None
+
+
+@pytest.mark.parametrize(("logprobs", "names"), [(20, {"prefill-0", "prefill-1"}), (5, {"prefill-0"})])
+async def test_while_no_decode_worker_is_there_it_compares_with_what_stands_in(
+    graph: Graph, caplog: pytest.LogCaptureFixture, logprobs: int, names: set[str]
+) -> None:
+    await start(graph)
+    await until(lambda: standing_in(graph) == {"prefill-0"})
+    await graph.registry.kill(worker_registry(graph))
+    await start(graph, 1, {"max-logprobs": logprobs})
+    await until(lambda: standing_in(graph) == names and (len(names) == 2 or "max-logprobs" in caplog.text))
+    assert (card_in(graph.registry, "prefill-1") is None) is (len(names) == 1)
+
+
+async def test_it_stands_in_again_for_a_decode_worker_that_answers_alike(graph: Graph) -> None:
+    await start(graph)
+    await until(lambda: standing_in(graph) == {"prefill-0"})
+    card, instance = graph.decode._presence._card, graph.decode._presence.instance
+    assert card is not None
+    await graph.registry.kill(worker_registry(graph))
+    for name, logprobs, standing in (("decode-1", 5, set()), ("decode-2", 20, {"prefill-0"})):
+        theirs = replace(card, engine_args={"max-logprobs": logprobs})
+        other, record = await graph.registry_of_another(), replace(instance, id=name)
+        await other.put(keys.card("demo", name), encode_record(theirs))
+        await other.put(keys.instance(record), encode_record(record))
+        await until(lambda standing=standing: standing_in(graph) == standing)  # type: ignore[misc]
+        await graph.registry.kill(other)
 
 
 @pytest.mark.parametrize("stand_in", [True, False])
