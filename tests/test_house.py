@@ -110,7 +110,7 @@ ARROWS = {
     "frontend": "frontend/admission frontend/edge frontend/keys frontend/model frontend/watching "
     "frontend/watching/dashboard process config plan queue registry stream observe tasks",
     "supervisor": "process config plan graph queue registry observe tasks",
-    "cli": "supervisor process config plan graph engine kv queue registry observe",
+    "cli": "supervisor process config plan graph queue registry observe",
     "__main__": "cli",
 }
 """room -> the rooms that it may import from, besides the leaves. What is absent is forbidden: a new arrow is a
