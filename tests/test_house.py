@@ -346,7 +346,7 @@ def test_links_of_the_documents_lead_somewhere(document: Path) -> None:
 # ── the ratchet: a room may shrink without a word, and grow with one ──────────────────────────────────────────────
 
 ROOMS = {
-    "both": 160,
+    "both": 190,
     "cli": 1920,
     "config": 1720,
     "decode": 2180,

@@ -126,11 +126,5 @@ SOURCES = {
     "vllm.sampling_params": ("    def bad_words_token_ids(self)",),
     "vllm.v1.engine.output_processor": ("self.request_states", "self.parent_requests"),
     "vllm.v1.metrics.loggers": ("_gauge_cls", "_counter_cls", "_histogram_cls"),
-    "vllm.v1.worker.gpu_worker": (
-        "self.total_consumed = profile_result.total_consumed",
-        "self.peak_activation_memory = (",
-    ),
-    "vllm.v1.worker.gpu_model_runner": ("self.model_memory_usage = m.consumed_memory",),
-    "vllm.v1.worker.gpu.model_runner": ("self.model_memory_usage = m.consumed_memory",),
 }
 """module -> text that its source must have: attributes that no signature shows, or that need a GPU's libraries"""

@@ -29,12 +29,6 @@ class EngineFacts:
     supported_tasks: list[str]
     fingerprint: str = ""
     """of the loaded model (`engine/fingerprint.py`); the engine cannot use KV of another fingerprint"""
-    weight_bytes: int = 0
-    """of the rank with the most; 0 here and below means unknown"""
-    consumed_bytes: int = 0
-    """on a GPU: weights and the memory of the runtime"""
-    peak_bytes: int = 0
-    """on a GPU: reserved for activations and CUDA graphs"""
 
     @property
     def kv_tokens(self) -> int:

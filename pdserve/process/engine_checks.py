@@ -1,5 +1,5 @@
-"""What a worker checks of its engine: that its memory is as planned, that it can do its work before the worker is
-announced, and from then on that it does not hang.
+"""What a worker checks of its engine: that it has the KV blocks that were planned, that it can do its work before the
+worker is announced, and from then on that it does not hang.
 
 An engine that hangs (stopped, or deadlocked in a lock or a kernel) looks alive from outside: its process is there, and
 the worker's own heartbeats and lease go on."""
@@ -10,15 +10,11 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 from pdserve.config.schema import Config
 from pdserve.engine.base import Engine, EngineFacts, Output
 from pdserve.errors import EngineDead
 from pdserve.messages import KvHandle
-from pdserve.plan.machine import GIB
-from pdserve.plan.memory import Memory
 from pdserve.plan.plan import worker_memory
 from pdserve.plan.slots import Slot
 from pdserve.records import Role
@@ -45,7 +41,7 @@ KILLS_WITHIN = 5.0
 SLOWEST = 500.0
 """prompt tokens per second, at least: a prompt may crash the engine at its end"""
 TOLERANCE = 0.2
-"""share of the planned memory by which the measured may differ without a warning"""
+"""share of the planned KV blocks by which those of the engine may differ without a warning"""
 STEPS = 3
 """tokens of a decode worker's self-test: the first comes from the prefill, the others from decode steps"""
 _IDS = range(16, 256)
@@ -55,55 +51,22 @@ _IDS = range(16, 256)
 # memory
 
 
-@dataclass(frozen=True)
-class MeasuredMemory:
-    """A part of a worker's memory, in bytes or KV blocks."""
-
-    part: str
-    planned: int
-    measured: int
-    matters: bool = True
-    """false for small parts, whose error costs little"""
-
-    @property
-    def factor(self) -> float:
-        return self.measured / self.planned if self.planned else float("inf")
-
-    @property
-    def off(self) -> bool:
-        return self.matters and abs(self.factor - 1) > TOLERANCE
-
-    def __str__(self) -> str:
-        if self.part == "KV blocks":
-            return f"{self.part} {self.measured:,} / {self.planned:,} (x {self.factor:.2f})"
-        return f"{self.part} {self.measured / GIB:.2f} / {self.planned / GIB:.2f} GiB (x {self.factor:.2f})"
-
-
-def compare(planned: Memory, facts: EngineFacts) -> Iterator[MeasuredMemory]:
-    """Yield the parts that the engine measured."""
-    yield MeasuredMemory("KV blocks", planned.blocks, facts.kv_blocks)
-    if facts.weight_bytes:
-        yield MeasuredMemory("weights", planned.weights, facts.weight_bytes)
-    if facts.consumed_bytes:
-        consumed = planned.weights + planned.runtime
-        yield MeasuredMemory("weights and runtime", consumed, facts.consumed_bytes)
-    if facts.peak_bytes:
-        peak = planned.activations + planned.graphs
-        yield MeasuredMemory("activations and CUDA graphs", peak, facts.peak_bytes, matters=False)
-
-
 def log_memory(config: Config, slot: Slot, facts: EngineFacts) -> None:
-    """Log the measured memory beside the plan's, if there is one: not for simulated engines or models of unknown
-    size."""
+    """Compare the KV blocks that vLLM found room for with the plan's, if there is one: not for simulated engines or
+    models of unknown size. vLLM itself logs the parts of an engine's memory."""
     planned = worker_memory(config, slot)
     if planned is None or planned.kv_space is None:
         return
-    parts = list(compare(planned, facts))
-    text = ", ".join(map(str, parts))
-    if any(part.off for part in parts):
-        log.warning("memory is not as planned, measured / planned: %s; docs/memory.md has the terms", text)
-    else:
-        log.info("memory, measured / planned: %s", text)
+    factor = facts.kv_blocks / planned.blocks if planned.blocks else float("inf")
+    off = abs(factor - 1) > TOLERANCE
+    log.log(
+        logging.WARNING if off else logging.INFO,
+        "KV blocks, found / planned: %s / %s (x %.2f)%s",
+        f"{facts.kv_blocks:,}",
+        f"{planned.blocks:,}",
+        factor,
+        "; docs/memory.md has the terms" * off,
+    )
 
 
 # first work

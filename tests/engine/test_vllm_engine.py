@@ -631,13 +631,11 @@ async def test_kv_that_is_read_rejected_or_released_is_freed_and_named_once(pair
     assert len(set(pair.prefill.released)) == len(pair.prefill.released), "each once"
 
 
-async def test_the_engine_finds_the_memory_that_was_planned(pair: Pair) -> None:
-    """On the CPU: the KV blocks exactly, and nothing is measured of the rest."""
+async def test_the_engine_has_the_kv_blocks_that_were_planned(pair: Pair) -> None:
+    """On the CPU exactly."""
     planned = size(read_model(Path(MODEL)), ARGUMENTS, None, cpu_kv=GIB)
     for driven in (pair.decode, pair.prefill):
-        facts = driven.engine.facts
-        assert facts.kv_blocks == planned.blocks
-        assert (facts.weight_bytes, facts.consumed_bytes, facts.peak_bytes) == (0, 0, 0)
+        assert driven.engine.facts.kv_blocks == planned.blocks
 
 
 async def test_a_prefill_cancelled_too_late_can_be_rejected(pair: Pair) -> None:

@@ -63,7 +63,6 @@ class VllmEngine(Engine):
     async def _facts(self) -> EngineFacts:
         config = self._process.config
         cache, scheduler = config.cache_config, config.scheduler_config
-        ranks = await self._call(self._core.collective_rpc_async("pdserve_memory"))
         return EngineFacts(
             kv_blocks=cache.num_gpu_blocks,
             block_size=cache.block_size,
@@ -74,9 +73,6 @@ class VllmEngine(Engine):
             vllm_version=api.VERSION,
             supported_tasks=list(await self._call(self._core.get_supported_tasks_async())),
             fingerprint=await self._fingerprint.after(),
-            weight_bytes=max(weights for weights, _, _ in ranks),
-            consumed_bytes=max(consumed for _, consumed, _ in ranks),
-            peak_bytes=max(peak for _, _, peak in ranks),
         )
 
     # the contract

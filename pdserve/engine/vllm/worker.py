@@ -1,8 +1,6 @@
 """What pdserve adds to vLLM's workers. Each worker process, however it was started, imports this module before it
 makes its worker, and so before it loads the model: the engine argument `worker-extension-cls` names it."""
 
-from typing import Any
-
 from vllm.platforms import current_platform
 
 from pdserve.engine.vllm import cpu_faults
@@ -20,17 +18,6 @@ class WorkerExtension:
 
     def pdserve_instruction_sets(self) -> str:
         return describe(AMX_PERMITTED)
-
-    def pdserve_memory(self) -> tuple[int, int, int]:
-        """Bytes of the weights; of all that loading the model took; and reserved for activations and CUDA graphs. 0
-        where vLLM does not measure it, as on the CPU, where weights are packed anew."""
-        runner: Any = getattr(self, "model_runner", None)
-        weights = int(getattr(runner, "model_memory_usage", 0))
-        return (
-            weights,
-            int(getattr(self, "total_consumed", 0)),
-            int(getattr(self, "peak_activation_memory", 0)),
-        )
 
     def pdserve_release(self, request_id: str) -> None:
         """Free the KV blocks of a finished prefill, as if another engine had read them."""
