@@ -160,9 +160,9 @@ def _memory_fits(worker: PlannedWorker, model: ModelFacts | None, machine: Machi
     if model is None or memory is None or memory.kv_space is None or memory.fits:
         return
     if memory.kv_space <= 0 and card:
-        share, estimated = gpu_share(worker.config.engine_args), "an estimated " * memory.estimated
+        share = gpu_share(worker.config.engine_args)
         yield (
-            f"{role} does not fit: {estimated}{in_gib(memory.weights)} of weights, {in_gib(memory.activations)} for "
+            f"{role} does not fit: {in_gib(memory.weights)} of weights, {in_gib(memory.activations)} for "
             f"activations and {in_gib(memory.fixed)} of fixed costs on each GPU, but {share:g} x {in_gib(card.memory)} "
             f"of a {card.name} is {in_gib(int(share * card.memory))}: short by {in_gib(-memory.kv_space)}; "
             f"{_more_room(worker, model, machine, card)}."
@@ -186,27 +186,19 @@ def _more_room(worker: PlannedWorker, model: ModelFacts, machine: Machine, card:
     """What would make it fit, each tried by the same sum."""
     args, ways = worker.config.engine_args, list[str]()
 
-    def with_(other: ModelFacts = model, **changes: int) -> Memory:
-        return size(other, {**args, **{key.replace("_", "-"): changes[key] for key in changes}}, card)
+    def with_(name: str, value: int) -> Memory:
+        return size(model, {**args, name: value}, card)
 
-    if with_(max_num_batched_tokens=2048).fits:
+    if with_("max-num-batched-tokens", 2048).fits:
         ways.append("lower max-num-batched-tokens to 2,048")
     tensor = int(str(args.get("tensor-parallel-size", 1)))
     more = (ranks for ranks in range(tensor + 1, 65) if _divides(ranks, model))
-    if ranks := next((ranks for ranks in more if with_(tensor_parallel_size=ranks).fits), 0):
+    if ranks := next((ranks for ranks in more if with_("tensor-parallel-size", ranks).fits), 0):
         ways.append(
-            f"raise tensor-parallel-size to {ranks} ({in_gib(with_(tensor_parallel_size=ranks).weights)} of weights on "
-            f"each GPU, {ranks} GPUs for each worker; this machine has {len(machine.gpus)})"
+            f"raise tensor-parallel-size to {ranks} ({in_gib(with_('tensor-parallel-size', ranks).weights)} of weights "
+            f"on each GPU, {ranks} GPUs for each worker; this machine has {len(machine.gpus)})"
         )
-    if not model.quantized:
-        packed = ((bits, with_(model.in_bits(bits))) for bits in (8, 4))
-        if found := next(((bits, memory) for bits, memory in packed if memory.fits), None):
-            ways.append(f"take weights quantized to {found[0]} bits ({in_gib(found[1].weights)} on each GPU)")
-    least = with_()
-    room = least.weights + (least.kv_space or 0) - least.max_model_len * least.kv_per_token
-    if room > 0:
-        ways.append(f"take a smaller model (up to {in_gib(room)} of weights on each GPU)")
-    return ", or ".join(ways) or "take larger GPUs"
+    return ", or ".join([*ways, "take a smaller model, quantized weights or larger GPUs"])
 
 
 def _divides(tensor: int, model: ModelFacts) -> bool:

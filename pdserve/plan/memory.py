@@ -52,8 +52,6 @@ class Memory:
     """what CUDA and NCCL keep for themselves"""
     kv_space: int | None = None
     """for the KV cache; negative if the weights do not fit; None: unknown, there is no GPU"""
-    estimated: bool = False
-    """the weights were not there, and their size is that of the config's parameters"""
 
     @property
     def fixed(self) -> int:
@@ -97,7 +95,6 @@ def size(
         graphs=graphs,
         runtime=runtime,
         kv_space=cpu_kv if on_cpu else _gpu_kv_space(args, gpu, weights + activations + graphs + runtime),
-        estimated=bool(model.parameters),
     )
     if (blocks := args.get("num-gpu-blocks-override")) is None:
         return memory

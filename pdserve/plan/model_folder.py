@@ -5,12 +5,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pdserve.errors import ConfigError
-from pdserve.plan.parameters import estimate_weights, tied
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _ALIASES = {"half": "float16", "float": "float32"}
@@ -20,6 +19,8 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".gguf", ".tensors"}
 _PART = re.compile(r"-\d+-of-(\d+)$")
 _MAX_HEADER = 100 * 2**20
 _TOWERS = {"text_config", "vision_config", "audio_config"}
+_TIED = {"gemma", "gemma2", "gemma3_text"}
+"""architectures whose output layer is the embedding unless the config says otherwise; for others it must say so"""
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,6 @@ class ModelFacts:
     dtype: str
     stored: Mapping[str, int]
     """bytes of weights by safetensors dtype; `?` if only the files' sizes are known; empty if nothing is known"""
-    kind: str = ""
-    """the config's model_type"""
-    parameters: int = 0
-    """their number, if `stored` is an estimate by the config, since the weights are not there"""
     odd_layers: tuple[str, ...] = ()
     """kinds of layers whose KV has another size than the usual, or that keep none"""
     latent: int = 0
@@ -62,14 +59,6 @@ class ModelFacts:
     @property
     def quantized(self) -> bool:
         return bool(self.stored.keys() - _FLOATS.keys() - {"?"})
-
-    def in_bits(self, bits: int) -> Self:
-        """A checkpoint of the same model whose matrices are quantized, but not its embeddings."""
-        dtype = self.resolve_dtype("auto")
-        width, total = DTYPE_BYTES[dtype], self.weights(dtype)
-        whole = self.vocab * self.hidden * width * (1 if self.tied else 2)
-        packed = max(0, total - whole) * bits // (8 * width)
-        return replace(self, stored={"quantized": packed, "?": total - max(0, total - whole)})
 
     def weights(self, dtype: str) -> int:
         """Bytes of all weights after loading; quantized ones stay as they are stored."""
@@ -96,9 +85,7 @@ def read_model(folder: Path) -> ModelFacts:
 
 
 def _facts(folder: Path, config: dict[str, Any], *, multimodal: bool) -> ModelFacts:
-    heads, stored, parameters = int(config["num_attention_heads"]), _stored(folder), 0
-    if not stored and not multimodal and (estimate := estimate_weights(config)):
-        parameters, stored = estimate
+    heads = int(config["num_attention_heads"])
     odd = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     return ModelFacts(
         folder=folder,
@@ -111,15 +98,13 @@ def _facts(folder: Path, config: dict[str, Any], *, multimodal: bool) -> ModelFa
         vocab=int(config["vocab_size"]),
         max_len=_max_len(config),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        stored=stored,
-        kind=str(config.get("model_type") or "no model_type"),
-        parameters=parameters,
+        stored=_stored(folder),
         odd_layers=tuple(sorted(odd)),
         latent=int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
         if config.get("kv_lora_rank")
         else 0,
         positions=int(config.get("max_position_embeddings") or 0),
-        tied=tied(config),
+        tied=bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED)),
         multimodal=multimodal,
     )
 

@@ -9,7 +9,7 @@ from pdserve.config.host import VLLM_VERSION, find_folder, installed_vllm
 from pdserve.config.schema import Config, DecodeConfig, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.plan import checks
-from pdserve.plan.machine import Machine, in_gib
+from pdserve.plan.machine import Machine
 from pdserve.plan.memory import Memory, cpu_kv_bytes, size
 from pdserve.plan.model_folder import ModelFacts, read_model
 from pdserve.plan.slots import (
@@ -48,11 +48,6 @@ class Plan:
     def fits(self) -> bool | None:
         """None: not known."""
         return False if self.problems else None if self.unknown else True
-
-    @property
-    def estimated(self) -> bool:
-        """Whether it is known by an estimate of the weights alone."""
-        return any(worker.memory is not None and worker.memory.estimated for worker in self.workers)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -161,7 +156,10 @@ def _unknown(config: Config, model: ModelFacts | None, workers: Sequence[Planned
         return f"Weights and KV capacity are not estimated with {', '.join(names)}."
     if model.odd_layers:
         return f"Weights and KV capacity are not estimated for a model with layers of {', '.join(model.odd_layers)}."
-    return f"The weights are not in {model.folder}, and they are not estimated for a model of this kind ({model.kind})."
+    return (
+        f"The weights are not in {model.folder}, nor an index of them, which has their size: download that "
+        "(hf download MODEL --include '*.json'), or the model."
+    )
 
 
 def _notes(
@@ -173,11 +171,6 @@ def _notes(
 ) -> Iterator[str]:
     if model is None and not config.model.startswith("/"):
         yield f"{config.model} is not in the Hugging Face cache: vLLM will download it."
-    if model is not None and model.parameters and any(worker.memory for worker in workers):
-        yield (
-            f"The weights are not in {model.folder}: their size is estimated from config.json, "
-            f"{model.parameters / 1e9:.1f} billion parameters in {in_gib(model.weights(model.resolve_dtype('auto')))}."
-        )
     version = installed_vllm().version
     if version and version != VLLM_VERSION and any(worker.config.engine == "vllm" for worker in workers):
         yield f"vLLM {version} is installed: pdserve is made for {VLLM_VERSION}, since it uses vLLM's internals."

@@ -39,7 +39,6 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "model": config.model,
         "served_model_name": config.served_model_name,
         "fits": plan.fits,
-        "estimated": plan.estimated,
         "problems": list(plan.problems),
         "unknown": plan.unknown or None,
         "notes": list(plan.notes),
@@ -167,7 +166,7 @@ def _memory(plan: Plan) -> Table:
 
 def _memory_cells(memory: Memory) -> Iterator[str]:
     per_token = f"{memory.kv_per_token / 1024:,.4g} KiB"
-    yield f"{'~' if memory.estimated else ''}{memory.weights / GIB:.2f}"
+    yield f"{memory.weights / GIB:.2f}"
     yield f"{memory.activations / GIB:.2f}" if memory.activations else "-"
     yield f"{memory.fixed / GIB:.2f}" if memory.fixed else "-"
     if memory.kv_space is None:
@@ -212,4 +211,4 @@ def _sentences(plan: Plan) -> Iterator[Text]:
     if plan.fits is None:
         yield Text(f"Cannot say whether it fits: {plan.unknown}", style="yellow")
     elif plan.fits:
-        yield Text("It fits, by an estimate of the weights." if plan.estimated else "It fits.", style="green")
+        yield Text("It fits.", style="green")

@@ -30,6 +30,7 @@ MIXTRAL = {
     "torch_dtype": "bfloat16",
 }
 """Mixtral-8x7B"""
+MIXTRAL_BYTES = 93_405_585_408
 QWEN_14B_BYTES = 29_540_067_328
 
 
