@@ -14,11 +14,9 @@ from pdserve_bench.options import Json, Plot, numbers
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Column, Report, Rows, check_outputs
 from pdserve_bench.runs import run_and_show
-from pdserve_bench.samples import percentile
 from pdserve_bench.scale.choice import choice_seconds
 from pdserve_bench.scale.graph import ScaleGraph
 
-REQUESTS = 30
 PAIRS = 10_000
 """of a decode and a prefill worker, beyond which none warms up: on hosts of their own they have the CPU for it, and
 here a thousand share one"""
@@ -37,10 +35,6 @@ class ScaleTurn:
     """MiB"""
     choice: list[float] = field(default_factory=list)
     """seconds of a choice, p50 and p99"""
-    requests: list[float] = field(default_factory=list)
-    """seconds of requests for one token, one after the other"""
-    known: dict[str, float] = field(default_factory=dict)
-    """seconds from a death until it is known"""
 
 
 def scale(
@@ -55,7 +49,7 @@ def scale(
 ) -> int:
     """What each process costs in graphs of many workers: simulated ones, many in a process, with an etcd, a
     nats-server and a frontend that are real. CPU and messages while nothing runs, and while up to 100 streams do;
-    memory; the time to choose a worker; the time until a death is known.
+    memory; the time to choose a worker.
 
     Needs no GPU and no running graph: it starts what it measures in a temporary folder, and stops it. Some 3 minutes;
     1,000 workers take 4 GB of memory. Ctrl-C shows what is there by then.
@@ -103,13 +97,9 @@ async def _turn(turn: ScaleTurn, folder: Path, seconds: float, schedule: Schedul
         await asyncio.sleep(3.0)  # what was begun by the start
         turn.idle = await _window(graph, seconds)
         turn.memory = graph.memory()
-        schedule.update("requests")
-        turn.requests = [await graph.one_token() for _ in range(REQUESTS)]
         schedule.update("streams")
         async with graph.streams():
             turn.busy = await _window(graph, seconds)
-        schedule.update("a death")
-        turn.known = await graph.kill()
 
 
 async def _window(graph: ScaleGraph, seconds: float) -> dict[str, float]:
@@ -127,7 +117,7 @@ def make_report(turns: list[ScaleTurn], complete: bool, failures: list[str]) -> 
     return Report(
         title="Many workers",
         lead=_lead(turns),
-        tables=[_processes(turns), _messages(turns), _times(turns)],
+        tables=[_processes(turns), _others(turns)],
         notes=failures,
         data={"turns": [asdict(turn) for turn in turns]},
         complete=complete,
@@ -165,39 +155,19 @@ def _processes(turns: list[ScaleTurn]) -> Rows:
     return Rows("CPU and memory", columns, rows, note)
 
 
-def _messages(turns: list[ScaleTurn]) -> Rows:
+def _others(turns: list[ScaleTurn]) -> Rows:
     names = ("etcd puts", "etcd events", "nats messages")
     columns = [_WORKERS]
     for name in names:
         columns += [Column(f"{name}/s idle", ",.0f"), Column("busy", ",.0f")]
-    rows = [
-        [turn.workers, *(window.get(name) for name in names for window in (turn.idle, turn.busy))]
-        for turn in turns
-    ]
-    note = "Events: what etcd sends to those that watch, all together. NATS: in and out."
-    return Rows("Messages", columns, rows, note)
-
-
-def _times(turns: list[ScaleTurn]) -> Rows:
-    columns = [
-        _WORKERS,
-        Column("choice p50, us", ",.0f"),
-        Column("p99, us", ",.0f"),
-        Column("one token p50, ms", ".0f"),
-        Column("p99, ms", ".0f"),
-        Column("frontend knows of a death, s", ".2f"),
-        Column("all workers, s", ".1f"),
-        Column("start, s", ".0f"),
-    ]
+    columns += [Column("choice p50, us", ",.0f"), Column("p99, us", ",.0f"), Column("start, s", ".0f")]
     rows = []
     for turn in turns:
-        choice: list[float | None] = [1e6 * seconds for seconds in turn.choice]
-        asked = [1000 * percentile(turn.requests, share) if turn.requests else None for share in (0.5, 0.99)]
-        known = [turn.known.get("frontend"), turn.known.get("workers")]
-        rows.append([turn.workers, *(choice or [None, None]), *asked, *known, turn.start or None])
+        messages = [window.get(name) for name in names for window in (turn.idle, turn.busy)]
+        choice: list[float | None] = [1e6 * seconds for seconds in turn.choice] or [None, None]
+        rows.append([turn.workers, *messages, *choice, turn.start or None])
     note = (
-        "Choice: admission and routing (least-loaded) of a request. One token: a whole request, an engine step of "
-        "50 ms included. A death: a decode worker's stream ends; a lease of 10 s runs out. Start: all workers, 16 at "
-        "a time in each of two processes."
+        "Events: what etcd sends to those that watch, all together. NATS: in and out. Choice: admission and routing "
+        "(least-loaded) of a request. Start: all workers, 16 at a time in each of two processes."
     )
-    return Rows("Times", columns, rows, note)
+    return Rows("Messages and times", columns, rows, note)

@@ -2,15 +2,12 @@
 
     python -m pdserve_bench.scale.fleet FILE DECODE PREFILL WARM_UPS KNOWN
 
-On stdout: `ready IDS` when all workers are registered, and each knows KNOWN of the other role: those that started first
-are told of each that comes later, which takes a process of hundreds of them a while. On stdin: `watch ID`, answered by
-`gone TIME` when no worker that follows the worker of that id knows it any more; TIME is the host's monotonic clock.
-Ends with stdin."""
+On stdout: `ready` when all workers are registered, and each knows KNOWN of the other role: those that started first
+get an event for each that comes later, which takes a process of hundreds of them a while. Ends with stdin."""
 
 import asyncio
 import logging
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ from pdserve.records import Role
 
 AT_ONCE = 16
 """workers that start at the same time"""
-LOOK = 0.02
+LOOK = 0.2
 
 
 async def main(file: Path, decode: int, prefill: int, warm_ups: bool, known: int) -> None:
@@ -49,14 +46,9 @@ async def main(file: Path, decode: int, prefill: int, warm_ups: bool, known: int
 
         await asyncio.gather(*map(start, workers))
         while any(len(worker.view._instances) < known for worker in workers):  # noqa: ASYNC110
-            await asyncio.sleep(10 * LOOK)
-        print("ready", *(worker.id for worker in workers), flush=True)
-        async for line in _lines():
-            _, _, wanted = line.partition(" ")
-            views = [view for worker in workers if _knows(view := worker.view, wanted)]
-            while any(_knows(view, wanted) for view in views):  # noqa: ASYNC110 (a look for each worker)
-                await asyncio.sleep(LOOK)
-            print("gone", time.monotonic(), len(views), flush=True)
+            await asyncio.sleep(LOOK)
+        print("ready", flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
         for life in lives:
             life.cancel()
 
@@ -64,16 +56,6 @@ async def main(file: Path, decode: int, prefill: int, warm_ups: bool, known: int
 def _workers(kind: Any, role: Role, file: Path, count: int) -> list[Any]:
     config, slot = find_place(role, file, 0)
     return [kind.connect(config, replace(slot, index=index, kv_port=0), "") for index in range(count)]
-
-
-def _knows(view: Any, wanted: str) -> bool:
-    return any(f"instances/{role}/{wanted}" in view._instances for role in ("decode", "prefill"))
-
-
-async def _lines() -> Any:
-    loop = asyncio.get_running_loop()
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        yield line.strip()
 
 
 async def _nothing(*_: object) -> None:

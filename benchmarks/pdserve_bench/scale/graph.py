@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -28,7 +27,6 @@ STREAMS = 100
 STEP = 0.05
 """seconds of an engine step"""
 START_WITHIN = 600.0
-KNOWN_WITHIN = 60.0
 _FLEET = "pdserve_bench.scale.fleet"
 _SPEED = {"step-seconds": STEP, "prefill-rate": 1e9}
 
@@ -75,19 +73,18 @@ class ScaleGraph:
         began = time.monotonic()
         half, warm = self.workers // 2, str(int(warm_ups))
         shares = [len(range(number, half, FLEETS)) for number in range(FLEETS)]
-        for share in [*shares, 1]:  # the last is to be killed
-            numbers = (str(share), str(share), warm, str(half + 1))
+        for share in shares:
+            numbers = (str(share), str(share), warm, str(half))
             process = await self._spawn(stack, _FLEET, str(file), *numbers)
             self._fleets.append(process)
         try:
             async with asyncio.timeout(START_WITHIN):
-                lines = await asyncio.gather(*map(_line, self._fleets))
+                await asyncio.gather(*map(_ready, self._fleets))
                 self.start_seconds = time.monotonic() - began
-                while await self.live() != half + 1:  # noqa: ASYNC110 (it is another process)
+                while await self.live() != half:  # noqa: ASYNC110 (it is another process)
                     await asyncio.sleep(0.2)
         except TimeoutError:
             raise Unavailable(f"{self.workers} workers have not started within {START_WITHIN:g} s") from None
-        self.victim = lines[-1][1:]
 
     async def _spawn(self, stack: AsyncExitStack, module: str, *arguments: str) -> asyncio.subprocess.Process:
         with (self.folder / f"{module}-{len(self._fleets)}.log").open("ab") as log:
@@ -115,7 +112,7 @@ class ScaleGraph:
     async def read(self) -> Reading:
         etcd = series((await self._http.get(f"http://{self._etcd.url}/metrics")).text)
         nats = (await self._http.get(f"http://127.0.0.1:{self._nats.monitor}/varz")).json()
-        pids = {"frontend": [self._frontend.pid], "workers": [fleet.pid for fleet in self._fleets[:FLEETS]]}
+        pids = {"frontend": [self._frontend.pid], "workers": [fleet.pid for fleet in self._fleets]}
         pids |= {server.name: [server.child.pid] for server in (self._etcd, self._nats) if server.child}
         counts = {name: sum(map(cpu_seconds, each)) for name, each in pids.items()}
         counts["etcd puts"] = etcd["etcd_mvcc_put_total"]
@@ -125,17 +122,11 @@ class ScaleGraph:
 
     def memory(self) -> dict[str, float]:
         """MiB resident."""
-        of = {"frontend": [self._frontend], "workers": self._fleets[:FLEETS]}
+        of = {"frontend": [self._frontend], "workers": self._fleets}
         return {
             name: sum(psutil.Process(p.pid).memory_info().rss for p in each) / 2**20
             for name, each in of.items()
         }
-
-    async def one_token(self) -> float:
-        """Seconds of a request."""
-        began = time.monotonic()
-        await self._ask(Exchange(_body(1)))
-        return time.monotonic() - began
 
     async def _ask(self, exchange: Exchange) -> None:
         await LoadClient(self.url).ask(exchange, 300.0)
@@ -145,7 +136,7 @@ class ScaleGraph:
     @asynccontextmanager
     async def streams(self) -> AsyncIterator[None]:
         """Entered when all of them have begun."""
-        exchanges = [Exchange(_body(4000)) for _ in range(min(STREAMS, self.workers // 2))]
+        exchanges = [Exchange(_body()) for _ in range(min(STREAMS, self.workers // 2))]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._ask(exchange)) for exchange in exchanges]
             while not all(exchange.arrivals for exchange in exchanges):  # noqa: ASYNC110
@@ -154,43 +145,21 @@ class ScaleGraph:
             for task in tasks:
                 task.cancel()
 
-    async def kill(self) -> dict[str, float]:
-        """Kill a decode and a prefill worker: seconds until the frontend has left the one (`frontend`: its connection
-        ended), and until no worker knows the other any more (`workers`: its lease ran out)."""
-        before, watching = await self.live(), self._fleets[:FLEETS]
-        for fleet in watching:
-            assert fleet.stdin is not None
-            for name in self.victim:
-                fleet.stdin.write(f"watch {name}\n".encode())
-        killed = time.monotonic()
-        self._fleets[-1].send_signal(signal.SIGKILL)
-        try:
-            async with asyncio.timeout(KNOWN_WITHIN):
-                while await self.live() >= before:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-                frontend = time.monotonic() - killed
-                told = [await _line(fleet) for fleet in watching for _ in self.victim]
-        except TimeoutError:
-            raise Unavailable(f"a death is not known to all after {KNOWN_WITHIN:g} s") from None
-        return {"frontend": frontend, "workers": max(float(line[1]) for line in told) - killed}
 
-
-def _body(tokens: int) -> dict[str, object]:
+def _body() -> dict[str, object]:
     return {
         "model": "demo",
         "prompt": "one two three",
-        "max_tokens": tokens,
+        "max_tokens": 4000,
         "stream": True,
         "ignore_eos": True,
     }
 
 
-async def _line(process: asyncio.subprocess.Process) -> list[str]:
+async def _ready(process: asyncio.subprocess.Process) -> None:
     assert process.stdout is not None
-    line = await process.stdout.readline()
-    if not line:
+    if not await process.stdout.readline():
         raise Unavailable("a process of the benchmark's workers has ended")
-    return line.decode().split()
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
