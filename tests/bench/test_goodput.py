@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -193,24 +192,6 @@ async def test_the_border_of_a_known_server_is_found(tmp_path: Path) -> None:
         assert made["finished"] + made["failed"] + made["unfinished"] == made["requests"]
         assert made["tally"]["gap"] == made["tally"]["failed"] == 0
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
-
-
-async def test_ctrl_c_shows_what_is_there_so_far() -> None:
-    asked = "--seconds 2 --answer-len 2 --start-rate 2 --ttft 9s --gap 9s"
-    async with (
-        tiny_server(OpenAi()) as tiny,
-        Bench("goodput", "--base-url", tiny.url, *asked.split(), "--prompt-tokens", 20) as command,
-    ):
-        assert command.process.stderr
-        async for line in command.process.stderr:
-            if b"goodput: 4 req/s" in line:  # the second probe
-                break
-        command.process.send_signal(signal.SIGINT)
-        code, out, _ = await command.ended(30)
-    assert code == 130
-    assert "Broken off" in out
-    assert "Goodput: at least 2 req/s" in out
-    assert "not ended" in out
 
 
 @pytest.mark.parametrize(

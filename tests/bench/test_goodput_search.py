@@ -6,6 +6,9 @@ import random
 import pytest
 from pdserve_bench.goodput.search import TRIES, GoodputSearch
 
+SEARCHES = 60
+"""for each steepness"""
+
 
 class Curve:
     """Of a server at which 90 % keep the SLO at `border` requests per second, and fewer above it: the steeper the
@@ -38,7 +41,7 @@ def _searched(curve: Curve, search: GoodputSearch, seed: int = 1) -> list[float]
 def test_the_border_is_found(steep: float, typical: float, worst: float) -> None:
     """Within half the precision in 19 of 20 cases where the share falls steeply; with few probes."""
     errors, probes, inside = [], [], 0
-    for seed in range(200):
+    for seed in range(SEARCHES):
         border = math.exp(random.Random(seed).uniform(math.log(0.3), math.log(60)))
         search = GoodputSearch(start=4.0)
         rates = _searched(Curve(border, steep), search, seed)
@@ -53,10 +56,10 @@ def test_the_border_is_found(steep: float, typical: float, worst: float) -> None
         inside += (low or 0) <= border <= (high or math.inf)
         assert max(map(rates.count, rates)) <= TRIES
     errors.sort()
-    assert errors[190] < typical
+    assert errors[int(0.95 * SEARCHES)] < typical
     assert errors[-1] < worst
-    assert inside >= 0.9 * 200
-    assert sum(probes) / 200 < 12
+    assert inside >= 0.9 * SEARCHES
+    assert sum(probes) / SEARCHES < 12
     assert max(probes) <= 24
 
 

@@ -2,14 +2,12 @@
 
 import json
 from dataclasses import replace
-from io import StringIO
 
 import pytest
 from pdserve_bench.chaos.judge import AttemptTrace, Judgement, Seen, trace
 from pdserve_bench.chaos.questions import Attempt, Case
-from pdserve_bench.chaos.scorecard import Row, as_json, line, passed, score, scorecard, verdict
+from pdserve_bench.chaos.scorecard import COLUMNS, Row, as_json, cells, line, passed, score, verdict
 from pdserve_bench.watch import Leftovers
-from rich.console import Console
 
 
 def _trace(result: Judgement, error: str = "") -> AttemptTrace:
@@ -93,20 +91,14 @@ BAD = replace(ETCD, fault="nats-cut", failed=2, wrong=1, leaked=7, recovered=Non
 SKIPPED = Row("decode-cut", skipped="needs root")
 
 
-@pytest.mark.parametrize(
-    ("row", "told"),
-    [
-        (ETCD, "etcd-kill: ok: 20 requests, p99 pause 0.50 s (longest: chaos-a), KV free after 0.3 s"),
-        (
-            BAD,
-            "nats-cut: NOT GOOD: 20 requests, 2 failed, 1 wrong, 7 blocks leaked, p99 pause 0.50 s "
-            "(longest: chaos-a), KV free after 0.3 s",
-        ),
-        (SKIPPED, "decode-cut: skipped"),
-    ],
-)
-def test_a_line(row: Row, told: str) -> None:
-    assert line(row) == told
+def test_a_line_has_what_is_not_zero() -> None:
+    assert line(SKIPPED) == "decode-cut: skipped"
+    assert line(BAD) == (
+        "nats-cut: NOT GOOD: 20 requests, 2 failed, 1 wrong, 7 blocks leaked, p99 pause 0.50 s "
+        "(longest: chaos-a), KV free after 0.3 s"
+    )
+    assert cells(BAD)[:4] == ("nats-cut", "20", "2", "0")
+    assert len(cells(SKIPPED)) == len(cells(BAD)) == len(COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -124,12 +116,3 @@ def test_a_line(row: Row, told: str) -> None:
 )
 def test_the_verdict(rows: list[Row], complete: bool, told: str) -> None:
     assert verdict(rows, complete) == told
-
-
-def test_the_table() -> None:
-    console = Console(width=110, record=True, file=StringIO())
-    console.print(scorecard([CALM, ETCD, BAD, SKIPPED]))
-    rows = {words[0]: words[1:] for text in console.export_text().splitlines() if (words := text.split())}
-    assert rows["etcd-kill"] == ["20", "0", "0", "0", "0.50", "s", "1.0", "s", "0.3", "s", "0"]
-    assert rows["nats-cut"] == ["20", "2", "0", "1", "0.50", "s", "never", "0.3", "s", "7", "BAD"]
-    assert rows["decode-cut"] == ["skipped"]

@@ -62,34 +62,24 @@ def _bodies(model: str) -> Iterator[FuzzRequest]:
         "logit_bias of 50,000 tokens": ({"logit_bias": {str(n): 1 for n in range(50_000)}}, EITHER),
         "5,000 stop strings": ({"stop": [f"x{n}" for n in range(5000)]}, EITHER),
         "a stop string of 200,000 characters": ({"stop": "x" * 200_000}, EITHER),
-        "an empty stop string": ({"stop": [""]}, EITHER),
         "100,000 stop_token_ids": ({"stop_token_ids": list(range(100_000))}, EITHER),
         "5,000 bad_words": ({"bad_words": [f"w{n}" for n in range(5000)]}, EITHER),
         "bad_words of half a surrogate pair": ({"bad_words": ["\ud800"], "stream": True}, EITHER),
         "1,000 allowed_token_ids": ({"allowed_token_ids": list(range(1000))}, EITHER),
-        "no allowed_token_ids": ({"allowed_token_ids": []}, EITHER),
         "129 prompts": ({"prompt": ["a"] * 129}, BAD),
         "100 prompts twice": ({"prompt": ["a"] * 100, "n": 2}, BAD),
-        "n is 10^9": ({"n": 10**9}, BAD),
         **{f"n as {text}": ({"n": text, "temperature": 1}, BAD) for text in ("129", "+129", "1_29", "129.0")},
         "max_tokens as +4": ({"max_tokens": "+4"}, OK),
         "logprobs of a prompt times n": ({**many, "prompt_logprobs": 20}, BAD),
         "an echo with logprobs times n": ({**many, "echo": True, "logprobs": 20}, BAD),
-        "best_of is 10^9": ({"best_of": 10**9}, EITHER),
         "max_tokens is 2^40": ({"max_tokens": 2**40}, BAD),
-        "max_tokens is 0": ({"max_tokens": 0}, EITHER),
-        "min_tokens above max_tokens": ({"min_tokens": 100}, BAD),
         "prompt_logprobs is 2^30": ({"prompt_logprobs": 2**30}, BAD),
         "prompt_logprobs of the whole vocabulary": ({"prompt_logprobs": -1}, BAD),
         "logprobs is 2^31": ({"logprobs": 2**31}, BAD),
-        "truncate_prompt_tokens is -2": ({"truncate_prompt_tokens": -2}, EITHER),
         "a run of one character": ({"prompt": "a" * 300_000}, BAD),
         "tokens that are none": ({"prompt": [10**9, -1]}, BAD),
-        "an empty list of tokens": ({"prompt": []}, BAD),
         "a prompt of lone surrogates": ({"prompt": "\ud800\udc00\udfff" * 10}, EITHER),
-        "prompts of both kinds": ({"prompt": ["a", [300]]}, BAD),
         "a cache_salt of 100,000 characters": ({"cache_salt": "x" * 100_000}, BAD),
-        "an empty cache_salt": ({"cache_salt": ""}, BAD),
         "vllm_xargs of 100,000 characters": ({"vllm_xargs": {"a": "x" * 100_000}}, EITHER),
         "kv_transfer_params": ({"kv_transfer_params": {"do_remote_prefill": True}}, BAD),
         "kv_transfer_params in vllm_xargs": ({"vllm_xargs": {"kv_transfer_params": "x"}}, BAD),
@@ -101,11 +91,7 @@ def _bodies(model: str) -> Iterator[FuzzRequest]:
         "a seed over 64 bits": ({"seed": 2**64}, BAD),
         "a model of 100,000 characters": ({"model": "x" * 100_000}, (404,)),
         "a model of half a surrogate pair": ({"model": "a\udc00b"}, (404,)),
-        "a model that is a list": ({"model": [model]}, BAD),
         "prompt_embeds": ({"prompt_embeds": "AAAA"}, BAD),
-        "echo without output": ({"echo": True, "max_tokens": 0}, EITHER),
-        "a suffix": ({"suffix": "x"}, EITHER),
-        "stream_options without a stream": ({"stream_options": {"include_usage": True}}, EITHER),
         "a request_id of 100,000 characters": ({"request_id": "x" * 100_000}, BAD),
         "a request_id of two lines": ({"request_id": "x\n2026-01-31T12:00:00.123 C a b: x"}, BAD),
         "a request_id that steers a terminal": ({"request_id": "\x1b[2J"}, BAD),
@@ -124,7 +110,6 @@ def _bodies(model: str) -> Iterator[FuzzRequest]:
         "mm_processor_kwargs": ({"mm_processor_kwargs": {"x": 1}}, BAD),
         "media_io_kwargs": ({"media_io_kwargs": {"image": {"x": 1}}}, BAD),
         "a role that is none": ({"messages": [{"role": "\ud800", "content": "hi"}]}, EITHER),
-        "no messages": ({"messages": []}, BAD),
         "10,000 messages": ({"messages": [{"role": "user", "content": "a"}] * 10_000}, LARGE),
         "128 tools that are required": ({"tools": tools, "tool_choice": "required"}, EITHER),
         "a tool whose name is a path": ({"tools": [_tool("../x\0")]}, EITHER),
@@ -144,10 +129,6 @@ def _bodies(model: str) -> Iterator[FuzzRequest]:
     parts = _chat(model, messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 20_000}])
     yield _json("20,000 parts of a message", MESSAGES, parts, BAD)
     yield _json("tokens over 64 bits to detokenize", "/detokenize", {"model": model, "tokens": [2**64]}, BAD)
-    yield _json("negative tokens to detokenize", "/detokenize", {"model": model, "tokens": [-1]}, BAD)
-    anthropic = _chat(model, system=[{"type": "text", "text": "x"}] * 1000, max_tokens=-1)
-    yield _json("an Anthropic request for -1 tokens", MESSAGES, anthropic, BAD)
-    yield _json("an Anthropic request for nothing", MESSAGES, {"model": model}, BAD)
     thinking = _chat(model, thinking={"type": "enabled", "budget_tokens": 2**64})
     yield _json("an Anthropic thinking budget over 64 bits", MESSAGES, thinking, EITHER)
     result = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": None}]}]
@@ -193,8 +174,6 @@ def _grammars(model: str) -> Iterator[FuzzRequest]:
         "a multiple of 1e-300": ({"type": "number", "multipleOf": 1e-300}, EITHER),
         "a maximum that ends llguidance": ({"type": "integer", "maximum": -(2**63) + 1}, EITHER),
         "an enum over 64 bits": ({"enum": [2**70]}, EITHER),
-        "false": (False, EITHER),
-        "a schema that is a number": (5, EITHER),
     }  # fmt: skip
     for name, (schema, expected) in schemas.items():
         yield _structured(model, name, expected, json=schema)
@@ -295,9 +274,6 @@ def _spellings(model: str) -> Iterator[FuzzRequest]:
     bad = {
         "Latin-1": text.replace("The", "Th\xe9").encode("latin-1"),
         "half a body": text.encode()[: len(text) // 2],
-        "no body": b"",
-        "null": b"null",
-        "a list": b"[]",
         "100,000 brackets": b"[" * 100_000,
         "100,000 brackets in a field": f'{text[:-1]}, "metadata": {"[" * 100_000}{"]" * 100_000}}}'.encode(),
         "a number of 5,000 digits": f'{text[:-1]}, "temperature": {"9" * 5000}}}'.encode(),
@@ -341,8 +317,6 @@ def _routes(model: str) -> Iterator[FuzzRequest]:
     yield _call("GET", "/" + "a" * 20_000, 404, 414, 431, name="a long path")
     for method in ("GET", "PUT", "DELETE", "PATCH", "TRACE"):
         yield _call(method, COMPLETIONS, 405)
-    for path in ("/health", "/metrics", "/v1/models", "/load", "/version"):
-        yield _call("DELETE", path, 405)
     response = f"{RESPONSES}/resp_x"
     for name in (
         "%2e%2e%2f",

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pdserve.errors import ConfigError, PdserveError
-from pdserve_bench.options import Json, Plot, numbers
+from pdserve_bench.options import Json, numbers
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Column, Report, Rows, check_outputs
 from pdserve_bench.runs import run_and_show
@@ -45,7 +45,6 @@ def scale(
         float, typer.Option(metavar="S", min=1.0, help="of each window, idle and busy")
     ] = 10.0,
     json: Json = None,
-    plot: Plot = None,
 ) -> int:
     """What each process costs in graphs of many workers: simulated ones, many in a process, with an etcd, a
     nats-server and a frontend that are real. CPU and messages while nothing runs, and while up to 100 streams do;
@@ -58,7 +57,7 @@ def scale(
       pdserve bench scale
       pdserve bench scale --workers 10,100 --seconds 5 --json scale.json
     """
-    check_outputs(json, plot)
+    check_outputs(json, None)
     sizes = numbers("--workers", workers, least=2)
     if not sizes:
         raise ConfigError(["--workers: give numbers of 2 and more, as in 10,100,1000."])
@@ -68,7 +67,7 @@ def scale(
         lambda: _measure(sizes, seconds, turns, failures),
         lambda complete: make_report(turns, complete and not failures, failures),
         json,
-        plot,
+        None,
         lambda: bool(failures),
     )
 
