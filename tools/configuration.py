@@ -62,30 +62,28 @@ def page() -> str:
 
 def _lines() -> Iterator[str]:
     yield _HEAD
+    shown = list[str]()
     for section, kind in KINDS.items():
+        rows = list(_keys(section, kind))
         yield from ("", f"## {section}", "")
         yield from ("| key | type | default | unit | meaning |", "|---|---|---|---|---|")
-        yield from _keys(section, kind)
+        yield from (row for row in rows if row not in shown)
+        if again := [row.split(" |")[0][2:] for row in rows if row in shown]:
+            yield from ("", f"As above: {', '.join(again)}.")
+        shown += rows
         yield from ("", _NOTES[section]) if section in _NOTES else ()
     yield from ("", "## vLLM arguments that are refused", "", "| argument | because it |", "|---|---|")
-    for names, reason in _refused():
-        yield f"| `{'`, `'.join(names)}` | {reason} |"
-
-
-def _refused() -> list[tuple[list[str], str]]:
-    """Arguments with the same reason stand together."""
-    names: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
     for name in sorted(arguments()):
         if reason := refusal(name):
-            names.setdefault(reason, []).append(name)
-    return sorted((refused, reason) for reason, refused in names.items())
+            refused.setdefault(reason, []).append(name)
+    yield from sorted(f"| `{'`, `'.join(names)}` | {reason} |" for reason, names in refused.items())
 
 
 def _shown(default: object) -> str:
     if default in (None, "", []):
         return ""
-    text = str(default).lower() if isinstance(default, bool) else default
-    return f"`{text:,g}`" if isinstance(text, float) else f"`{text}`"
+    return f"`{default:,g}`" if isinstance(default, float) else f"`{str(default).lower()}`"
 
 
 if __name__ == "__main__":

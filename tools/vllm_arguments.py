@@ -46,8 +46,8 @@ def read_parser() -> dict[str, Any]:
 
 
 def _row(action: argparse.Action, group: str) -> dict[str, Any]:
-    names = [option[2:] for option in action.option_strings if option.startswith("--")]
-    names = [name for name in names if not name.startswith("no-")]
+    options = [option for option in action.option_strings if option.startswith("--")]
+    names = [option[2:] for option in options if not option.startswith("--no-")]
     row: dict[str, Any] = {"name": names[0], "kind": _kind(action), "group": group}
     if action.nargs == "+" or isinstance(action, argparse._AppendAction):
         row["many"] = True
