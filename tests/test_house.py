@@ -102,13 +102,11 @@ ARROWS = {
     "both": "decode prefill config engine registry tasks",
     "frontend/admission": "config",
     "frontend/edge": "frontend/admission observe tasks",
-    "frontend/watching/dashboard": "observe registry",
-    "frontend/keys": "frontend/admission frontend/edge frontend/watching/dashboard config observe",
+    "frontend/keys": "frontend/admission frontend/edge config observe",
     "frontend/model": "frontend/admission frontend/edge config queue registry stream observe tasks",
-    "frontend/watching": "frontend/edge frontend/keys frontend/model frontend/watching/dashboard config "
-    "observe registry",
-    "frontend": "frontend/admission frontend/edge frontend/keys frontend/model frontend/watching "
-    "frontend/watching/dashboard process config plan queue registry stream observe tasks",
+    "frontend": "frontend/admission frontend/edge frontend/keys frontend/model process config plan queue registry "
+    "stream observe tasks",
+    "frontend/watching": "frontend frontend/edge frontend/keys config observe",
     "supervisor": "process config plan graph queue registry observe tasks",
     "cli": "supervisor process config plan graph queue registry observe",
     "__main__": "cli",
@@ -120,9 +118,7 @@ decision. Lazily loaded implementations and the roles' services, which are named
 def room(path: Path) -> str:
     """A folder of the package, a folder inside `frontend/`, or a file beside them."""
     parts = path.relative_to(ROOT / "pdserve").with_suffix("").parts
-    if parts[0] == "frontend" and len(parts) > 2:
-        return "/".join(parts[: 3 if parts[2] == "dashboard" else 2])
-    return parts[0]
+    return "/".join(parts[:2]) if parts[0] == "frontend" and len(parts) > 2 else parts[0]
 
 
 def imported_rooms(path: Path) -> Iterator[str]:
@@ -238,7 +234,7 @@ def test_nobody_leaves_the_session() -> None:
 
 AWAITED_TASKS = {
     "engine/vllm/process.py": 1,
-    "frontend/app.py": 2,
+    "frontend/model/run.py": 2,
     "queue/jetstream/connection.py": 1,
     "registry/etcd_session.py": 3,
     "supervisor/child.py": 1,

@@ -21,16 +21,16 @@ from pdserve.config.host import installed_vllm
 from pdserve.config.schema import Config, FrontendConfig
 from pdserve.credentials import Credentials
 from pdserve.errors import QueueUnavailable
-from pdserve.frontend.app import GRACE, FrontendApp
+from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.edge.connections import LINGER, SHUTDOWN_WITHIN, ClientConnection, ClientConnections
 from pdserve.frontend.edge.renewal import RenewedCertificate
 from pdserve.frontend.edge.sockets import accept_all, bind
 from pdserve.frontend.keys.auth import KeySource
 from pdserve.frontend.keys.origins import CrossOrigin
 from pdserve.frontend.model import ModelContext
+from pdserve.frontend.model.run import GRACE
 from pdserve.frontend.model.served import serve_models
-from pdserve.frontend.watching.dashboard.page import Dashboard
-from pdserve.frontend.watching.pages import MetricsPage
+from pdserve.frontend.ribs import RibContext, Ribs
 from pdserve.observe.metrics import CONNECTIONS_CLOSED
 from pdserve.plan.slots import Slot
 from pdserve.ports import in_url
@@ -90,17 +90,18 @@ class Frontend(Service):
         self._presence = Presence(
             connection, self._instance(await _clock_skew(config.nats, credentials)), None
         )
-        page = MetricsPage(view, self.id, client)
-        self._app = app = FrontendApp(
-            models,
-            page,
-            self._keys.keys,
-            config.request_timeout,
-            frontend.max_request_timeout,
-            Dashboard(view, self.id, self.watched, config.served_model_name, client),
-            self.tracer,
+        keys, model = self._keys.keys, config.served_model_name
+        self._ribs = ribs = Ribs.load(
+            RibContext(self.id, model, models, keys, view, client, self.watched, self.tracer)
         )
-        edge = CrossOrigin(app, self._keys.keys, frontend.allowed_origins, host=frontend.host)
+        app = FrontendApp(models, keys, ribs, config.request_timeout, frontend.max_request_timeout)
+        edge = CrossOrigin(
+            app,
+            keys,
+            frontend.allowed_origins,
+            host=frontend.host,
+            open_paths=ribs.open_paths | ribs.local_paths,
+        )
         files_left = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES
         self._connections = ClientConnections(
             frontend.header_timeout,
@@ -115,23 +116,21 @@ class Frontend(Service):
         return {
             "client connections": self._connections.watch,
             "API keys": self._keys.follow,
-            "receipts": self._app.receipts.tick,
+            **self._ribs.work,
             **({"certificate": self._certificate.watch} if self._certificate else {}),
         }
 
     def watched(self) -> Watched:
-        receipts = self._app.receipts
-        return Watched(
+        own = Watched(
             self._models.report(),
             self._models.links(),
-            list(receipts.ticks),
-            receipts.told(),
-            self.connections.outages(),
-            self._view.gone(),
+            outages=self.connections.outages(),
+            gone=self._view.gone(),
         )
+        return self._ribs.watched(own)
 
     def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
-        return self._app.receipts.newest(limit, key, request_id)
+        return self._ribs.receipts(limit, key, request_id)
 
     async def announce(self) -> None:
         self._serving = self.tasks.create_task(self._serve_http(), name="uvicorn")

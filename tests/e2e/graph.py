@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from pdserve.config.load import load
-from pdserve.frontend.watching.pages import KEPT
+from pdserve.frontend.watching.metrics import KEPT
 from tests.collector import Collector
 from tests.serving import Serve, running
 

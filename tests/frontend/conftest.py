@@ -2,15 +2,16 @@ import asyncio
 import inspect
 import itertools
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
-from msgspec.structs import replace
 from starlette.types import ASGIApp
 
 from pdserve.certificate import ServerCertificate
@@ -24,8 +25,8 @@ from pdserve.frontend.edge.sockets import bind
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.model import ModelContext
 from pdserve.frontend.model.served import ServedModels, serve_models
+from pdserve.frontend.ribs import RIBS, RibContext, Ribs
 from pdserve.frontend.server import QuietServer, http_config
-from pdserve.frontend.watching.pages import MetricsPage
 from pdserve.observe.tracing import Tracer
 from pdserve.queue.base import BlobStore
 from pdserve.records import ModelCard, Role, encode_record
@@ -33,6 +34,7 @@ from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry, MemoryServer
 from pdserve.registry.view import RegistryView
 from pdserve.stream import connect
+from pdserve.watch import Watched
 from tests.conditions import until
 from tests.frontend.model.echo import EchoWorker
 from tests.uvloops import Loop
@@ -74,6 +76,8 @@ class Frontend:
     def __init__(self, id: str = "frontend-0-test") -> None:
         self.id = id
         self.models: ServedModels
+        self.context: RibContext
+        self.ribs: Ribs
         self.app: FrontendApp
         self.url = ""
         self.http: httpx.AsyncClient
@@ -98,10 +102,30 @@ class Frontend:
             20.0,
         )
         self.models = await enter(serve_models(view, context, "demo", AdmissionLimits()))
-        page = MetricsPage(view, self.id, await enter(httpx.AsyncClient(trust_env=False)))
-        self.app = FrontendApp(self.models, page, keys or ApiKeys(), 20.0, tracer=tracer)
+        http = await enter(httpx.AsyncClient(trust_env=False))
+        self.context = RibContext(
+            self.id,
+            "demo",
+            self.models,
+            keys or ApiKeys(),
+            view,
+            http,
+            lambda: self.watched,
+            tracer or Tracer(),
+        )
+        self.ribs = Ribs.load(self.context)
+        self.app = FrontendApp(self.models, self.context.keys, self.ribs, 20.0)
         self.url = await serve(self.app, stack)
         self.http = await enter(httpx.AsyncClient(base_url=self.url, timeout=30))
+
+    @property
+    def watched(self) -> Watched:
+        return self.ribs.watched(Watched())
+
+    def app_with(self, keys: ApiKeys, ribs: Iterable[str] = RIBS) -> FrontendApp:
+        """A further app of the same models, with these keys."""
+        context = replace(self.context, keys=keys, running={})
+        return FrontendApp(self.models, keys, Ribs.load(context, ribs), 20.0)
 
 
 class Graph(Frontend):
@@ -138,7 +162,7 @@ class Graph(Frontend):
             role=role,
         )
         served = card(model, fingerprint=loaded, generation=generation)
-        served = replace(served, engine_args={**served.engine_args, **(args or {})})
+        served = msgspec.structs.replace(served, engine_args={**served.engine_args, **(args or {})})
         async with worker, MemoryRegistry(self.registry) as registry:
             await registry.put(keys.card(model, worker.id), encode_record(served))
             await registry.put(keys.instance(worker.instance), encode_record(worker.instance))

@@ -381,11 +381,11 @@ async def test_a_log_line_names_the_key_and_does_not_tell_it(
 
 
 async def test_a_log_line_for_each_request(graph: Graph, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "pdserve.frontend.edge.answer")
+    caplog.set_level(logging.INFO, "pdserve.frontend.watching.log")
     async with graph.worker() as worker:
         await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "line-1"})
     (line,) = [
-        record.getMessage() for record in caplog.records if record.name == "pdserve.frontend.edge.answer"
+        record.getMessage() for record in caplog.records if record.name == "pdserve.frontend.watching.log"
     ]
     assert line.startswith("line-1 /v1/completions model=demo code=200 tokens=4+8 ttft=0.")
     assert f"prefill=local instance={worker.id}" in line

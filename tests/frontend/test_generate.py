@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.frontend.app import GENERATING, TOKENIZING
+from pdserve.frontend.edge.paths import GENERATING, TOKENIZING
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import continuation
 

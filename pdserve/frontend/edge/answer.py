@@ -1,10 +1,9 @@
-"""Write a request's answer and its errors, and at its end the log line and the metrics.
+"""Write a request's answer and its errors.
 
 The start of a response is held back until the first part of its body comes: only then it is known to which worker the
 request went, and whether it failed before anything was sent.
 """
 
-import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,13 +13,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Send
 
-from pdserve.errors import PdserveError, whole_seconds
+from pdserve.errors import BadRequest, Overloaded, PdserveError, whole_seconds
 from pdserve.frontend.edge.trace import CLIENT_LEFT, RequestFailure, RequestTrace
 from pdserve.messages import Hop
-from pdserve.observe.metrics import E2E, KEY_REQUESTS, KEY_TOKENS, REQUESTS
 from pdserve.watch import DETOURS, HOPS
-
-logger = logging.getLogger(__name__)
 
 _ERROR_TYPES = {
     400: "BadRequestError",
@@ -51,6 +47,10 @@ class HttpError(PdserveError):
         self.status = status
         self.param = param
         self.retry_after = retry_after
+
+
+REFUSALS = (HttpError, BadRequest, Overloaded)
+"""errors by which a request is answered"""
 
 
 def error_body(path: str, error: PdserveError) -> dict[str, object]:
@@ -255,30 +255,3 @@ def _printable(text: str) -> str:
 
 def _is_stream(start: Message) -> bool:
     return Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
-
-
-def log_request(response: ResponseWriter) -> None:
-    """Write the request's log line, and count it in the metrics."""
-    trace, total = response.trace, time.monotonic() - response.trace.started
-    code = response.status or CLIENT_LEFT
-    REQUESTS.labels(trace.model, str(code)).inc()
-    if trace.key:
-        KEY_REQUESTS.labels(trace.key, str(code)).inc()
-        KEY_TOKENS.labels(trace.key, "prompt").inc(trace.prompt_tokens)
-        KEY_TOKENS.labels(trace.key, "output").inc(trace.output_tokens)
-    if trace.first_token is not None and response.failure is None:
-        E2E.labels(trace.model).observe(total)
-    logger.info(
-        "%s %s%s model=%s code=%d tokens=%d+%d ttft=%s total=%.3f prefill=%s instance=%s",
-        trace.request_id,
-        trace.path,
-        trace.key and f" key={trace.key}",
-        trace.model or "-",
-        code,
-        trace.prompt_tokens,
-        trace.output_tokens,
-        "-" if trace.ttft is None else f"{trace.ttft:.3f}",
-        total,
-        trace.prefill or "-",
-        ",".join(trace.instances) or "-",
-    )

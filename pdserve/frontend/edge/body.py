@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import UnionType
 
 import msgspec
@@ -17,10 +18,11 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope
 
-from pdserve.errors import BadRequest, Overloaded
+from pdserve.errors import BadRequest, Overloaded, PdserveError
 from pdserve.frontend.admission.estimate import RequestSize
-from pdserve.frontend.edge.answer import HttpError
+from pdserve.frontend.edge.answer import HttpError, ResponseWriter, error_response
 from pdserve.frontend.edge.deltas import is_plain
+from pdserve.frontend.edge.trace import RequestFailure
 
 MAX_BODY = 32 << 20
 """bytes; prompts of a million tokens fit"""
@@ -137,6 +139,19 @@ async def discard_rest(request: Request) -> None:
                 left -= len(part)
                 if left <= 0:
                     return
+
+
+async def refuse(request: Request, response: ResponseWriter, error: PdserveError) -> None:
+    """Answer with this error, the rest of the body read."""
+    failure = RequestFailure(error.status, str(error))
+    if response.status:  # the answer has begun, or was given at the deadline
+        await response.fail(failure)
+        return
+    response.refusal = failure
+    answer = error_response(response.trace.path, error)
+    if "expect" in request.headers:  # its body may come or not: what follows could be either
+        answer.headers["connection"] = "close"
+    await response.reply(answer, before_end=partial(discard_rest, request))
 
 
 def parse_body(path: str, raw: bytes) -> ParsedBody:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.types import Scope
 
@@ -16,17 +17,19 @@ from pdserve.errors import ConfigError
 from pdserve.frontend.edge.answer import HttpError
 from pdserve.frontend.edge.trace import RequestTrace
 from pdserve.frontend.keys.limits import KeyLedger
-from pdserve.frontend.watching.dashboard.page import SHELL
 from pdserve.observe.metrics import KEY_REQUESTS, KEY_TOKENS
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ping", *SHELL})
-"""need no key: health, of which a probe without one gets the status alone, and the dashboard, which asks for a key"""
-LOCAL_PATHS = frozenset({"/load", "/version", "/metrics"})
-"""need no key from clients on this machine, such as scrapers"""
 CHECK = 2.0
 """seconds between two looks at the files"""
+
+
+class Viewer(Struct, frozen=True):
+    key: str = ""
+    """name of its API key"""
+    everything: bool = True
+    """whether it may see the receipts of all keys, and addresses"""
 
 
 class ApiKeys:
@@ -47,11 +50,10 @@ class ApiKeys:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def find(self, path: str, headers: Mapping[str, str]) -> ApiKey | None:
+    def find(self, headers: Mapping[str, str]) -> ApiKey | None:
         """Return the key that a request came with: `Authorization: Bearer KEY` as OpenAI's clients send it, or
-        `x-api-key` as Anthropic's; None where none is needed. Raises HttpError for a request that needs one and has
-        none."""
-        if not self._keys or path in OPEN_PATHS:
+        `x-api-key` as Anthropic's; None where none are configured. Raises HttpError for a request without one."""
+        if not self._keys:
             return None
         # looked up by a hash that no client can steer, so that the time tells nothing about the keys
         key = self._keys.get(digest_of(_given(headers)))
@@ -59,13 +61,14 @@ class ApiKeys:
             raise HttpError(401, "a valid API key is needed: Authorization: Bearer KEY")
         return key
 
+    def viewer(self, headers: Mapping[str, str]) -> Viewer:
+        """Return what a request for the state of the graph may see. Raises HttpError."""
+        key = self.find(headers)
+        return Viewer(key.name, key.admin) if key else Viewer()
+
     def knows(self, headers: Mapping[str, str]) -> bool:
         """Return whether a request for an open page may see all of it."""
         return not self._keys or digest_of(_given(headers)) in self._keys
-
-
-def is_open_here(scope: Scope) -> bool:
-    return scope["path"] in LOCAL_PATHS and is_local(scope)
 
 
 def is_local(scope: Scope) -> bool:

@@ -7,7 +7,7 @@ own name lead here (DNS rebinding).
 """
 
 import re
-from collections.abc import Sequence, Sized
+from collections.abc import Collection, Sequence, Sized
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -15,7 +15,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.frontend.edge.answer import HttpError, error_response
-from pdserve.frontend.keys.auth import LOCAL_PATHS, OPEN_PATHS
 from pdserve.ports import is_loopback, names_this_machine
 
 ANY = "*"
@@ -25,9 +24,18 @@ _HERE = re.compile(r"https?://(localhost|[\w.-]+\.localhost|127(\.\d+){3}|\[::1\
 class CrossOrigin:
     """Middleware that refuses the requests of pages that may not ask."""
 
-    def __init__(self, app: ASGIApp, keys: Sized, allowed: Sequence[str] = (), *, host: str = "") -> None:
-        """`keys` is empty while requests need none; `host` is what the frontend listens on."""
-        self._app, self._keys, self._allowed = app, keys, allowed
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sized,
+        allowed: Sequence[str] = (),
+        *,
+        host: str = "",
+        open_paths: Collection[str] = (),
+    ) -> None:
+        """`keys` is empty while requests need none; `host` is what the frontend listens on; `open_paths` need no key
+        even then."""
+        self._app, self._keys, self._allowed, self._open = app, keys, allowed, open_paths
         self._hosts = {urlsplit(origin).hostname for origin in allowed}
         self._check_host = is_loopback(host) and ANY not in allowed
         here = None if allowed else _HERE.pattern
@@ -37,7 +45,7 @@ class CrossOrigin:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app, headers = self._app, Headers(scope=scope)
         if self._keys:
-            if scope["path"] not in OPEN_PATHS | LOCAL_PATHS or self._allowed:
+            if scope["path"] not in self._open or self._allowed:
                 app = self._with_keys
         elif refusal := self._refusal(headers):
             app = error_response(scope["path"], HttpError(403, refusal))

@@ -1,29 +1,49 @@
-"""Keep the receipts of this frontend's requests, running and lately ended, and count in ticks what it served. That
-costs a record for each request, and nothing for a token."""
+"""The receipts of this frontend's requests, running and lately ended, the pages `/requests`, and ticks that count what
+it served. That costs a record for each request, and nothing for a token."""
 
 import asyncio
 import time
 from collections import Counter, deque
 from itertools import pairwise
 
+import msgspec
 from msgspec.structs import replace
 from prometheus_client import Histogram
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from pdserve.frontend.edge.answer import ResponseWriter
-from pdserve.frontend.edge.trace import CLIENT_LEFT, MAX_WHY
-from pdserve.frontend.watching.spans import begin_span, end_span
+from pdserve.frontend.edge.answer import HttpError, ResponseWriter
+from pdserve.frontend.edge.record import RequestRecord, receipt_of
+from pdserve.frontend.ribs import Rib, RibContext
 from pdserve.observe.metrics import ITL, TTFT
-from pdserve.observe.tracing import Tracer
-from pdserve.watch import BUCKETS, KEPT_FOR, MAX_ASTRAY, MAX_TICKS, MAX_TOLD, MOST_KEPT, TICK, Receipt, Tick
+from pdserve.observe.pages import read_receipts
+from pdserve.watch import (
+    BUCKETS,
+    KEPT_FOR,
+    MAX_ASTRAY,
+    MAX_TICKS,
+    MAX_TOLD,
+    MOST_KEPT,
+    TICK,
+    Receipt,
+    Tick,
+    Watched,
+    newest,
+)
+
+MAX_ASKING = 4
+"""requests for receipts that ask the other frontends at the same time"""
 
 
-class Receipts:
-    def __init__(self, frontend: str, tracer: Tracer) -> None:
-        self._tracer = tracer
-        self.ticks: deque[Tick] = deque(maxlen=MAX_TICKS)
-        self._frontend = frontend
-        self._running: dict[ResponseWriter, None] = {}
+class Receipts(Rib):
+    def __init__(self, context: RibContext) -> None:
+        self._own, self._running = context.id, context.running
+        self._models, self._keys = context.models, context.keys
+        self.routes = [Route("/requests", self._list), Route("/requests/{id}", self._one)]
+        self.work = {"receipts": self.tick}
+        self._asking = asyncio.Semaphore(MAX_ASKING)
+        self._ticks: deque[Tick] = deque(maxlen=MAX_TICKS)
         self._over: deque[tuple[float, Receipt]] = deque(maxlen=MOST_KEPT)
         """with the monotonic time of arrival; in the order of their ends"""
         self._astray: deque[tuple[float, Receipt]] = deque(maxlen=MAX_ASTRAY)
@@ -33,33 +53,23 @@ class Receipts:
         self._tokens = 0
         """output tokens of all requests that are over"""
 
-    def begin(self, request: Request, response: ResponseWriter) -> None:
-        response.trace.span = begin_span(self._tracer, request, response.trace)
-        self._running[response] = None
-
-    def end(self, response: ResponseWriter) -> None:
-        """Keep the request's receipt; do nothing if it has not begun."""
-        if response not in self._running:
+    def end(self, record: RequestRecord) -> None:
+        if not record.begun:
             return
-        del self._running[response]
-        now, trace = time.monotonic(), response.trace
-        self._tokens += trace.output_tokens
-        if not response.status and not trace.model:
-            return  # its client left before the body was complete
-        receipt = self._receipt(response, now, running=False)
-        self._forget(now)
-        self._over.append((trace.started, receipt))
+        receipt = record.receipt
+        self._tokens += receipt.output_tokens
+        self._forget(time.monotonic())
+        self._over.append((record.started, receipt))
         if receipt.astray:
-            self._astray.append((trace.started, receipt))
-        if trace.span is not None:
-            end_span(trace.span, receipt, response.failure, trace.started)
-        code = response.failure.status if response.failure is not None else receipt.status
+            self._astray.append((record.started, receipt))
         self._counts["requests"] += 1
-        self._counts["failed"] += code >= 500
-        self._counts["refused"] += code == 429
+        self._counts["failed"] += record.code >= 500
+        self._counts["refused"] += record.code == 429
 
-    def newest(self, limit: int, key: str | None = None, request_id: str = "") -> list[Receipt]:
-        """Return receipts, the newest first: with `key` those of this API key, with `request_id` those of this id."""
+    def watched(self, watched: Watched) -> Watched:
+        return replace(watched, ticks=list(self._ticks), receipts=self._told())
+
+    def receipts(self, limit: int, key: str | None = None, request_id: str = "") -> list[Receipt]:
         now, found = time.monotonic(), list[tuple[float, Receipt | ResponseWriter]]()
         self._forget(now)
         for response in self._running:
@@ -72,20 +82,20 @@ class Receipts:
         return [
             replace(item, age=now - started)
             if isinstance(item, Receipt)
-            else self._receipt(item, now, running=True)
+            else receipt_of(item, self._own, now, running=True)
             for started, item in found[:limit]
         ]
 
-    def told(self) -> list[Receipt]:
+    def _told(self) -> list[Receipt]:
         """Return what dashboards and `status` get: the newest, and older ones of requests that went astray."""
-        now, newest = time.monotonic(), self.newest(MAX_TOLD)
-        told_from = now - newest[-1].age if len(newest) == MAX_TOLD else 0.0
+        now, found = time.monotonic(), self.receipts(MAX_TOLD)
+        told_from = now - found[-1].age if len(found) == MAX_TOLD else 0.0
         astray = [
             replace(receipt, age=now - started)
             for started, receipt in reversed(self._astray)
             if now - KEPT_FOR < started < told_from
         ]
-        return newest + astray
+        return found + astray
 
     async def tick(self) -> None:
         """End a tick every TICK seconds. Never returns."""
@@ -97,7 +107,7 @@ class Receipts:
                 [b - a for a, b in zip(*pair, strict=True)] for pair in zip(before[:2], now[:2], strict=True)
             )
             counts, self._counts = self._counts, Counter()
-            self.ticks.append(
+            self._ticks.append(
                 Tick(
                     **counts,
                     tokens=now[2] - before[2],
@@ -116,34 +126,35 @@ class Receipts:
         while self._over and self._over[0][0] + self._over[0][1].seconds < now - KEPT_FOR:
             self._over.popleft()
 
-    def _receipt(self, response: ResponseWriter, now: float, *, running: bool) -> Receipt:
-        trace = response.trace
-        age, failure = now - trace.started, response.failure
-        return Receipt(
-            request_id=trace.request_id,
-            frontend=self._frontend,
-            path=trace.path,
-            age=age,
-            seconds=age,
-            running=running,
-            model=trace.model,
-            key=trace.key,
-            status=response.status or (0 if running else CLIENT_LEFT),
-            # an error about a wrong request may quote it, and its client has been told
-            error=failure.message[:MAX_WHY]
-            if failure is not None and failure.status not in (400, 404, 422)
-            else "",
-            prefill=trace.prefill,
-            reason=trace.reason,
-            prompt_tokens=trace.prompt_tokens,
-            cached_tokens=trace.cached_tokens,
-            output_tokens=trace.output_tokens,
-            ttft=trace.ttft,
-            retries=trace.retries,
-            instances=trace.instances,
-            hops=trace.hops.until(now),
-            trace_id=trace.span.trace_id if trace.span is not None else "",
-        )
+    # its pages
+
+    async def _list(self, request: Request) -> Response:
+        limit = request.query_params.get("limit", "20")
+        if not limit.isdecimal() or len(limit) > 9 or not 0 < int(limit) <= MAX_TOLD:
+            raise HttpError(400, f"limit must be a whole number from 1 to {MAX_TOLD}", "limit")
+        return _json({"object": "list", "data": await self._find(request, int(limit))})
+
+    async def _one(self, request: Request) -> Response:
+        request_id = request.path_params["id"]
+        if found := await self._find(request, 1, request_id):
+            return _json(found[0])
+        kept = f"of the last {MOST_KEPT:,} requests of each frontend, for {KEPT_FOR / 60:g} minutes"
+        raise HttpError(404, f"there is no receipt of the request {request_id}: they are kept {kept}")
+
+    async def _find(self, request: Request, limit: int, request_id: str = "") -> list[Receipt]:
+        """Receipts that the request's key may see, of all frontends; of one id, of this frontend if it has it."""
+        viewer = self._keys.viewer(request.headers)
+        asked = limit, None if viewer.everything else viewer.key, request_id
+        found = self.receipts(*asked)
+        others = [other for other in self._models.frontends() if other.id != self._own]
+        if others and not (request_id and found):
+            async with self._asking:
+                found = newest(limit, found, await read_receipts(others, *asked))
+        return found
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def _observed(histogram: Histogram) -> list[int]:

@@ -5,8 +5,8 @@ from pydantic import ValidationError
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from pdserve.errors import BadRequest
-from pdserve.frontend.app import GENERATING
 from pdserve.frontend.edge.body import LARGE, MANY, MAX_PARTS, max_body, parse_body
+from pdserve.frontend.edge.paths import GENERATING
 
 CHAT = "/v1/chat/completions"
 

@@ -70,7 +70,7 @@ async def guarded(
     graph: Graph, files: ServerCertificate | None = None, connections: ClientConnections | None = None
 ) -> AsyncIterator[Edge]:
     """With a key; leaving wants nothing to be left."""
-    app = FrontendApp(graph.models, graph.app._pages._metrics, ApiKeys([ApiKey.of(KEY)]), 20.0)
+    app = graph.app_with(ApiKeys([ApiKey.of(KEY)]))
     connections = connections or ClientConnections(30.0, 30.0)
     async with AsyncExitStack() as stack:
         certificate = RenewedCertificate(files) if files else None
@@ -86,7 +86,7 @@ async def guarded(
         assert not len(graph.models.find(model.name).admission)
 
 
-_OF_REQUESTS = re.compile("RequestResponseCycle|_disconnected|_run.<locals>|Server._take")
+_OF_REQUESTS = re.compile("RequestResponseCycle|_disconnected|run.<locals>|Server._take")
 
 
 HEADS = {
@@ -275,8 +275,8 @@ async def test_what_is_told_without_a_key(edge: Graph, monkeypatch: pytest.Monke
     async with edge.worker(), guarded(edge) as server:
         here = await server.say(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"workers" in here
-        monkeypatch.setattr("pdserve.frontend.keys.auth.is_local", lambda _: False)
-        monkeypatch.setattr("pdserve.frontend.watching.pages.is_local", lambda _: False)
+        monkeypatch.setattr("pdserve.frontend.app.is_local", lambda _: False)
+        monkeypatch.setattr("pdserve.frontend.watching.health.is_local", lambda _: False)
         told = await server.say(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert told.endswith(b'{"status":"ok"}')
         assert b"server:" not in told.lower()

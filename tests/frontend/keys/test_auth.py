@@ -17,42 +17,39 @@ def bearer(key: str) -> Headers:
     return Headers({"authorization": f"Bearer {key}"})
 
 
-def allows(keys: ApiKeys, path: str, headers: Headers) -> bool:
+def allows(keys: ApiKeys, headers: Headers) -> bool:
     try:
-        keys.find(path, headers)
+        keys.find(headers)
     except HttpError as error:
         return error.status != 401
     return True
 
 
 @pytest.mark.parametrize(
-    ("path", "authorization", "x_api_key", "allowed"),
+    ("authorization", "x_api_key", "allowed"),
     [
-        ("/v1/models", "Bearer one", None, True),
-        ("/v1/models", "bearer two", None, True),
-        ("/v1/models", None, "two", True),
-        ("/v1/models", "Bearer three", None, False),
-        ("/v1/models", "Basic one", None, False),
-        ("/v1/models", "Bearer ", None, False),
-        ("/v1/models", None, None, False),
-        ("/tokenize", None, None, False),
-        ("/health", None, None, True),
-        ("/metrics", None, None, False),
+        ("Bearer one", None, True),
+        ("bearer two", None, True),
+        (None, "two", True),
+        ("Bearer three", None, False),
+        ("Basic one", None, False),
+        ("Bearer ", None, False),
+        (None, None, False),
     ],
 )
-def test_keys(path: str, authorization: str | None, x_api_key: str | None, allowed: bool) -> None:
+def test_keys(authorization: str | None, x_api_key: str | None, allowed: bool) -> None:
     given = {"authorization": authorization, "x-api-key": x_api_key}
     headers = Headers({name: value for name, value in given.items() if value is not None})
-    assert allows(ApiKeys([ApiKey.of("one"), ApiKey.of("two")]), path, headers) is allowed
+    assert allows(ApiKeys([ApiKey.of("one"), ApiKey.of("two")]), headers) is allowed
 
 
 def test_without_keys_every_request_is_allowed() -> None:
-    assert ApiKeys().find("/v1/models", {}) is None
+    assert ApiKeys().find({}) is None
 
 
 def test_a_key_without_a_name_is_called_by_its_digest() -> None:
     keys = ApiKeys([ApiKey.of("one"), ApiKey.of("two", "alice")])
-    one, two = keys.find("/x", bearer("one")), keys.find("/x", Headers({"x-api-key": "two"}))
+    one, two = keys.find(bearer("one")), keys.find(Headers({"x-api-key": "two"}))
     assert one
     assert two
     assert (one.name, two.name) == ("key-7692c3ad3540", "alice")
@@ -66,21 +63,21 @@ async def test_a_file_is_read_again_when_it_changes(
     write(file, "alice=alice-0123456789abc\nbob=bob-0123456789abcdef\n")
     source = KeySource(file, {})
     alice, bob = bearer("alice-0123456789abc"), bearer("bob-0123456789abcdef")
-    assert allows(source.keys, "/x", alice)
+    assert allows(source.keys, alice)
     async with Owner() as tasks:
         tasks.forever(source.follow, "keys")
         write(file, "bob=bob-0123456789abcdef\n")
-        await until(lambda: not allows(source.keys, "/x", alice))
-        assert allows(source.keys, "/x", bob)
+        await until(lambda: not allows(source.keys, alice))
+        assert allows(source.keys, bob)
         write(file, "bob=bob-0123456789abcdef\nbob: {\n")
         await until(lambda: len(errors(caplog)) == 1)
         file.unlink()
         await until(lambda: len(errors(caplog)) == 2)
         assert all(error.startswith("the API keys of before stay") for error in errors(caplog))
-        assert allows(source.keys, "/x", bob)
+        assert allows(source.keys, bob)
         write(file, "alice=alice-0123456789abc\n")
-        await until(lambda: allows(source.keys, "/x", alice))
-        assert not allows(source.keys, "/x", bob)
+        await until(lambda: allows(source.keys, alice))
+        assert not allows(source.keys, bob)
 
 
 def write(file: Path, text: str) -> None:

@@ -8,13 +8,17 @@ from starlette.testclient import TestClient
 
 from pdserve.frontend.keys.origins import CrossOrigin
 
+OPEN = ("/health", "/metrics")
+
 
 class Pages:
     def __init__(self, keys: list[str], allowed: list[str] | None = None, host: str = "127.0.0.1") -> None:
         self.asked = 0
         app = Starlette()
         app.add_route("/{path:path}", self._answer, ["GET", "POST"])
-        self.http = TestClient(CrossOrigin(app, keys, allowed or [], host=host), "http://127.0.0.1:8000")
+        self.http = TestClient(
+            CrossOrigin(app, keys, allowed or [], host=host, open_paths=OPEN), "http://127.0.0.1:8000"
+        )
 
     def _answer(self, _: Request) -> Response:
         self.asked += 1

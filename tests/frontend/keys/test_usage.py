@@ -112,7 +112,7 @@ async def test_official_clients_wait_and_try_again(graph: Graph, alice: Alice) -
 async def test_official_clients_raise_their_own_errors(
     graph: Graph, alice: Alice, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "pdserve.frontend.edge.answer")
+    caplog.set_level(logging.INFO, "pdserve.frontend.watching.log")
     quota = alice.may(tokens_per_minute=100)
     openais = openai.AsyncOpenAI(base_url=f"{graph.url}/v1", api_key=KEY, max_retries=1)
     anthropics = anthropic.AsyncAnthropic(base_url=graph.url, api_key=KEY, max_retries=1)

@@ -22,9 +22,10 @@ from playwright.async_api import Browser, Page, Request, Route, async_playwright
 from pdserve.config.api_keys import ApiKey
 from pdserve.config.schema import Config, DecodeConfig, FrontendConfig, PrefillConfig
 from pdserve.engine.sim.engine import SimEngine
+from pdserve.frontend.keys.auth import Viewer
 from pdserve.frontend.server import Frontend
 from pdserve.frontend.watching.dashboard import page as dashboard
-from pdserve.frontend.watching.dashboard.page import SHELL, Dashboard, Viewer, told
+from pdserve.frontend.watching.dashboard.page import SHELL, Dashboard, told
 from pdserve.graph import service_of
 from pdserve.observe.graph_state import graph_state
 from pdserve.observe.pages import serve_pages
@@ -33,8 +34,6 @@ from pdserve.process.life import Service
 from pdserve.process.worker import EngineWorker
 from pdserve.records import Instance, ModelCard, Role, SlotState, encode_record
 from pdserve.registry import connect, keys
-from pdserve.registry.memory import MemoryRegistry, MemoryServer
-from pdserve.registry.view import RegistryView
 from pdserve.tasks import Owner
 from pdserve.watch import LinkState, Outage, Receipt, Watched
 from tests.conditions import until
@@ -493,7 +492,7 @@ async def test_the_page_lets_nothing_else_in(graph: WatchedGraph) -> None:
     assert rebound.status_code == 403
 
 
-async def test_all_pages_share_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_pages_share_a_look(graph: WatchedGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dashboard, "KEPT", 60.0)
     looks = 0
 
@@ -502,13 +501,10 @@ async def test_all_pages_share_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
         looks += 1
         return Watched()
 
-    async with (
-        MemoryRegistry(MemoryServer()) as registry,
-        RegistryView(registry) as view,
-        httpx.AsyncClient() as http,
-    ):
-        page = Dashboard(view, "frontend-0-x", watched, "demo", http)
-        states = await asyncio.gather(*(page.state(Viewer()) for _ in range(20)))
+    frontend = graph.services["frontend-0"]
+    assert isinstance(frontend, Frontend)
+    page = Dashboard(replace(frontend._ribs.context, watched=watched))
+    states = await asyncio.gather(*(page.state(Viewer()) for _ in range(20)))
     assert looks == len(set(states)) == 1
 
 

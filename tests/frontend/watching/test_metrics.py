@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 from prometheus_client import REGISTRY
 
-from pdserve.frontend.watching import pages
-from pdserve.frontend.watching.pages import MetricsPage
+from pdserve.frontend.watching import metrics
+from pdserve.frontend.watching.metrics import MetricsPage
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each page is made anew."""
-    monkeypatch.setattr(pages, "KEPT", 0.0)
+    monkeypatch.setattr(metrics, "KEPT", 0.0)
 
 
 PAGE = (
@@ -77,12 +77,12 @@ async def test_pages_of_the_others_are_in_it(graph: Graph) -> None:
 
 
 async def test_many_scrapers_fetch_once(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
-    monkeypatch.setattr(pages, "KEPT", 60.0)
+    monkeypatch.setattr(metrics, "KEPT", 60.0)
     fetched: list[float] = []
     async with page_server(answers=True, fetched=fetched) as good, MemoryRegistry(graph.registry) as registry:
         instance = Instance("p-7", Role.PREFILL, metrics=good)
         await registry.put(keys.instance(instance), encode_record(instance))
-        page = MetricsPage(graph.models._view, "frontend-0-test", graph.http)
+        page = MetricsPage(graph.context)
         texts = await asyncio.gather(*(page.get() for _ in range(50)))
     assert len(fetched) == 1
     assert set(texts) == {texts[0]}
@@ -90,7 +90,7 @@ async def test_many_scrapers_fetch_once(monkeypatch: pytest.MonkeyPatch, graph: 
 
 
 async def test_of_too_many_processes_none_is_merged(monkeypatch: pytest.MonkeyPatch, graph: Graph) -> None:
-    monkeypatch.setattr(pages, "MAX_MERGED", 0)
+    monkeypatch.setattr(metrics, "MAX_MERGED", 0)
     async with page_server(answers=True) as good, MemoryRegistry(graph.registry) as registry:
         instance = Instance("p-8", Role.PREFILL, metrics=good)
         await registry.put(keys.instance(instance), encode_record(instance))

@@ -16,16 +16,14 @@ from vllm.v1.engine import FinishReason
 from pdserve import watch
 from pdserve.config.api_keys import ApiKey
 from pdserve.config.schema import AdmissionLimits
-from pdserve.frontend.app import FrontendApp
 from pdserve.frontend.keys.auth import ApiKeys
 from pdserve.frontend.watching import receipts
 from pdserve.messages import Failed, Hop
 from pdserve.observe.pages import serve_pages
-from pdserve.observe.tracing import Tracer
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
-from pdserve.watch import Receipt
+from pdserve.watch import Receipt, Watched
 from tests.conditions import until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import EchoWorker, Step
@@ -42,7 +40,7 @@ HOPS = [
 
 
 def newest(graph: Graph) -> Receipt:
-    (receipt,) = graph.app.receipts.newest(1)
+    (receipt,) = graph.ribs.receipts(1)
     return receipt
 
 
@@ -189,28 +187,28 @@ async def test_what_waits_and_is_refused(graph: Graph, monkeypatch: pytest.Monke
         assert "wait" in newest(graph).error
         worker.go()
         await asyncio.gather(*requests, waiting)
-    held = graph.app.receipts.newest(2)[1].hops[0]
+    held = graph.ribs.receipts(2)[1].hops[0]
     assert (held.name, held.why) == ("admission", "")
     assert held.seconds > 0
 
 
 async def test_they_are_bounded(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = receipts.Receipts("f", Tracer())
-    monkeypatch.setattr(graph.app, "receipts", kept)
+    kept = receipts.Receipts(graph.context)
+    monkeypatch.setattr(graph.ribs, "ribs", [kept])
     monkeypatch.setattr(kept, "_over", type(kept._over)(maxlen=3))
     async with graph.worker():
         for number in range(5):
             headers = {"x-request-id": f"r-{number % 4}"}
             await graph.http.post("/v1/completions", json=completion(max_tokens=number + 1), headers=headers)
-    assert [receipt.request_id for receipt in kept.newest(9)] == ["r-0", "r-3", "r-2"]
-    assert [receipt.output_tokens for receipt in kept.newest(1, request_id="r-0")] == [5]
+    assert [receipt.request_id for receipt in kept.receipts(9)] == ["r-0", "r-3", "r-2"]
+    assert [receipt.output_tokens for receipt in kept.receipts(1, request_id="r-0")] == [5]
     monkeypatch.setattr(receipts, "KEPT_FOR", 0.0)
-    assert kept.newest(9) == []
+    assert kept.receipts(9) == []
 
 
 async def test_ticks(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = receipts.Receipts("f", Tracer())
-    monkeypatch.setattr(graph.app, "receipts", kept)
+    kept = receipts.Receipts(graph.context)
+    monkeypatch.setattr(graph.ribs, "ribs", [kept])
     monkeypatch.setattr(receipts, "TICK", 0.01)
     ticking = asyncio.create_task(kept.tick())
     async with graph.worker() as worker:
@@ -218,9 +216,9 @@ async def test_ticks(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
         await post(graph, temperature=-1)
         worker.fail = Failed("", "it broke")
         await post(graph)
-        await until(lambda: sum(tick.requests for tick in kept.ticks) == 3)
+        await until(lambda: sum(tick.requests for tick in kept.watched(Watched()).ticks) == 3)
     ticking.cancel()
-    told = list(kept.ticks)
+    told = kept.watched(Watched()).ticks
     assert sum(tick.requests for tick in told) == 3
     assert sum(tick.failed for tick in told) == 1
     assert sum(tick.refused for tick in told) == 0
@@ -305,7 +303,7 @@ async def test_the_pages(graph: Graph) -> None:
 
 async def test_a_key_sees_its_own(graph: Graph) -> None:
     known = [ApiKey.of("one", "alice"), ApiKey.of("two", "bob"), ApiKey.of("three", "root", admin=True)]
-    app = FrontendApp(graph.models, graph.app._pages._metrics, ApiKeys(known), 20.0)
+    app = graph.app_with(ApiKeys(known))
     there = [Receipt(f"of-{name}", "f", "/v1/completions", 1e6, key=name) for name in ("alice", "bob")]
     transport = httpx.ASGITransport(app)
     bearer = {key: {"authorization": f"Bearer {key}"} for key in ("one", "two", "three")}
@@ -366,12 +364,12 @@ async def test_requests_that_went_astray_are_told_for_longer(
         usual = worker.placed
         worker.placed = replace(usual, hops=[Hop("fallback", 0.0, 0.0, worker.id, "timeout")])
         await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "fell"})
-        assert [receipt.request_id for receipt in graph.app.receipts.told()].count("fell") == 1
+        assert [receipt.request_id for receipt in graph.watched.receipts].count("fell") == 1
         worker.placed = usual
         for _ in range(2):
             await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "usual"})
         await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "fell"})
-    told = graph.app.receipts.told()
+    told = graph.watched.receipts
     assert [receipt.request_id for receipt in told[:2]] == ["fell", "fell"], "another client chose its id"
     assert told[1].age > told[0].age
 

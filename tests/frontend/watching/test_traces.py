@@ -80,7 +80,7 @@ class TracedGraph(Frontend):
         return Decode(name, engine, life)
 
     def receipt(self, request_id: str) -> Receipt | None:
-        return next(iter(self.app.receipts.newest(1, None, request_id)), None)
+        return next(iter(self.ribs.receipts(1, None, request_id)), None)
 
     @property
     def _queue(self) -> PrefillQueue:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import httpx
 from msgspec import Struct
 from msgspec.structs import replace
 from starlette.requests import Request
@@ -16,12 +15,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdserve import clock
+from pdserve.frontend.keys.auth import Viewer
+from pdserve.frontend.ribs import Rib, RibContext
 from pdserve.observe.graph_state import GraphState, Moment, decode_workers, graph_state, settings_changed
 from pdserve.observe.pages import read_watched
 from pdserve.observe.problems import Node, Problem, nodes, problems
 from pdserve.records import encode_record
-from pdserve.registry.view import RegistryView
-from pdserve.watch import TICK, LinkState, Receipt, Watched
+from pdserve.watch import TICK, LinkState, Receipt
 
 KEPT = 1.0
 """seconds for which a state is given again, however many pages are open"""
@@ -34,7 +34,7 @@ _PAGE, _STATE = "/dashboard", "/dashboard/state"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _FILES = sorted(file for file in Path(__file__).parent.iterdir() if file.suffix in _KINDS)
 SHELL = {_PAGE if file.name == "index.html" else f"{_PAGE}/{file.name}": file for file in _FILES}
-"""files by path, which need no API key"""
+"""files by path, which need no API key: the page asks for one"""
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -43,13 +43,6 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-
-
-class Viewer(Struct, frozen=True):
-    key: str = ""
-    """name of the API key that the page has"""
-    everything: bool = True
-    """whether it may see the receipts of all keys, and addresses"""
 
 
 class DashboardState(Struct, frozen=True):
@@ -71,36 +64,24 @@ class DashboardState(Struct, frozen=True):
     tick: float = TICK
 
 
-class Dashboard:
-    def __init__(
-        self,
-        view: RegistryView,
-        own: str,
-        watched: Callable[[], Watched],
-        model: str,
-        client: httpx.AsyncClient,
-    ) -> None:
-        """`own`, `watched` and `model` are the id, the state and the configured model of this frontend; the other
-        processes are asked with `client`."""
-        self._view = view
-        self._own = own
-        self._watched = watched
-        self._model = model
-        self._client = client
+class Dashboard(Rib):
+    open_paths = frozenset(SHELL)
+
+    def __init__(self, context: RibContext) -> None:
+        self._context = context
         self._reading = asyncio.Lock()
         self._state: GraphState
         self._answers: dict[Viewer, bytes] = {}
         self._until = 0.0
         """monotonic, when the state is to be read again"""
+        self.routes = [
+            *(Route(path, _shell(file)) for path, file in SHELL.items()),
+            Route(_STATE, self._answer),
+        ]
 
-    def routes(self, viewer: Callable[[Request], Viewer]) -> list[Route]:
-        """`viewer` says what the key of a request may see, or raises HttpError."""
-
-        async def state(request: Request) -> Response:
-            told = await self.state(viewer(request))
-            return Response(told, media_type="application/json", headers={"cache-control": "no-store"})
-
-        return [*(Route(path, _shell(file)) for path, file in SHELL.items()), Route(_STATE, state)]
+    async def _answer(self, request: Request) -> Response:
+        told = await self.state(self._context.keys.viewer(request.headers))
+        return Response(told, media_type="application/json", headers={"cache-control": "no-store"})
 
     async def state(self, viewer: Viewer) -> bytes:
         async with self._reading:
@@ -110,15 +91,15 @@ class Dashboard:
                 self._answers = {}
             if viewer not in self._answers:
                 self._answers[viewer] = encode_record(
-                    told(self._state, viewer, self._own, clock.unix(), self._model)
+                    told(self._state, viewer, self._context.id, clock.unix(), self._context.model)
                 )
             return self._answers[viewer]
 
     async def _read(self) -> GraphState:
-        view = self._view
-        others = [other for other in view.instances() if other.id != self._own]
-        watched = await read_watched(others, self._client)
-        watched[self._own] = self._watched()
+        view, own = self._context.view, self._context.id
+        others = [other for other in view.instances() if other.id != own]
+        watched = await read_watched(others, self._context.http)
+        watched[own] = self._context.watched()
         return graph_state(*view.snapshot(), watched)
 
 

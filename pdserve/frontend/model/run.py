@@ -1,0 +1,106 @@
+"""The innermost layers of a request: its model's admission control, and the model's app, which answers it."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+
+from starlette.requests import Request
+
+from pdserve.frontend.admission.control import Admission, ModelReplaced
+from pdserve.frontend.edge.answer import REFUSALS, HttpError, ResponseWriter
+from pdserve.frontend.edge.body import ParsedBody, app_scope, max_body, replay
+from pdserve.frontend.edge.connections import CHUNKS, UNREAD
+from pdserve.frontend.edge.deltas import DeltaStream
+from pdserve.frontend.edge.paths import GENERATING, TOKENIZING
+from pdserve.frontend.edge.trace import NO_WORKER, RequestFailure, RequestTrace, current_trace
+from pdserve.frontend.model.served import ServedModel
+
+logger = logging.getLogger(__name__)
+
+LONG_TEXT = 64 << 10
+"""bytes of a body to be tokenized; longer ones take turns"""
+GRACE = 0.3
+"""seconds after the deadline within which the model's own, more exact answer may still come"""
+_END_WITHIN = 5.0
+"""seconds for a model's app to end after it was told of a disconnect"""
+
+
+@contextmanager
+def admitted(model: ServedModel, body: ParsedBody, client: str, trace: RequestTrace) -> Iterator[Admission]:
+    """Enter the model's admission control, for which `run` waits. Raises HttpError and Overloaded."""
+    most = max_body(model.card.max_model_len, tokenizing=trace.path in TOKENIZING)
+    if len(body.raw) > most:
+        raise HttpError(413, f"the request body is larger than {most} bytes")
+    if trace.path in GENERATING:
+        trace.hops.held("" if model.live else NO_WORKER)
+        trace.admission = admission = model.admission.enter(client, body.size, trace.deadline)
+    else:
+        admission = model.admission.bypass(client)
+    try:
+        yield admission
+    finally:
+        model.admission.leave(admission)
+
+
+async def run(
+    model: ServedModel, admission: Admission, body: ParsedBody, request: Request, response: ResponseWriter
+) -> None:
+    """Let the model's app answer, unless the client leaves or the deadline passes before. Raises ModelReplaced."""
+    trace, gone = response.trace, asyncio.Event()
+    current_trace.set(trace)
+    extensions = request.scope.setdefault("extensions", {})
+    extensions[UNREAD] = admission.set_unread
+    if body.plain and CHUNKS in extensions:
+        trace.deltas = DeltaStream(extensions[CHUNKS])
+
+    async def answer() -> None:
+        await admission.wait()
+        trace.hops.released()
+        is_long = trace.path in TOKENIZING and len(body.raw) > LONG_TEXT
+        async with model.admission.long_text(admission.client) if is_long else nullcontext():
+            processor = await model.ready()
+            app = processor.aside if body.large else processor.app
+            await app(app_scope(request, trace.request_id, body), replay(body.raw, gone), response)
+
+    app = asyncio.create_task(answer())
+    watch = asyncio.create_task(_disconnected(request))
+    left = trace.deadline + GRACE - time.monotonic()
+    try:
+        done, _ = await asyncio.wait({app, watch}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if not done and admission.waiting and not model.live:
+            await response.fail(RequestFailure.no_worker(trace.model))
+        elif not done:
+            await response.fail(RequestFailure(504, "the request's deadline passed"))
+        elif app not in done:
+            response.disconnect()
+    finally:
+        watch.cancel()
+        gone.set()  # not cancel: vLLM's handlers would leave their inner tasks behind
+        if admission.waiting:
+            app.cancel()
+        await _finish(app, response)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _finish(app: "asyncio.Task[None]", response: ResponseWriter) -> None:
+    """Wait until the model's app, which was told of the disconnect, has ended by itself, or end it."""
+    await asyncio.wait({app}, timeout=_END_WITHIN)
+    app.cancel()
+    trace = response.trace
+    try:
+        with suppress(asyncio.CancelledError):
+            await app
+    except (*REFUSALS, ModelReplaced):
+        raise
+    except Exception:
+        if trace.failure is None:
+            logger.exception("the model's app failed")
+            trace.failure = RequestFailure(500, "internal error")
+        if not response.redirected:
+            await response.fail(trace.failure)

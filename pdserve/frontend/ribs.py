@@ -1,0 +1,136 @@
+"""Ribs: what only watches the requests of a frontend, or adds pages beside them.
+
+The way of a request (`app.py`) answers the same without any rib, and no error of one reaches a client. Each hangs on
+the contract `Rib`, and is loaded by its name in `RIBS`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Self
+
+import httpx
+from starlette.requests import Request
+from starlette.routing import Route
+
+from pdserve.frontend.edge.answer import ResponseWriter
+from pdserve.frontend.edge.paths import WITH_BODY
+from pdserve.frontend.edge.record import RequestRecord
+from pdserve.frontend.edge.trace import RequestTrace
+from pdserve.frontend.keys.auth import ApiKeys
+from pdserve.frontend.model.served import ServedModels
+from pdserve.observe.tracing import Tracer
+from pdserve.registry.view import RegistryView
+from pdserve.tasks import Apart, Work
+from pdserve.watch import Receipt, Watched
+
+RIBS = (
+    "pdserve.frontend.watching.log:RequestLog",
+    "pdserve.frontend.watching.spans:RequestSpans",
+    "pdserve.frontend.watching.receipts:Receipts",
+    "pdserve.frontend.watching.health:HealthPages",
+    "pdserve.frontend.watching.metrics:MetricsPage",
+    "pdserve.frontend.watching.dashboard.page:Dashboard",
+)
+
+
+@dataclass(frozen=True)
+class RibContext:
+    """What a rib may use of its frontend."""
+
+    id: str
+    """instance id"""
+    model: str
+    """the configured one"""
+    models: ServedModels
+    keys: ApiKeys
+    view: RegistryView
+    http: httpx.AsyncClient
+    """for pages of other processes"""
+    watched: Callable[[], Watched]
+    """this process now"""
+    tracer: Tracer = field(default_factory=Tracer)
+    running: dict[ResponseWriter, None] = field(default_factory=dict)
+    """the requests to models that generate, which are not over"""
+
+
+class Rib:
+    """One rib; what it does not define it does not do."""
+
+    routes: Sequence[Route] = ()
+    open_paths: frozenset[str] = frozenset()
+    """of its routes: need no API key"""
+    local_paths: frozenset[str] = frozenset()
+    """need none from clients on this machine, such as scrapers"""
+    work: Mapping[str, Work] = {}
+    """permanent background work, by name"""
+
+    def __init__(self, context: RibContext) -> None: ...
+
+    def begin(self, request: Request, trace: RequestTrace) -> None:
+        """A request to a model that generates begins; its key is known."""
+
+    def end(self, record: RequestRecord) -> None:
+        """A request of a path in `WITH_BODY` is over."""
+
+    def watched(self, watched: Watched) -> Watched:
+        """Return what this process reports, with the rib's part added."""
+        return watched
+
+    def receipts(self, limit: int, key: str | None, request_id: str) -> list[Receipt]:
+        """As `Service.receipts`."""
+        return []
+
+
+class Ribs:
+    """The ribs of one frontend."""
+
+    def __init__(self, context: RibContext, ribs: Iterable[Rib] = ()) -> None:
+        self.ribs = list(ribs)
+        self.context = context
+
+    @classmethod
+    def load(cls, context: RibContext, names: Iterable[str] = RIBS) -> Self:
+        """`names`: `module:class`."""
+        found = (name.partition(":") for name in names)
+        return cls(context, [getattr(import_module(module), kind)(context) for module, _, kind in found])
+
+    @property
+    def routes(self) -> list[Route]:
+        return [route for rib in self.ribs for route in rib.routes]
+
+    @property
+    def open_paths(self) -> frozenset[str]:
+        return frozenset[str]().union(*(rib.open_paths for rib in self.ribs))
+
+    @property
+    def local_paths(self) -> frozenset[str]:
+        return frozenset[str]().union(*(rib.local_paths for rib in self.ribs))
+
+    @property
+    def work(self) -> dict[str, Work]:
+        return {name: work for rib in self.ribs for name, work in rib.work.items()}
+
+    def begin(self, request: Request, response: ResponseWriter) -> None:
+        self.context.running[response] = None
+        for rib in self.ribs:
+            with Apart("rib"):
+                rib.begin(request, response.trace)
+
+    def end(self, response: ResponseWriter) -> None:
+        begun = response in self.context.running
+        self.context.running.pop(response, None)
+        if response.trace.path not in WITH_BODY or not (response.status or response.trace.model):
+            return  # a page; or its client left before the body was complete
+        record = RequestRecord.of(response, self.context.id, begun=begun)
+        for rib in self.ribs:
+            with Apart("rib"):
+                rib.end(record)
+
+    def watched(self, watched: Watched) -> Watched:
+        for rib in self.ribs:
+            watched = rib.watched(watched)
+        return watched
+
+    def receipts(self, limit: int, key: str | None = None, request_id: str = "") -> list[Receipt]:
+        return [receipt for rib in self.ribs for receipt in rib.receipts(limit, key, request_id)]

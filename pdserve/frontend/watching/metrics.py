@@ -1,0 +1,72 @@
+"""`/metrics`: the metrics of the whole graph on one page."""
+
+import asyncio
+import time
+
+import httpx
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdserve.frontend.ribs import Rib, RibContext
+from pdserve.observe.metrics import MergedPage, SlotMetrics
+from pdserve.records import Instance
+
+FETCH_WITHIN = 0.5
+"""seconds for the pages of all other processes: what does not answer is left out"""
+KEPT = 1.0
+"""seconds for which a page is given again: many scrapers must not multiply the work in every process"""
+MAX_MERGED = 100
+"""other processes whose pages are merged into one: with more, reading and parsing them would take a frontend seconds,
+and each has its own page (`Instance.metrics`) for a scraper that finds them all"""
+
+
+class MetricsPage(Rib):
+    """Of this process and of every other one that the registry has."""
+
+    local_paths = frozenset({"/metrics"})
+
+    def __init__(self, context: RibContext) -> None:
+        self._view, self._own, self._client = context.view, context.id, context.http
+        self.routes = [Route("/metrics", self._answer)]
+        self._making = asyncio.Lock()
+        self._page = b""
+        self._made = float("-inf")
+        """monotonic"""
+
+    async def get(self) -> bytes:
+        async with self._making:
+            if time.monotonic() - self._made > KEPT:
+                self._page = await self._make()
+                self._made = time.monotonic()
+            return self._page
+
+    async def _answer(self, _: Request) -> Response:
+        return Response(await self.get(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _make(self) -> bytes:
+        page = MergedPage()
+        page.add(self._own, generate_latest().decode())
+        page.add("serve", self._slots())
+        others = [other for other in self._view.instances() if other.metrics and other.id != self._own]
+        if len(others) <= MAX_MERGED:
+            await asyncio.gather(*(self._fetch(other, page) for other in others))
+        return page.text()
+
+    def _slots(self) -> str:
+        """The supervisors have no page of their own: what they know is in the registry."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(SlotMetrics(self._view.slots()))
+        return generate_latest(registry).decode()
+
+    async def _fetch(self, instance: Instance, page: MergedPage) -> None:
+        """A process that does not answer is left out. Its page is merged when it comes and in the event loop, where a
+        page takes a fraction of a millisecond; a thread for all of them would hold the GIL for several at a time."""
+        try:
+            async with asyncio.timeout(FETCH_WITHIN):
+                answer = await self._client.get(instance.metrics)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
+            return
+        if answer.status_code == 200:
+            page.add(instance.id, answer.text)

@@ -1,0 +1,115 @@
+"""What watches requests, or adds pages beside them, can be left out, and its errors reach no client."""
+
+import httpx
+import pytest
+from starlette.requests import Request
+
+from pdserve.config.api_keys import ApiKey
+from pdserve.frontend.app import FrontendApp
+from pdserve.frontend.edge.record import RequestRecord
+from pdserve.frontend.edge.trace import RequestTrace
+from pdserve.frontend.keys.auth import ApiKeys
+from pdserve.frontend.ribs import Rib, RibContext, Ribs
+from tests.frontend.conftest import Graph
+from tests.frontend.test_generate import chat, completion
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+OWN = {"x-request-id": "the-same"}
+TIMED = ("server-timing", "content-length")
+
+
+def client(app: FrontendApp, address: str = "127.0.0.1") -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=(address, 1)), base_url="http://f")
+
+
+def comparable(answer: httpx.Response) -> tuple[int, dict[str, str], list[str]]:
+    """All but the second in which it was made, and what its parts took."""
+    headers = {name: value for name, value in answer.headers.items() if name not in TIMED}
+    fields = answer.text.replace("\n", ",").split(",")
+    return answer.status_code, headers, [field for field in fields if '"created"' not in field]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", completion()),
+        ("/v1/completions", completion(stream=True)),
+        ("/v1/completions", completion(temperature=-1)),
+        ("/v1/completions", completion(model="other")),
+        ("/v1/chat/completions", chat()),
+        ("/tokenize", {"model": "demo", "prompt": "Hi"}),
+    ],
+)
+async def test_without_ribs_a_request_is_answered_identically(
+    graph: Graph, path: str, body: dict[str, object]
+) -> None:
+    async with graph.worker(), client(graph.app_with(ApiKeys())) as all_ribs:
+        expected = comparable(await all_ribs.post(path, json=body, headers=OWN))
+        async with client(graph.app_with(ApiKeys(), ribs=())) as bare:
+            assert comparable(await bare.post(path, json=body, headers=OWN)) == expected
+
+
+async def test_without_ribs_models_are_listed_and_there_is_no_other_page(graph: Graph) -> None:
+    async with graph.worker(), client(graph.app_with(ApiKeys(), ribs=())) as http:
+        assert [model["id"] for model in (await http.get("/v1/models")).json()["data"]] == ["demo"]
+        for path in ("/health", "/metrics", "/requests", "/dashboard", "/load", "/version"):
+            assert (await http.get(path)).status_code == 404
+
+
+class Broken(Rib):
+    calls = 0
+
+    def begin(self, request: Request, trace: RequestTrace) -> None:
+        self.calls += 1
+        raise RuntimeError("begin")
+
+    def end(self, record: RequestRecord) -> None:
+        self.calls += 1
+        raise RuntimeError("end")
+
+
+async def test_errors_of_a_rib_reach_no_client(graph: Graph, caplog: pytest.LogCaptureFixture) -> None:
+    broken = Broken(graph.context)
+    app = FrontendApp(graph.models, ApiKeys(), Ribs(graph.context, [broken]), 20.0)
+    async with graph.worker(), client(app) as http:
+        assert (await http.post("/v1/completions", json=completion())).status_code == 200
+    assert broken.calls == 2
+    assert "RuntimeError: end" in caplog.text
+
+
+class Kept(Rib):
+    def __init__(self, context: RibContext) -> None:
+        self.records: list[RequestRecord] = []
+
+    def end(self, record: RequestRecord) -> None:
+        self.records.append(record)
+
+
+async def test_each_request_has_one_record(graph: Graph) -> None:
+    kept = Kept(graph.context)
+    app = FrontendApp(graph.models, ApiKeys([ApiKey.of("secret")]), Ribs(graph.context, [kept]), 20.0)
+    async with graph.worker(), client(app) as http:
+        await http.post("/v1/completions", json=completion())
+        http.headers["authorization"] = "Bearer secret"
+        await http.post("/v1/completions", json=completion())
+        await http.post("/tokenize", json={"model": "demo", "prompt": "Hi"})
+        await http.get("/v1/models")
+    seen = [(record.receipt.path, record.code, record.begun) for record in kept.records]
+    assert seen == [
+        ("/v1/completions", 401, False),
+        ("/v1/completions", 200, True),
+        ("/tokenize", 200, False),
+    ]
+    assert graph.context.running == {}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3"])
+async def test_pages_that_need_no_key(graph: Graph, address: str) -> None:
+    needs_none = {"/health", "/ping", "/dashboard", "/dashboard/dashboard.js"}
+    needs_none_here = {"/load", "/version", "/metrics"}
+    needs_one = {"/requests", "/dashboard/state", "/v1/models", "/openapi.json"}
+    async with graph.worker(), client(graph.app_with(ApiKeys([ApiKey.of("secret")])), address) as http:
+        paths = needs_none | needs_none_here | needs_one
+        refused = {path for path in paths if (await http.get(path)).status_code == 401}
+    assert refused == needs_one | (set() if address == "127.0.0.1" else needs_none_here)
