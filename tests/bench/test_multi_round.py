@@ -143,19 +143,14 @@ async def test_chats_grow_with_the_answers_and_are_asked_at_the_rate() -> None:
 
 
 async def test_a_server_that_does_not_keep_up() -> None:
-    """No question comes before the last answer; so users stay longer, and more of them are there, if they may."""
-    slow, fixed = OpenAi(ttft=0.7), OpenAi(ttft=0.7)
-    runs = await asyncio.gather(
-        _ran(_small(seconds=4), slow), _ran(_small(seconds=4, fixed_users=True), fixed)
-    )
-    for run, _ in runs:
-        pairs = [pair for of_user in _of_users(run) for pair in pairwise(of_user)]
-        assert pairs
-        assert all(after.started >= before.ended for before, after in pairs)
-        assert all(after.held > 0.15 for _, after in pairs)
+    """No question comes before the last answer; so users stay longer, and more of them are there."""
+    slow = OpenAi(ttft=0.7)
+    run, _ = await _ran(_small(seconds=4), slow)
+    pairs = [pair for of_user in _of_users(run) for pair in pairwise(of_user)]
+    assert pairs
+    assert all(after.started >= before.ended for before, after in pairs)
+    assert all(after.held > 0.15 for _, after in pairs)
     assert slow.most > 2
-    assert fixed.most == 2
-    assert len(_of_users(runs[1][0])) > 2
 
 
 async def test_first_questions_can_be_late_too() -> None:

@@ -188,7 +188,7 @@ def longest_of(config: Config) -> int:
 def _chats(shape: tuple[int | None, ...], answer_len: int) -> UserLoad:
     names = ("num_users", "num_rounds", "shared_system_prompt", "user_history_prompt")
     given = {name: value for name, value in zip(names, shape, strict=True) if value is not None}
-    chats = MultiRound(answer_len=answer_len, **given)  # type: ignore[arg-type]
+    chats = MultiRound(answer_len=answer_len, **given)
 
     async def make(endpoint: Endpoint) -> Scalable:
         return chats

@@ -48,17 +48,11 @@ def multi_round(
         int, typer.Option(metavar="N", min=0, help="words of each user's own after them")
     ] = 400,
     answer_len: Annotated[int, typer.Option(metavar="N", min=1, help="tokens of each answer")] = 40,
-    fixed_users: Annotated[
-        bool, typer.Option("--fixed-users", help="a user joins only when another has left")
-    ] = False,
     ttft: Ttft = "500ms",
     gap: Gap = "60ms",
     warm_up: Annotated[
         int, typer.Option(metavar="N", min=0, help="requests before it begins, which do not count")
     ] = 10,
-    timeout: Annotated[
-        float, typer.Option(metavar="S", min=0.1, help="a request without an end by then has failed")
-    ] = 120.0,
     wait: Annotated[
         float, typer.Option(metavar="S", min=0.0, help="for the last answers, after --time")
     ] = 60.0,
@@ -74,7 +68,7 @@ def multi_round(
     user's own, and goes on with the server's real answers: prefix caches count.
     A user asks every num-users / qps seconds, but never before its last answer.
     Users join evenly, so that --num-users are there as long as the server keeps
-    up, and more when it does not (unless --fixed-users). Together they ask
+    up, and more when it does not. Together they ask
     qps x num-rounds / (num-rounds - 1) a second: with 3 rounds and --qps 10,
     15 requests/s. Flags, arithmetic and summary are those of multi-round-qa of
     vLLM's production stack.
@@ -102,9 +96,7 @@ def multi_round(
         answer_len=answer_len,
         seconds=time_,
         patience=wait,
-        timeout=timeout,
         seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
-        fixed_users=fixed_users,
     )
     results: list[MultiRoundResult] = []
     schedule = Schedule({_WARM_UP: 2.0, "questions": load.seconds})

@@ -66,12 +66,9 @@ class MultiRound:
     """after these no question is asked any more"""
     patience: float = 30.0
     """seconds that the last answers are waited for after that; what has not come then stays unfinished"""
-    timeout: float = 600.0
+    timeout: float = 120.0
     """seconds for a request"""
     seed: int = 1
-    fixed_users: bool = False
-    """a user joins only where another has left, so that there are never more than `num_users`, however slow the answers
-    are; else users join at their times, and there are more of them at a server that does not keep up"""
 
     @property
     def interval(self) -> float:
@@ -133,7 +130,6 @@ class _Users:
     def __init__(self, load: MultiRound, endpoint: Endpoint, run: LoadRun) -> None:
         self._load, self._endpoint, self._run = load, endpoint, run
         self._texts = Texts(load.shared_system_prompt, load.user_history_prompt, load.seed)
-        self._places = asyncio.Semaphore(max(1, round(load.num_users)) if load.fixed_users else 1 << 30)
 
     async def come(self) -> None:
         """Run all visits, until the last user has left."""
@@ -143,31 +139,26 @@ class _Users:
                     break
                 due = self._run.began + visit.at
                 await _until(due)
-                full = self._places.locked()
-                await self._places.acquire()
-                group.create_task(self._chat(visit, time.monotonic() if full else due))
+                group.create_task(self._chat(visit, due))
 
     async def _chat(self, visit: Visit, due: float) -> None:
         load, free = self._load, 0.0
         messages: list[dict[str, str]] = []
         opening = self._texts.first(visit.user)
-        try:
-            for number in range(visit.first_round, load.num_rounds + 1):
-                if max(due, free) >= self._run.asks_until:
-                    return
-                await _until(due)
-                late, held = time.monotonic() - max(due, free), max(0.0, free - due)
-                due = time.monotonic() + load.interval
-                said = [*messages, {"role": "user", "content": opening + self._texts.question(number)}]
-                body, place = self._endpoint.body(said, load.answer_len), number - visit.first_round + 1
-                question = Question(body, user=visit.user, round=place, late=late, held=held)
-                self._run.exchanges.append(question)
-                await self._endpoint.ask(question, load.timeout)
-                free, question.body = time.monotonic(), {}  # histories of a long run are not kept
-                if not question.error:  # else it is as if it had not been asked
-                    messages, opening = [*said, {"role": "assistant", "content": question.answer}], ""
-        finally:
-            self._places.release()
+        for number in range(visit.first_round, load.num_rounds + 1):
+            if max(due, free) >= self._run.asks_until:
+                return
+            await _until(due)
+            late, held = time.monotonic() - max(due, free), max(0.0, free - due)
+            due = time.monotonic() + load.interval
+            said = [*messages, {"role": "user", "content": opening + self._texts.question(number)}]
+            body, place = self._endpoint.body(said, load.answer_len), number - visit.first_round + 1
+            question = Question(body, user=visit.user, round=place, late=late, held=held)
+            self._run.exchanges.append(question)
+            await self._endpoint.ask(question, load.timeout)
+            free, question.body = time.monotonic(), {}  # histories of a long run are not kept
+            if not question.error:  # else it is as if it had not been asked
+                messages, opening = [*said, {"role": "assistant", "content": question.answer}], ""
 
 
 async def _until(moment: float) -> None:
