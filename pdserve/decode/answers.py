@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pdserve.decode.kv_age import KvAge
 from pdserve.decode.prefill_workers import UNKNOWN, UNREACHABLE, PrefillWorkers
 from pdserve.decode.requests import DecodeRequest, DecodeRequests
 from pdserve.engine.base import Engine
@@ -85,10 +86,9 @@ class AnswerReader:
             await self.engine.read_ahead(handle, request.hit)
 
     async def _done(self, request: DecodeRequest | None, answer: PrefillDone) -> None:
-        """Give the answer to its request, or reject KV that no request takes, so that its blocks are free at once and
-        not at the end of the lease. Never reject KV that a live request took: it may be being read while the answer is
-        repeated. An unknown worker's KV is not rejected either: the worker repeats its answer until it is known or the
-        lease is over."""
+        """Give the answer to its request, or reject KV that no request takes, so that its blocks are free at once.
+        Never reject KV that a live request took: it may be being read while the answer is repeated. Nor an unknown
+        worker's, which repeats its answer until it is known or the lease is over."""
         worker = answer.handle.engine_id
         if not self.workers.known(worker):
             log.info("request %s: %s is not a live prefill worker", answer.request_id, worker)
@@ -98,33 +98,23 @@ class AnswerReader:
         if request is not None and self.workers.avoided(worker):
             request.resolve(UNREACHABLE)
         if request is not None and request.awaits:
-            if await self._doubts(request, answer):
+            assert request.kv_age is not None
+            if await self._doubts(request, request.kv_age, answer):
                 log.info("request %s: asked %s how old the KV of its answer is", request.id, worker)
             else:
-                request.resolve(_dated(request, answer))
+                request.resolve(request.kv_age.dated(answer, time.monotonic()))
         elif request is None or not request.took(answer.handle):
             log.info("request %s: late answer of %s rejected", answer.request_id, worker)
             await self.engine.reject(answer.handle)
 
-    async def _doubts(self, request: DecodeRequest, answer: PrefillDone) -> bool:
+    async def _doubts(self, request: DecodeRequest, age: KvAge, answer: PrefillDone) -> bool:
         """Whether the answer may have been delayed so long that it has to be confirmed first; asks for that. If the
         confirmation is lost, the prefill worker repeats its answer, and this asks again."""
         now, handle = time.monotonic(), answer.handle
-        assert request.kv_age is not None
-        if not request.kv_age.doubtful(answer, now):
+        if not age.doubtful(answer, now):
             return False
-        if token := request.kv_age.confirm(now):
+        if token := age.confirm(now):
             confirm = PrefillConfirm(request.id, self.instance, handle.engine_id, handle.request_id, token)
             with suppress(QueueUnavailable):
                 await self.queue.confirm(confirm)
         return True
-
-
-def _dated(request: DecodeRequest, answer: PrefillDone) -> PrefillDone:
-    """The answer with its KV's age by this host's clock."""
-    assert request.kv_age is not None
-    now = time.monotonic()
-    computed_at = now - request.kv_age.seconds(answer, now)
-    return msgspec.structs.replace(
-        answer, handle=msgspec.structs.replace(answer.handle, computed_at=computed_at)
-    )

@@ -9,10 +9,11 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from pdserve.decode.kv_age import KvAge
 from pdserve.decode.links import KvLinks
 from pdserve.decode.policy import PrefillTimeout
 from pdserve.decode.prefill_workers import PrefillWorkers
-from pdserve.decode.requests import CANCELLED, OWN, DecodeRequest, KvAge
+from pdserve.decode.requests import CANCELLED, OWN, DecodeRequest
 from pdserve.engine.base import Engine
 from pdserve.errors import ProtocolError, QueueFull, QueueUnavailable
 from pdserve.kv.handles import check_handle, expired, source

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve.decode.requests import ASK_AGAIN, KvAge
+from pdserve.decode.kv_age import ASK_AGAIN, KvAge
 from pdserve.messages import Placed, PrefillConfirm, PrefillDone, PrefillFailed, ToPrefill
 from pdserve.queue.memory import MemoryQueue
 from tests.conditions import until
@@ -49,7 +49,7 @@ def test_a_lost_confirmation_is_asked_for_again_but_not_at_once() -> None:
 @pytest.fixture
 def in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer was on its way for too long."""
-    monkeypatch.setattr("pdserve.decode.requests.DOUBT", 0.0)
+    monkeypatch.setattr("pdserve.decode.kv_age.DOUBT", 0.0)
 
 
 async def confirm(notices: AsyncIterator[ToPrefill]) -> PrefillConfirm:
