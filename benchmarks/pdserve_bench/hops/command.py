@@ -6,12 +6,12 @@ from dataclasses import replace
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
 from pdserve.errors import PdserveError
-from pdserve_bench.hops.turns import HopOptions, MeasuredHop
+from pdserve_bench.hops.turns import HopOptions
 from pdserve_bench.options import Json, Plot
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Report, check_outputs
@@ -82,18 +82,17 @@ def make_report(found: dict[str, Report], complete: bool, failures: list[str]) -
 async def _measure(
     chosen: list[BenchedHop], options: HopOptions, found: dict[str, Report], failures: list[str]
 ) -> None:
-    """A hop that cannot be measured here is reported, and the other is measured nevertheless."""
-    modules = {name: cast(MeasuredHop, import_module(f"pdserve_bench.hops.{name}")) for name in chosen}
-    with Schedule({k: v for hop in modules.values() for k, v in hop.phases(options).items()}) as schedule:
-        for name, hop in modules.items():
+    """A hop that cannot be measured here is reported, and the other is measured nevertheless. Each round's section
+    replaces the one before, so that a run that is broken off shows what it has."""
+    with Schedule() as schedule:
+        for name in chosen:
             folder = options.folder / name
             folder.mkdir()
+            measure = import_module(f"pdserve_bench.hops.{name}").measure
             try:
-                async with aclosing(hop.measure(replace(options, folder=folder), schedule)) as sections:
+                async with aclosing(measure(replace(options, folder=folder), schedule)) as sections:
                     async for section in sections:
                         found[name] = section
             except PdserveError as error:
                 failures.append(f"{name}: not measured to its end: {error}")
                 schedule.say(failures[-1])
-                for phase in hop.phases(options):
-                    schedule.cancel(phase)

@@ -52,19 +52,6 @@ _TIMEOUT = 600.0
 _LONG = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 """long windows need longer streams than the demo model was made for; no model computes them"""
 _BLOCK, _ROOM = 32, 64
-_STARTING = "frontend: starting the graph and vLLM's app"
-
-
-def phases(options: HopOptions, levels: Sequence[int] = LEVELS) -> dict[str, float]:
-    return {_STARTING: 30.0} | {
-        _phase(load, number): 2 * (options.seconds + load / RAMP + 3 * SETTLE)
-        for load in levels
-        for number in range(options.rounds)
-    }
-
-
-def _phase(load: int, number: int) -> str:
-    return f"frontend: {load:,} stream{'s'[: load > 1]}, round {number + 1}"
 
 
 async def measure(
@@ -77,7 +64,7 @@ async def measure(
     prompts = Prompts(2.0, options.seed)
     async with AsyncExitStack() as stack:
         running: dict[str, RunningSystem] = {}
-        with schedule.phase(_STARTING):
+        with schedule.phase("frontend: starting the graph and vLLM's app", 30.0):
             for number, (name, recipe) in enumerate(recipes.items()):
                 folder = options.folder / str(number)
                 folder.mkdir()
@@ -85,7 +72,8 @@ async def measure(
                 await hold_streams(name, running[name], possible[0], SETTLE, prompts)  # warms it up
         for load in possible:
             for number in range(options.rounds):
-                with schedule.phase(_phase(load, number)):
+                phase = f"frontend: {load:,} stream{'s'[: load > 1]}, round {number + 1}"
+                with schedule.phase(phase, 2 * (options.seconds + load / RAMP + 3 * SETTLE)):
                     for name in alternate(NAMES, number):
                         turns.append(await hold_streams(name, running[name], load, options.seconds, prompts))
                 report = _section(turns)

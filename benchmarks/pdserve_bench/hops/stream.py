@@ -37,30 +37,22 @@ FRONTEND, SPEED = Column("of it the frontend, us", ".1f"), Column("messages/s", 
 _SHARE = 1 / 3
 """of the options' seconds: thousands of messages"""
 _PATIENCE = 60.0
-_STARTING = "stream: starting two processes"
-
-
-def phases(options: HopOptions) -> dict[str, float]:
-    each = 2 * _SHARE * options.seconds
-    return {_STARTING: 3.0} | {_phase(size, n): each for size in SIZES for n in range(options.rounds)}
-
-
-def _phase(size: int, number: int) -> str:
-    return f"stream: outputs of {size} request{'s'[: size > 1]}, round {number + 1}"
 
 
 async def measure(options: HopOptions, schedule: Schedule) -> AsyncIterator[Report]:
     turns: list[HopTurn] = []
+    seconds = _SHARE * options.seconds
     async with AsyncExitStack() as stack:
-        with schedule.phase(_STARTING):
+        with schedule.phase("stream: starting two processes", 3.0):
             worker, frontend = await stack.enter_async_context(_ends(options.folder))
             for name in NAMES:  # warms both processes up
                 await _turn(worker, frontend, name, SIZES[0], 0.2)
         for size in SIZES:
             for number in range(options.rounds):
-                with schedule.phase(_phase(size, number)):
+                phase = f"stream: outputs of {size} request{'s'[: size > 1]}, round {number + 1}"
+                with schedule.phase(phase, 2 * seconds):
                     for name in alternate(NAMES, number):
-                        turns.append(await _turn(worker, frontend, name, size, _SHARE * options.seconds))
+                        turns.append(await _turn(worker, frontend, name, size, seconds))
                 yield _section(turns)
 
 

@@ -2,12 +2,10 @@
 
 import math
 import statistics
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
-from pdserve_bench.progress import Schedule
 from pdserve_bench.report import Cell, Chart, Column, Report, Rows, Series
 from pdserve_bench.samples import median_ratio
 
@@ -21,18 +19,6 @@ class HopOptions:
     rounds: int = 3
     """how often each figure is measured, its baseline just before or just after it (`alternate`)"""
     seed: int = 1
-
-
-class MeasuredHop(Protocol):
-    """A module of this folder: `frontend`, `stream`."""
-
-    def phases(self, options: HopOptions) -> Mapping[str, float]:
-        """All phases with their expected seconds, announced before any begins."""
-
-    def measure(self, options: HopOptions, schedule: Schedule) -> AsyncGenerator[Report, None]:
-        """Yield the hop's part of the report after each load, so that a run that is broken off shows it; the last is
-        the whole. Raises ConfigError and Unavailable where it cannot be measured here. Cancelled, it stops what it has
-        started."""
 
 
 @dataclass(frozen=True)

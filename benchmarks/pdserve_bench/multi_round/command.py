@@ -2,8 +2,6 @@
 
 import asyncio
 import random
-import time
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -18,12 +16,10 @@ from pdserve_bench.multi_round.workload import MultiRound
 from pdserve_bench.options import ApiKey, BaseUrl, Gap, Json, Plot, Ttft
 from pdserve_bench.progress import Schedule
 from pdserve_bench.report import check_outputs
-from pdserve_bench.runs import INTERRUPTED, LoadRun, run_until_stopped
+from pdserve_bench.runs import LoadRun, run_and_show
 from pdserve_bench.slo import read_slo
 
-_LIVE = 5.0
-"""seconds that the live figures look back"""
-_WARM_UP = "warm-up"
+_WARM_UP, _QUESTIONS = "warm-up", "questions"
 
 
 def multi_round(
@@ -99,38 +95,30 @@ def multi_round(
         seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
     )
     results: list[MultiRoundResult] = []
-    schedule = Schedule({_WARM_UP: 2.0, "questions": load.seconds})
 
     async def work() -> None:
-        endpoint = await find_endpoint(
-            await server_url(base_url, file), model, key_headers(api_key), chat=True
-        )
-        if endpoint.without:
-            schedule.say(f"the server refuses {' and '.join(sorted(endpoint.without))}: left out")
-        if (grown := load.longest_chat) > endpoint.max_model_len > 0:
-            schedule.say(
-                f"a chat grows to about {grown} tokens, and the model's context has {endpoint.max_model_len}: "
-                "expect its last questions to be refused"
-            )
-        with schedule.phase(_WARM_UP):
-            await _warm_up(endpoint, load, warm_up)
-        results.append(MultiRoundResult(load, endpoint, LoadRun(), slo, complete=False))
-        await _run(results[0], schedule)
+        with Schedule({_WARM_UP: 2.0, _QUESTIONS: load.seconds}) as schedule:
+            url = await server_url(base_url, file)
+            endpoint = await find_endpoint(url, model, key_headers(api_key), chat=True)
+            if endpoint.without:
+                schedule.say(f"the server refuses {' and '.join(sorted(endpoint.without))}: left out")
+            if (grown := load.longest_chat) > endpoint.max_model_len > 0:
+                schedule.say(
+                    f"a chat grows to about {grown} tokens, and the model's context has {endpoint.max_model_len}: "
+                    "expect its last questions to be refused"
+                )
+            with schedule.phase(_WARM_UP):
+                await _warm_up(endpoint, load, warm_up)
+            results.append(MultiRoundResult(load, endpoint, LoadRun(), slo))
+            await _run(results[0], schedule)
 
-    with schedule:
-        complete = run_until_stopped(work)
-    if not results:
-        schedule.say("broken off before the first question")
-        return INTERRUPTED
-    result = results[0]
-    result.complete = complete
-    print(result.block() + "\n")
-    report = result.report()
-    replace(report, tables=report.tables[1:]).show()
-    report.write(json, plot)
-    if not complete:
-        return INTERRUPTED
-    return 0 if result.run.of(Outcome.FINISHED) else 1
+    return run_and_show(
+        work,
+        lambda complete: results[0].report(complete) if results else None,
+        json,
+        plot,
+        lambda: not results[0].finished,
+    )
 
 
 async def _warm_up(endpoint: Endpoint, load: MultiRound, count: int) -> None:
@@ -146,24 +134,14 @@ async def _run(result: MultiRoundResult, schedule: Schedule) -> None:
     run = result.run
     asking = asyncio.create_task(result.load.run(result.endpoint, run))
     try:
-        with schedule.phase("questions"):
+        with schedule.phase(_QUESTIONS):
             while not asking.done():
-                schedule.update(_news(run))
+                counts = {outcome: len(run.of(outcome)) for outcome in Outcome}
+                schedule.update(
+                    ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)
+                )
                 await asyncio.wait([asking], timeout=0.5)
         await asking
     finally:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-
-
-def _news(run: LoadRun) -> str:
-    now = time.monotonic()
-    span = min(_LIVE, max(now - run.began, 0.1))
-    ended = [exchange for exchange in run.exchanges if exchange.ended > now - span]
-    finished = [exchange for exchange in ended if exchange.outcome is Outcome.FINISHED]
-    ttfts = [exchange.ttft for exchange in finished if exchange.ttft is not None]
-    failed = len(run.of(Outcome.FAILED))
-    news = [f"{failed} failed"] if failed else []
-    news += [f"{len(finished) / span:.1f} req/s", f"{len(run.of(Outcome.UNFINISHED))} running"]
-    news += [f"TTFT {1000 * sum(ttfts) / len(ttfts):.0f} ms"] if ttfts else []
-    return ", ".join(news)

@@ -29,7 +29,6 @@ class MultiRoundResult:
     endpoint: Endpoint
     run: LoadRun
     slo: Slo
-    complete: bool = True
 
     @property
     def finished(self) -> list[Question]:
@@ -63,20 +62,14 @@ class MultiRoundResult:
             ("Time range", f"{unix + begin:.3f} - {unix + end:.3f} ({took:.2f}s)"),
         ]
 
-    def block(self) -> str:
-        """Return the summary for the terminal."""
-        *lines, (name, last) = self.lines()
-        body = "".join(f"  {name}: {value}\n" for name, value in lines)
-        return f"==================== Performance summary ======================\n{body}{name}: {last}\n{'=' * 63}"
-
-    def report(self) -> Report:
+    def report(self, complete: bool = True) -> Report:
         """Return the report, whose first table has the lines of the summary."""
         load, figures = self.load, self.run.summary(self.slo)
         report = Report(
             f"Multi-round QA: {load.num_users:g} users of {load.num_rounds} rounds at {self.endpoint.model}, "
             f"{self.endpoint.url}",
-            self._lead(figures),
-            complete=self.complete,
+            self._lead(figures, complete),
+            complete=complete,
         )
         summary: list[list[Cell]] = [[name, value] for name, value in self.lines()]
         report.tables = [
@@ -89,11 +82,11 @@ class MultiRoundResult:
         report.data = self._data(figures)
         return report
 
-    def _lead(self, figures: dict[str, float]) -> str:
+    def _lead(self, figures: dict[str, float], complete: bool) -> str:
         if not self.questions:
             return "No question was asked."
         asked = figures["requests"] / figures["window"]
-        if self.complete:
+        if complete:
             kept, of = figures["kept"], f"all {len(self.questions)} requests"
         else:
             ended = [question for question in self.questions if question.ended]
