@@ -67,7 +67,7 @@ class Receipts(Rib):
         self._counts["refused"] += record.code == 429
 
     def watched(self, watched: Watched) -> Watched:
-        return replace(watched, ticks=list(self._ticks), receipts=self._told())
+        return replace(watched, ticks=list(self._ticks), receipts=self._reported())
 
     def receipts(self, limit: int, key: str | None = None, request_id: str = "") -> list[Receipt]:
         now, found = time.monotonic(), list[tuple[float, Receipt | ResponseWriter]]()
@@ -86,14 +86,14 @@ class Receipts(Rib):
             for started, item in found[:limit]
         ]
 
-    def _told(self) -> list[Receipt]:
+    def _reported(self) -> list[Receipt]:
         """Return what dashboards and `status` get: the newest, and older ones of requests that went astray."""
         now, found = time.monotonic(), self.receipts(MAX_TOLD)
-        told_from = now - found[-1].age if len(found) == MAX_TOLD else 0.0
+        since = now - found[-1].age if len(found) == MAX_TOLD else 0.0
         astray = [
             replace(receipt, age=now - started)
             for started, receipt in reversed(self._astray)
-            if now - KEPT_FOR < started < told_from
+            if now - KEPT_FOR < started < since
         ]
         return found + astray
 
