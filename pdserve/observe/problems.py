@@ -34,9 +34,6 @@ FULL = 0.97
 _WITHOUT_QUEUE = "prompts are computed at decode workers"
 _WITHOUT_REGISTRY = "the processes are those of before, and new ones are not seen"
 
-_Loss = tuple[str, str]
-"""of a request: why its worker lost it, and what became of it"""
-
 READY, DRAINING, SILENT, STARTING = "ready", "draining", "does not answer", "starting"
 
 
@@ -102,7 +99,7 @@ def problems(state: GraphState, found: Sequence[Node]) -> list[Problem]:
     """The worst first; empty where all is well. `found`: the state's `nodes`."""
     told = [
         *_outages(state, found),
-        *_processes(found, _migrated(state.receipts), state.gone),
+        *_processes(found, _lost(state.receipts), state.gone),
         *_missing(found),
         *_queue(state, found),
         *_requests(state, found),
@@ -145,29 +142,29 @@ def _outages(state: GraphState, found: Sequence[Node]) -> Iterator[Problem]:
 
 
 def _processes(
-    found: Sequence[Node], migrated: Mapping[str, list[_Loss]], gone: Iterable[Gone]
+    found: Sequence[Node], lost: Mapping[str, list[str]], gone: Iterable[Gone]
 ) -> Iterator[Problem]:
-    left = dict(migrated)
+    left = dict(lost)
     for node in found:
-        name, lost = node.name, left.pop(slot_name(node.instance.id) if node.instance else node.name, [])
-        elsewhere = _fates(lost)
+        name, why_lost = node.name, left.pop(slot_name(node.instance.id) if node.instance else node.name, [])
+        moved = _moved(why_lost)
         if node.state == SILENT:
-            yield Problem("bad", f"{name} does not answer: it hangs, or is cut off{elsewhere}", [name])
+            yield Problem("bad", f"{name} does not answer: it hangs, or is cut off{moved}", [name])
         elif node.state == DRAINING:
             running = count(node.load.running if node.load else 0, "running request")
-            yield Problem("info", f"{name} is draining: it takes nothing new, {running}{elsewhere}", [name])
+            yield Problem("info", f"{name} is draining: it takes nothing new, {running}{moved}", [name])
         elif node.state == STARTING and not node.why:
             yield Problem("info", f"{name} is starting", [name], node.seconds)
         elif not node.up:
             next_ = {STARTING: "; it is starting again", "waiting to restart": "; it will be started again"}
             failed = f"; it failed to start {count(node.failed_starts, 'time')}" if node.failed_starts else ""
-            text = f"{name} is down: {node.why or node.state}{failed}{next_.get(node.state, '')}{elsewhere}"
+            text = f"{name} is down: {node.why or node.state}{failed}{next_.get(node.state, '')}{moved}"
             yield Problem("bad", text, [name], node.seconds)
         elif node.restarts and node.seconds is not None and node.seconds < LATELY:
-            text = f"{name} is back after its end: {node.why}{elsewhere}"
+            text = f"{name} is back after its end: {node.why}{moved}"
             yield Problem("warn", text, [name], node.seconds)
-        elif lost:
-            yield Problem("warn", f"{name} lost requests: {_most(why for why, _ in lost)}{elsewhere}", [name])
+        elif why_lost:
+            yield Problem("warn", f"{name} lost {count(len(why_lost), 'request')}: {_most(why_lost)}", [name])
         if node.load is not None and node.load.kv_usage >= FULL:
             full = f"the KV cache of {name} is full ({node.load.kv_usage:.0%}): requests wait for room"
             yield Problem("warn", full, [name])
@@ -179,9 +176,9 @@ def _processes(
         if (each.host, name := slot_name(each.id)) not in there:
             at = f" of {each.host}" if each.host else ""
             text = f"{name}{at} is gone: its lease ended, and no supervisor there starts it again"
-            yield Problem("warn", text + _fates(left.pop(name, [])), [name], each.seconds)
-    for name, lost in left.items():
-        yield Problem("warn", f"{name} is gone: {_most(why for why, _ in lost)}{_fates(lost)}", [name])
+            yield Problem("warn", text + _moved(left.pop(name, [])), [name], each.seconds)
+    for name, why_lost in left.items():
+        yield Problem("warn", f"{name} is gone: {_most(why_lost)}{_moved(why_lost)}", [name])
 
 
 def _missing(found: Sequence[Node]) -> Iterator[Problem]:
@@ -269,31 +266,18 @@ def _slower(link: LinkState, others: Sequence[LinkState]) -> float:
     return factor if (link.pull_seconds or 0.0) >= usual * SLOWER / 2 else 0.0
 
 
-def _migrated(receipts: Sequence[Receipt]) -> dict[str, list[_Loss]]:
-    """By slot: the requests that it lost lately."""
-    found: defaultdict[str, list[_Loss]] = defaultdict(list)
-    for age, hop, receipt in detours(receipts):
+def _lost(receipts: Iterable[Receipt]) -> dict[str, list[str]]:
+    """By slot: why requests that it had lately went on, or wait to go on, at another worker."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for age, hop, _ in detours(receipts):
         if hop.name == "migration" and age < LATELY:
-            found[slot_name(hop.instance)].append((hop.why, _fate(receipt, hop.instance)))
+            found[slot_name(hop.instance)].append(hop.why)
     return found
 
 
-def _fate(receipt: Receipt, lost: str) -> str:
-    """What became of a request whose worker `lost` it."""
-    workers = receipt.instances
-    after = workers[workers.index(lost) + 1 :] if lost in workers else []
-    if not after:
-        return "waits for a worker" if receipt.running else "ended without one"
-    return "went on elsewhere" if slot_name(after[0]) != slot_name(lost) else "went on when it was back"
-
-
-def _fates(lost: Sequence[_Loss]) -> str:
+def _moved(why_lost: Sequence[str]) -> str:
     """As the end of a sentence."""
-    fates = Counter(fate for _, fate in lost).items()
-    return "".join(
-        f"; {count(number, 'request')} {fate if number == 1 else fate.replace('waits', 'wait')}"
-        for fate, number in fates
-    )
+    return f"; {count(len(why_lost), 'request')} lost it" if why_lost else ""
 
 
 def _fallbacks(receipts: Sequence[Receipt]) -> Iterator[Problem]:
