@@ -83,7 +83,7 @@ def test_processes_that_do_not_answer_are_there_without_a_load() -> None:
     assert state({}, silent).moments == []
 
 
-def test_the_order_of_instances() -> None:
+def test_instances_are_in_the_order_of_roles_and_numbers() -> None:
     ids = ["prefill-0-a", "both-0-a", "decode-10-a", "decode-2-b", "frontend-1-f", "frontend-0-0", "decode"]
     found = state({}, *(Instance(name, Role(name.partition("-")[0])) for name in ids))
     assert [each.instance.id for each in found.instances] == [
@@ -108,14 +108,14 @@ def test_receipts_of_all_frontends_the_newest_first() -> None:
     assert [receipt.age for receipt in found] == sorted(receipt.age for receipt in found)
 
 
-def test_receipts_of_requests_that_went_astray_are_told_for_longer() -> None:
+def test_receipts_with_a_detour_are_kept_beyond_the_newest() -> None:
     usual = [Receipt(str(age), "a", "/", age) for age in range(MAX_TOLD + 5)]
     fell = Receipt("fell", "a", "/", 500.0, hops=[Hop("fallback", 0.5, why="timeout")])
     found = state({"a": Watched(receipts=[*usual, fell])}).receipts
     assert [receipt.request_id for receipt in found[MAX_TOLD - 1 :]] == [str(MAX_TOLD - 1), "fell"]
 
 
-def test_detours() -> None:
+def test_detours_are_listed_the_newest_first() -> None:
     migrated = Hop("migration", 2.0, why="decode-1 is gone")
     fell = Hop("fallback", 0.5, why="timeout")
     slow = Receipt("slow", "f", "/", 10.0, hops=[Hop("admission", 0.0, 1.0), migrated])

@@ -37,7 +37,7 @@ def merge(pages: dict[str, str]) -> bytes:
     return page.text()
 
 
-def test_families_come_together() -> None:
+def test_families_of_several_pages_are_merged_with_a_label_each() -> None:
     page = merge({"f-0": ONE, "f-1": OTHER})
     assert page.count(b"# TYPE pdserve_requests_total counter") == 1
     assert samples(page) == {
@@ -62,5 +62,5 @@ def test_families_of_two_kinds_are_not_mixed() -> None:
     assert b'instance="b"' not in merge({"a": ONE, "b": clash})
 
 
-def test_nothing() -> None:
+def test_no_pages_make_an_empty_one() -> None:
     assert merge({}) == b""

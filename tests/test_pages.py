@@ -23,7 +23,7 @@ def instance(name: str, url: str) -> Instance:
     return Instance(name, Role.DECODE, metrics=url)
 
 
-async def test_a_process_tells_its_metrics_and_its_load() -> None:
+async def test_a_process_reports_its_metrics_and_its_load() -> None:
     with serve_pages("127.0.0.1") as page:
         page.watched = lambda: Watched(Load(running=len(asyncio.all_tasks()), tokens=7))
         async with httpx.AsyncClient() as http:
@@ -75,7 +75,9 @@ async def test_a_process_that_hangs_does_not_answer(monkeypatch: pytest.MonkeyPa
         assert "load" in (await asyncio.to_thread(httpx.get, url)).json()
 
 
-async def test_what_web_pages_and_strangers_may_ask(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_pages_are_refused_under_foreign_names_and_bound_what_is_asked(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with serve_pages("127.0.0.1") as page:
         asked: list[int] = []
         page.receipts = lambda limit, key, request_id: asked.append(limit) or []  # type: ignore[func-returns-value]
@@ -140,7 +142,7 @@ async def test_a_silent_client_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
         assert await asyncio.to_thread(client.recv, 1) == b""
 
 
-async def test_pages_on_an_ipv6_address() -> None:
+async def test_pages_are_served_on_an_ipv6_address() -> None:
     with serve_pages("::1") as page:
         assert (await asyncio.to_thread(httpx.get, page.metrics)).status_code == 200
         assert set(await read_loads([instance("a", page.metrics)])) == {"a"}

@@ -48,7 +48,7 @@ def test_a_timeline(width: int) -> None:
     assert lines[lines.index(rows["migration"]) + 1].split() == ["decode-1-dd", "is", "gone"]
 
 
-def test_a_timeline_of_a_request_that_runs_or_failed() -> None:
+def test_a_timeline_says_that_a_request_runs_or_failed() -> None:
     running = "\n".join(lines_of(timeline(FELL), 80))
     assert "running  for 5.0 s so far: 0 tokens" in running
     assert "no prefill worker took it within 2.5 s" in running
@@ -69,11 +69,11 @@ def test_a_timeline_of_a_request_that_runs_or_failed() -> None:
         ("", []),
     ],
 )
-def test_an_id_may_be_told_otherwise(wanted: str, found: list[object]) -> None:
+def test_an_id_is_found_by_its_beginning_and_inside_a_longer_one(wanted: str, found: list[object]) -> None:
     assert matching([SLOW, FELL, replace(SLOW, request_id="e")], wanted) == found
 
 
-def test_why_a_receipt_may_not_be_found() -> None:
+def test_what_is_not_found_names_the_frontends_that_were_asked() -> None:
     one, two = instance("frontend-0-aa", 1), instance("frontend-1-bb", 2)
     said = not_found("ecba9d010be2479097e4823fc0430000", [one, two], [one.id], [SLOW])
     assert "Asked: frontend-0-aa, frontend-1-bb; silent: frontend-1-bb." in said

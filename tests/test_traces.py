@@ -45,7 +45,7 @@ def is_documented(span: Exported) -> bool:
     return name in documented("Spans") and span.events.keys() <= documented("Events").keys()
 
 
-def test_the_page_has_what_the_code_tells() -> None:
+def test_the_page_lists_each_span_event_and_attribute() -> None:
     files = [path.read_text() for path in (ROOT / "pdserve").rglob("*.py")]
     sources = [text for text in files if re.search("opentelemetry|tracing|[tT]racer", text)]
     of_asgi = r'http\.(?:disconnect|request|response\.(?:start|body))"'
@@ -96,7 +96,7 @@ async def test_a_service_has_the_name_of_its_role_or_the_given_one(
     assert collector.spans[-1].service == "llm"
 
 
-async def test_a_sampler_may_heed_no_parent(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sampler_may_ignore_its_parent(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     async with Tracer().exporting(f"{collector.url}/v1/traces", "pdserve-frontend", "frontend-0") as tracer:

@@ -3,7 +3,7 @@
 from pdserve.watch import Connections
 
 
-def test_an_outage_is_told_by_address_while_it_lasts() -> None:
+def test_an_outage_is_reported_by_address_while_it_lasts() -> None:
     up, connections = True, Connections()
     connections.add("NATS", "nats://user:secret@10.0.0.5:4222, tls://10.0.0.6:4222", lambda: up)
     connections.add("etcd", "10.0.0.5:2379", lambda: True)

@@ -137,14 +137,16 @@ SMUGGLED = {
 
 
 @on_uvloop
-async def test_heads(edge: Graph, either: ServerCertificate | None) -> None:
+async def test_heads_that_are_wrong_or_too_large_are_refused(
+    edge: Graph, either: ServerCertificate | None
+) -> None:
     async with guarded(edge, either) as server:
         found = await asyncio.gather(*(server.statuses(said) for said, _ in HEADS.values()))
     assert dict(zip(HEADS, found, strict=True)) == {name: [status] for name, (_, status) in HEADS.items()}
 
 
 @on_uvloop
-async def test_bodies_of_two_readings(edge: Graph) -> None:
+async def test_bodies_that_two_programs_read_differently_are_refused(edge: Graph) -> None:
     """What a proxy could take for another request than this server does: what follows is not looked at."""
     async with guarded(edge) as server:
         hidden = GET + b"x-hidden: 1\r\n\r\n"
@@ -166,7 +168,7 @@ async def test_the_body_of_an_offer_to_upgrade_is_no_request(edge: Graph) -> Non
 
 
 @on_uvloop
-async def test_a_flood_of_pipelined_requests(edge: Graph) -> None:
+async def test_pipelined_requests_are_answered_in_order_and_bounded(edge: Graph) -> None:
     """Those that may wait are answered in their order, and no more are taken."""
     async with edge.worker(), guarded(edge) as server:
         flood = await server.statuses((GET + b"\r\n") * 5000, end=True)
@@ -202,14 +204,14 @@ async def test_without_a_key_no_body_is_held(edge: Graph, either: ServerCertific
 
 
 @on_uvloop
-async def test_expecting_clients_with_a_key_are_told_to_go_on(edge: Graph) -> None:
+async def test_with_a_key_expect_100_continue_is_answered(edge: Graph) -> None:
     async with edge.worker(), guarded(edge) as server:
         head = WITH_KEY + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(BODY)
         assert await server.statuses(head, BODY) == [100, 200]
 
 
 @on_uvloop
-async def test_bodies_in_tiny_chunks(edge: Graph) -> None:
+async def test_tiny_chunks_are_read_and_endless_ones_refused(edge: Graph) -> None:
     tiny = b"".join(b"1;a=b\r\n%c\r\n" % byte for byte in BODY + b" " * 50_000)
     async with edge.worker(), guarded(edge) as server:
         assert await server.statuses(WITH_KEY + CHUNKED + tiny + b"0\r\n\r\n") == [200]
@@ -222,7 +224,7 @@ async def test_bodies_in_tiny_chunks(edge: Graph) -> None:
 
 
 @on_uvloop
-async def test_bodies_that_come_too_slowly(edge: Graph) -> None:
+async def test_a_body_that_comes_too_slowly_is_408(edge: Graph) -> None:
     async with guarded(edge) as server:
         server.app._bodies = BodyReader(grace=0.2)
         reader, writer = await asyncio.open_connection(*server.address)
@@ -270,7 +272,9 @@ async def test_a_process_without_file_descriptors_recovers(
 
 
 @on_uvloop
-async def test_what_is_told_without_a_key(edge: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_key_only_health_is_open_off_this_machine(
+    edge: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Off this machine: whether it serves."""
     async with edge.worker(), guarded(edge) as server:
         here = await server.say(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")

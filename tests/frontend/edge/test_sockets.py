@@ -67,12 +67,12 @@ def test_another_process_on_the_port_is_named() -> None:
         holder.wait()
 
 
-def test_an_address_that_is_not_ours() -> None:
+def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1"):
         bind("203.0.113.1", 0)
 
 
-def test_ipv6() -> None:
+def test_an_ipv6_address_is_listened_on() -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6 on this machine")
     with bind("::1", 0) as sock:

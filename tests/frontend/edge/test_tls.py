@@ -37,7 +37,9 @@ from tests.frontend.test_generate import completion
 
 
 @on_uvloop
-async def test_what_is_agreed_on(edge: Graph, certificate: ServerCertificate) -> None:
+async def test_tls_1_2_and_1_3_with_http_1_1_are_agreed_on(
+    edge: Graph, certificate: ServerCertificate
+) -> None:
     async with edge.worker(), server(edge, certificate) as address:
         url = f"https://{address[0]}:{address[1]}"
         async with httpx.AsyncClient(base_url=url, verify=trusting(certificate)) as http:
@@ -61,7 +63,7 @@ async def test_what_is_agreed_on(edge: Graph, certificate: ServerCertificate) ->
 
 
 @on_uvloop
-async def test_old_versions_are_refused(edge: Graph, certificate: ServerCertificate) -> None:
+async def test_tls_1_1_is_refused(edge: Graph, certificate: ServerCertificate) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with pytest.warns(DeprecationWarning, match="TLSv1_1"):
@@ -248,7 +250,7 @@ def made(folder: Path, *, days: float = 30, start: float = -1, passphrase: bytes
     return files
 
 
-def test_wrong_files_are_told_with_what_to_do(tmp_path: Path) -> None:
+def test_wrong_certificate_files_are_errors_that_say_what_to_do(tmp_path: Path) -> None:
     good, other = made(tmp_path / "good"), made(tmp_path / "other")
     garbage = tmp_path / "garbage.pem"
     garbage.write_text("not PEM")

@@ -56,7 +56,7 @@ def remote(worker: EchoWorker) -> EchoWorker:
     return worker
 
 
-async def test_the_way_of_a_request(graph: Graph) -> None:
+async def test_a_receipt_has_each_hop_with_its_place_and_time(graph: Graph) -> None:
     async with graph.worker() as worker:
         remote(worker)
         answer = await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "r-1"})
@@ -82,7 +82,7 @@ async def test_the_way_of_a_request(graph: Graph) -> None:
     assert answer.status_code == 200
 
 
-async def test_a_running_request_has_one(graph: Graph) -> None:
+async def test_a_running_request_has_a_receipt(graph: Graph) -> None:
     async with graph.worker(pace=None) as worker:
         request = post(graph)
         await steps(worker, 3)
@@ -96,7 +96,7 @@ async def test_a_running_request_has_one(graph: Graph) -> None:
     assert not newest(graph).running
 
 
-async def test_a_request_that_moves_tells_both_workers(graph: Graph) -> None:
+async def test_the_receipt_of_a_request_that_migrates_has_both_workers(graph: Graph) -> None:
     async with graph.worker(pace=None) as first:
         remote(first)
         request = post(graph, max_tokens=6)
@@ -128,7 +128,7 @@ async def test_a_request_that_moves_tells_both_workers(graph: Graph) -> None:
         ("/v1/chat/completions/batch", chat(messages=[chat()["messages"]] * 2), 0),
     ],
 )
-async def test_several_sequences_have_the_way_of_the_first(
+async def test_of_several_sequences_the_receipt_has_the_hops_of_the_first(
     graph: Graph, path: str, body: dict[str, object], prompts: int
 ) -> None:
     async with graph.worker() as worker:
@@ -142,7 +142,7 @@ async def test_several_sequences_have_the_way_of_the_first(
         assert receipt.prompt_tokens == prompts * len(PROMPT)
 
 
-async def test_a_client_that_leaves(graph: Graph) -> None:
+async def test_a_client_that_leaves_is_499(graph: Graph) -> None:
     async with graph.worker(pace=None) as worker:
         request = post(graph)
         await steps(worker, 1)
@@ -153,7 +153,7 @@ async def test_a_client_that_leaves(graph: Graph) -> None:
     assert [hop.name for hop in receipt.hops] == ["admission", "decode"]
 
 
-async def test_requests_that_are_refused(graph: Graph) -> None:
+async def test_a_receipt_quotes_no_request_and_300_characters_of_a_failure(graph: Graph) -> None:
     secret = "SECRET"
     async with graph.worker() as worker:
         for body, status in [
@@ -173,7 +173,9 @@ async def test_requests_that_are_refused(graph: Graph) -> None:
         assert receipt.error == "x" * 300
 
 
-async def test_what_waits_and_is_refused(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_waiting_request_and_a_refused_one_have_receipts(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with graph.worker(pace=None, at_once=2) as worker:
         admission = graph.models.find("demo").admission
         monkeypatch.setattr(admission, "limits", AdmissionLimits(max_waiting=1))
@@ -192,7 +194,7 @@ async def test_what_waits_and_is_refused(graph: Graph, monkeypatch: pytest.Monke
     assert held.seconds > 0
 
 
-async def test_they_are_bounded(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_receipts_are_bounded_in_number_and_age(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = receipts.Receipts(graph.context)
     monkeypatch.setattr(graph.ribs, "ribs", [kept])
     monkeypatch.setattr(kept, "_over", type(kept._over)(maxlen=3))
@@ -206,7 +208,9 @@ async def test_they_are_bounded(graph: Graph, monkeypatch: pytest.MonkeyPatch) -
     assert kept.receipts(9) == []
 
 
-async def test_ticks(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tick_counts_requests_tokens_and_latencies(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = receipts.Receipts(graph.context)
     monkeypatch.setattr(graph.ribs, "ribs", [kept])
     monkeypatch.setattr(receipts, "TICK", 0.01)
@@ -228,7 +232,7 @@ async def test_ticks(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {len(tick.ttft) for tick in told} <= {0, len(watch.BUCKETS) + 1}
 
 
-async def test_links(graph: Graph) -> None:
+async def test_a_link_reports_its_requests_and_why_it_is_down(graph: Graph) -> None:
     async with graph.worker(pace=None) as worker:
         request = post(graph)
         await worker.until(lambda: worker.jobs)
@@ -243,7 +247,7 @@ async def test_links(graph: Graph) -> None:
     await until(lambda: worker.id not in {link.to for link in graph.models.links()})
 
 
-async def test_the_headers_of_an_answer(graph: Graph) -> None:
+async def test_the_headers_of_an_answer_have_its_hops_and_reason(graph: Graph) -> None:
     async with graph.worker() as worker:
         remote(worker)
         worker.placed = replace(worker.placed, reason='l"o\r\nx: y')
@@ -280,7 +284,7 @@ async def other_frontend(graph: Graph, kept: list[Receipt]) -> AsyncIterator[lis
             yield asked
 
 
-async def test_the_pages(graph: Graph) -> None:
+async def test_requests_are_listed_and_found_at_any_frontend(graph: Graph) -> None:
     there = Receipt("there", "frontend-1-test", "/v1/completions", 0.0)
     async with graph.worker(), other_frontend(graph, [there]) as asked:
         await graph.http.post("/v1/completions", json=completion(), headers={"x-request-id": "here"})
@@ -334,7 +338,7 @@ async def test_a_key_sees_its_own(graph: Graph) -> None:
         assert refused.headers["x-request-id"] not in {name for name, _ in await seen("three")}
 
 
-async def test_what_a_worker_tells_wrongly_is_bounded(graph: Graph) -> None:
+async def test_what_a_worker_reports_wrongly_is_bounded(graph: Graph) -> None:
     nan, infinite = float("nan"), float("inf")
     wrong = [
         Hop("prefill", nan, infinite, "i" * 1000, "w" * 1000),
@@ -356,7 +360,7 @@ async def test_what_a_worker_tells_wrongly_is_bounded(graph: Graph) -> None:
     assert max(len(hop.instance) + len(hop.why) for hop in receipt.hops) == 600
 
 
-async def test_requests_that_went_astray_are_told_for_longer(
+async def test_receipts_with_a_detour_are_reported_for_longer(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receipts, "MAX_TOLD", 1)

@@ -142,7 +142,9 @@ def below(spans: list[Exported]) -> list[tuple[str, str, str]]:
     return [(span.name, names[span.parent], span.process) for span in spans]
 
 
-async def test_a_remote_request(graph: TracedGraph, worker: Decode) -> None:
+async def test_a_remote_request_has_a_span_for_each_hop_in_its_process(
+    graph: TracedGraph, worker: Decode
+) -> None:
     trace_id, headers = client_trace()
     before = time.time_ns()
     answer = await graph.ask({**headers, "tracestate": "vendor=x", "x-request-id": "mine"})
@@ -175,7 +177,9 @@ async def test_a_remote_request(graph: TracedGraph, worker: Decode) -> None:
     assert {hop.name for hop in receipt.hops} == set(hops)
 
 
-async def test_a_local_request(graph: TracedGraph, worker: Decode) -> None:
+async def test_a_local_request_has_its_prefill_at_the_decode_worker(
+    graph: TracedGraph, worker: Decode
+) -> None:
     trace_id, headers = client_trace()
     await graph.ask(headers, tokens=9)
     spans = await graph.trace(trace_id, ROUTE, "admission", "attempt", "generate", "prefill", "decode")
@@ -183,7 +187,7 @@ async def test_a_local_request(graph: TracedGraph, worker: Decode) -> None:
     assert one(spans, "prefill").attributes["pdserve.why"] == "short"
 
 
-async def test_a_fallback(graph: TracedGraph, worker: Decode) -> None:
+async def test_a_fallback_is_an_event_with_its_reason(graph: TracedGraph, worker: Decode) -> None:
     trace_id, headers = client_trace()
     graph.prefill.faults.deaf = True
     answer = await graph.ask(headers)
@@ -231,7 +235,7 @@ async def test_a_migrated_request_shows_both_attempts(graph: TracedGraph, worker
     assert second.error is one(spans, ROUTE).error is None
 
 
-async def test_a_request_that_fails(graph: TracedGraph, worker: Decode) -> None:
+async def test_a_request_that_fails_has_an_error(graph: TracedGraph, worker: Decode) -> None:
     trace_id, headers = client_trace()
     worker.engine.faults.slow = 500
     answer = await graph.ask({**headers, "x-request-timeout": "0.2"}, tokens=9)

@@ -15,7 +15,7 @@ export async function ask(path, { headers = {}, ...options } = {}) {
   if (key) headers = { ...headers, authorization: `Bearer ${key}` };
   const answer = await fetch(path, { cache: "no-store", ...options, headers });
   if (answer.status !== 401) return answer;
-  if (!$("ask-key").open) {
+  if (!$("ask-key").open && sessionStorage.getItem(KEY) === key) { // else a newer one has not been tried yet
     if (key) $("ask-key-why").textContent = "The server does not know this key. Another one?";
     $("ask-key").showModal();
   }
