@@ -81,7 +81,7 @@ ToDecode = Submit | Cancel | Hello
 
 
 class Placed(Struct, frozen=True, tag=True):
-    """How the prompt gets its KV, sent before the request's first output. Sent again if it comes otherwise, and with
+    """How the prompt gets its KV, sent before the request's first output. Sent again if the decision changes, and with
     all hops after the decode engine's first step for the request."""
 
     request_id: str

@@ -74,11 +74,11 @@ class Estimator:
         there = [load.load.token_seconds or None for load in seen.values()]
         best = min(filter(None, there), default=None)
         here = hopeful(mean.value, now - mean.at, best)
-        hoped = [
+        expected = [
             hopeful(value, load.age, mean.value) for value, load in zip(there, seen.values(), strict=True)
         ]
         known = best or mean.value or FIRST_TOKEN_SECONDS
-        return here or known, [value or known for value in hoped]
+        return here or known, [value or known for value in expected]
 
     def _queued(self, requests: Collection[DecodeRequest], prompt: int) -> float:
         """Tokens that no prefill worker has pulled. Of other decode workers' requests only the number is known: they

@@ -29,7 +29,7 @@ LOOK = 0.1
 PREFIX_INTERVAL = 0.25
 """seconds between two reports of the prefix cache: a conversation's next prompt comes later than this"""
 INTERNAL = "internal error in the decode worker"
-"""why a request fails of which nothing better is known; it is tried elsewhere"""
+"""why a request fails whose error has no better text; it is tried elsewhere"""
 
 
 def make_way(requests: Iterable[DecodeRequest], queued: int) -> tuple[str, int]:

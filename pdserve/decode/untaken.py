@@ -3,9 +3,9 @@
 from pdserve.decode import policy
 
 UNTAKEN = 2
-"""prompts in a row that no prefill worker took, after which there counts as being none"""
+"""prompts in a row that no prefill worker took, after which prefill workers count as gone"""
 TRY_AGAIN = 30.0
-"""seconds until prompts are tried again then, since a worker without prompts sends nothing"""
+"""seconds until remote prefill is tried again: a worker without prompts sends nothing"""
 
 
 class UntakenPrompts:
@@ -14,7 +14,7 @@ class UntakenPrompts:
 
     def __init__(self) -> None:
         self._news = 0.0
-        """when something was last heard of a prefill worker"""
+        """time of the last message of a prefill worker"""
         self.count = 0
         self._last = 0.0
         """when the last untaken prompt was given up"""

@@ -25,7 +25,7 @@ after that, the result is not used. In both cases the prompt is recomputed.
 while the rest is computed (`ahead_scheduler.py`).
 
 **Handshakes.** Each attempt with a peer that does not answer takes 5 s. After a failed attempt, reads from there fail
-at once for a while, and the decode worker is told, so that it sends no prefill there. The listener at the other end is
+at once for a while, and the decode worker, by the statistics, sends no prefill there. The listener at the other end is
 `side_channel.py`."""
 
 import time

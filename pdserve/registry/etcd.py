@@ -6,7 +6,7 @@ each key that is not there under its lease. There is no other way to recover, he
 there is not written again, since each write goes to all that watch: after a short stall of the host, a thousand
 processes would write to a thousand, and keep the host slow.
 
-Each own key is watched as long as this process has it: one that somebody else deletes or changes is written again.
+Each own key is watched as long as this process has it: one that another client deletes or changes is written again.
 """
 
 import asyncio
@@ -132,7 +132,7 @@ class EtcdRegistry(Registry):
             with suppress(SessionLost):  # the next session compares all keys
                 session = self._now()
                 if key in self._leased and not await session.holds(self._root + key, self._leased[key]):
-                    log.warning("%s was deleted or changed in etcd by somebody; writing it again", key)
+                    log.warning("%s was deleted or changed in etcd by another client; writing it again", key)
                     await session.put(self._root + key, self._leased[key], leased=True)
                     return True
         return False
