@@ -1,7 +1,6 @@
 """How far a benchmark is, and how long it still takes: a bar in a terminal, lines in a log. Always on stderr."""
 
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,28 +15,22 @@ from rich.text import Text
 
 from pdserve import clock
 
-EVERY = 30.0
-"""seconds between two lines of a log"""
 _CTRL_C = 5
 """columns that are left free: a terminal writes `^C` at the end of the bar, and in the next line where it is full, of
 which the bar would not know when it is erased"""
 _LEAST = 30
-_OVERDUE = 2.0
-"""seconds over the expected ones from which on a phase is said to take longer"""
 
 
 class Schedule(AbstractContextManager["Schedule"]):
     """Phases that were announced with their expected seconds, and are then gone through in any order, one at a time.
 
     Enter it for the display. The time left is that of the phases that have not begun, and what is left of the running
-    one. Where stderr is no terminal it prints a line when a phase begins, and one every `every` seconds."""
+    one. Where stderr is no terminal it prints a line when a phase begins."""
 
-    def __init__(self, phases: dict[str, float] | None = None, every: float = EVERY) -> None:
+    def __init__(self, phases: dict[str, float] | None = None) -> None:
         self._waiting = dict(phases or {})
         self._began = time.monotonic()
         self._name, self._phase_began, self._expected, self._news = "", 0.0, 0.0, ""
-        self._every, self._said = every, self._began
-        self._closed = threading.Event()
         self._console = console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
@@ -53,10 +46,6 @@ class Schedule(AbstractContextManager["Schedule"]):
         self._began = time.monotonic()
         if self._live:
             self._live.start(refresh=True)
-        else:
-            self._closed.clear()
-            self._reporter = threading.Thread(target=self._report, name="progress", daemon=True)
-            self._reporter.start()
         return self
 
     def __exit__(
@@ -64,9 +53,6 @@ class Schedule(AbstractContextManager["Schedule"]):
     ) -> None:
         if self._live:
             self._live.stop()
-        else:
-            self._closed.set()
-            self._reporter.join()
 
     def announce(self, phase: str, seconds: float) -> None:
         """Announce a phase, also while others run. Seconds of the same name add up."""
@@ -93,7 +79,7 @@ class Schedule(AbstractContextManager["Schedule"]):
             self._name = self._news = ""
 
     def update(self, news: str) -> None:
-        """What the running phase sees, as `12 req/s, TTFT 80 ms`: beside the bar, and in the next line of a log."""
+        """What the running phase sees, as `12 req/s, TTFT 80 ms`: beside the bar."""
         self._news = news
 
     def say(self, text: str) -> None:
@@ -101,7 +87,6 @@ class Schedule(AbstractContextManager["Schedule"]):
         if self._live and self._live.is_started:
             self._live.console.print(Text(text))
         else:
-            self._said = time.monotonic()
             now = time.strftime("%H:%M:%S", time.localtime(clock.unix()))
             print(f"{now}  {text}", file=sys.stderr, flush=True)
 
@@ -113,17 +98,10 @@ class Schedule(AbstractContextManager["Schedule"]):
     def _in_phase(self) -> float:
         return time.monotonic() - self._phase_began if self._name else self._expected
 
-    def _text(self, after: str = "") -> str:
+    def _text(self) -> str:
         """Describe the running phase."""
-        over = self._in_phase() - self._expected
-        late = (
-            f"{told(over)} longer than expected" if self._name and self._expected and over > _OVERDUE else ""
-        )
-        left = f"{told(self.seconds_left)} left" if self.seconds_left >= 1 else ""
-        times = ", ".join(filter(None, (after, late, left)))
-        return " ".join(
-            filter(None, (self._name, f"({times})" if times else "", self._news and f" {self._news}"))
-        )
+        left = f" ({told(self.seconds_left)} left)" if self._name and self.seconds_left >= 1 else ""
+        return f"{self._name}{left}" + (f"  {self._news}" if self._news else "")
 
     def _bar(self) -> Table:
         """Asked for whenever it is drawn."""
@@ -141,16 +119,6 @@ class Schedule(AbstractContextManager["Schedule"]):
             bar, f"{share:4.0%} {told(spent):>6}" if known else f"{told(spent):>6}", Text(self._text())
         )
         return line
-
-    def _report(self) -> None:
-        """Print a line now and then, in a thread of its own: phases may block the one that they run in."""
-        wait = self._every
-        while not self._closed.wait(wait):
-            wait = self._said + self._every - time.monotonic()
-            if wait <= 0:
-                wait = self._every
-                if self._name:
-                    self.say(self._text(f"after {told(self._in_phase())}"))
 
 
 def told(seconds: float) -> str:

@@ -19,13 +19,12 @@ from pdserve_bench.compare.closed import (
     ClosedLoops,
     ClosedOptions,
     Measured,
-    Turn,
     alternate,
     count_outcomes,
     tokens_between,
     window_figures,
 )
-from pdserve_bench.compare.closed_report import Figures, beyond, closed_report, cpu_by_process
+from pdserve_bench.compare.closed_report import Figures, beyond, closed_report
 from pdserve_bench.compare.identity import judge
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.progress import Schedule
@@ -270,19 +269,6 @@ def test_equal_systems_seldom_seem_different(rounds: int) -> None:
     assert 0.005 < wrong / cases < 0.08
 
 
-def test_cpu_seconds_for_1000_tokens_are_medians_by_process() -> None:
-    turn = Turn(0, "ours", 1)
-    spent: Sequence[dict[str, float]] = (
-        {"decode": 2.0, "etcd": 0.2},
-        {"decode": 3.0, "etcd": 0.1},
-        {"decode": 9.0},
-        {},
-    )
-    found = cpu_by_process([Measured(turn, cpu=each) for each in spent])
-    assert found == pytest.approx({"decode": 3.0, "etcd": 0.1})
-    assert list(found) == ["decode", "etcd"]
-
-
 def answered(
     started: float, *arrivals: float, tokens: int = 0, ended: float = 0.0, error: str = ""
 ) -> Exchange:
@@ -313,8 +299,8 @@ def test_figures_of_a_window() -> None:
     assert figures[ANSWER] == pytest.approx(7 / 3)
     assert figures["TTFT p50"] == pytest.approx(0.3)
     assert figures["TTFT p99"] == pytest.approx(0.5)
-    assert figures["ITL p99"] == pytest.approx(1.0)
-    assert figures["ITL p50"] == pytest.approx(1.0)  # 1, 1, 1 of the first; 0.1, 1; 0.3
+    assert figures["ITL p99"] == pytest.approx(2.0)
+    assert figures["ITL p50"] == pytest.approx(0.3)  # 0.1, 1; 0.3; 2
     assert figures["longest gap p99"] == pytest.approx(2.0)
     assert figures[REMOTE] == pytest.approx(2 / 3)
 

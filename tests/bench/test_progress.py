@@ -51,20 +51,6 @@ def test_a_log_has_a_line_for_each_phase() -> None:
     assert found == ["start (2 min left)", "measure (2 min left)", "[b]12 req/s[/b]", "unannounced"]
 
 
-def test_a_long_phase_is_heard_of_now_and_then() -> None:
-    """The thread of the phase is blocked meanwhile."""
-    found = lines_of("""
-        with Schedule({"wait": 0.1, "next": 9}, every=0.3) as schedule, schedule.phase("wait"):
-            schedule.update("3 of 4 requests")
-            time.sleep(2.6)
-    """)
-    assert found[0] == "wait (9 s left)"
-    assert 4 <= len(found) <= 9
-    assert re.fullmatch(
-        r"wait \(after \d s, \d s longer than expected, 9 s left\)  3 of 4 requests", found[-1]
-    )
-
-
 def test_time_left_counts_what_is_announced_and_is_never_below_0() -> None:
     schedule = Schedule({"a": 10, "b": 20})
     assert schedule.seconds_left == 30

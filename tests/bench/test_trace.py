@@ -63,46 +63,21 @@ def test_prefixes_are_shared_as_the_hash_ids_say(tmp_path: Path) -> None:
     assert found.shared == pytest.approx(2 * BLOCK / (1300 + 1500 + 3 * 600))
 
 
-def test_text_is_sent_as_it_is_and_made_fresh_by_a_salt(tmp_path: Path) -> None:
-    messages = [{"role": "system", "content": "Be short. " * 100}, {"role": "user", "content": "Hello"}]
-    other = [messages[0], {"role": "user", "content": "Bye"}]
-    found = trace(
-        tmp_path,
-        {"prompt": "Count to ten.", "max_tokens": 4},
-        {"messages": messages, "max_completion_tokens": 5},
-        {"messages": other, "max_tokens": 6, "anything": "else"},
-    )
-    plain, chat, _ = (request.body(ENDPOINT, WORD, "7") for request in found.requests)
-    assert (plain["prompt"], plain["max_tokens"]) == ("[7] Count to ten.", 4)
-    assert chat["max_tokens"] == 5
-    assert chat["messages"][1] == messages[1]
-    assert chat["messages"][0]["content"] == f"[7] {messages[0]['content']}"
-    assert "prompt" not in chat
-    assert not found.timed
-    assert 0.3 < found.shared < 0.6
-    assert "arrivals are Poisson" in found.describe()
-
-
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
         ("{", "trace.jsonl:2: "),
         ({"input_length": "5", "output_length": 1}, "`$.input_length`"),
         ({"input_length": 0, "output_length": 1}, "`$.input_length`"),
-        ({"input_length": 5}, "output_length or max_tokens"),
-        ({"output_length": 5}, "input_length, prompt or messages"),
-        (
-            {"prompt": "a", "messages": [{"role": "user", "content": "b"}], "max_tokens": 1},
-            "prompt or messages",
-        ),
-        ({"prompt": "", "max_tokens": 1}, "`$.prompt`"),
-        ({"timestamp": 5, "prompt": "a", "max_tokens": 1}, "either all lines have one or none"),
+        ({"input_length": 5}, "`output_length`"),
+        ({"prompt": "Hello", "max_tokens": 5}, "`input_length`"),
+        ({"timestamp": 5, "input_length": 5, "output_length": 1}, "either all lines have one or none"),
         ("[1]", "Expected `object`"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: "dict[str, Any] | str", problem: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        trace(tmp_path, {"prompt": "fine", "max_tokens": 1}, line)
+        trace(tmp_path, {"input_length": 5, "output_length": 1}, line)
     assert problem in str(raised.value)
     assert "trace.jsonl:2" in str(raised.value)
 
@@ -182,6 +157,6 @@ async def test_it_is_sent_at_its_times_whatever_becomes_of_those_before(tmp_path
     assert endless.body["max_tokens"] == 9
     assert sorted(each.prompt_tokens for each in run.of(Outcome.FINISHED)) == [40, 60, 80]
     times = [each.started - run.began for each in run.exchanges]
-    assert times == pytest.approx([0, 0.25, 0.5, 0.75], abs=0.15)
+    assert all(time >= due - 0.01 for time, due in zip(times, (0, 0.25, 0.5, 0.75), strict=True))
     assert run.asks_until == run.began + 1.0
     assert run.began < run.ended <= time.monotonic()

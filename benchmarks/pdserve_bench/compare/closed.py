@@ -25,11 +25,12 @@ from pdserve_bench.endpoint import Endpoint, Prompts, learn_prompts
 from pdserve_bench.foreign import ForeignLoad
 from pdserve_bench.load import ClosedLoop
 from pdserve_bench.progress import Schedule
-from pdserve_bench.samples import percentile
+from pdserve_bench.runs import LoadRun
 from pdserve_bench.systems.cpu import CpuMeter
 from pdserve_bench.systems.system import RunningSystem, Stage
 
 TOKENS = "output tokens/s"
+TIMES = [f"{name} {share}" for name in ("TTFT", "ITL", "longest gap") for share in ("p50", "p99")]
 CPU = "CPU s per 1,000 tokens"
 ANSWER = "output tokens per answer"
 REMOTE = "remote prefills"
@@ -260,26 +261,12 @@ def score(measured: Sequence[Measured]) -> float:
 
 def window_figures(exchanges: Sequence[Exchange], began: float, ended: float) -> dict[str, float]:
     """Figures of a load that was steady between these two moments and went on after them. Tokens count when they come;
-    times to the first token and longest gaps are those of the finished requests that began in the window; a gap counts
-    where it ends."""
-    finished = [each for each in exchanges if each.outcome is Outcome.FINISHED]
-    ours = [each for each in finished if began <= each.started < ended]
-    gaps = [
-        gap
-        for exchange in finished
-        for gap, arrival in zip(exchange.gaps, exchange.arrivals[1:], strict=True)
-        if began <= arrival < ended
-    ]
-    samples = {
-        "TTFT": [each.ttft for each in ours if each.ttft is not None],
-        "ITL": gaps,
-        "longest gap": [max(each.gaps) for each in ours if each.gaps],
-    }
+    times and gaps are those of the finished requests that began in the window."""
+    ours = [each for each in exchanges if each.outcome is Outcome.FINISHED and began <= each.started < ended]
     figures = {TOKENS: tokens_between(exchanges, began, ended) / (ended - began)}
-    for name, values in samples.items():
-        if values:  # else it is not known, which is not 0
-            figures |= {f"{name} p{100 * share:g}": percentile(values, share) for share in (0.5, 0.99)}
-    if ours:
+    if ours:  # else it is not known, which is not 0
+        seen = LoadRun(ours, began, ended).summary()
+        figures |= {name: seen[name] for name in TIMES}
         figures[ANSWER] = sum(exchange.output_tokens for exchange in ours) / len(ours)
     if placed := [exchange.prefill for exchange in ours if exchange.prefill]:
         figures[REMOTE] = placed.count("remote") / len(placed)

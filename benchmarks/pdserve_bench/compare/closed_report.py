@@ -1,11 +1,11 @@
-"""Closed loops as a report: medians for each load, ratios to the best single engine, CPU seconds by process."""
+"""Closed loops as a report: medians for each load, ratios to the best single engine."""
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from pdserve_bench.compare.closed import ANSWER, CPU, REMOTE, TOKENS, ClosedLoops, Measured, score
+from pdserve_bench.compare.closed import ANSWER, CPU, REMOTE, TIMES, TOKENS, ClosedLoops, Measured, score
 from pdserve_bench.compare.recommend import QUIET
 from pdserve_bench.report import Cell, Chart, Column, Report, Rows, Series
 from pdserve_bench.samples import median_ratio
@@ -16,8 +16,6 @@ _WORTH_TELLING = 0.03
 """of a ratio: smaller differences stand in the table only"""
 _SHORTER = 0.05
 """share by which answers may differ in length from the baseline's before a note says so"""
-_LEAST_CPU = 0.005
-"""seconds for 1,000 tokens: a process that spends less is not shown"""
 _MOST_ERRORS = 5
 
 
@@ -35,10 +33,9 @@ class Figure:
         return f"{arrows[self.more_is_better]}{self.name}{self.unit}"
 
 
-_TIMES = [f"{name} {share}" for name in ("TTFT", "ITL", "longest gap") for share in ("p50", "p99")]
 FIGURES = (
     Figure(TOKENS, more_is_better=True),
-    *(Figure(name, ", ms", 1000, more_is_better=False) for name in _TIMES),
+    *(Figure(name, ", ms", 1000, more_is_better=False) for name in TIMES),
     Figure(CPU, more_is_better=False),
     Figure(REMOTE, ", %", 100),
 )
@@ -143,7 +140,7 @@ def closed_report(loops: ClosedLoops, complete: bool) -> Report:
     if loops.screened:
         report.tables.append(_screened(loops))
     if figures.loads:
-        report.tables += [_ratios(figures), _cpu(figures)]
+        report.tables.append(_ratios(figures))
         report.charts = [_chart(figures)]
     report.data = {
         "baseline": loops.baseline and loops.baseline.name,
@@ -241,28 +238,6 @@ def _ratio(found: Compared | None, figure: Figure) -> Cell:
 
 def _span(ratios: Sequence[float]) -> str:
     return "-".join(dict.fromkeys(f"{end:.2f}" for end in (min(ratios), max(ratios)))) if ratios else ""
-
-
-def _cpu(figures: Figures) -> Rows:
-    rows: list[list[Cell]] = []
-    for name in figures.systems:
-        spent = [cpu_by_process(figures.measured(name, load)) for load in figures.loads]
-        for process in dict.fromkeys(process for each in spent for process in each):
-            values = [each.get(process) for each in spent]
-            if max(value or 0.0 for value in values) >= _LEAST_CPU:
-                rows.append([name, process, *values])
-    loads = [Column(_name(load), ".2f") for load in figures.loads]
-    return Rows(
-        "CPU seconds for 1,000 output tokens, by process", [Column("system"), Column("process"), *loads], rows
-    )
-
-
-def cpu_by_process(measured: Iterable[Measured]) -> dict[str, float]:
-    """Medians, the largest first."""
-    spent = [each.cpu for each in measured if each.cpu]
-    names = dict.fromkeys(name for each in spent for name in each)
-    medians = {name: statistics.median(each.get(name, 0.0) for each in spent) for name in names}
-    return dict(sorted(medians.items(), key=lambda item: -item[1]))
 
 
 def _chart(figures: Figures) -> Chart:

@@ -85,13 +85,13 @@ def compare(
     requests keep --ttft and --gap, and the aggregated one twice, to know the noise.
 
     The load is a trace (lines as {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [...]}
-    of the open Mooncake traces, or {"prompt": "...", "max_tokens": 64}), chats where one of --num-users, --num-rounds,
+    of the open Mooncake traces; only the lengths are needed), chats where one of --num-users, --num-rounds,
     --shared-system-prompt, --user-history-prompt is given, else single requests with --prompt-tokens. With --rate, or
     the times of a trace, the answer is for that rate; without, for the highest that can be carried.
 
-    With --clients there is no SLO: closed loops of so many clients measure TTFT, ITL, tokens/s and CPU seconds of each
-    process, of the best single engine of several settings and of FILE's graph (all prompts local, all remote, and as it
-    decides), in alternating order, with ratios and noise, and compare the answers token for token.
+    With --clients there is no SLO: closed loops of so many clients measure TTFT, ITL, tokens/s and CPU (of each process
+    in the JSON) of the best single engine of several settings and of FILE's graph (all prompts local, all remote, and
+    as it decides), in alternating order, with ratios and noise, and compare the answers token for token.
 
     Nothing else should run on the machine. Ctrl-C shows what is known by then. The exit code is 0 whatever the answer,
     and 1 where requests of closed loops failed.

@@ -293,29 +293,39 @@ class Comparison:
         await measuring.stage.stop(*(key for key in measuring.stage.up if key not in kept))
         if not finalists:
             return
-        searches = [(each, each.search) for each in finalists]
         now = time.monotonic()
         until = max(until, min(measuring.deadline - _STOP, now + _FINALS * 60 * self.options.minutes))
-        together, left = finalists[0], until - now
-        seconds = self._steady(min(20.0, left / 18))
-        await measuring.refine(searches, seconds, time.monotonic() + _CONTROL * left)
-        control = await measuring.again(together, self._start, seconds, until)
-        await measuring.refine([*searches, (together, control)], seconds, until)
-        self.noise = noise(together.search, control)
+        seconds = self._steady(min(20.0, (until - now) / 18))
+        await self._search(measuring, finalists, seconds, until, control=finalists[0])
+
+    async def _search(
+        self,
+        measuring: Measuring,
+        entrants: Sequence[Entrant],
+        seconds: float,
+        until: float,
+        control: Entrant | None = None,
+    ) -> None:
+        """Search their goodput, that of the `control` twice."""
+        searches = [(each, each.search) for each in entrants]
+        if control is None:
+            await measuring.refine(searches, seconds, until)
+            return
+        now = time.monotonic()
+        await measuring.refine(searches, seconds, now + _CONTROL * (until - now))
+        again = await measuring.again(control, self._start, seconds, until)
+        await measuring.refine([*searches, (control, again)], seconds, until)
+        self.noise = noise(control.search, again)
 
     async def _in_turn(
         self, measuring: Measuring, first: Sequence[Entrant], separate: Sequence[Candidate], until: float
     ) -> None:
         """One system at a time has all of the GPUs: each is measured to its end while it runs."""
-        waiting = _launches(first)
-        batch = first[0].candidate.shape.batch
-        graphs = [*self.maker.replicas(batch), *separate]
-        launches = [*waiting, *_launches_of(graphs)]
+        replicas = self.maker.replicas(first[0].candidate.shape.batch)
+        entrants = [*first, *map(self._enter, [*replicas, *separate])]
+        launches = _launches(entrants)
         for number, launch in enumerate(launches):
-            if any(launch.key == each.key for each in waiting):
-                some = [each for each in first if each.candidate.launch.key == launch.key]
-            else:
-                some = [self._enter(each) for each in graphs if each.launch.key == launch.key]
+            some = [each for each in entrants if each.candidate.launch.key == launch.key]
             left = (until - time.monotonic()) / (len(launches) - number)
             if left < 30.0:
                 for entrant in some:
@@ -329,18 +339,10 @@ class Comparison:
                 half = time.monotonic() + _SCREENING * (end - time.monotonic())
                 await measuring.screen(some, self._start, self._probe_seconds(half, len(some)), half)
             chosen = best_of(some, True) or best_of(some, False) or some[0]
-            if chosen.problem:
-                continue
-            left = end - time.monotonic()
-            seconds = self._steady(min(20.0, left / 10))
-            search = (chosen, chosen.search)
-            if not chosen.candidate.aggregated or self.noise is not None:
-                await measuring.refine([search], seconds, end)
-                continue
-            await measuring.refine([search], seconds, time.monotonic() + _CONTROL * left)
-            control = await measuring.again(chosen, self._start, seconds, end)
-            await measuring.refine([search, (chosen, control)], seconds, end)
-            self.noise = noise(chosen.search, control)
+            if not chosen.problem:
+                seconds = self._steady(min(20.0, (end - time.monotonic()) / 10))
+                control = chosen if chosen.candidate.aggregated and self.noise is None else None
+                await self._search(measuring, [chosen], seconds, end, control)
 
 
 def _launches(entrants: Sequence[Entrant]) -> list[Launch]:

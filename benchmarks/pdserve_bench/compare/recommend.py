@@ -183,11 +183,7 @@ def _judge(together: CandidateResult, separate: CandidateResult, asked: Criteria
             f"Neither keeps the SLO ({asked.slo}, {asked.share:.0%} of the requests), not even at "
             f"{min(together.most, separate.most):.3g} requests/s: {_broke(together)}; {_broke(separate)}."
         )
-        return (
-            Verdict.DONT,
-            reason,
-            "A looser SLO, shorter prompts or more hardware would change that.",
-        )
+        return Verdict.DONT, reason, ""
     if rate is not None and together.least >= rate * HEADROOM:
         reason = (
             f"At {rate:.3g} requests/s there is nothing to gain: {_bare(together)} keeps the SLO up to "
@@ -199,13 +195,13 @@ def _judge(together: CandidateResult, separate: CandidateResult, asked: Criteria
         return (
             Verdict.DISAGGREGATE,
             f"{both}{_times(separate, together, asked.share)}. {_limits(together, separate)}",
-            _not_enough(together, separate, rate),
+            _not_enough(separate, rate),
         )
     loss = _ratio(together, separate, asked.share)
     if together.least >= separate.most and loss > 1 + noise:
         carried = f"{_carries(together)}, {_bare(separate)} {_number(separate)}"
         reason = f"{carried}{_times(together, separate, asked.share)}. {_limits(separate, together)}"
-        return Verdict.DONT, reason, _would_change(separate)
+        return Verdict.DONT, reason, ""
     if together.broken is None and separate.broken is None:
         reason = f"{both}: no rate was tried that is too high for one of them."
         return Verdict.SAME, reason, "Give --minutes more, or ask about a --rate that you have."
@@ -234,17 +230,10 @@ def _ceiling(together: CandidateResult, separate: CandidateResult, asked: Criter
     return ""
 
 
-def _not_enough(together: CandidateResult, separate: CandidateResult, rate: float | None) -> str:
+def _not_enough(separate: CandidateResult, rate: float | None) -> str:
     if rate is not None and separate.most <= rate:
         return f"Neither carries the {rate:.3g} requests/s that were asked about: that needs more hardware."
-    bound = "gaps" if _first_broken(together) == "gap" else "TTFT"
-    return f"Shorter prompts or a looser bound on {bound} would change it."
-
-
-def _would_change(separate: CandidateResult) -> str:
-    if _first_broken(separate) == "gap":
-        return "Longer prompts beside shorter answers would change it: the prefill side would have more of the work."
-    return "More prefill workers would change it, or a bound on gaps so tight that prompts in the same engine break it."
+    return ""
 
 
 def _limits(loser: CandidateResult, winner: CandidateResult) -> str:

@@ -46,7 +46,7 @@ def report_of(comparison: Comparison, complete: bool, written: Path | None = Non
         },
     )
     report.tables.append(_table(comparison, results, found))
-    report.charts = _charts(comparison, results)
+    report.charts = [_goodput_bars(results)]
     report.notes = [*_notes(comparison, found)]
     if not complete and found.verdict is not Verdict.UNKNOWN:
         report.verdict = f"Preliminary: {found.headline}"
@@ -131,14 +131,6 @@ def _own_split(comparison: Comparison) -> str:
     return f"{prefill.count}P+{decode.count}D" if decode and prefill else ""
 
 
-def _charts(comparison: Comparison, results: Sequence[CandidateResult]) -> list[Chart]:
-    charts = [
-        _goodput_bars(each for each in results if each.probed),
-        _attainment(comparison),
-    ]
-    return [chart for chart in charts if chart.series]
-
-
 def _goodput_bars(results: Iterable[CandidateResult]) -> Chart:
     """A bar for each candidate that carried a rate at all."""
     carried = [result for result in results if result.goodput]
@@ -154,23 +146,6 @@ def _goodput_bars(results: Iterable[CandidateResult]) -> Chart:
         for result in carried
     ]
     return Chart("Goodput", "bars", "", "requests/s", series, better="higher")
-
-
-def _attainment(comparison: Comparison) -> Chart:
-    series = []
-    for each in comparison.finalists:
-        rates = sorted({probe.rate for probe in each.probes})
-        shares = [each.share(rate) or 0.0 for rate in rates]
-        series.append(Series(each.name, rates, shares, baseline=each.candidate.aggregated))
-    return Chart(
-        "Requests that keep the SLO",
-        "lines",
-        "requests/s",
-        "share",
-        series,
-        across={"asked for": comparison.options.share},
-        y_unit="share",
-    )
 
 
 def winning_file(comparison: Comparison, candidate: Candidate, found: Recommendation) -> str:

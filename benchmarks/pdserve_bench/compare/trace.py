@@ -1,18 +1,15 @@
-"""A trace: requests as users have sent them, with arrival times, prompt lengths and answer lengths, from a JSONL file.
+"""A trace: the times, prompt lengths and answer lengths of requests that users have sent, from a JSONL file.
 
-Two forms of a line are read. Fields that are not named here are ignored.
-- The open traces of Mooncake (FAST 2025): `{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids":
-  [46, 47, …]}`. Each hash id stands for 512 tokens *and all before them*, so equal ids are equal prefixes. Prompts are
-  made up with that many tokens and those shared prefixes. Without `hash_ids` nothing is shared.
-- With text: `{"prompt": "…", "max_tokens": 64}` or `{"messages": […], "max_tokens": 64}`, perhaps `timestamp`.
-
-`timestamp` is in milliseconds; either all lines have one or none has.
+Lines are those of the open traces of Mooncake (FAST 2025): `{"timestamp": 27482, "input_length": 6955,
+"output_length": 52, "hash_ids": [46, 47, …]}`. `timestamp` is in milliseconds; either all lines have one or none has.
+Each hash id stands for 512 tokens *and all before them*, so equal ids are equal prefixes; without `hash_ids` nothing is
+shared. Prompts are made up with that many tokens and those shared prefixes. Other fields are ignored.
 """
 
 import asyncio
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -32,27 +29,14 @@ PROBLEMS = 10
 """wrong lines that are reported before reading stops"""
 MARGIN = 32
 """tokens that a chat template may add to a made-up prompt"""
-_LETTERS = 4
-"""of a token, where there is only text: an estimate"""
 _POISSON_RATE = 1.0
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TraceLine(msgspec.Struct, frozen=True):
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=0)]
     timestamp: float | None = None
-    input_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    output_length: Count | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
     hash_ids: list[int] = []
-    prompt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)] | None = None
-
-    @property
-    def answer(self) -> int | None:
-        given = (self.output_length, self.max_completion_tokens, self.max_tokens)
-        return next((length for length in given if length is not None), None)
 
 
 _line = msgspec.json.Decoder(TraceLine)
@@ -63,34 +47,16 @@ class TraceRequest:
     due: float
     """seconds after the first request of the trace"""
     prompt_tokens: int
-    """an estimate where there is a `text`"""
     answer: int
     """tokens"""
     blocks: tuple[int, ...] = ()
     """hash ids, of 512 tokens each; the rest of the prompt is its own"""
-    text: str | list[dict[str, Any]] = ""
-    """a prompt or the messages of a chat; empty where it is to be made up"""
     line: int = 0
     """of the file"""
 
-    def pieces(self) -> Iterator[tuple[object, int]]:
-        """What prefixes are made of, with tokens: equal pieces after equal pieces are shared."""
-        if self.text:
-            raw = msgspec.json.encode(self.text)
-            for start in range(0, len(raw), BLOCK):
-                yield raw[start : start + BLOCK], len(raw[start : start + BLOCK]) // _LETTERS
-        for number, block in enumerate(self.blocks):
-            yield block, max(0, min(BLOCK, self.prompt_tokens - number * BLOCK))
-
     def body(self, endpoint: Endpoint, tokens_per_word: float, salt: str) -> dict[str, Any]:
         """Other salts make other prompts, which share prefixes with each other and with none of another salt."""
-        if isinstance(self.text, list):
-            first = dict(self.text[0])
-            first["content"] = _salted(first.get("content"), salt)
-            asked = replace(endpoint, chat=True).body("", self.answer)
-            return {**asked, "messages": [first, *self.text[1:]]}
-        prompt = _salted(self.text, salt) if self.text else self._made_up(tokens_per_word, salt)
-        return endpoint.body(prompt, self.answer)
+        return endpoint.body(self._made_up(tokens_per_word, salt), self.answer)
 
     def _made_up(self, tokens_per_word: float, salt: str) -> str:
         words: list[str] = []
@@ -102,11 +68,6 @@ class TraceRequest:
             count = max(1, int(end / tokens_per_word)) - len(words)
             words += Prompts(tokens_per_word, key).words(max(0, count))
         return " ".join(words)
-
-
-def _salted(text: Any, salt: str) -> Any:
-    """Put the salt first, so that no prefix is shared with another salt's. Only text is salted."""
-    return f"[{salt}] {text}" if isinstance(text, str) else text
 
 
 @dataclass(frozen=True)
@@ -173,29 +134,26 @@ class Trace:
         """The share of all prompt tokens that lie in a prefix of an earlier request."""
         seen, found = set[int](), 0
         for request in self.requests:
-            path, common = 0, True
-            for piece, tokens in request.pieces():
-                path = hash((path, piece))
-                common = common and path in seen
-                found += tokens if common else 0
-                seen.add(path)
+            for number, block in enumerate(request.blocks):
+                if block in seen:
+                    found += max(0, min(BLOCK, request.prompt_tokens - number * BLOCK))
+            seen.update(request.blocks)
         return found / sum(request.prompt_tokens for request in self.requests)
 
     def describe(self) -> str:
         prompts = [request.prompt_tokens for request in self.requests]
         answers = [request.answer for request in self.requests]
-        about = "about " if any(request.text for request in self.requests) else ""
         rate = f"{self.rate:.3g} a second" if self.timed else "no times: arrivals are Poisson"
         left_out = "".join(f"; {count:,} left out: {why}" for why, count in self.left_out.items())
         return (
-            f"{len(self.requests):,} requests, {rate}; prompts of {about}{_middle(prompts)} tokens (p50, p90), "
+            f"{len(self.requests):,} requests, {rate}; prompts of {_middle(prompts)} tokens (p50, p90), "
             f"answers of {_middle(answers)}; {100 * self.shared:.0f} % of the prompt tokens in shared prefixes"
             f"{left_out}"
         )
 
 
 def _longest(request: TraceRequest) -> int:
-    return request.prompt_tokens + request.answer + (0 if request.text else MARGIN)
+    return request.prompt_tokens + request.answer + MARGIN
 
 
 def _middle(lengths: list[int]) -> str:
@@ -223,8 +181,7 @@ class TraceWorkload:
                     await asyncio.sleep(max(0.0, begin + due - time.monotonic()))
                     exchange = Exchange(body)
                     run.exchanges.append(exchange)
-                    target = replace(endpoint, chat="messages" in body)
-                    group.create_task(target.ask(exchange, self.timeout))
+                    group.create_task(endpoint.ask(exchange, self.timeout))
         finally:
             run.ended = time.monotonic()
 
@@ -266,16 +223,8 @@ def _read(file: Path, lines: Iterable[tuple[int, bytes]]) -> list[tuple[bool, Tr
 
 
 def _request(line: TraceLine, number: int) -> TraceRequest:
-    """Raises ValueError."""
-    forms = [line.input_length is not None, line.prompt is not None, line.messages is not None]
-    if not any(forms) or (forms[1] and forms[2]):
-        raise ValueError("a request has input_length, prompt or messages")
-    if line.answer is None:
-        raise ValueError("a request has output_length or max_tokens")
-    text = line.prompt or line.messages or ""
-    tokens = line.input_length or max(1, len(msgspec.json.encode(text)) // _LETTERS)
-    blocks = () if text else tuple(line.hash_ids[: -(-tokens // BLOCK)])
-    return TraceRequest((line.timestamp or 0.0) / 1000, tokens, line.answer, blocks, text, number)
+    blocks = tuple(line.hash_ids[: -(-line.input_length // BLOCK)])
+    return TraceRequest((line.timestamp or 0.0) / 1000, line.input_length, line.output_length, blocks, number)
 
 
 def _unrounded(requests: list[TraceRequest]) -> list[TraceRequest]:
