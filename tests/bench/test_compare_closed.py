@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -25,15 +25,18 @@ from pdserve_bench.compare.closed import (
     window_figures,
 )
 from pdserve_bench.compare.closed_report import Figures, beyond, closed_report
+from pdserve_bench.compare.comparison import maker_of
 from pdserve_bench.compare.identity import judge
 from pdserve_bench.endpoint import Endpoint
 from pdserve_bench.progress import Schedule
 from pdserve_bench.sections import Shape
+from pdserve_bench.simulated import simulated, write
 from pdserve_bench.systems.system import RunningSystem, Say, Stage, System
 
 from pdserve.errors import Unavailable
 from tests.bench.answers import OpenAi, tiny_server
 from tests.conditions import until
+from tests.serving import processes_below
 
 CPU = Hardware(HardwareKind.CPU, 2)
 
@@ -195,6 +198,29 @@ async def test_failures_are_reported(tmp_path: Path) -> None:
     report = closed_report(found, True)
     assert "requests FAILED, so its load was another" in report.lead
     assert any("unknown field prompt" in note for note in report.notes)
+
+
+async def test_each_setting_of_a_graph_is_in_force_when_it_is_measured(tmp_path: Path) -> None:
+    """A graph of simulated engines, which is its own baseline here, so that one is started."""
+    file = write(simulated({"step-seconds": 0.005, "prefill-rate": 20_000}), tmp_path / "graph.yaml")
+    graph = maker_of(file).modes()
+    baseline = replace(graph[0], name="baseline")
+    options = ClosedOptions((2,), prompt_tokens=200, answer_len=4, rounds=1, seconds=0.5)
+    found = ClosedLoops(options, Hardware(HardwareKind.SIM, 2), [baseline], lambda _: [], graph)
+    await measure(found, tmp_path)
+    assert [each.turn.system for each in found.measured] == [
+        "baseline",
+        *(each.name for each in graph),
+        "baseline",
+    ]
+    for each, remote in zip(found.measured, (0.0, 0.0, 1.0, None, 0.0), strict=True):
+        assert remote in (None, each.figures.get(REMOTE, remote))
+        assert set(each.outcomes) == {"finished"}
+        parts = {"supervisor", "guardian", "nats-server", "etcd", "decode", "frontend", "prefill"}
+        assert not each.cpu or each.cpu.keys() == parts
+    for same in found.same.values():
+        assert (same.alone_equal, same.together_equal, same.failed) == (6, 6, 0)
+    assert processes_below(tmp_path) == []
 
 
 # ----- known figures

@@ -59,6 +59,29 @@ CASES = {
         Verdict.UNKNOWN,
     ),
     "nothing was measured": ([], Criteria(), Verdict.UNKNOWN),
+    "answers are the work, at the asked rate": (
+        [together(9.0, None), separate(None, 9.0, Tally(kept=5, gap=22))],
+        Criteria(rate=9.0),
+        Verdict.DONT,
+    ),
+    "prompts stall the answers, at the asked rate": (
+        [together(None, 2.5, Tally(kept=3, gap=30)), separate(2.5, None)],
+        Criteria(rate=2.5),
+        Verdict.DISAGGREGATE,
+    ),
+    "just enough headroom": ([together(2.5, 2.7), separate()], Criteria(rate=2.0), Verdict.DONT),
+    "neither carries the asked rate": ([together(), separate()], Criteria(rate=50.0), Verdict.DISAGGREGATE),
+    "both dropped requests": ([together(failed=2), separate(failed=1)], Criteria(), Verdict.UNKNOWN),
+    "only the dropping graph would carry it": (
+        [together(), separate(failed=1)],
+        Criteria(rate=6.0),
+        Verdict.DONT,
+    ),
+    "the better of two graphs wins": (
+        [together(), separate(2.0, 2.2), separate()],
+        Criteria(),
+        Verdict.DISAGGREGATE,
+    ),
 }
 
 

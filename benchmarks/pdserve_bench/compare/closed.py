@@ -18,8 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from pdserve.errors import Unavailable
 from pdserve_bench.client import Exchange, Outcome
-from pdserve_bench.compare.candidates import Candidate, CandidateMaker, Hardware, HardwareKind
+from pdserve_bench.compare.candidates import (
+    ALL_LOCAL,
+    ALL_REMOTE,
+    Candidate,
+    CandidateMaker,
+    Hardware,
+    HardwareKind,
+)
 from pdserve_bench.compare.identity import Reference, Sameness
 from pdserve_bench.endpoint import Endpoint, Prompts, learn_prompts
 from pdserve_bench.foreign import ForeignLoad
@@ -40,6 +48,7 @@ _WARM_UP = 1.5
 _LONGER = 4.0
 """times the warm-up, at most, until there are as many answers as clients"""
 _TIMEOUT = 60.0
+_IN_FORCE_WITHIN = 60.0
 _START = {HardwareKind.CPU: 30.0, HardwareKind.GPU: 90.0, HardwareKind.SIM: 12.0}
 """seconds that a start takes, about"""
 
@@ -157,7 +166,7 @@ class ClosedLoops:
         for turn in self.turns:
             candidate = systems[turn.system]
             running = await self._running(stage, schedule, candidate, alone)
-            await running.apply(candidate.settings)  # in force before the warm-up is over
+            await self._put_in_force(running, candidate)
             await self._compare_answers(schedule, running, turn.system)
             await self._measure(schedule, running, turn, self.measured)
 
@@ -192,6 +201,21 @@ class ClosedLoops:
         if self._prompts is None:
             self._prompts = await learn_prompts(running.endpoint, self.options.seed)
         return running
+
+    async def _put_in_force(self, running: RunningSystem, candidate: Candidate) -> None:
+        """Apply its settings, and ask until prompts are placed as they say, twice as many in a row as there are decode
+        workers. Raises Unavailable where they are not."""
+        await running.apply(candidate.settings)
+        expected = {str(ALL_LOCAL): "local", str(ALL_REMOTE): "remote"}.get(str(candidate.settings))
+        assert self._prompts is not None
+        right, deadline = 0, time.monotonic() + _IN_FORCE_WITHIN
+        while expected and right < 2 * candidate.shape.decode:
+            probe = Exchange(running.endpoint.body(self._prompts.of(self.options.prompt_tokens), 2))
+            await running.endpoint.ask(probe, _TIMEOUT)
+            right = right + 1 if probe.prefill == expected else 0
+            if time.monotonic() > deadline:
+                went = probe.error or f"a prompt went {probe.prefill or 'nowhere'}"
+                raise Unavailable(f"{candidate.name}: its live settings are not in force: {went}.")
 
     async def _compare_answers(self, schedule: Schedule, running: RunningSystem, name: str) -> None:
         """Once for each system. The baseline is the first: the others are compared with it."""
