@@ -40,10 +40,13 @@ PrefillWorker:
 """
 ARGUMENTS = (
     "--dtype float32 --block-size 32 --max-model-len 4096 --enforce-eager --served-model-name demo "
-    "--max-num-batched-tokens 32768"
+    "--max-num-batched-tokens 32768 --distributed-executor-backend uni"
 )
 """of vLLM's server, for the same; and steps so large that no prompt is prefilled in parts, however many requests come
 together: on a CPU, vLLM 0.32 dies of a request with a seed in such a step (engine/vllm/worker.py mends ours)"""
+IN_CORE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""so that vLLM leaves `uni` as it is, on a CPU too: with a process for the model, both spin for a second after each
+message, which takes all of a small machine"""
 KEY = "the-key-of-the-reference"
 """of vLLM's server: what it says to those without can be seen; the graph ignores it"""
 
@@ -72,6 +75,6 @@ def one_vllm(
 ) -> Iterator[Reference]:
     arguments = [*arguments, "--api-key", KEY]
     with start_blocking_portal() as portal:
-        server = plain_vllm(model, arguments, folder, lambda _: None)
+        server = plain_vllm(model, arguments, folder, lambda _: None, IN_CORE)
         with portal.wrap_async_context_manager(server) as (url, _):
             yield Reference(url)
