@@ -19,17 +19,31 @@ settings.register_profile("searching")
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same each time"))
 """what one commit passed, the next fails by its own fault only; HYPOTHESIS_PROFILE=searching tries others"""
 
-SERIAL = (
+ENGINES = (
     "tests/chaos/test_real_engines.py",
     "tests/conformance/",
     "tests/e2e/",
     "tests/engine/test_vllm_engine.py",
-    "tests/chaos/test_chaos.py",
-    "tests/test_house.py",
 )
-"""These take all of a small machine, and longest: they begin first and run in this order in one process, chaos when
-the other one is nearly through. The last one has many short tests: xdist gives a process with two tests left a further
-file, which would wait behind chaos."""
+"""One process runs these, one after the other: the real engines of all at once would take more than 24 GB. It is the
+longest part, and begins first."""
+CHAOS = ("tests/chaos/test_chaos.py", "tests/test_house.py")
+"""One long test, and many short ones: xdist gives a process with two tests left a further file, which would wait behind
+chaos."""
+ORDER = (
+    *ENGINES,
+    "tests/bench/test_compare_command.py",
+    "tests/test_serve_sim.py",
+    "tests/test_kills.py",
+    "tests/test_serve_keys.py",
+    "tests/test_cli.py",
+    "tests/process/test_standalone.py",
+    "tests/registry/test_outage.py",
+    *CHAOS,
+    "tests/soak/",
+)
+"""what takes longest begins first, so that all processes end together; simulated engines are broken when the real ones
+have been"""
 NICE = 5
 
 gc.disable()  # what is collected imports vLLM and stays: to look for garbage in it takes a third of the time
@@ -40,24 +54,27 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def _turn(file: str) -> int:
-    found = (number for number, start in enumerate(SERIAL) if file.startswith(start))
-    return next(found, len(SERIAL))
+def _turn(item: pytest.Item) -> int:
+    found = (number for number, file in enumerate(ORDER) if item.nodeid.startswith(file))
+    return next(found, len(ORDER))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _turn(item.nodeid))
+    items.sort(key=_turn)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2 --dist loadfile` (`make test`): the tests of a file stay together, for they share its fixtures, and so
-    do those that are `SERIAL`. (xdist's own `loadgroup` knows no groups under pytest 9.)"""
+    """With `--dist loadfile` (`make test`): the tests of a file stay together, for they share its fixtures, and so do
+    `ENGINES` and `CHAOS`. (xdist's own `loadgroup` knows no groups under pytest 9.)"""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "serial" if _turn(nodeid) < len(SERIAL) else str(super()._split_scope(nodeid))
+            for name, files in (("engines", ENGINES), ("chaos", CHAOS)):
+                if nodeid.startswith(files):
+                    return name
+            return str(super()._split_scope(nodeid))
 
     return Scheduling(config, log)
 
@@ -65,7 +82,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Engines that start (a dozen processes import vLLM at the same time) give way to the tests beside them."""
     beside_others = "PYTEST_XDIST_WORKER" in os.environ
-    if beside_others and _turn(item.nodeid) < len(SERIAL) and not os.getpriority(os.PRIO_PROCESS, 0):
+    if beside_others and item.nodeid.startswith(ENGINES) and not os.getpriority(os.PRIO_PROCESS, 0):
         os.nice(NICE)
 
 
