@@ -162,6 +162,11 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
         for key in sorted(ours.keys() | theirs.keys()):
             if MIDDLE not in path or (key in ours and key in theirs):
                 yield from differences(ours.get(key, "absent"), theirs.get(key, "absent"), f"{path}.{key}")
+    elif path.rpartition(".")[0].endswith(MIDDLE) and len(ours) != len(theirs):
+        shorter, longer = sorted((ours, theirs), key=len)
+        rest = iter(longer)  # what came together with other tokens is missing from one of them
+        if not all(any(not any(differences(one, other)) for other in rest) for one in shorter):
+            yield f"{path}: {ours!r}, not {theirs!r}"
     elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
         for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             yield from differences(one, other, f"{path}[{number}]")

@@ -1,0 +1,37 @@
+"""Streams are compared whatever tokens came together in them."""
+
+import json
+
+import pytest
+
+from tests.conformance.answers import differences, events_of
+
+FIRST = {"token_ids": [1], "prompt_token_ids": [7, 8]}
+NEXT = {"token_ids": [2], "prompt_token_ids": None}
+ODD = {"token_ids": [2], "prompt_token_ids": [9]}
+LAST = {"token_ids": [3]}
+LATE = {"token_ids": [2, 3]}
+
+
+def stream(*chunks: dict[str, object]) -> object:
+    """The events of a stream with one output, which ends with the last chunk."""
+    ends = [None] * (len(chunks) - 1) + ["length"]
+    choices = [{"index": 0, "finish_reason": end, **chunk} for end, chunk in zip(ends, chunks, strict=True)]
+    return events_of("\n\n".join(f"data: {json.dumps({'choices': [choice]})}" for choice in choices))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "same"),
+    [
+        ((FIRST, NEXT, LAST), (FIRST, NEXT, LAST), True),
+        ((FIRST, LATE), (FIRST, NEXT, LAST), True),
+        ((FIRST, NEXT, LAST), (FIRST, LATE), True),
+        ((FIRST, ODD, LAST), (FIRST, NEXT, LAST), False),
+        ((NEXT, FIRST, LAST), (FIRST, NEXT, LAST), False),
+        ((FIRST, NEXT, LAST), (FIRST, NEXT, LATE), False),
+    ],
+)
+def test_only_which_tokens_came_together_makes_no_difference(
+    ours: tuple[dict[str, object], ...], theirs: tuple[dict[str, object], ...], same: bool
+) -> None:
+    assert (not list(differences(stream(*ours), stream(*theirs)))) is same
