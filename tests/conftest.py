@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from pdserve.credentials import Credentials, create
 from tests.e2e.graph import Graph
+from tests.engine.sims import FAST
 from tests.real import Reference, one_graph, one_vllm
 from tests.servers import etcd_server, nats_server, running
 
@@ -125,3 +126,9 @@ def credentials(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
 def namespace() -> str:
     """Of this test alone."""
     return f"test-{uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def brief_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests in which simulated engines cannot read KV: they do not wait long for it."""
+    monkeypatch.setitem(FAST, "transfer-timeout", 0.3)

@@ -135,7 +135,7 @@ async def test_a_frontend_that_cannot_be_told_the_load_keeps_no_other_from_it(
         for frontend in (await graph.frontend(BAD), told):
             await frontend.client.send(Hello(version, follow_load=True))
         await until(lambda: len(told.loads) == 1)
-        await told.submit(SHORT, 400)
+        await told.submit(SHORT, 5000)
         await until(lambda: len(told.loads) > 1)
         assert not graph.life.done()
 

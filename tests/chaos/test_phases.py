@@ -18,7 +18,7 @@ from tests.conditions import until
 from tests.decode.graph import Graph, shared_queue
 from tests.engine.sims import LOADED, body, collect, spec
 
-pytestmark = pytest.mark.usefixtures("impatient")
+pytestmark = pytest.mark.usefixtures("impatient", "brief_transfers")
 
 PROMPT = list(range(103, 603))
 VICTIM, SPARE = "prefill-victim", "prefill-spare"

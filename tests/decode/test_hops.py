@@ -19,7 +19,6 @@ from tests.both.graph import Pair
 from tests.conditions import until
 from tests.decode.graph import Answered, Frontend, Graph
 from tests.decode.test_worker import LONG, SHORT, act_prefill, expected
-from tests.engine.sims import FAST
 
 Told = list[tuple[str, str, str]]
 """name, instance, and the first word of why"""
@@ -55,9 +54,7 @@ async def way(frontend: Frontend, prompt: list[int], max_tokens: int = 4) -> lis
 
 
 @pytest.fixture
-async def graph(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Graph]:
-    """No read takes too long on a busy machine."""
-    monkeypatch.setitem(FAST, "transfer-timeout", 5.0)
+async def graph() -> AsyncIterator[Graph]:
     async with Graph() as graph:
         yield graph
 
@@ -127,6 +124,7 @@ async def test_a_timeout(graph: Graph, monkeypatch: pytest.MonkeyPatch, pulled: 
     assert hops[-2].start >= 0.3
 
 
+@pytest.mark.usefixtures("brief_transfers")
 async def test_a_transfer_that_fails() -> None:
     async with Graph() as graph:
         (await graph.prefill()).engine.faults.drop_transfers = True

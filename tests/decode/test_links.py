@@ -13,13 +13,10 @@ from pdserve.watch import LinkState
 from tests.conditions import until
 from tests.decode.graph import Frontend, Graph
 from tests.decode.test_worker import LONG, SHORT, act_prefill, expected
-from tests.engine.sims import FAST
 
 
 @pytest.fixture
-async def graph(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Graph]:
-    """No read takes too long on a busy machine."""
-    monkeypatch.setitem(FAST, "transfer-timeout", 5.0)
+async def graph() -> AsyncIterator[Graph]:
     async with Graph() as graph:
         yield graph
 

@@ -35,7 +35,6 @@ SIM = {
     "prefill-rate": 1e6,
     "step-seconds": 0.004,
     "bandwidth": 1e12,
-    "transfer-timeout": 0.3,
 }
 
 
