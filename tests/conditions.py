@@ -1,7 +1,8 @@
-"""Waiting for what a test expects to become true."""
+"""Waiting for what a test expects to become true, or to stay so."""
 
 import asyncio
 import inspect
+import time
 from collections.abc import Awaitable, Callable
 
 
@@ -14,3 +15,12 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], within: float =
             if await answer if inspect.isawaitable(answer) else answer:
                 return
             await asyncio.sleep(0.005)
+
+
+async def holds(condition: Callable[[], object], seconds: float = 0.1) -> None:
+    """Fail if `condition` does not hold for so many seconds: for what must not happen, though nothing tells when it
+    would have."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert condition()
+        await asyncio.sleep(0.005)

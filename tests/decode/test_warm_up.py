@@ -17,7 +17,7 @@ from pdserve.process import engine_checks, presence
 from pdserve.process.engine_checks import self_test
 from pdserve.records import Instance, Role, encode_record
 from pdserve.registry.memory import MemoryRegistry
-from tests.conditions import until
+from tests.conditions import holds, until
 from tests.decode.graph import Graph, living, shared_queue
 from tests.engine.sims import LOADED, body, sim, spec
 
@@ -102,8 +102,7 @@ async def test_a_prefill_worker_waits_for_the_decode_workers_that_are_there(
         assert await anext(answers) == PrefillStarted("w", "prefill-0")
         done = await anext(answers)
         assert isinstance(done, PrefillDone)
-        await asyncio.sleep(0.1)  # its load is told when it has changed, but not before it is announced
-        assert not worker.ready.is_set()
+        await holds(lambda: not worker.ready.is_set())  # nor is its load, which has changed, sent
         assert "instances/prefill/prefill-0" not in await registry.read("")
         handle = msgspec.structs.replace(done.handle, computed_at=time.monotonic())
         await engine.generate("w", prompt, body(1), handle)
@@ -128,6 +127,7 @@ async def test_a_prefill_worker_that_does_not_answer_keeps_no_decode_worker_away
             assert isinstance(await anext(queue.warm_ups("prefill-x")), PrefillRequest)
 
 
+@pytest.mark.usefixtures("brief_transfers")
 async def test_kv_that_cannot_be_read_is_tried_again_and_is_no_failure_of_a_request(hasty: None) -> None:
     reasons = ("transfer", "timeout")
     failures = [counted("pdserve_remote_prefill_failures_total", reason=reason) for reason in reasons]
@@ -153,8 +153,7 @@ async def test_a_worker_waits_for_no_warm_up_with_one_that_is_gone(slow: None, r
         await registry.put(key, encode_record(hung))
         life = asyncio.create_task(worker.run())
         await until(lambda: bool(worker.view.newcomers(role, "demo")))
-        await asyncio.sleep(0.1)
-        assert not worker.ready.is_set()
+        await holds(lambda: not worker.ready.is_set())
         await registry.delete(key)
         await until(worker.ready.is_set, within=20.0)
         life.cancel()

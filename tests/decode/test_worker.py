@@ -35,7 +35,7 @@ from pdserve.queue.memory import MemoryQueue
 from pdserve.records import Instance, Role, decode_card, decode_instance, encode_record
 from pdserve.registry.memory import MemoryRegistry
 from pdserve.stream.memory import MemoryStreamServer
-from tests.conditions import until
+from tests.conditions import holds, until
 from tests.decode.graph import Frontend, Graph
 from tests.engine.sims import FAST, LOADED, body, collect, sim
 
@@ -334,6 +334,7 @@ async def test_a_late_answer_is_rejected_so_that_its_blocks_are_free(monkeypatch
         await until(prefill.all_blocks_free)
 
 
+@pytest.mark.usefixtures("brief_transfers")
 async def test_a_killed_prefill_engine_after_its_answer_is_recomputed() -> None:
     async with pulled() as (_, queue, frontend, request_id):
         await queue.answer("decode-0", PrefillDone(request_id, handle(LONG)))
@@ -348,6 +349,7 @@ async def first_of(messages: list[ToFrontend]) -> list[str]:
     return [type(message).__name__ for message in messages if not isinstance(message, WorkerLoad)]
 
 
+@pytest.mark.usefixtures("brief_transfers")
 async def test_the_first_token_does_not_wait_for_the_kv() -> None:
     """Which never comes: the request goes on after that token."""
     async with Graph() as graph:
@@ -490,13 +492,13 @@ async def test_kv_that_is_being_read_is_not_rejected_when_it_is_offered_again(
         for _ in range(3):
             await queue.answer("decode-0", PrefillDone(request_id, kept))
         await until(lambda: graph.decode_engine.usage.waiting == 1)
-        await asyncio.sleep(0.2)
-        assert graph.decode_engine.usage.waiting == 1, "it still reads"
+        await holds(lambda: graph.decode_engine.usage.waiting == 1)  # it still reads
         assert not await prefill.all_blocks_free()
         assert (await frontend.end_of(request_id)).tokens == expected(LONG, 4)
         await until(prefill.all_blocks_free)
 
 
+@pytest.mark.usefixtures("brief_transfers")
 async def test_kv_that_could_not_be_read_is_rejected_when_its_request_is_over(impatient: None) -> None:
     async with Graph() as graph:
         prefill = await graph.prefill()

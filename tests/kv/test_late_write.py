@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from pdserve.kv.nixl import provide_nixl, quiet_agents
-from tests.conditions import until
+from tests.conditions import holds, until
 
 SIZE = 64 << 20
 """bytes; more than what is on its way at a time"""
@@ -70,8 +70,7 @@ async def test_a_released_read_still_writes(monkeypatch: pytest.MonkeyPatch) -> 
         peer.send_signal(signal.SIGSTOP)
         await until(lambda: psutil.Process(peer.pid).status() == psutil.STATUS_STOPPED, 30)
         stalled, _ = memory.read(name, lent["address"])
-        await asyncio.sleep(0.2)
-        assert memory.agent.check_xfer_state(stalled) == "PROC"
+        await holds(lambda: memory.agent.check_xfer_state(stalled) == "PROC")
         memory.agent.release_xfer_handle(stalled)
         memory.agent.remove_remote_agent(name)
         memory.bytes[:] = 99

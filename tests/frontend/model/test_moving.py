@@ -9,7 +9,7 @@ from pdserve.messages import Failed
 from pdserve.records import encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
-from tests.conditions import until
+from tests.conditions import holds, until
 from tests.frontend.conftest import Graph
 from tests.frontend.model.echo import EchoWorker, continuation
 from tests.frontend.test_generate import PROMPT, chat, completion, events, text_of
@@ -142,13 +142,15 @@ async def test_before_the_first_token_everything_starts_again(graph: Graph) -> N
 
 async def test_a_failure_mid_stream_is_an_event(graph: Graph) -> None:
     async with graph.worker(pace=None) as first:
-        request = post(graph, stream=True, presence_penalty=0.5)
-        await steps(first, 2)
-        await asyncio.sleep(0.05)  # the client has the first tokens: the status is sent
-        async with graph.worker() as second:
+        request = graph.http.stream(
+            "POST", "/v1/completions", json=completion(stream=True, presence_penalty=0.5)
+        )
+        stepping = asyncio.create_task(steps(first, 2))
+        async with request as answer, graph.worker() as second:  # the status is sent with the first token
+            await stepping
             second.shift = 1
             await first.die()
-            answer = await request
+            await answer.aread()
     assert answer.status_code == 200
     assert "began differently" in events(answer)[-1]["error"]["message"]
 
@@ -206,8 +208,9 @@ async def test_outputs_at_which_vllm_fails(graph: Graph) -> None:
 
 async def test_a_worker_that_refused_gets_no_more_requests(graph: Graph) -> None:
     async with graph.worker() as first, graph.worker() as second:
+        await until(lambda: graph.models.live().get("demo") == 2)
         await first.refuse("another vLLM")
-        await asyncio.sleep(0.05)
+        await until(lambda: graph.models.live().get("demo") == 1)
         for _ in range(4):
             assert (await graph.http.post("/v1/completions", json=completion())).status_code == 200
     assert not first.seen
@@ -219,9 +222,7 @@ async def test_without_a_worker_it_waits_for_one(graph: Graph) -> None:
         request = post(graph, max_tokens=6)
         await steps(first, 2)
     fresh = post(graph, max_tokens=6)
-    await asyncio.sleep(0.1)
-    assert not request.done()
-    assert not fresh.done()
+    await holds(lambda: not request.done() and not fresh.done())
     async with graph.worker():
         expected = await text_of(graph, continuation(PROMPT, 6))
         for answer in (await request, await fresh):
@@ -242,8 +243,7 @@ async def test_a_worker_whose_lease_comes_back_ends_the_wait(
             request = post(graph, max_tokens=6)
             await steps(first, 2)
         await until(lambda: graph.models.live().get("demo") == 0)
-        await asyncio.sleep(0.1)  # longer than PAUSE: from then on it is not tried again by itself
-        assert not request.done()
+        await holds(lambda: not request.done())  # longer than PAUSE: then it is not tried again by itself
         await registry.put(keys.instance(away.instance), encode_record(away.instance))
         assert (await asyncio.wait_for(request, 5)).status_code == 200
 

@@ -1,6 +1,5 @@
 """No decode worker is there: a prefill worker decodes until one is back."""
 
-import asyncio
 from contextlib import AbstractAsyncContextManager
 
 import pytest
@@ -10,7 +9,7 @@ from prometheus_client import REGISTRY
 from pdserve.records import Role, encode_record
 from pdserve.registry import keys
 from pdserve.registry.memory import MemoryRegistry
-from tests.conditions import until
+from tests.conditions import holds, until
 from tests.frontend.conftest import Graph, card
 from tests.frontend.model.echo import EchoWorker, continuation
 from tests.frontend.model.test_moving import post, steps
@@ -132,7 +131,7 @@ async def test_a_request_that_would_have_to_be_replayed_ends_at_the_stand_in(
         await steps(prefill, 2)
         async with graph.worker() as decode:
             assert (await graph.http.post("/v1/completions", json=completion())).status_code == 200
-            await asyncio.sleep(0.1)
+            await holds(lambda: not request.done() and len(decode.seen) == 1)
             prefill.go()
             assert (await request).headers["x-pdserve-instance"] == prefill.id
             assert len(decode.seen) == 1
@@ -145,8 +144,7 @@ async def test_a_stand_in_gets_no_more_requests_than_its_engine_runs(graph: Grap
         await decoding(graph, 1)
         requests = [post(graph) for _ in range(3)]
         await prefill.until(lambda: len(prefill.seen) == 2)
-        await asyncio.sleep(0.1)
-        assert len(prefill.seen) == 2
+        await holds(lambda: len(prefill.seen) == 2)
         prefill.go()
         assert {(await request).status_code for request in requests} == {200}
 
